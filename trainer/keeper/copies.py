@@ -251,7 +251,12 @@ class Copies:
         if self._parts is not None:
             live = self._training.live() if record is not None else None
             self._parts.save(version.step, self._training.large(), self._training.small(), live)
-            if record is not None and (live is None or self._parts.is_refused):
+            if not self._parts.has_room_for_copies:
+                self._say_once(
+                    "there is no room in memory for copies of each step beside snapshots; a failure goes back to the "
+                    "last snapshot"
+                )
+            elif record is not None and (live is None or self._parts.is_refused):
                 self._say_once(
                     "the state can be copied at snapshots only: its tensors are made anew for each, or other values "
                     "change with them; a failure goes back to the last snapshot"

@@ -104,7 +104,7 @@ class ShardedMemory:
         self._copies_go_on = False
         # Whether the restored snapshot is in the slots for copies, and on no other node yet.
         self._restored_from_copy = False
-        self._has_room_for_copies = True
+        self.has_room_for_copies = True
         self._choice: Choice | None = None
         self._has_looked = False
         self._found: Mapping[str, Held] = {}
@@ -192,8 +192,8 @@ class ShardedMemory:
                 return
         slot.begin(packed, copy_from_devices)
         self._newest = version = Version(self._generation, step)
-        self._live = LivePiece.of(piece, live) if live is not None and self._has_room_for_copies else None
-        self.is_refused = live is not None and self._has_room_for_copies and self._live is None
+        self._live = LivePiece.of(piece, live) if live is not None and self.has_room_for_copies else None
+        self.is_refused = live is not None and self.has_room_for_copies and self._live is None
 
         def finish() -> Tensor:
             return slot.raw(slot.finish(self._piece(version), packed).length)
@@ -321,9 +321,9 @@ class ShardedMemory:
         This is checked here and not when a mirror arrives: then its sender would have to wait.
         """
         problem = self._reserve(slot, length)
-        if self._any(bool(problem)) and not self._is_alone and self._has_room_for_copies:
+        if self._any(bool(problem)) and not self._is_alone and self.has_room_for_copies:
             # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
-            self._has_room_for_copies = False
+            self.has_room_for_copies = False
             if not self._restored_from_copy:
                 self._copy_slots.delete()
             problem = self._reserve(slot, length)
