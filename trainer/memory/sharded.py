@@ -94,7 +94,7 @@ class ShardedMemory:
         self._was_whole = True
         # Whether there may be pieces of ranks that are gone, or on other nodes now.
         self._has_stale = True
-        self._off = False
+        self.is_off = False
         # What `copy` copies, and the newest version that it has copied since the last snapshot.
         self._live: LivePiece | None = None
         # Whether the last `save` was given tensors that `copy` cannot copy.
@@ -168,7 +168,7 @@ class ShardedMemory:
         if the state has no other tensors, `copy` can copy them later.
         """
         begun_s = time.monotonic()
-        if self._off:
+        if self.is_off:
             return
         tree = flatten(state)
         signature = tree.signature()
@@ -339,7 +339,7 @@ class ShardedMemory:
             problem = self._reserve(slot, length)
         if not self._any(bool(problem)):
             return True
-        self._off = True
+        self.is_off = True
         self._slots.delete()
         self._mirror.delete()
         if problem:
