@@ -90,5 +90,6 @@ class OutsideChanges:
         changed = [tensor for tensor in now if known.get(id(tensor)) != [tensor._version, tensor.data_ptr()]]
         if not changed:
             return "the state of an optimizer, or the number of tensors in `extra`,"
-        more = f" (and {len(changed) - 1} more tensors)" if len(changed) > 1 else ""
-        return f"`{self._live.name_of(changed[0])}`{more}"
+        names = list(dict.fromkeys(map(self._live.name_of, changed)))
+        more = f" (and {len(names) - 1} more tensors)" if len(names) > 1 else ""
+        return f"`{names[0]}`{more}"

@@ -17,8 +17,8 @@ _PER_TURN = 32
 class LiveTensors:
     """Parameters, and the tensors in the optimizers' states and in `extra`. Buffers are no part of it.
 
-    A distributed tensor stands for its part on this rank, which has the storage. Of a module in `extra` the parameters
-    count, of an object with another `state_dict` nothing.
+    A distributed tensor counts itself, which torch's count of changes is of, and with its part on this rank, which has
+    the storage. Of a module in `extra` the parameters count, of an object with another `state_dict` nothing.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], extra: Sequence[Any]) -> None:
@@ -39,16 +39,20 @@ class LiveTensors:
         time for all of them would be that of a small step.
         """
         found: list[Tensor] = (
-            [*self._parameters] if self._are_plain else [_local(parameter) for parameter in self._parameters]
+            [*self._parameters] if self._are_plain else [part for one in self._parameters for part in _parts(one)]
         )
         for nest in self._nests:
-            found += [_local(value) for _, value in _nested("", nest)]
+            found += [part for _, value in _nested("", nest) for part in _parts(value)]
         sizes = sum(len(one.state) for one in self._optimizers)
         begin = turn * _PER_TURN % (up(sizes, _PER_TURN) or 1)
         states = chain.from_iterable(one.state.values() for one in self._optimizers)
         for its in islice(states, begin, begin + _PER_TURN):
             if type(its) is dict:
-                found += [value if type(value) is Tensor else _local(value) for value in its.values() if _is(value)]
+                for value in its.values():
+                    if type(value) is Tensor:
+                        found.append(value)
+                    elif isinstance(value, Tensor):
+                        found += _parts(value)
         return found
 
     def states(self) -> list[tuple[int, int]]:
@@ -73,7 +77,7 @@ class LiveTensors:
 
     def name_of(self, tensor: Tensor) -> str:
         """The name of one of them; "" for a tensor that is not there any more."""
-        return next((name for name, value in self.named() if _local(value) is tensor), "")
+        return next((name for name, value in self.named() if any(part is tensor for part in _parts(value))), "")
 
 
 def _nested(path: str, value: object) -> Iterator[tuple[str, Tensor]]:
@@ -87,10 +91,7 @@ def _nested(path: str, value: object) -> Iterator[tuple[str, Tensor]]:
             yield from _nested(f"{path}.{number}", item)
 
 
-def _is(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _local(tensor: Any) -> Tensor:
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+def _parts(tensor: Any) -> list[Tensor]:
+    """The tensor, and of a distributed one its part on this rank."""
+    local = getattr(tensor, "_local_tensor", None)
+    return [tensor] if local is None else [tensor, local]

@@ -111,3 +111,19 @@ def test_copies_that_would_cost_more_than_1_percent_are_made_seldom_and_it_is_sa
     (said,) = job.said
     assert said.startswith("a copy of what rank 0 alone has takes ")
     assert "Keeper(…, copy_every=1) copies each step" in said
+
+
+def test_a_change_of_a_part_outside_of_a_commit_is_named() -> None:
+    job = Job()
+    with job.keeper:
+        for step in job.keeper.steps(4):
+            job.model(torch.randn(8, 4)).pow(2).mean().backward()
+            with job.keeper.commit():
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            if step == 2:
+                with torch.no_grad():
+                    next(job.model.parameters()).add_(1)
+
+    (said,) = job.said
+    assert said.startswith("`0.weight` changed outside keeper.commit() after step 2. ")
