@@ -70,9 +70,10 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_hook, "RUN_S_MAX", 0.3)
-    runs = hook(
-        said, f"if [ -e {tmp_path}/again ]; then echo second; exit; fi; touch {tmp_path}/again; sleep 60 & wait"
-    )
+    # A command line that no other process on this machine has.
+    sleep = ["sleep", f"60.{os.getpid()}"]
+    first = f"touch {tmp_path}/again; {' '.join(sleep)} & wait"
+    runs = hook(said, f"if [ -e {tmp_path}/again ]; then echo second; exit; fi; {first}")
     start_s = time.monotonic()
 
     runs.tell({"event": "failure"})
@@ -84,7 +85,7 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
     assert time.monotonic() - start_s < 5
     assert said[-1] == "[on-event] second"
     assert "did not end within 0 s and was killed; failure may not have been told" in said[0]
-    assert not [child for child in psutil.process_iter(["cmdline"]) if child.info["cmdline"] == ["sleep", "60"]]
+    assert not [child for child in psutil.process_iter(["cmdline"]) if child.info["cmdline"] == sleep]
 
 
 def test_at_the_end_of_the_job_all_runs_that_are_left_have_one_time_together(said: Said) -> None:
