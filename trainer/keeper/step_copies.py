@@ -45,10 +45,6 @@ class StepCopies:
         self._copied_s = 0.0
         self._has_said_pace = False
 
-    def stop(self) -> None:
-        """Make no copies from now on."""
-        self._keep = None
-
     @property
     def every(self) -> int:
         """Steps between two copies; 0 if there are none."""
@@ -58,8 +54,6 @@ class StepCopies:
 
     def wants(self, step: int) -> bool:
         """Whether this rank is ready for a copy of `step`, and one is due."""
-        if self._keep is None:
-            return False
         if self._parts is not None:
             return self._parts.can_copy and self.pace.is_due(step)
         # Survivors have the parameters of this step only, so copies of some steps would be useless.

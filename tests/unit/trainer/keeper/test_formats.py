@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from elaunch.trainer import link
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
 from elaunch.trainer.state import optimizer_state
@@ -21,16 +20,7 @@ from elaunch.trainer.state import optimizer_state
 DEVICE = os.environ.get("ELAUNCH_TEST_DEVICE", "cpu")
 
 
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The job's memory on this node. The training has no link."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
-    link._open_link.cache_clear()
-    return folder
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -36,17 +36,7 @@ from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.version import Version
 from tests.harness import wait_for
 
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The job's memory on this node. The training has no link."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
-    link._open_link.cache_clear()
-    return folder
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 class Job:
@@ -543,9 +533,9 @@ def test_snapshots_stay_as_far_apart_as_they_cost(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def small_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The job's memory is a small file system."""
-    folder = tmp_path / "shm"
+def small_memory(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The job's memory is a small file system, in place of `memory`."""
+    folder = memory.with_name("shm")
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True)
     if mounted.returncode:

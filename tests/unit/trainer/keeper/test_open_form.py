@@ -15,22 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from elaunch.trainer import link
 from elaunch.trainer.keeper.boundary import Stopped
 from elaunch.trainer.keeper.keeper import Keeper
 from tests.harness import environment
 
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The job's memory on this node. The training has no link."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
-    link._open_link.cache_clear()
-    return folder
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 class Loop:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +11,13 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from elaunch.trainer import link
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.version import Version
 
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The job's memory on this node. The training has no link."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
-    link._open_link.cache_clear()
-    return folder
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 class Parts:

@@ -12,20 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from elaunch.trainer import Batches, Keeper, Order, link
+from elaunch.trainer import Batches, Keeper, Order
 from elaunch.trainer.state.rank_objects import RankObjects
 
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The job's memory on this node. The training has no link."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
-    link._open_link.cache_clear()
-    return folder
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 class Packer:

@@ -16,21 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from elaunch.trainer import link
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.model_state import unwrap
 
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The job's memory on this node. The training has no link."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv("ELAUNCH_MEMORY", str(folder))
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
-    link._open_link.cache_clear()
-    return folder
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 def keeper_of(model: Any, optimizer: Any = None, **options: Any) -> Keeper:
