@@ -13,6 +13,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.program_imports import may_import_torch
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import Planned
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
@@ -231,7 +232,11 @@ def master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
 def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...] | None:
     if options.no_preload or options.kind is ProgramKind.COMMAND or interpreter != host.python:
         return None
-    return DEFAULT_PRELOAD if options.preload is None else options.preload
+    if options.preload_only is not None:
+        return options.preload_only
+    if options.preload is None and not may_import_torch(options.kind, options.target):
+        return ()
+    return tuple(dict.fromkeys((*DEFAULT_PRELOAD, *(options.preload or ()))))
 
 
 def _check_visible_devices(options: Options, environ: Mapping[str, str], slots: int) -> None:

@@ -22,7 +22,15 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
         _check_program(options)
         if options.kind is not ProgramKind.COMMAND:
             _check_interpreter(environ.get("PYTHON_EXEC"))
-        if options.kind is ProgramKind.MODULE and not environ.get("PYTHON_EXEC") and options.preload is None:
+        option = "--preload" if options.preload else "--preload-only"
+        named = options.preload or options.preload_only or ()
+        flags = sys.flags
+        has_shorter_path = flags.isolated or flags.no_site or flags.no_user_site or flags.ignore_environment
+        # Nothing is preloaded for a command or for another interpreter.
+        if options.kind is ProgramKind.COMMAND or environ.get("PYTHON_EXEC") or has_shorter_path:
+            return
+        _check_preload(option, named)
+        if options.kind is ProgramKind.MODULE and not named:
             _check_module(options.target)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
@@ -75,21 +83,37 @@ def _check_module(name: str) -> None:
 
     The further parts are not checked: only the package itself knows its modules.
     """
-    flags = sys.flags
-    if flags.isolated or flags.no_site or flags.no_user_site or flags.ignore_environment:
-        # The workers have a longer module path than this process.
-        return
     first = name.partition(".")[0]
     here = [] if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd())]
-    if not first or PathFinder.find_spec(first, [*here, *sys.path]):
+    if not first or _is_found(first, [*here, *sys.path]):
         return
-    for finder in sys.meta_path:
-        # Built-in modules, and packages that are installed in editable form.
-        if hasattr(finder, "find_spec") and finder.find_spec(first, None):
-            return
     near = nearest(first, (entry.stem for entry in Path.cwd().iterdir() if entry.suffix == ".py" or entry.is_dir()))
     hint = f"did you mean -m {near}{name[len(first) :]}?" if near else "start elaunch in its folder, or set PYTHONPATH"
     raise UsageError(f"-m {name}: there is no module {first} in {Path.cwd()} nor in {sys.executable}'s path; {hint}")
+
+
+def _check_preload(option: str, names: tuple[str, ...]) -> None:
+    """Raises UsageError if the fork server would not find the top package of one of `names`. Nothing is imported.
+
+    The fork server has this process's path: elaunch's `__main__` takes the current folder from it.
+    """
+    for name in names:
+        first, dot, rest = name.partition(".")
+        if _is_found(first, sys.path):
+            continue
+        import pkgutil  # Imported only for an error.
+
+        installed = (module.name for module in pkgutil.iter_modules() if module.name not in sys.stdlib_module_names)
+        near = nearest(first, installed) or nearest(first, sys.stdlib_module_names)
+        hint = f"did you mean {near}{dot}{rest}?" if near else "install it, or set PYTHONPATH"
+        raise UsageError(f"{option} {name}: there is no module {first} in {sys.executable}'s path; {hint}")
+
+
+def _is_found(first: str, path: list[str]) -> bool:
+    """Whether this interpreter finds a module of that name without a dot on `path`, or among the built-in ones."""
+    # The finders beside the path's know built-in modules, and packages that are installed in editable form.
+    others = (each for each in sys.meta_path if each is not PathFinder and hasattr(each, "find_spec"))
+    return bool(PathFinder.find_spec(first, path)) or any(each.find_spec(first, None) for each in others)
 
 
 def _check_interpreter(interpreter: str | None) -> None:

@@ -25,7 +25,8 @@ class Boot:
     """The agent's first message to its fork server.
 
     `preload` names the modules to import. None means that each worker execs a fresh interpreter; `fallback` is then
-    the reason, unless the user asked for it. `pythonpath` is the user's PYTHONPATH. `ignored` are signals that workers
+    the reason, unless the user asked for it. `left_out` has sentences on what of `preload` workers import themselves,
+    for the log. `pythonpath` is the user's PYTHONPATH. `ignored` are signals that workers
     ignore from their start. `mask` is set in a fork server that has started anew: the signals that were blocked when
     the agent started it.
     """
@@ -37,6 +38,7 @@ class Boot:
     pythonpath: str | None
     ignored: tuple[int, ...] = ()
     fallback: str = ""
+    left_out: tuple[str, ...] = ()
     mask: tuple[int, ...] | None = None
 
     def memfd(self) -> int:

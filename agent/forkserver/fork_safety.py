@@ -18,8 +18,8 @@ def why_not(program: Program, loaded_at_start: Collection[str], looked_up: Colle
 
     `loaded_at_start` are the modules of a bare interpreter. `looked_up` are the variables that were read since then.
     """
-    if shadow := _shadow(program, loaded_at_start):
-        return f"{shadow} has the name of a module that was preloaded"
+    if shadow := next(shadows(program, loaded_at_start), None):
+        return f"{shadow[1]} has the name of a module that was preloaded"
     custom = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
     what = " or ".join([*custom, "a preloaded module"])
     if own := sorted(RANK_VARIABLES & set(looked_up)):
@@ -27,15 +27,18 @@ def why_not(program: Program, loaded_at_start: Collection[str], looked_up: Colle
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         return f"{what} started a thread"
     # A worker closes all descriptors from 4 on, so a preloaded module would lose its open file or GPU.
-    if held := next((path for fd, path in _open_files().items() if fd not in {0, 1, 2, control_fd}), None):
+    if held := next((path for fd, path in open_files().items() if fd not in {0, 1, 2, control_fd}), None):
         return f"{what} keeps {held} open"
+    return f"{what} started CUDA" if cuda_is_on() else ""
+
+
+def cuda_is_on() -> bool:
+    """Whether this process uses CUDA: its children could not."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return f"{what} started CUDA"
-    return ""
+    return torch is not None and bool(torch.cuda.is_initialized())
 
 
-def _open_files() -> dict[int, str]:
+def open_files() -> dict[int, str]:
     """This process's open descriptors and what they refer to."""
     files: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
@@ -45,8 +48,8 @@ def _open_files() -> dict[int, str]:
     return files
 
 
-def _shadow(program: Program, loaded_at_start: Collection[str]) -> Path | None:
-    """A file that a fresh interpreter would import in place of a preloaded module, if there is one."""
+def shadows(program: Program, loaded_at_start: Collection[str]) -> Iterator[tuple[str, Path]]:
+    """The modules in place of which a fresh interpreter would import a file beside the program, and these files."""
     loaded = {name for name in sys.modules if "." not in name} - set(loaded_at_start) - set(sys.builtin_module_names)
     suffixes = ["/", *importlib.machinery.all_suffixes()]
     place = _programs_place(program)
@@ -56,8 +59,7 @@ def _shadow(program: Program, loaded_at_start: Collection[str]) -> Path | None:
         if suffix and (name := entry.removesuffix(suffix)) in loaded:
             ours = getattr(sys.modules[name], "__file__", None)
             if ours is None or not Path(ours).is_relative_to(place):
-                return Path(place, entry)
-    return None
+                yield name, Path(place, entry)
 
 
 def _programs_place(program: Program) -> str:

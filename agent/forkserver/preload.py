@@ -8,41 +8,56 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+from types import FrameType, ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
+from elaunch.agent.forkserver.lookups import keeper
+from elaunch.agent.forkserver.selection import Selection
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
 # would open CUDA to see whether it is there; a process that forks must do neither. The children get the user's values.
 _WHILE_IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# pyarrow's allocator would start a thread when it is imported. A user's own value stays.
+_UNLESS_SET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+# These are known to suit: elaunch's tests preload them. All other packages are tried in another process first.
+_KNOWN = ("torch", "elaunch")
+_REASONS_MAX = 3
+_WORTH_SAYING_S = 0.05
 
 
 @dataclass
 class Brought:
     """What the import of `name` added: modules, and warning filters in front of the others.
 
-    `readers` gives, for each variable that was looked up, the names of the modules that did so. `at_exit` are the calls
-    that hidden modules wanted at Python's end. They are not registered yet.
+    `looked_up` are the variables that were looked up. `readers` gives, for each that a module has kept, the names of
+    these modules. `at_exit` are the calls that hidden modules wanted at Python's end. They are not registered yet.
     """
 
     name: str
     modules: dict[str, ModuleType] = field(default_factory=dict)
     filters: list[Any] = field(default_factory=list)
+    looked_up: set[str] = field(default_factory=set)
     readers: dict[str, set[str]] = field(default_factory=dict)
     at_exit: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Preloaded:
-    """The result of the imports. `restore` holds the variables that they changed, with the values from before."""
+    """The result of the imports. `restore` holds the variables that they changed, with the values from before.
+
+    `left_out` has a sentence for each name of which not all could be imported.
+    """
 
     restore: dict[str, str | None]
     brought: tuple[Brought, ...]
+    left_out: tuple[str, ...] = ()
 
     def module(self, name: str) -> Any:
         """The loaded module of that name, whether it is hidden now or not. None if there is none."""
@@ -50,7 +65,18 @@ class Preloaded:
 
 
 class Unfaithful(Exception):
-    """Workers must not be forked from here; its text is the reason."""
+    """Workers must not be forked from here; its text is the reason.
+
+    `rest` are the modules that a new process may import nevertheless; None if it may import nothing.
+    """
+
+    def __init__(self, reason: str, rest: tuple[str, ...] | None = None) -> None:
+        super().__init__(reason)
+        self.rest = rest
+
+
+class _LeftOut(BaseException):
+    """A module is about to be imported that must not run here. No module that expects an ImportError may catch this."""
 
 
 def hidden_packages(names: Collection[str]) -> set[str]:
@@ -69,25 +95,99 @@ def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[]
         customise()
     before = dict(os.environ)
     os.environ.update(_WHILE_IMPORTING)
+    for variable, value in _UNLESS_SET.items():
+        os.environ.setdefault(variable, value)
     # Imported objects stay: a garbage collection would find nothing, and takes a third of the time.
     gc.disable()
     hidden = hidden_packages(boot.preload)
+    known = tuple(name for name in boot.preload if _is_known(name))
+    others = [name for name in boot.preload if name not in known]
+    if others and find_spec("torch") is None:
+        # The default, which nobody asked for: there is no torch to lose.
+        known = tuple(name for name in known if name.partition(".")[0] != "torch")
     with _no_cache_folder():
-        brought = tuple(_import(name, hidden) for name in boot.preload)
-    looked_up = {variable for each in (custom, *brought) for variable in each.readers}
-    if reason := why_not(boot.program, loaded_at_start, looked_up, boot.control_fd):
-        raise Unfaithful(reason)
+        brought = [_import(name, (name,), hidden) for name in known]
+        _check(boot, loaded_at_start, (custom, *brought), None)
+        left_out = []
+        for name in others:
+            selection, sentence = _chosen(name, boot, loaded_at_start)
+            left_out += [sentence] if sentence else []
+            if selection.entries:
+                try:
+                    with _kept_out(selection.left_out):
+                        brought.append(_import(name, selection.entries, hidden))
+                except Unfaithful as error:
+                    raise Unfaithful(str(error), known) from error
+        if others:
+            _check(boot, loaded_at_start, (custom, *brought), known)
     # Imports also set variables. After torch._dynamo's import a script's own setdefault would have no effect.
     changed = {name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)}
-    return Preloaded({name: before.get(name) for name in changed}, brought)
+    return Preloaded({name: before.get(name) for name in changed}, tuple(brought), tuple(left_out))
 
 
-def _import(name: str, hidden: Collection[str]) -> Brought:
+def _is_known(name: str) -> bool:
+    return name.partition(".")[0] in _KNOWN or name in sys.modules
+
+
+def _check(
+    boot: Boot, loaded_at_start: Collection[str], brought: Iterable[Brought], rest: tuple[str, ...] | None
+) -> None:
+    """Raises Unfaithful if a worker that is forked now would differ from a fresh interpreter."""
+    looked_up = {variable for each in brought for variable in each.looked_up}
+    if reason := why_not(boot.program, loaded_at_start, looked_up, boot.control_fd):
+        raise Unfaithful(reason, rest)
+
+
+def _chosen(name: str, boot: Boot, loaded_at_start: Collection[str]) -> tuple[Selection, str]:
+    """What to import for `name`, and a sentence about what is left out."""
+    from elaunch.agent.forkserver.probe import Unsuited, probe
+
+    try:
+        selection = probe(name, boot.program, loaded_at_start)
+    except Unsuited as error:
+        return Selection(), f"{name} is not preloaded, each worker imports it itself: {error}"
+    count = len(selection.left_out)
+    if not count:
+        return selection, ""
+    which = "it" if count == 1 else f"{count} modules"
+    took = f" ({selection.left_out_s:.1f} s)" if selection.left_out_s >= _WORTH_SAYING_S else ""
+    text = f"{name} is preloaded without {which}, which each worker imports itself{took}"
+    if not selection.entries:
+        text = f"{name} is not preloaded, each worker imports it itself{took}"
+    return selection, f"{text}: {'; '.join(selection.reasons[:_REASONS_MAX])}"
+
+
+@contextmanager
+def _kept_out(names: Collection[str]) -> Iterator[None]:
+    """Let no import run one of the modules `names`. Raises Unfaithful if one was asked for, also if that was caught."""
+    asked: list[str] = []
+
+    class Guard(MetaPathFinder):
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name in names:
+                asked.append(name)
+                raise _LeftOut(name)
+
+    guard = Guard()
+    sys.meta_path.insert(0, guard)
+    try:
+        yield
+    except _LeftOut:
+        pass
+    finally:
+        sys.meta_path.remove(guard)
+    if asked:
+        raise Unfaithful(f"{asked[0]} is imported only now and then")
+
+
+def _import(name: str, entries: Iterable[str], hidden: Collection[str]) -> Brought:
+    """Import `entries`, which are `name` itself or what of it can be preloaded. Raises Unfaithful."""
     modules, filters = dict(sys.modules), list(warnings.filters)
     brought = Brought(name)
     try:
         with _recorded(brought, hidden):
-            importlib.import_module(name)
+            for entry in entries:
+                importlib.import_module(entry)
     except Exception as error:
         raise Unfaithful(f"importing {name} failed: {type(error).__name__}: {error}") from error
     brought.modules = {n: m for n, m in sys.modules.items() if n not in modules}
@@ -117,15 +217,21 @@ def _no_cache_folder() -> Iterator[None]:
 def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
     """Note who looks up which variable in os.environ, and keep what `hidden` packages register for Python's end."""
     environ: Any = type(os.environ)
-    lookup, register = environ.__getitem__, atexit.register
+    lookup, register, all_names = environ.__getitem__, atexit.register, environ.keys
     is_on = True
+    copier: tuple[int, int] | None = None
+
+    def recorded_names(self: Any) -> Any:
+        # For dict(os.environ) Python asks for the names and then looks up each, all in one instruction.
+        nonlocal copier
+        copier = _place(sys._getframe(1))
+        return all_names(self)
 
     def recorded_lookup(self: Any, name: str) -> str:
+        brought.looked_up.add(name)
         frame = sys._getframe(1)
-        # A module of the standard library reads a variable for its caller.
-        while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names:
-            frame = frame.f_back
-        brought.readers.setdefault(name, set()).add(frame.f_globals.get("__name__", ""))
+        if _place(frame) != copier and (reader := keeper(name, frame)):
+            brought.readers.setdefault(name, set()).add(reader)
         return lookup(self, name)  # type: ignore[no-any-return]
 
     def recorded_register(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -135,12 +241,17 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
             return call
         return register(call, *args, **kwargs)
 
-    environ.__getitem__, atexit.register = recorded_lookup, recorded_register
+    environ.__getitem__, atexit.register, environ.keys = recorded_lookup, recorded_register, recorded_names
     try:
         yield
     finally:
         is_on = False
         environ.__getitem__, atexit.register = lookup, register
+        del environ.keys
+
+
+def _place(frame: FrameType) -> tuple[int, int]:
+    return id(frame), frame.f_lasti
 
 
 def restore_environment(variables: dict[str, str | None]) -> None:

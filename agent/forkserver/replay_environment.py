@@ -16,7 +16,7 @@ _IN_CPP = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_LOG_LEVEL", 
 _THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 # This module looks its variables up again whenever it needs them.
 _ASKS_AGAIN = "torch._inductor.runtime.cache_dir_utils"
-_LOGGING = "torch._logging._internal"
+LOGGING = "torch._logging._internal"
 # This module looks up the variables for the options of all configuration modules.
 _CONFIG = "torch.utils._config_module"
 
@@ -50,7 +50,7 @@ def _reads_again(modules: Mapping[str, ModuleType], reader: str) -> bool:
     if reader == _ASKS_AGAIN or module is None:
         return True
     try:
-        if reader == _LOGGING:
+        if reader == LOGGING:
             module.log_state.clear()
             module._init_logs()
             return True

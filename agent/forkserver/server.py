@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import Boot, bare_command
+from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.records import dataclass
@@ -53,8 +53,12 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     mask, control = _settle(boot)
     try:
         preloaded = preload(boot, loaded_at_start, customise)
-    except Unfaithful as reason:
-        _start_anew(replace(boot, preload=None, fallback=str(reason), mask=tuple(mask)), environment)
+    except Unfaithful as error:
+        told = (f"only {', '.join(error.rest)} can be preloaded: {error}",) if error.rest else ()
+        fallback = "" if error.rest else str(error)
+        _start_anew(
+            replace(boot, preload=error.rest or None, fallback=fallback, left_out=told, mask=tuple(mask)), environment
+        )
     # Before any fork: otherwise each worker would have to import and make the same itself.
     from elaunch.agent.forkserver import child, exit_report
     from elaunch.agent.forkserver.hidden_modules import Gate
@@ -63,6 +67,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     gate = Gate(preloaded.brought)
     gc.freeze()
     gc.enable()
+    boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
     child.become(Child(boot, *_serve(boot, control), mask, preloaded, gate))
 
 
@@ -91,15 +96,24 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
 
 
 def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
-    """Exec a bare fork server, in which nothing is imported. The signals stay blocked meanwhile."""
+    """Exec a fork server that imports what `boot` names, or a bare one. The signals stay blocked meanwhile."""
     os.set_inheritable(boot.control_fd, True)
-    command = bare_command("server", "bare", str(boot.memfd()))
-    os.execve(command[0], command, environment)
+    boot_fd = boot.memfd()
+    if boot.preload is None:
+        command = bare_command("server", "bare", str(boot_fd))
+    else:
+        from elaunch.agent.forkserver.fork_safety import open_files
+
+        command, environment = list(boot.program.argv), pausing(environment, boot_fd)
+        # What a module has left open would be blamed on the modules that the next process imports.
+        for fd in open_files().keys() - {0, 1, 2, boot.control_fd, boot_fd}:
+            os.set_inheritable(fd, False)
+    os.execvpe(command[0], command, environment)
 
 
 def _serve(boot: Boot, control: socket.socket) -> Asked:
     """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
-    _tell(control, {"event": "ready", "reason": boot.fallback})
+    _tell(control, {"event": "ready", "reason": boot.fallback, "left_out": boot.left_out})
     asked = _fork_as_asked(control)
     if asked is None:
         os._exit(0)

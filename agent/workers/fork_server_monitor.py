@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ class ForkServerMonitor:
         self._reporter = reporter
         self._timeline = reporter.timeline
         self._selector = selector
+        self._told: set[str] = set()
         self._answer_due_s: float | None = None
         self._patience_until_s = time.monotonic() + _PATIENCE_S if server.preload else None
         self._selector.register(server, selectors.EVENT_READ, self._read)
@@ -118,7 +120,7 @@ class ForkServerMonitor:
         group = self._current.of(news.get("generation"))
         match news["event"]:
             case "ready":
-                self._ready(news["reason"])
+                self._ready(news["reason"], news["left_out"])
             case "here":
                 self._answer_due_s = None
             case "forked" if group:
@@ -131,10 +133,15 @@ class ForkServerMonitor:
             case "exited" if group:
                 self._exited(group, news)
 
-    def _ready(self, reason: str) -> None:
+    def _ready(self, reason: str, left_out: Sequence[str]) -> None:
         self.is_ready = True
         self._patience_until_s = None
         self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
+        for sentence in left_out:
+            # A fork server that takes the place of another one says the same again.
+            if sentence.partition("(")[0] not in self._told:
+                self._told.add(sentence.partition("(")[0])
+                self._reporter.say(sentence)
         if reason:
             self._server.preload_nothing()
             self._reporter.warn(f"each worker starts as a fresh interpreter, which is slower: {reason}")

@@ -79,6 +79,7 @@ class Options:
     module: bool
     no_python: bool
     preload: tuple[str, ...] | None
+    preload_only: tuple[str, ...] | None
     no_preload: bool
     numa_binding: NumaBinding | None
     virtual_local_rank: bool
@@ -207,6 +208,8 @@ def _value(spec: OptionSpec, item: _Given | None) -> object:
 _EXCLUSIVE = (
     ("module", "no_python", "a module always runs in Python; drop one of them"),
     ("preload", "no_preload", "drop one of them"),
+    ("preload_only", "no_preload", "drop one of them"),
+    ("preload", "preload_only", "name all modules in the one that is meant, and drop the other"),
     ("master_port", "port_range", "the one port is then the only one; drop one of them"),
 )
 

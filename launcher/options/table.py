@@ -181,8 +181,11 @@ _WORKERS = (
     _switch("module", Group.WORKERS, "the program is a module, as python -m", short="m", peer="module"),
     _switch("no-python", Group.WORKERS, "the program is a command, not Python", peer="no-python"),
     OptionSpec(
-        "preload", Group.WORKERS, "MODULES", "imported once, for all workers", values.names,
+        "preload", Group.WORKERS, "MODULES", "imported once, besides torch", values.names,
         default_text="torch with its optimizers",
+    ),
+    OptionSpec(
+        "preload-only", Group.WORKERS, "MODULES", "imported once, in place of torch", values.names,
     ),
     _switch("no-preload", Group.WORKERS, "start each worker as a new interpreter"),
     OptionSpec(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from elaunch.launcher import cli
-from tests.harness import environment, free_ports
+from tests.harness import environment, free_ports, slow
 
 # The agent's loop fails here, when everything that a run starts is there.
 BROKEN = """
@@ -37,7 +37,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("fault", "code"), [("RuntimeError('a fault of ours')", 1), ("KeyboardInterrupt", 130), ("SystemExit(7)", 7)]
+    ("fault", "code"), [("RuntimeError('a fault of ours')", 1), ("KeyboardInterrupt", 130), slow("SystemExit(7)", 7)]
 )
 def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
     tmp_path: Path, fault: str, code: int
@@ -52,7 +52,7 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
         f"127.0.0.1:{free_ports(1)[0]}",
         "--nproc-per-node",
         "1",
-        "--preload",
+        "--preload-only",
         "json",
     ]
 

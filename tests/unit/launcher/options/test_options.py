@@ -233,6 +233,11 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         ),
         (["-m", "--no-python"], "--module contradicts --no-python: a module always runs in Python; drop one of them"),
         (["--preload", "a", "--no-preload"], "--preload a contradicts --no-preload: drop one of them"),
+        (["--preload-only", "a", "--no-preload"], "--preload-only a contradicts --no-preload: drop one of them"),
+        (
+            ["--preload", "a", "--preload-only", "b"],
+            "--preload a contradicts --preload-only b: name all modules in the one that is meant, and drop the other",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out(argv: list[str], sentence: str) -> None:
@@ -394,7 +399,8 @@ def test_another_interpreter_runs_the_script_and_preloads_nothing() -> None:
 
 
 def test_preloading_follows_the_options() -> None:
-    assert config_of("--preload", "numpy,torch", "t.py").preload == ("numpy", "torch")
+    assert config_of("--preload", "numpy,torch", "t.py").preload == (*DEFAULT_PRELOAD, "numpy")
+    assert config_of("--preload-only", "numpy,json", "t.py").preload == ("numpy", "json")
     assert config_of("--no-preload", "t.py").preload is None
     assert config_of("--no-python", "prog").preload is None
 
@@ -564,7 +570,24 @@ def test_a_module_that_is_nowhere_is_a_sentence(tmp_path: Path, monkeypatch: pyt
         check_program(options_of("-m", found), {})
     # Another interpreter, or a preloaded module, might find the module.
     check_program(options_of("-m", "zzz"), {"PYTHON_EXEC": sys.executable})
-    check_program(options_of("--preload", "json", "-m", "zzz"), {})
+    check_program(options_of("--preload-only", "json", "-m", "zzz"), {})
+
+
+@pytest.mark.parametrize("option", ["--preload", "--preload-only"])
+def test_a_preloaded_module_that_is_not_installed_is_a_sentence(option: str, tmp_path: Path) -> None:
+    script = str(tmp_path / "t.py")
+    Path(script).touch()
+
+    typo = rf"^{option} nunpy\.linalg: there is no module nunpy in .*'s path; did you mean numpy\.linalg\?$"
+    with pytest.raises(UsageError, match=typo):
+        check_program(options_of(option, "json,nunpy.linalg", script), {})
+    with pytest.raises(UsageError, match=r"; install it, or set PYTHONPATH$"):
+        check_program(options_of(option, "qqqqqq", script), {})
+    for found in ("json.tool", "sys", "numpy", "elaunch.trainer", "torch.classes"):
+        check_program(options_of(option, found, script), {})
+    # Nothing is preloaded for these.
+    check_program(options_of(option, "qqqqqq", script), {"PYTHON_EXEC": sys.executable})
+    check_program(options_of(option, "qqqqqq", "--no-python", "sh"), {})
 
 
 @pytest.mark.parametrize("name", ["/nonexist", "/", "no-such-python", __file__])

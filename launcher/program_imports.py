@@ -1,0 +1,101 @@
+"""Whether a program may import torch, from the text of the program: if it cannot, its workers do not wait for torch.
+
+Nothing is imported or run. A program that cannot be read, or that imports in a way that its text does not show, may
+import torch. A wrong answer costs time, and nothing else: a worker imports what is not preloaded.
+"""
+
+from __future__ import annotations
+
+import _ast
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from elaunch.rendezvous.types import ProgramKind
+
+# These import modules by names that a text need not show.
+_HIDING = {"importlib", "pickle", "pkgutil", "runpy", "__import__", "exec", "eval"}
+# Packages that are not of the standard library, and are known not to import torch.
+_WITHOUT_TORCH = {"numpy"}
+# A larger program pays less by waiting.
+_FILES_MAX = 50
+
+
+def may_import_torch(kind: ProgramKind, target: str) -> bool:
+    """Whether the program or one of the modules beside it names torch, or something that may import torch."""
+    try:
+        return _search(kind, target)
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+
+
+def _search(kind: ProgramKind, target: str) -> bool:
+    if kind is ProgramKind.MODULE:
+        root = Path.cwd()
+        files = list(_files(root, target)) + list(_files(root, f"{target}.__main__"))
+    else:
+        script = Path(os.path.realpath(target))
+        root, files = (script, [script / "__main__.py"]) if script.is_dir() else (script.parent, [script])
+    if not files or os.environ.get("PYTHONSAFEPATH"):
+        return True
+    seen: set[Path] = set()
+    while files:
+        file = files.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        text = file.read_bytes()
+        if len(seen) > _FILES_MAX or b"torch" in text:
+            return True
+        for name in _asked(text, file, root):
+            own = list(_files(root, name))
+            files += own
+            if not own and not _is_harmless(name):
+                return True
+    return False
+
+
+def _is_harmless(name: str) -> bool:
+    first = name.partition(".")[0]
+    return first not in _HIDING and (first in sys.stdlib_module_names or first in _WITHOUT_TORCH)
+
+
+def _asked(text: bytes, file: Path, root: Path) -> Iterator[str]:
+    """The names of modules that the text of `file` imports, and of built-in functions that import."""
+    with warnings.catch_warnings():
+        # Python says these when it runs the program.
+        warnings.simplefilter("ignore")
+        tree = compile(text, str(file), "exec", _ast.PyCF_ONLY_AST)
+    package = file.parent.relative_to(root).parts
+    for node in _walk(tree):
+        if isinstance(node, _ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, _ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            base = ".".join((*above, *([node.module] if node.module else [])))
+            yield base or "."
+            # A module of that package, or something in it.
+            yield from (each for alias in node.names if any(_files(root, each := f"{base}.{alias.name}".lstrip("."))))
+        elif isinstance(node, _ast.Name) and node.id in _HIDING:
+            yield node.id
+
+
+def _walk(node: object) -> Iterator[object]:
+    yield node
+    for field in getattr(node, "_fields", ()):
+        value = getattr(node, field, None)
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, _ast.AST):
+                yield from _walk(each)
+
+
+def _files(root: Path, name: str) -> Iterator[Path]:
+    """The files below `root` that an import of `name` runs, those of its packages too."""
+    place = root
+    for part in name.split("."):
+        place = place / part
+        for file in (place.with_name(f"{part}.py"), place / "__init__.py"):
+            if part and file.is_file():
+                yield file
