@@ -12,7 +12,11 @@ from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 
 # Files that are not the user's: an error's place is looked for in the frames outside of them.
-NOT_USER_CODE = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen ")
+NOT_USER_CODE = re.compile(
+    r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen "
+    # Where the trainer's ranks wait for each other, also in a checkout.
+    r"|[/\\]elaunch[/\\]trainer[/\\]ranks[/\\]"
+)
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -38,14 +42,20 @@ _NO_MODULE = re.compile(
 # Only blank lines stand between the sentence that joins two tracebacks and the second one.
 _CHAIN_CHARACTERS_MAX = 200
 
+# What gloo and the Keeper's connections say of a collective that timed out, and for how long they waited. Without case.
+TIMED_OUT = (
+    r"timed out waiting (?P<ms>\d{1,20})ms for (?:recv|send) operation"
+    r"|collective operation timeout: waited (?P<s>\d[\d.e+]{0,12}) s for"
+)
 # What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
 _PEER_LOST = re.compile(
     r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
     r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .{0,200} disconnected"
-    r"|timed out waiting \d+ms for (?:recv|send) operation|so_error: connection refused|collective operation timeout"
+    r"|so_error: connection refused|collective operation timeout"
     r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients"
     # The Keeper's words for the status of a group.
-    r"|\((?:TIMEOUT|COMM_ERROR|REMOTE_ERROR), group \w",
+    r"|\((?:TIMEOUT|COMM_ERROR|REMOTE_ERROR), group \w"
+    rf"|{TIMED_OUT}",
     re.IGNORECASE,
 )
 _OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPUAllocator: can't allocate memory")
@@ -54,8 +64,10 @@ _PYTHON_SOCKET_TYPES = {
     *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
     *("BrokenPipeError", "TimeoutError"),
 }
-# Where torch waits for other ranks. A backward pass waits there for the gradients' all-reduce.
-_COLLECTIVES = re.compile(r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)")
+# Where torch and the Keeper wait for other ranks. A backward pass waits there for the gradients' all-reduce.
+_COLLECTIVES = re.compile(
+    r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)|[/\\]elaunch[/\\]trainer[/\\]ranks[/\\](?:peers|agreement)\.py$"
+)
 _WRAPPERS = {"wrapper", "inner", "<lambda>"}
 _EVEN_STEPS = (
     "give every rank the same number of steps and collective calls: look for a `return`, `break` or `sys.exit` that"
@@ -296,9 +308,13 @@ def _parse_plain(text: str) -> Raised | None:
 
 
 def _call(frames: Sequence[re.Match[str]]) -> str:
-    """The function of torch in which the rank waited for others: the last one of torch.distributed, or `backward`."""
+    """The function in which the rank waited for others: torch.distributed's last one, `backward`, or the Keeper's.
+
+    A private one says nothing to a user, if there is another.
+    """
     calls = [f["function"] for f in frames if f["function"] and _COLLECTIVES.search(f["file"])]
-    return next((call for call in reversed(calls) if call not in _WRAPPERS), "")
+    named = [call for call in reversed(calls) if call not in _WRAPPERS]
+    return next((call for call in named if not call.startswith("_")), named[0] if named else "")
 
 
 def _place(frame: re.Match[str]) -> str:

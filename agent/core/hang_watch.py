@@ -14,7 +14,6 @@ from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.still import Standstill
 from elaunch.rendezvous.rules.hang_records import Hang, hang_words
 from elaunch.rendezvous.rules.hanging import tell_still
-from elaunch.rendezvous.types import Seat
 
 # Groups of equal stacks that the console shows; the others are in the file.
 _GROUPS_SHOWN = 8
@@ -36,7 +35,7 @@ def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> St
 
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, _now_s: float) -> Step:
     """Compare the stacks with those of the last look; tell the leader of a change."""
-    state = standstill.after_stacks(running.standstill, event.stacks, _seat(agent, running).first_rank)
+    state = standstill.after_stacks(running.standstill, event.stacks, running.seat_of(agent.me.node_id).first_rank)
     return _tell(agent, replace(running, standstill=state), ())
 
 
@@ -62,15 +61,8 @@ def _is_watched_otherwise(agent: Agent, running: Running) -> bool:
     return bool(reports or running.held or running.leaving_s)
 
 
-def _seat(agent: Agent, running: Running) -> Seat:
-    """This node's seat. A node that comes back under another name has stopped its workers before."""
-    index = running.table.group_rank(agent.me.node_id)
-    assert index is not None
-    return running.table.seats[index]
-
-
 def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
-    seat, state = _seat(agent, running), running.standstill
+    seat, state = running.seat_of(agent.me.node_id), running.standstill
     exited = frozenset(range(seat.slots)) - running.live
     record = standstill.record_of(state, seat.node_id, seat.first_rank, exited, agent.times.hang_after_s)
     if standstill.is_news(state.told, record):
@@ -81,7 +73,7 @@ def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
 
 
 def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
-    generation, state, seat = running.table.generation, running.standstill, _seat(agent, running)
+    generation, state, seat = running.table.generation, running.standstill, running.seat_of(agent.me.node_id)
     groups = grouped(state.stacks)
     lines = [f"  {group_words(group)}" for group in groups[:_GROUPS_SHOWN]]
     if len(groups) > _GROUPS_SHOWN:

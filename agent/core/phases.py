@@ -9,7 +9,7 @@ from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.hang import Quiet
 from elaunch.agent.core.still import Standstill
 from elaunch.records import dataclass
-from elaunch.rendezvous.types import Failure, Outcome, RankTable
+from elaunch.rendezvous.types import Failure, Outcome, RankTable, Seat
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.rules.pace import NodePace
@@ -55,12 +55,15 @@ class HeldEnd:
     """An end that may turn out to be somebody's wish: until `until_s` this agent may hear of that.
 
     `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop` says that the worker had
-    stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it.
+    stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it. `timed_out` is
+    the sentence of a failure, this node's or another's, by a collective that timed out: the stacks of workers that may
+    not have come to it are being taken.
     """
 
     failure: Failure | None
     until_s: float
     is_stop: bool = False
+    timed_out: str = ""
 
 
 SILENT = LinkWords()
@@ -90,6 +93,17 @@ class Running:
     ends: tuple[Failure, ...] = ()
     pace: NodePace | None = None
     slow_node: str = ""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a collective has timed out, so that no step ends any more."""
+        return self.held is not None and bool(self.held.timed_out)
+
+    def seat_of(self, node_id: str) -> Seat:
+        """This node's seat. A node that comes back under another name has stopped its workers before."""
+        group_rank = self.table.group_rank(node_id)
+        assert group_rank is not None
+        return self.table.seats[group_rank]
 
 
 @dataclass(frozen=True)
@@ -171,8 +185,14 @@ class Stopping:
 
     @classmethod
     def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
-        """The stop of running workers, before any of them has been told."""
-        return cls(running.table, running.live, now_s + grace_s, grace_s, words=running.words, ends=running.ends)
+        """The stop of running workers, before any of them has been told.
+
+        A collective that timed out stays a failure; other ends that are held were the wish that the stop is for.
+        """
+        failure = running.held.failure if running.held and running.is_broken else None
+        failures = (failure,) if failure else ()
+        due_s, words, ends = now_s + grace_s, running.words, running.ends
+        return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
 
     @property
     def reached(self) -> frozenset[int]:

@@ -98,6 +98,8 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
     if -event.code in ASKING and not (running.held and running.held.is_stop):
         held = running.held or HeldEnd(failure, now_s + HOLD_S)
         return replace(agent, phase=replace(rest, held=held)), ()
+    if failure.kind is FailureKind.PEER_LOST and not running.ends and (looks := _look(agent, rest, failure, now_s)):
+        return looks
     return _fail(agent, rest, _cause(running, failure), now_s)
 
 
@@ -160,7 +162,15 @@ def paced(agent: Agent, running: Running, event: Paced, now_s: float) -> Step:
 
 
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, now_s: float) -> Step:
-    """Compare the stacks with those of the last look; tell the leader of a change."""
+    """Compare the stacks with those of the last look; or name the worker that a collective waited for in vain."""
+    if running.held and running.is_broken:
+        from elaunch.agent.core import absent
+
+        if named := absent.judged(agent, running, event.stacks):
+            return named
+        shown = absent.shown(agent, running, event.stacks)
+        agent, actions = _end_look(agent, running, running.held, now_s)
+        return agent, (*shown, *actions)
     from elaunch.agent.core import hang_watch
 
     return hang_watch.stacks_taken(agent, running, event, now_s)
@@ -194,7 +204,9 @@ def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
     agent, said = say_waits(agent, now_s)
     held = running.held
     if held and now_s >= held.until_s:
-        if held.failure:
+        if running.is_broken:
+            agent, actions = _end_look(agent, running, held, now_s)
+        elif held.failure:
             agent, actions = _fail(agent, running, held.failure, now_s)
         else:
             agent, actions = clear_up(agent, Clearing(running.table, now_s, WorkersDone(running.ends)))
@@ -226,6 +238,8 @@ def _stop_for(
 ) -> Step:
     """Stop with time to save, and exit with `outcome`."""
     stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
+    if running.is_broken:
+        return stop_broken(agent, stopping, actions)
     return stop_at_boundary(agent, stopping, reason, signum, actions)
 
 
@@ -242,6 +256,8 @@ def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float)
     stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
+    if running.is_broken:
+        return stop_broken(agent, stopping, (said,))
     return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
 
 
@@ -249,13 +265,45 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     """Stop this node's workers for a newer generation: at once where the group is broken, else after a step."""
     times, said = agent.times, (Say(f"stopping: {generation.cause}"),)
     if generation.kind.is_urgent:
-        return stop_broken(agent, Stopping.of(running, now_s, times.failure_grace_s), said)
+        if running.is_broken:
+            # At the end of the look this node may know which rank was not there.
+            return agent, ()
+        return _look_for(agent, running, generation.cause, None, now_s) or _make_way_now(agent, running, now_s)
+    if running.held and running.is_broken:
+        # No step ends any more, and a node that joins waits for these workers.
+        return _end_look(agent, running, running.held, now_s)
     reason = StopReason.JOIN if generation.kind is OpenKind.JOIN else StopReason.LEAVE
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
     signum, at_s = _signal_for(agent, generation, running, now_s)
     return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, notice_at_s=at_s)
+
+
+def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
+    assert agent.snapshot.generation
+    said = Say(f"stopping: {agent.snapshot.generation.cause}")
+    return stop_broken(agent, Stopping.of(running, now_s, agent.times.failure_grace_s), (said,))
+
+
+def _look(agent: Agent, rest: Running, failure: Failure, now_s: float) -> Step | None:
+    """After the end of a worker by a collective that timed out, find the worker that did not come, if there is one."""
+    if rest.is_broken:
+        return replace(agent, phase=rest), ()
+    return None if rest.held else _look_for(agent, rest, failure.sentence, failure, now_s)
+
+
+def _look_for(agent: Agent, running: Running, sentence: str, failure: Failure | None, now_s: float) -> Step | None:
+    # No agent reads these rules before a collective has failed: see needed_later.py.
+    from elaunch.agent.core import absent
+
+    return absent.look(agent, running, sentence, failure, now_s)
+
+
+def _end_look(agent: Agent, running: Running, held: HeldEnd, now_s: float) -> Step:
+    """No worker of this node was missed, as far as could be seen in time: go on as for any failure."""
+    running = replace(running, held=None)
+    return _fail(agent, running, held.failure, now_s) if held.failure else _make_way_now(agent, running, now_s)
 
 
 def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
@@ -285,9 +333,12 @@ def _signal_for(
 
 
 def _cause(running: Running, failure: Failure) -> Failure:
-    """The first cause: a held failure, else this one. A held stop at a step boundary is no failure."""
+    """The first cause: a held failure, else this one.
+
+    A held stop at a step boundary is no failure, and a collective that timed out has a cause, which is this one.
+    """
     held = running.held
-    return held.failure if held and held.failure and not held.is_stop else failure
+    return held.failure if held and held.failure and not (held.is_stop or held.timed_out) else failure
 
 
 def _without(running: Running, local_rank: int) -> Running:

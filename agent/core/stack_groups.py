@@ -16,7 +16,11 @@ from elaunch.threads import OWN
 _STOPPED, _TRACED = "T", "t"
 _RANKS_SHOWN = 12
 # A frame's path is shown from the package on: torch/distributed/distributed_c10d.py.
-_LIBRARY = re.compile(r".*[/\\](?:(?:site|dist)-packages|lib[/\\]python3\.\d+)[/\\]")
+_LIBRARY = re.compile(
+    r".*[/\\](?:(?:(?:site|dist)-packages|lib[/\\]python3\.\d+)[/\\]|(?=elaunch[/\\]trainer[/\\]ranks[/\\]))"
+)
+# The functions in which ranks wait for each other.
+_COLLECTIVES = ("torch/distributed/", "elaunch/trainer/ranks/channel.py")
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def place_words(stack: Stack) -> str:
 def called_frame(thread: ThreadStack) -> Frame:
     """The frame to name: a collective itself, or the data loader's `__next__`; else the innermost frame."""
     inner = thread.library_frames
-    collective = next((f for f in inner if f.short_file.startswith("torch/distributed/") and is_named(f)), None)
+    collective = next((f for f in inner if f.short_file.startswith(_COLLECTIVES) and is_named(f)), None)
     loader = next((f for f in reversed(inner) if f.short_file.startswith("torch/utils/data/")), None)
     return collective or loader or thread.frames[0]
 

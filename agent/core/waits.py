@@ -20,6 +20,7 @@ class Doing(Enum):
     LOADER = "waits for its data loader"
     LOCK = "waits for a lock or for another thread"
     CHILD = "waits for a child process"
+    GPU = "waits for the GPU"
     SLEEP = "sleeps"
     FILE = "waits for a file"
     NETWORK = "waits for the network"
@@ -47,7 +48,11 @@ _COLLECTIVE_FILES = (
     "torch/nn/parallel/distributed.py",
     *(f"torch/distributed/{name}" for name in ("_functional_collectives", "nn/", "fsdp/", "_composable/", "tensor/")),
     *(f"torch/distributed/{name}" for name in ("algorithms/", "optim/", "pipelining/", "rpc/", "device_mesh.py")),
+    # The Keeper's own connections between ranks.
+    "elaunch/trainer/ranks/",
 )
+# Where the Keeper polls the GPU, asleep between two looks: for the gradients of a step, and so for their all-reduce.
+_GPU_FILE = "elaunch/trainer/memory/device_copy.py"
 _LOADER_FILES = ("torch/utils/data/dataloader.py",)
 _PROMPT_FILES = ("pdb.py", "bdb.py", "cmd.py", "code.py", "IPython/", "prompt_toolkit/")
 _CHILD_FILES = ("subprocess.py", "multiprocessing/popen_")
@@ -75,6 +80,8 @@ def thread_doing(thread: ThreadStack) -> Doing:
     """What this thread does."""
     if _is_at_prompt(thread):
         return Doing.PROMPT
+    if any(frame.file.replace("\\", "/").endswith(_GPU_FILE) for frame in thread.frames):
+        return Doing.GPU
     by_call = _by_call(thread)
     if by_call in (Doing.SLEEP, Doing.FILE, Doing.CHILD):
         return by_call

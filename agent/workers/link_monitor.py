@@ -94,7 +94,8 @@ class LinkMonitor:
             return
         for link in due:
             self._news += self._read(link)
-            link.step_times.look(now_s, link.step, link.reports)
+            # Not `now_s`: the loop may have worked since then, and the worker has gone on.
+            link.step_times.look(time.monotonic(), link.step, link.reports)
         group = self._current.group
         self._progress.look(group, now_s)
         if self._hang_timeout_s:
@@ -129,6 +130,8 @@ class LinkMonitor:
         from elaunch.rendezvous.rules.reports import RankReport
 
         self.read_all()
+        # `now_s` was before these modules were imported and the links were read.
+        read_s = time.monotonic()
         ranks: list[RankReport] = []
         for local_rank in range(group.slots):
             link, pid = group.links.get(local_rank), group.pids.get(local_rank, -1)
@@ -136,8 +139,8 @@ class LinkMonitor:
             report = RankReport(group.rank(local_rank), local_rank, pid, state)
             if link and link.reports:
                 times = link.step_times
-                times.look(now_s, link.step, link.reports)
-                ago_s = now_s - (times.reported_s or now_s)
+                times.look(read_s, link.step, link.reports)
+                ago_s = read_s - (times.reported_s or read_s)
                 report = replace(report, step=link.step, phase=link.phase, step_s=times.step_s, reported_ago_s=ago_s)
             ranks.append(report)
         return WorkersSeen(group.generation, now_s - group.started_s, tuple(ranks))

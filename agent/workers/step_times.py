@@ -1,4 +1,4 @@
-"""How long a worker's steps take, from what its agent sees at its looks once a second.
+"""How long a worker's steps take, from what its agent sees at its looks once a second, and when somebody asks.
 
 A look costs an append at most, and nothing is computed before somebody asks.
 """
@@ -9,6 +9,8 @@ from collections import deque
 
 # A step's time is a mean over this many looks at which the step had moved: ten seconds, or ten slow steps.
 _LOOKS = 10
+# A question comes at any moment. A step that ends between two looks 20 ms apart has not taken 20 ms.
+_APART_S = 0.5
 
 
 class StepTimes:
@@ -29,6 +31,8 @@ class StepTimes:
         if self._moves and step < self._moves[-1][1]:
             # It goes over these steps again.
             self._moves.clear()
+        if self._moves and now_s - self._moves[-1][0] < _APART_S:
+            return
         self._moves.append((now_s, step))
 
     @property

@@ -350,6 +350,8 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600000",
         # The Keeper.
         "step 7 is not committed, since its gradients may be incomplete: NCCL reported an error (COMM_ERROR, group 0)",
+        "rank 3 is gone or has failed: connection closed by peer (Broken pipe), channel elaunch/0/0/ranks/0",
+        "collective operation timeout: waited 1800 s for rank 3, channel elaunch/0/0/ranks/0",
     ],
 )
 def test_a_survivors_complaint_is_known_as_a_lost_peer(message: str) -> None:
@@ -381,6 +383,17 @@ def test_a_lost_peer_is_told_with_the_call_that_waited_for_it(frames: list[tuple
 
     assert (lost.kind, lost.call, lost.frame) == (FailureKind.PEER_LOST, call, "train.py:3 in step")
     assert lost.message.startswith(f"lost a peer in {call} (" if call else "lost a peer (RuntimeError")
+
+
+def test_a_lost_peer_of_the_keepers_own_exchange_is_told_with_its_public_function() -> None:
+    ranks = '  File "/v/lib/python3.11/site-packages/elaunch/trainer/ranks/{}.py", line 83, in {}\n    wait()\n'
+    frames = [("agreement", "from_all"), ("agreement", "_channel"), ("channel", "__init__")]
+    stack = "".join(ranks.format(*frame) for frame in frames)
+    said = "elaunch.trainer.ranks.connections.PeerLost: connection closed by peer"
+
+    lost = failure(1, tail=f"Traceback (most recent call last):\n{stack}{said}\n")
+
+    assert (lost.kind, lost.call) == (FailureKind.PEER_LOST, "from_all")
 
 
 def test_a_survivor_that_nccls_watchdog_aborts_lost_a_peer() -> None:

@@ -33,6 +33,13 @@ BACKWARD = (
     TOP,
 )
 
+GPU_WAIT = (
+    Frame("GpuCopies.before_commit", f"{LIB}/site-packages/elaunch/trainer/memory/device_copy.py", 81),
+    Frame("Keeper.commit", f"{LIB}/site-packages/elaunch/trainer/keeper/keeper.py", 300),
+    STEP,
+    TOP,
+)
+
 
 def main_thread(*frames: Frame, call: str = "futex", target: str = "", active: bool = False) -> ThreadStack:
     call = "" if active else call
@@ -112,6 +119,16 @@ def test_the_full_text_has_each_thread_and_child_with_the_main_thread_first() ->
     )
 
 
+# Innermost first.
+KEPT = [
+    ("_poll", "connections.py"),
+    ("receive", "connections.py"),
+    ("_numbers", "channel.py"),
+    ("largest", "channel.py"),
+]
+KEPT += [("largest", "peers.py")]
+
+
 def library(function: str, path: str) -> Frame:
     return Frame(function, f"{LIB}/{path}", 7)
 
@@ -130,6 +147,18 @@ def library(function: str, path: str) -> Frame:
             "waits for the other ranks to make the process group",
         ),
         (stack(0, library("rendezvous", "site-packages/torch/distributed/rendezvous.py"), STEP), Doing.RENDEZVOUS, ""),
+        # The Keeper's ranks wait for each other, installed or in a checkout.
+        *(
+            (
+                stack(0, *(Frame(*each, 5) for each in kept), STEP, call="poll"),
+                Doing.COLLECTIVE,
+                "waits in largest",
+            )
+            for kept in (
+                [(name, f"{place}/elaunch/trainer/ranks/{file}") for name, file in KEPT]
+                for place in (f"{LIB}/site-packages", "/home/me/elaunch/src")
+            )
+        ),
         # A shard that is written is no collective, wherever torch's code for that is.
         (
             stack(0, Frame("save", f"{TORCH}/distributed/checkpoint/filesystem.py", 1), STEP, call="fsync",
@@ -146,6 +175,8 @@ def library(function: str, path: str) -> Frame:
         (stack(0, STEP, TOP), Doing.LOCK, "waits for a lock or for another thread"),
         (stack(0, library("join", "threading.py"), STEP), Doing.LOCK, ""),
         (stack(0, STEP, call="clock_nanosleep"), Doing.SLEEP, "sleeps"),
+        (stack(0, *GPU_WAIT, call="clock_nanosleep"), Doing.GPU, "waits for the GPU"),
+        (stack(0, *GPU_WAIT, active=True), Doing.GPU, "waits for the GPU"),
         (stack(0, STEP, call="wait4"), Doing.CHILD, ""),
         (stack(0, library("_wait", "subprocess.py"), STEP, call=""), Doing.CHILD, ""),
         (stack(0, STEP, call="read", target="/mnt/data/shard-3"), Doing.FILE, "waits for /mnt/data/shard-3"),

@@ -23,9 +23,10 @@ GENERATION = 4
 
 @dataclass
 class LinkedGroup:
-    """A worker's end of its link and the agent's `LinkMonitor`; `posted` is what went into the agent's inbox."""
+    """A worker's and the agent's end of a link, and its `LinkMonitor`; `posted` is what went into the agent's inbox."""
 
     monitor: LinkMonitor
+    link: Link
     worker: socket.socket
     posted: list[Event] = field(default_factory=list)
 
@@ -37,9 +38,10 @@ class LinkedGroup:
 def linked() -> Iterator[LinkedGroup]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    group: Any = SimpleNamespace(links={0: Link(GENERATION, 0, ours)}, generation=GENERATION, rank=lambda rank: rank)
+    link = Link(GENERATION, 0, ours)
+    group: Any = SimpleNamespace(links={0: link}, generation=GENERATION, rank=lambda rank: rank)
     run_dir: Any = SimpleNamespace(memory=SimpleNamespace(trouble=""))
-    others: Any = SimpleNamespace()
+    others: Any = SimpleNamespace(stamp=lambda *_, **__: None)
     posted: list[Event] = []
     current = CurrentGroup()
     current.begin(group)
@@ -47,7 +49,7 @@ def linked() -> Iterator[LinkedGroup]:
     monitor = LinkMonitor(current, reporter, run_dir, 0.0, lambda: None)
     monitor.begin(group)
     with ours, theirs:
-        yield LinkedGroup(monitor, theirs, posted)
+        yield LinkedGroup(monitor, link, theirs, posted)
 
 
 def test_what_the_look_of_each_second_reads_does_not_queue_behind_what_waits_in_the_inbox(linked: LinkedGroup) -> None:
@@ -69,3 +71,14 @@ def test_a_word_is_handed_out_once(linked: LinkedGroup) -> None:
     linked.monitor.read_all()
 
     assert not list(linked.monitor.take_news())
+
+
+def test_a_step_was_reported_when_its_report_was_read_not_when_the_loop_woke(linked: LinkedGroup) -> None:
+    woke_s = time.monotonic()
+    linked.says(event="progress", step=1)
+    said_s = time.monotonic()
+
+    linked.monitor.tick(woke_s + 2)
+
+    assert linked.link.step_times.reported_s is not None
+    assert said_s <= linked.link.step_times.reported_s < woke_s + 2

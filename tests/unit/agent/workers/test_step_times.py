@@ -42,3 +42,15 @@ def test_a_worker_that_says_what_it_does_between_steps_has_reported() -> None:
 
     assert times.reported_s == 150.0
     assert times.step_s == pytest.approx(1.0)
+
+
+def test_a_step_that_ends_between_two_looks_close_together_has_not_taken_the_time_between_them() -> None:
+    times = looks([1, 2])
+
+    times.look(101.02, 3, 3)
+    assert times.step_s == pytest.approx(1.0)
+    assert times.reported_s == 101.02
+
+    times.look(102.0, 3, 3)
+    times.look(103.0, 4, 4)
+    assert times.step_s == pytest.approx(1.0)
