@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from bench.job import Trouble
 from bench.marks import work
 from bench.samples import Sample
-from bench.sides import WORKERS, Side, Trained
+from bench.sides import KEPT, Side, Trained, large, usual
 
 SECTION = "state: failures"
-WINDOW_S = 120.0
+WINDOW_S = 60.0
+# One for each core, so that a step's time is the same in each window.
+WORKERS = 2
+# A step takes about half a second, so 20 steps are the usual "every few seconds to minutes".
+SIDES = tuple(large(side) for side in (KEPT, usual(20)))
 # Seconds per failure.
 EVERY_S = (60, 30, 15)
 ETTR, COMMITTED, SPEED = "ETTR", "committed-step share", "steps per minute"
@@ -27,7 +31,7 @@ def windows(side: Side, every_s: int, count: int, rng: random.Random, window_s: 
     """
     restarts_max = int(count * window_s / every_s) + 5
     try:
-        with Trained(side, max_restarts=restarts_max) as trained:
+        with Trained(side, max_restarts=restarts_max, workers=WORKERS) as trained:
             for _ in range(count):
                 yield _window(trained, every_s, window_s, rng)
     except Trouble as trouble:

@@ -24,7 +24,7 @@ RESTARTS_PER_JOB = 5
 # A round of many agents, with its windows of training, counts as this many samples of the other kinds.
 SAMPLES_PER_ROUND = 4
 # The same for a window with failures, and for a copy of a gigabyte.
-SAMPLES_PER_WINDOW, SAMPLES_PER_GB = 10, 2
+SAMPLES_PER_WINDOW, SAMPLES_PER_GB = 4, 2
 
 
 _Restart = Callable[[Contender, int, int, float, random.Random], Iterator[Sample]]
@@ -234,9 +234,9 @@ def _chatty(settings: Settings) -> Iterator[Task]:
             )
 
 
-def _sides(settings: Settings) -> tuple[Side, ...]:
+def _sides(settings: Settings, sides: tuple[Side, ...] = SIDES) -> tuple[Side, ...]:
     programs = {contender.program for contender in settings.contenders}
-    return tuple(side for side in SIDES if side.contender.program in programs)
+    return tuple(side for side in sides if side.contender.program in programs)
 
 
 def _state_restarts(settings: Settings) -> Iterator[Task]:
@@ -275,7 +275,7 @@ def _state_windows(settings: Settings) -> Iterator[Task]:
     rng, rounds = random.Random(settings.seed), max(1, settings.samples // SAMPLES_PER_WINDOW)
     for turn in range(rounds):
         for every_s in ettr.EVERY_S:
-            for side in _sides(settings):
+            for side in _sides(settings, ettr.SIDES):
 
                 def run(side: Side = side, every_s: int = every_s) -> Iterator[Sample]:
                     return ettr.windows(side, every_s, 1, rng)

@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.contenders import ELAUNCH, TORCHRUN, Contender
 from bench.job import SCRIPTS, Fact, Job, Trouble
@@ -40,6 +40,11 @@ def usual(save_every: int) -> Side:
 
 
 SIDES = (KEPT, usual(10), usual(50))
+
+
+def large(side: Side) -> Side:
+    """The same side with a model of 100 MB in place of the bundled one's default size."""
+    return replace(side, variables={**side.variables, "BENCH_LARGE": "1"})
 
 
 class Trained:

@@ -29,9 +29,11 @@ _PAIRS = f"""\
 {statecost.WORKERS} workers train the bundled model, in turns with the Keeper and without it. Each n is a pair of turns.
 The cost includes snapshots, the records of each step, and the question whether to stop."""
 _WINDOWS = f"""\
-{WORKERS} workers, windows of {ettr.WINDOW_S:g} s. A step that is lost is made again, and counts once. ETTR is the
-time that the counted steps take at the pace of undisturbed training, as a share of the window. The committed-step share
-is the share of counted steps among all steps made. Figures are medians, with the lowest value in brackets."""
+{ettr.WORKERS} workers train a model of 100 MB, in windows of {ettr.WINDOW_S:g} s. A step that is lost is made again,
+and counts once. ETTR is the time that the counted steps take at the pace of undisturbed training, as a share of the
+window.
+The committed-step share is the share of counted steps among all steps made. Figures are medians, with the lowest value
+in brackets."""
 
 
 def restarts_beside(results: Results) -> list[str]:

@@ -22,7 +22,7 @@ from tests.standin import WITHOUT_TORCH
 
 REDUCER = Path(__file__).with_name("reducer.py")
 # Only torch: its optimizers are not used here, and each node imports for itself, all on the same two cores.
-PRELOAD = ("--preload", "torch")
+PRELOAD = ("--preload-only", "torch")
 PORT = 2379
 # Time after the last agent's end for the guardians and their sweeps.
 GONE_S = 5.0

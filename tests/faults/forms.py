@@ -179,8 +179,17 @@ def fsdp_tp() -> Form:
     return Form([model], [adamw(model)], square(model))
 
 
+def replicas_of_shards() -> nn.Sequential:
+    return sharded(network(), init_device_mesh("cpu", (2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "shards")))
+
+
 def hsdp() -> Form:
-    model = sharded(network(), init_device_mesh("cpu", (2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "shards")))
+    model = replicas_of_shards()
+    return Form([model], [adamw(model)], square(model))
+
+
+def muon_hsdp() -> Form:
+    model = replicas_of_shards()
     return Form([model], muon_and_adamw(model), square(model))
 
 
@@ -197,6 +206,7 @@ FORMS: dict[str, Callable[[], Form]] = {
     "collective": collective,
     "fsdp_tp": fsdp_tp,
     "hsdp": hsdp,
+    "muon_hsdp": muon_hsdp,
 }
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tests.harness import Job, preloading
-from tests.ranks import RankForker, Ranks
+from tests.ranks import Ended, RankForker, Ranks
 
 KEPT = Path(__file__).with_name("kept.py")
 PRELOAD = preloading("elaunch.trainer.keeper.keeper")
@@ -95,6 +96,33 @@ class Run(Recorded):
         return self
 
 
+class Forked(Recorded):
+    """A training by `kept.py` whose ranks are forked without an agent, with one memory for all generations.
+
+    Use it as a context manager, so that no memory is left. `asks` are pairs of a moment and its place.
+    """
+
+    def __init__(self, folder: Path, forker: RankForker, *options: str, asks: Iterable[str] = ()) -> None:
+        super().__init__(folder)
+        folder.mkdir()
+        for ask in asks:
+            (folder / ask).touch()
+        self._forker, self._options = forker, options
+        self._memory = tempfile.TemporaryDirectory(dir="/dev/shm")
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._memory.cleanup()
+
+    def generation(self, number: int, workers: int) -> list[Ended]:
+        """Run that generation. Returns how each of its ranks ended."""
+        env = {"ELAUNCH_GENERATION": str(number), "ELAUNCH_MEMORY": self._memory.name}
+        with Ranks(self._forker, workers, KEPT, str(self.folder), str(STEPS), *self._options, env=env) as ranks:
+            return ranks.end()
+
+
 class Calm:
     """The runs without failures, each made when a test first needs it. All test processes share `folder`.
 
@@ -124,5 +152,7 @@ class Calm:
 def assert_same(stormy: Recorded, calm: Recorded) -> None:
     assert stormy.ends == calm.ends
     assert calm.losses.items() >= stormy.losses.items()
-    # Only killed ranks lack lines of steps that the others had completed.
-    assert {step for _, step in stormy.losses} == set(range(1, STEPS + 1))
+    # Only killed ranks lack lines of steps that the others had completed. A generation's last step may have no line at
+    # all: one rank died in its commit, and the agent ended the other, which had saved it, before its line.
+    missing = set(range(1, STEPS + 1)) - {step for _, step in stormy.losses}
+    assert missing <= {r["step"] for r in stormy.of("began")}

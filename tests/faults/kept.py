@@ -1,9 +1,9 @@
 """The training of the keeper's fault tests: a network with BatchNorm and dropout, killed where the test asks for it.
 
 Run as `kept.py FOLDER STEPS [OPTION=VALUE …]`, a folder that all workers see. Options are the Keeper's:
-`snapshot_every`, `copy_every`, `checkpoints`, `checkpoint_every`; and `hook=powersgd`, `shards=fsdp2`, `shards=hsdp`,
-`shards=zero`. An empty file
-FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGKILL there. Moments:
+`snapshot_every`, `copy_every`, `stop_every`, `checkpoints`, `checkpoint_every`; and `hook=powersgd`, `shards=fsdp2`,
+`shards=hsdp`, `shards=zero`. An empty file FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with
+SIGKILL there. Moments:
 
     start, restore (with step 0), forward, committed
     backward      the first gradients are on their way to the others
@@ -47,6 +47,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.memory.slots import copy_on_host
+from elaunch.trainer.ranks.peers import Peers
 
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 HALFWAY = 30
@@ -152,6 +153,7 @@ def main() -> None:
         checkpoint_every=int(OPTIONS.get("checkpoint_every", 1000)),
         snapshot_every=int(OPTIONS["snapshot_every"]) if "snapshot_every" in OPTIONS else None,
         copy_every=int(OPTIONS["copy_every"]) if "copy_every" in OPTIONS else None,
+        stop_every=int(OPTIONS["stop_every"]) if "stop_every" in OPTIONS else None,
         warm_up=lambda: model(torch.ones(4, 16)).sum().backward(),
     )
     record_what_is_told()
@@ -265,15 +267,15 @@ def plant(keeper: Keeper, optimizer: Interruptible) -> None:
 
 def plant_in_threads(keeper: Keeper) -> None:
     """Make the threads that exchange snapshots fail at the moment `mirror`."""
-    receive = dist.recv
+    length_from = Peers.length_from
 
-    def recv(*given: Any, **named: Any) -> Any:
+    def deaf(self: Peers, rank: int) -> int:
         if threading.current_thread().name == "mirror" and is_asked("mirror", keeper.step):
             record("deaf", step=keeper.step)
             raise RuntimeError("asked for by the test")
-        return receive(*given, **named)
+        return length_from(self, rank)
 
-    dist.recv = recv
+    Peers.length_from = deaf  # type: ignore[method-assign]
 
 
 def plant_in_copies(keeper: Keeper) -> None:

@@ -62,9 +62,15 @@ def before(owner: Any, name: str, moment: str, step: Callable[..., int]) -> None
 
 
 class StruckKeeper(Keeper):
-    """A keeper with the moments around a commit. `entered` is the keeper in use, if there is one."""
+    """A keeper with the moments around a commit. `entered` is the keeper in use, if there is one.
+
+    A request to stop is obeyed after the step in which it comes: tests name that step.
+    """
 
     entered: Keeper | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, stop_every=1)
 
     def __enter__(self) -> Keeper:
         super().__enter__()

@@ -23,8 +23,8 @@ FOLDER = Path(sys.argv[1])
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["ELAUNCH_GENERATION"])
 # A step is recorded this often, so that the tests see that training goes on.
-STEPS_PER_RECORD = 10
-STEP_S = float(os.environ.get("STEP_S", "0.02"))
+STEPS_PER_RECORD = 4
+STEP_S = float(os.environ.get("STEP_S", "0.05"))
 
 
 def record(event: str, **fields: object) -> None:

@@ -27,6 +27,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,11 +40,13 @@ from torch import nn
 
 from elaunch.trainer.checkpoint import catalog, dcp, local
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
-from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
+from elaunch.trainer.checkpoint.local import LocalStorage
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import Slot
+from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import model_state, region
 from elaunch.trainer.state.tree import tensors_sha256
 
@@ -133,7 +136,7 @@ def at(moment: str, rank: int) -> None:
     if rank != RANK:
         return
 
-    write, remove = ObjectFolder.write, ObjectFolder.remove
+    write, remove, to_rank_0 = ObjectFolder.write, ObjectFolder.remove, Ranks.to_rank_0
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,10 +156,10 @@ def at(moment: str, rank: int) -> None:
             die()
         write(self, name, content)
 
-    def begun(self: ObjectFolder, name: str, content: bytes) -> None:
-        if name != "begun":
+    def told(self: Ranks, value: Any) -> Any:
+        if threading.current_thread().name == "checkpoint":
             die()
-        write(self, name, content)
+        return to_rank_0(self, value)
 
     def and_die(self: ObjectFolder, names: Iterable[str]) -> None:
         remove(self, names)
@@ -172,8 +175,7 @@ def at(moment: str, rank: int) -> None:
         case "write":
             dcp._Summing.write = halfway  # type: ignore[method-assign]
         case "part":
-            LocalFolder.write = die  # type: ignore[assignment, method-assign]
-            ObjectFolder.write = begun  # type: ignore[method-assign]
+            Ranks.to_rank_0 = told  # type: ignore[method-assign]
         case "manifest":
             LocalStorage.publish = ObjectStorage.publish = die  # type: ignore[assignment, method-assign]
         case "publish":
@@ -191,17 +193,14 @@ def at(moment: str, rank: int) -> None:
 
 
 def garble() -> None:
-    receive = dist.recv
+    receive = Peers.receive
 
-    def once(tensor: torch.Tensor, *given: Any) -> Any:
-        source = receive(tensor, *given)
-        # The number before it is the length.
-        if tensor.dtype == torch.uint8:
-            dist.recv = receive
-            tensor[-1] ^= 1
-        return source
+    def once(self: Peers, region: torch.Tensor, rank: int, *, pass_on: int | None = None) -> None:
+        receive(self, region, rank, pass_on=pass_on)
+        Peers.receive = receive  # type: ignore[method-assign]
+        region[-1] ^= 1
 
-    dist.recv = once
+    Peers.receive = once  # type: ignore[method-assign]
 
 
 def hold() -> None:

@@ -60,9 +60,9 @@ def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_t
         job.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("born", [slow(1), slow(8), 16])
+@pytest.mark.parametrize("born", [slow(1), 8, slow(16)])
 def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all(tmp_path: Path, born: int) -> None:
-    workers = 48
+    workers = 32
     script(tmp_path, WAITS_IN_GENERATION_0)
     with Light(tmp_path, "--nproc-per-node", str(workers), "train.py") as job:
         server = job.fork_server().pid
@@ -84,7 +84,7 @@ def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all
 @pytest.mark.parametrize("start_s", [0.0, 0.002, 0.01])
 def test_a_worker_store_killed_while_it_starts_is_a_restart(tmp_path: Path, start_s: float) -> None:
     script(tmp_path, MEETS)
-    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
+    with Watched(tmp_path, "--preload-only", "torch", "--nproc-per-node", "2", "train.py") as job:
         server = job.fork_server().pid
         store = wait_for(lambda: children(server), "the store's fork")[0]
         time.sleep(start_s)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import Mark, marks
-from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from tests.harness import script, slow, wait_for
 from tests.ranks import Ended, RankForker, Ranks
 from tests.s3 import S3, s3_server
@@ -105,20 +104,24 @@ def assert_is_loaded(group: Group, kind: str, saved: Any, world_size: int) -> No
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", slow("fsdp1"), "zero"])
-def test_what_four_ranks_saved_is_loaded_by_three_two_and_one(
-    saved: Callable[[str], tuple[Group, Any]], kind: str
-) -> None:
+def test_what_four_ranks_saved_is_loaded_by_three_and_one(saved: Callable[[str], tuple[Group, Any]], kind: str) -> None:
     group, answer = saved(kind)
 
-    for world_size in (3, 2, 1):
+    for world_size in (3, 1):
         assert_is_loaded(group, kind, answer, world_size)
 
 
-@pytest.mark.parametrize(("group", "kind"), [slow("s3", "ddp"), ("s3", "fsdp2")], indirect=["group"])
-def test_what_three_ranks_saved_in_an_object_store_is_loaded_by_two_and_one(group: Group, kind: str) -> None:
-    answer = group.run(3, kind, "train", "3", "save")[0]
+@pytest.mark.parametrize(
+    ("group", "kind", "saved_by", "loaded_by"),
+    [("s3", "fsdp2", 2, (1,)), slow("s3", "fsdp2", 3, (2, 1)), slow("s3", "ddp", 3, (2, 1))],
+    indirect=["group"],
+)
+def test_what_some_ranks_saved_in_an_object_store_is_loaded_by_fewer(
+    group: Group, kind: str, saved_by: int, loaded_by: tuple[int, ...]
+) -> None:
+    answer = group.run(saved_by, kind, "train", "3", "save")[0]
 
-    for world_size in (2, 1):
+    for world_size in loaded_by:
         assert_is_loaded(group, kind, answer, world_size)
 
 
@@ -137,8 +140,9 @@ def test_the_weights_of_a_sharded_model_are_loaded_by_one_that_is_not_and_the_ot
 # The victim, and the moment at which it is killed.
 DEATHS = {
     ("folder", "ddp"): [(0, "write"), (0, "manifest"), (0, "publish")],
-    ("folder", "fsdp2"): [(0, "publish"), (1, "write"), (1, "part")],
-    ("folder", "fsdp2-slow"): [(0, "write"), (0, "part"), (0, "manifest")],
+    # A step of FSDP2 takes each rank much longer.
+    ("folder", "zero"): [(1, "write"), (1, "part")],
+    ("folder", "fsdp2-slow"): [(0, "publish"), (1, "write"), (1, "part"), (0, "write"), (0, "part"), (0, "manifest")],
     ("s3", "ddp"): [(0, "publish")],
     ("s3", "fsdp2-slow"): [(0, "manifest"), (0, "publish"), (1, "part")],
 }
@@ -207,7 +211,8 @@ def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
     death = deaths(store, kind)[victim, moment]
 
     assert death.marks == [Mark(0, 2)]
-    assert len(death.hidden) == 1
+    # If rank 0 lives, it hears of the death, and deletes what was written if it lives long enough.
+    assert len(death.hidden) == 1 if victim == 0 else len(death.hidden) <= 1
     assert (death.found["loaded"], death.found["digest"]) == ([0, 2], death.whole)
     assert death.found["said"] == []
     assert death.left == []
@@ -223,19 +228,19 @@ def test_a_rank_killed_while_an_old_checkpoint_is_deleted_leaves_the_newest(grou
     assert group.hidden == []
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", slow("fsdp2")])
 def test_a_corrupt_newest_is_named_and_set_aside_and_the_one_before_loaded(group: Group, kind: str) -> None:
-    (before,) = group.run(3, kind, "train", "2", "save", "note", "train", "1", "save")[0]["notes"]
+    (before,) = group.run(2, kind, "train", "2", "save", "note", "train", "1", "save")[0]["notes"]
     newest = group.checkpoints / Mark(0, 3).folder_name
     file = sorted(newest.glob("__*.distcp"))[-1]
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
-    loaded = group.run(3, kind, "load", generation=1)
+    loaded = group.run(2, kind, "load", generation=1)
 
     assert (loaded[0]["loaded"], loaded[0]["digest"]) == ([0, 2], before["digest"])
-    assert [len(answer["said"]) for answer in loaded] == [1, 0, 0]
+    assert [len(answer["said"]) for answer in loaded] == [1, 0]
     assert f"skipping {newest}: it is torn or corrupt ({file.name} has the CRC-32" in loaded[0]["said"][0]
     assert newest.with_name(newest.name + ".corrupt").is_dir()
     assert marks(group.checkpoints) == [Mark(0, 2)]
@@ -328,12 +333,12 @@ def test_a_replicated_state_needs_the_directory_on_rank_0_alone(group: Group, tm
 
 
 def test_a_sharded_state_in_a_directory_that_a_rank_does_not_see_is_refused(group: Group, tmp_path: Path) -> None:
-    group.run(2, "fsdp2", "train", "1", "save")
+    group.run(2, "zero", "train", "1", "save")
     elsewhere = {1: {"FOLDER": str(tmp_path / "elsewhere")}}
 
-    with group.begin(2, "fsdp2", "load", generation=1, envs=elsewhere) as ranks:
+    with group.begin(2, "zero", "load", generation=1, envs=elsewhere) as ranks:
         loading = ranks.end()
-    with group.begin(2, "fsdp2", "train", "1", "save", generation=1, envs=elsewhere) as ranks:
+    with group.begin(2, "zero", "train", "1", "save", generation=1, envs=elsewhere) as ranks:
         saving = ranks.end_of(1)
 
     for rank in (*loading, saving):
@@ -344,7 +349,7 @@ def test_a_sharded_state_in_a_directory_that_a_rank_does_not_see_is_refused(grou
 
 
 def test_the_newest_that_are_to_be_kept_are_kept(group: Group) -> None:
-    group.run(2, "fsdp2", *("train", "1", "save") * 5)
+    group.run(2, "ddp", *("train", "1", "save") * 5)
 
     assert marks(group.checkpoints) == [Mark(0, 4), Mark(0, 5)]
     assert sorted(path.name for path in group.checkpoints.iterdir()) == [Mark(0, 4).folder_name, Mark(0, 5).folder_name]
@@ -385,6 +390,9 @@ def test_a_writer_killed_in_the_middle_of_an_upload_leaves_the_newest_whole_one(
         ranks.kill([0])
         assert ranks.end_of(0).code == -9
     assert group.marks == [Mark(0, 1)]
+
+    # Not at the top: it imports torch, in every process that collects this file.
+    from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 
     state: dict[str, Any] = {}
     said: list[str] = []

@@ -108,13 +108,13 @@ def given_away(listener: Eavesdropper) -> list[str]:
     ("words", "env"),
     [
         ("--rdzv-endpoint {}", {"ETCDCTL_USER": f"me:{PASSWORD}"}),
-        ("--rdzv-endpoint {}", LOGIN),
+        slow("--rdzv-endpoint {}", LOGIN),
         ("--rdzv-endpoint {} --rdzv-conf user=me,password_file=pw", {}),
         slow("--rdzv-endpoint {},{}", LOGIN),
         slow("--rdzv-endpoint {} --rdzv-backend etcd", LOGIN),
         ("--rdzv-endpoint {} --rdzv-conf transport=grpc", LOGIN),
         ("--config job.yaml", {}),
-        ("", {**LOGIN, "ELAUNCH_ENDPOINT": "{}"}),
+        slow("", {**LOGIN, "ELAUNCH_ENDPOINT": "{}"}),
         slow("", {**LOGIN, "ETCDCTL_ENDPOINTS": "{},{}"}),
         ("", {"PET_RDZV_ENDPOINT": "{}", "PET_RDZV_CONF": "user=me,password_file=pw"}),
         # Variables of a scheduler, under which the head hands a token over.
@@ -176,7 +176,7 @@ def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "env", "sentence"),
     [
-        ("--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN}, "does not know the job's token"),
+        slow("--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN}, "does not know the job's token"),
         slow("--rdzv-endpoint {} --token-file token", {}, "does not know the job's token"),
         ("--rdzv-endpoint {} --rdzv-backend c10d", {"ELAUNCH_TOKEN": TOKEN}, "does not know the job's token"),
     ],

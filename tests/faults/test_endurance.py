@@ -8,16 +8,18 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from elaunch.trainer import Checkpoints
 from tests.faults.census import Census, alive, cgroups_named, shared_memory_of
 from tests.faults.processes import Watched
 from tests.faults.storm import Moment, Storm, seeded
 from tests.harness import wait_for
+
+# Every process of a test run collects this file, and needs no torch for that.
+if TYPE_CHECKING:
+    import torch
 
 Calm = Callable[[int, int], Path]
 
@@ -196,11 +198,15 @@ def assert_same_run(out: Path, calm: Path) -> None:
     ours, theirs = tensors(newest_checkpoint(out)), tensors(newest_checkpoint(calm))
     assert ours.keys() == theirs.keys()
     assert len(ours) > 10
+    import torch
+
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert not different
 
 
 def newest_checkpoint(out: Path) -> dict[str, Any]:
+    from elaunch.trainer import Checkpoints
+
     state: dict[str, Any] = {}
     assert Checkpoints(out / "checkpoints", generation=0).load_newest(state)
     return state
@@ -208,6 +214,8 @@ def newest_checkpoint(out: Path) -> dict[str, Any]:
 
 def tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, by their path in it."""
+    import torch
+
     if isinstance(value, torch.Tensor):
         return {name: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

@@ -12,20 +12,21 @@ from elaunch.rendezvous.etcd.json_codec import range_end
 from elaunch.rendezvous.etcd.json_transport import JsonStream, JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Delete, HistoryLost, Put, Txn, Unavailable, Update
-from tests.etcd import VERSIONS, Etcd, Member, client
+from tests.etcd import TRANSPORTS, VERSIONS, Etcd, Member, client
 from tests.faults.etcd_traffic import LEASE, PREFIX, Traffic
 from tests.harness import slow, wait_for
 
-by_both = pytest.mark.parametrize(
-    ("cluster", "transport"),
-    [
-        (VERSIONS[0], "gateway"),
-        (VERSIONS[-1], "grpc"),
-        slow(VERSIONS[-1], "gateway"),
-        slow(VERSIONS[0], "grpc"),
-    ],
-    indirect=True,
-)
+PAIRS = [(version, transport) for version in VERSIONS for transport in TRANSPORTS]
+
+
+def by(chosen: tuple[str, str]) -> pytest.MarkDecorator:
+    """The test runs with this pair of a version and a transport, and among the slow ones with the others."""
+    others = [slow(*pair) for pair in PAIRS if pair != chosen]
+    return pytest.mark.parametrize(("cluster", "transport"), [chosen, *others], indirect=True)
+
+
+# One test after the other, so that each pair sees half of the faults.
+by_gateway, by_grpc = by((VERSIONS[0], "gateway")), by((VERSIONS[-1], "grpc"))
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -69,7 +70,7 @@ def at_first(etcd: Etcd, member: Member, transport: str) -> closing[EtcdStore]:
     return closing(client([etcd.addresses[i] for i in order], transport))
 
 
-@by_both
+@by_grpc
 def test_the_leaders_death_loses_no_event_and_no_lease(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
     leader = etcd.leader()
     with at_first(etcd, leader, transport) as store, Traffic(store) as traffic:
@@ -85,7 +86,7 @@ def test_the_leaders_death_loses_no_event_and_no_lease(etcd: Etcd, transport: st
     assert max(traffic.gaps_s) > 0.5, "nobody else can be elected sooner"
 
 
-@by_both
+@by_gateway
 def test_a_rolling_restart_loses_no_event_and_no_lease(etcd: Etcd, store: EtcdStore, fresh: EtcdStore) -> None:
     with Traffic(store) as traffic:
         for member in etcd.members:
@@ -100,7 +101,7 @@ def test_a_rolling_restart_loses_no_event_and_no_lease(etcd: Etcd, store: EtcdSt
     traffic.assert_the_lease_is_kept()
 
 
-@by_both
+@by_grpc
 def test_a_member_that_hangs_is_left_by_calls_and_watches(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
     # This member is not the leader, so only this connection fails.
     member = next(member for member in etcd.members if member is not etcd.leader())
@@ -116,7 +117,7 @@ def test_a_member_that_hangs_is_left_by_calls_and_watches(etcd: Etcd, transport:
     assert max(traffic.gaps_s) > 0.4, "the call to the stopped member must have run into its deadline"
 
 
-@by_both
+@by_gateway
 def test_a_leader_that_hangs_is_replaced(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
     leader = etcd.leader()
     with at_first(etcd, leader, transport) as store, Traffic(store) as traffic:
@@ -130,7 +131,7 @@ def test_a_leader_that_hangs_is_replaced(etcd: Etcd, transport: str, fresh: Etcd
     assert max(traffic.gaps_s) > 0.4, "the call to the stopped leader must have run into its deadline"
 
 
-@by_both
+@by_grpc
 def test_without_a_majority_calls_fail_in_words_and_go_on_when_it_is_back(
     etcd: Etcd, store: EtcdStore, fresh: EtcdStore
 ) -> None:
@@ -148,7 +149,7 @@ def test_without_a_majority_calls_fail_in_words_and_go_on_when_it_is_back(
     assert all(member.endpoint in traffic.unavailable[failed + 1] for member in etcd.members)
 
 
-@by_both
+@by_gateway
 def test_the_end_of_all_members_is_outlived(etcd: Etcd, store: EtcdStore, fresh: EtcdStore) -> None:
     with Traffic(store, keep_alive=False, ttl_s=60) as traffic:
         for member in etcd.members:

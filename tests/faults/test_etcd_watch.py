@@ -18,7 +18,7 @@ from elaunch.rendezvous.etcd import watch as watching_module
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Changes, Delete, KeyEntry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
-from tests.harness import wait_for
+from tests.harness import slow, wait_for
 from tests.relay import Listener, relay, silent
 
 PREFIX = "/elaunch/watch/"
@@ -167,7 +167,7 @@ def test_a_compaction_behind_what_was_told_costs_no_view(
     assert [type(update) for update in told.updates] == [Changes, Changes]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
     etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener, seed: int
 ) -> None:

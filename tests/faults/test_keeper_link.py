@@ -13,7 +13,7 @@ from tests.faults.test_link import timeline
 from tests.harness import script, slow
 
 # The trained model does not matter here. No optimizer of torch is used, since it would import torch's compiler.
-PRELOAD = ("--preload", "torch,torch.distributed")
+PRELOAD = ("--preload-only", "torch,torch.distributed")
 STILL = """
 class Still:
     def step(self):
@@ -129,7 +129,7 @@ if GENERATION == 0 and RANK == 2:
     threading.Thread(target=die).start()
 dist.init_process_group("gloo")
 optimizer = Still()
-with Keeper(torch.nn.Linear(2, 1), optimizer, snapshot_every=2) as keeper:
+with Keeper(torch.nn.Linear(2, 1), optimizer, snapshot_every=2, stop_every=1) as keeper:
     print(f"began {{keeper.step}}", flush=True)
     for step in keeper.steps(9):
         with keeper.commit():
@@ -144,10 +144,13 @@ def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(tmp_path
     with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.output
 
-    # One snapshot was taken after step 1. The snapshot after step 3 was not complete yet.
+    # One snapshot was taken after step 1. The snapshot after step 3 was not complete yet. Rank 2 may have completed
+    # step 4 before it died. If rank 1 ends first, rank 0 waits for it no more, and completes that step too.
     saved = {e["rank"]: e["step"] for e in timeline(tmp_path / "logs") if e["event"] == "saved"}
-    assert saved == {0: 3, 1: 3}
-    assert re.findall(r"began (\d+)", job.stdout) == ["0"] * 3 + ["3"] * 3
+    assert saved.keys() == {0, 1}
+    assert saved[1] == 3
+    assert saved[0] in (3, 4)
+    assert re.findall(r"began (\d+)", job.stdout) == ["0"] * 3 + [str(saved[0])] * 3
 
 
 # Rank 0 fails when it is told to stop. Rank 1's keeper has ended by then. Neither rank is in a process group.

@@ -121,7 +121,7 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
 def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
     tmp_path: Path, forker: RankForker, memories: list[Path]
 ) -> None:
-    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", "shards=fsdp2")
+    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", "shards=zero")
     # Neither node receives the other's part of the snapshots of steps 11 and 16.
     deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 21) for rank in (0, 1)]
     assert stormy.generation(0, [*deaf, "together-0-20-0", "together-0-20-1"]) == [-9, -9]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.keeper_runs import RESTORED, Calm, Run, assert_same
+from tests.faults.keeper_runs import RESTORED, Calm, Forked, Run, assert_same
 from tests.harness import slow
+from tests.ranks import RankForker
 
 # A kill in each generation: where, in which step, which rank, and the step that all ranks had completed then. With HSDP
 # a replica may have the next one.
@@ -39,20 +40,23 @@ FEEDBACK = [
     ],
 )
 def test_a_kill_at_any_moment_costs_no_step(
-    tmp_path: Path, calm: Calm, option: str, workers: int, kills: list[tuple[str, int, int, int]]
+    tmp_path: Path, forker: RankForker, calm: Calm, option: str, workers: int, kills: list[tuple[str, int, int, int]]
 ) -> None:
     asks = [f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank, _) in enumerate(kills)]
 
     # After the first step there is no snapshot any more, except at a start on several nodes.
-    with Run(tmp_path / "run", workers, "snapshot_every=1000", "copy_every=1", option, asks=asks) as run:
-        run.ended()
+    options = ("snapshot_every=1000", "copy_every=1", option)
+    with Forked(tmp_path / "run", forker, *options, asks=asks) as run:
+        ended = [run.generation(number, workers) for number in range(len(kills) + 1)]
+    said = "".join(rank.err for ranks in ended for rank in ranks)
 
+    assert [rank.code for rank in ended[-1]] == [0] * workers, said
     struck = [(r["moment"], r["step"], r["rank"]) for r in run.of("killed")]
     assert struck == [(moment, step, rank) for moment, step, rank, _ in kills]
     for generation, (_, step, _, completed) in enumerate(kills, 1):
         assert completed <= run.began(generation) <= (step if "hsdp" in option else completed)
-    assert {steps for *_, steps in re.findall(RESTORED, run.job.output)} == {"0"}
-    assert "random state" not in run.job.output
+    assert {steps for *_, steps in re.findall(RESTORED, said)} == {"0"}
+    assert "random state" not in said
     # If a replica has completed a step that no rank's loop has seen complete, its loss is not recorded.
     assert run.ends == calm(workers, option).ends
     assert calm(workers, option).losses.items() >= run.losses.items()

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
-from tests.faults.keeper_runs import KEPT, Calm, Run, assert_same
+from tests.faults.keeper_runs import KEPT, STEPS, Calm, Recorded, Run, assert_same
 from tests.harness import environment, free_ports, wait_for
+from tests.ranks import RankForker, Ranks
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ELAUNCH_GENERATION": "0"}
@@ -22,12 +23,12 @@ SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RAN
 
 @dataclass(frozen=True)
 class Stopped:
-    """A job of two workers that was signalled in step 31, after both had died in step 20; then the same command again.
+    """A job of two workers that was signalled in step 31, after both had died in step 20; then the same training again.
 
     `done` has the last step of each rank, `marks` the steps of the checkpoints.
     """
 
-    run: Run
+    run: Recorded
     code: int
     output: str
     done: dict[int, int]
@@ -36,10 +37,11 @@ class Stopped:
     marks_again: list[int]
 
 
-def stopped_by(signum: signal.Signals, folder: Path) -> Stopped:
+def stopped_by(signum: signal.Signals, folder: Path, forker: RankForker | None = None) -> Stopped:
+    """With `forker` the second time is without an agent: forked ranks import nothing."""
     # The only copy in memory is that of step 1.
     checkpoints = folder / "checkpoints"
-    options = ("snapshot_every=100", f"checkpoints={checkpoints}", "checkpoint_every=6")
+    options = ("snapshot_every=100", "stop_every=1", f"checkpoints={checkpoints}", "checkpoint_every=6")
     with Run(folder / "run", 2, *options, asks=["together-0-20-0", "together-0-20-1", "hold-1-31-1"]) as run:
         wait_for(lambda: run.of("held"), "step 31")
         run.job.signal(signum)
@@ -48,16 +50,22 @@ def stopped_by(signum: signal.Signals, folder: Path) -> Stopped:
         code, output = run.job.wait(), run.job.output
     done, there = {r["rank"]: r["step"] for r in run.of("done")}, [mark.step for mark in marks(checkpoints)]
 
-    run.start(2, *options)
-    with run:
-        run.ended()
+    if forker:
+        with Ranks(forker, 2, KEPT, str(run.folder), str(STEPS), *options, env={"ELAUNCH_GENERATION": "0"}) as ranks:
+            ended = ranks.end()
+        again = "".join(rank.err for rank in ended)
+        assert [rank.code for rank in ended] == [0, 0], again
+    else:
+        run.start(2, *options)
+        with run:
+            again = run.ended().job.output
 
-    return Stopped(run, code, output, done, there, run.job.output, [mark.step for mark in marks(checkpoints)])
+    return Stopped(run, code, output, done, there, again, [mark.step for mark in marks(checkpoints)])
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    return stopped_by(signal.SIGTERM, tmp_path_factory.mktemp("stopped"))
+def stopped(tmp_path_factory: pytest.TempPathFactory, forker: RankForker) -> Stopped:
+    return stopped_by(signal.SIGTERM, tmp_path_factory.mktemp("stopped"), forker)
 
 
 def assert_goes_on(stopped: Stopped, calm: Calm) -> None:
@@ -111,7 +119,7 @@ def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> N
 
 @pytest.mark.slow
 def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(tmp_path: Path) -> None:
-    options = ("snapshot_every=5", "shards=fsdp2", f"checkpoints={tmp_path / 'checkpoints'}")
+    options = ("snapshot_every=5", "stop_every=1", "shards=fsdp2", f"checkpoints={tmp_path / 'checkpoints'}")
     with Run(tmp_path / "run", 3, *options, asks=["hold-0-20-1"]) as run:
         wait_for(lambda: run.of("held"), "step 20")
         run.job.signal(signal.SIGTERM)

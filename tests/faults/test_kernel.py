@@ -32,8 +32,14 @@ print("survived")
 # see at once that this memory is free, or it is killed as well: the store's entry in /proc stays until it is reaped.
 CROWDING = """
 import os, time
-siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
-(store,) = [pid for pid in siblings if open(f"/proc/{pid}/comm").read() == "elaunch-store\\n"]
+def stores():
+    siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
+    return [pid for pid in siblings if open(f"/proc/{pid}/comm").read() == "elaunch-store\\n"]
+
+# The worker may be here first: the store takes its name when it begins.
+while not (found := stores()):
+    time.sleep(0.01)
+(store,) = found
 open(f"/proc/{store}/oom_score_adj", "w").write("1000")
 def has_memory():
     try:
@@ -121,7 +127,7 @@ def test_a_child_without_environment_or_session_ends_with_its_generation_and_wit
     Path(probe.path).rmdir()
     script(tmp_path, HIDING)
 
-    with Job(tmp_path, "--preload", "json", "--max-restarts", "1", "train.py") as job:
+    with Job(tmp_path, "--preload-only", "json", "--max-restarts", "1", "train.py") as job:
         job.wait_for_output(r"^elaunch: generation 1:")
         first = job.pids("hidden")[0]
         assert not alive(first)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import CHILDREN, SAY, Light, Watched, is_alive, library
-from tests.harness import script, wait_for
+from tests.harness import script, slow, wait_for
 from tests.standin import WITHOUT_TORCH
 
 # Generation 0 waits to be hurt, the next ones succeed.
@@ -56,7 +56,7 @@ def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) ->
         assert new == job.fork_server().pid
 
 
-@pytest.mark.parametrize("how", [("--no-preload", "train.py"), ("--no-python", sys.executable, "train.py")])
+@pytest.mark.parametrize("how", [slow(("--no-preload", "train.py")), ("--no-python", sys.executable, "train.py")])
 def test_without_preloading_too_a_killed_fork_server_is_a_restart(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, WAITS_IN_GENERATION_0)
     with Watched(tmp_path, "--nproc-per-node", "2", *how, env=WITHOUT_TORCH) as job:
@@ -72,7 +72,7 @@ def test_without_preloading_too_a_killed_fork_server_is_a_restart(tmp_path: Path
 def test_a_fork_server_killed_while_it_imports_is_replaced_by_fresh_interpreters(tmp_path: Path) -> None:
     env = library(tmp_path, "endless", "import time; open('importing', 'a').write('x'); time.sleep(600)")
     script(tmp_path, "print('the script ran')")
-    with Watched(tmp_path, "--preload", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
+    with Watched(tmp_path, "--preload-only", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
         begun = tmp_path / "importing"
         wait_for(lambda: begun.exists() and begun.read_text(), "the import's beginning")
 
@@ -93,18 +93,17 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-total = torch.ones(1)
+total = torch.tensor(1)
 dist.all_reduce(total)
 say(f"generation {{GENERATION}} worker", os.getpid())
 while GENERATION == 0:
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.tensor(1))
     time.sleep(0.01)
-dist.barrier()
 dist.destroy_process_group()
 print("reduced", int(total), "in generation", GENERATION)
 """,
     )
-    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         first = wait_for(lambda: len(found := job.pids("generation 0 worker")) == 2 and found, "both workers")
         store = job.child("elaunch: worker store")
 

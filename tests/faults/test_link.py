@@ -18,7 +18,7 @@ from tests.harness import finished, script, slow, wait_for
 from tests.nodes import needs_nodes
 from tests.standin import WITHOUT_TORCH
 
-TORCH = ("--preload", "torch")
+TORCH = ("--preload-only", "torch")
 
 # Replaces a collective in tests that are not about torch's collectives.
 MEET = """
@@ -299,7 +299,7 @@ if os.path.exists("stay"): time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("how", "logs"), [(LIGHT, ()), (("--no-preload",), ("--log-dir", "logs"))], ids=["forked", "no-preload-log-dir"]
+    ("how", "logs"), [slow(LIGHT, ()), (("--no-preload",), ("--log-dir", "logs"))], ids=["forked", "no-preload-log-dir"]
 )
 def test_workers_find_what_those_before_them_kept_and_nothing_is_left_at_the_end(
     tmp_path: Path, how: tuple[str, ...], logs: tuple[str, ...]

@@ -12,15 +12,17 @@ import pytest
 
 from tests.faults.cluster import REDUCER, Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
-from tests.harness import wait_for
+from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
 
 
-def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path) -> None:
-    """With torch itself, and on hosts whose own names mean loopback to themselves, as Debian installs them."""
-    with Cluster(tmp_path, 2, own_name_is_loopback=True) as cluster:
+# With torch itself test_keeper_nodes.py kills a worker on one node, on such hosts too.
+@pytest.mark.parametrize("kind", [LightCluster, slow(Cluster)])
+def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path, kind: type[Cluster]) -> None:
+    """On hosts whose own names mean loopback to themselves, as Debian installs them."""
+    with kind(tmp_path, 2, own_name_is_loopback=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=("--nproc-per-node", "2"))
         first = cluster.meeting(4)
         assert first.master_addr == cluster.node(first.hosts[0]).ipv4

@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.cluster import LightCluster
 from tests.faults.processes import Watched, is_alive
+from tests.harness import slow
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -109,7 +110,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         assert took_s < 15
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("fail", 1)])
+@pytest.mark.parametrize(("how", "code"), [slow("end", 0), ("fail", 1)])
 def test_a_node_alone_ends_as_its_workers_do_when_its_store_was_killed(tmp_path: Path, how: str, code: int) -> None:
     with LightCluster(tmp_path, 1, head=True) as cluster:
         cluster.start(0, nnodes="1:2", options=("--rdzv-conf", "last_call_timeout=0"), env=TOKEN)

@@ -37,7 +37,7 @@ while :; do sleep 0.05; done
 """
 
 
-@pytest.mark.parametrize("to_all", [False, True], ids=["agent", "all"])
+@pytest.mark.parametrize("to_all", [slow(False), True], ids=["agent", "all"])
 def test_a_python_program_is_told_once_in_the_way_that_it_understands(tmp_path: Path, to_all: bool) -> None:
     script(tmp_path, ON_SIGNAL)
     with Light(tmp_path, "--nproc-per-node", "2", "train.py", "SIGUSR1", "SIGTERM", env=SLURM) as job:
@@ -79,7 +79,7 @@ def test_who_names_the_signal_has_it_passed_on_as_it_is(tmp_path: Path) -> None:
 
 @needs_nodes
 @pytest.mark.parametrize(
-    ("name", "max_restarts"), [("SIGUSR1", "3"), slow("SIGUSR1", "0"), slow("SIGTERM", "3"), ("SIGTERM", "0")]
+    ("name", "max_restarts"), [("SIGUSR1", "3"), slow("SIGUSR1", "0"), slow("SIGTERM", "3"), slow("SIGTERM", "0")]
 )
 def test_a_node_that_hears_of_it_from_another_first_tells_its_workers_the_same(
     tmp_path: Path, name: str, max_restarts: str

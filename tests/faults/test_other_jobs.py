@@ -15,7 +15,7 @@ import pytest
 from elaunch.agent.guardian.cgroup import JobCgroup
 from elaunch.agent.guardian.guardian import VARIABLE, kill_cgroup
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
-from tests.harness import script, wait_for
+from tests.harness import script, slow, wait_for
 
 OURS = ("sleep", "setsid", "daemon")
 WAITS = f"""{SAY}{CHILDREN}
@@ -33,8 +33,11 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("inside", [None, "12"], ids=["from a shell", "from a job"])
-@pytest.mark.parametrize("how", [LIGHT, ("--no-preload",)], ids=["forked", "no-preload"])
+@pytest.mark.parametrize(
+    ("how", "inside"),
+    [(LIGHT, "12"), (("--no-preload",), None), slow(LIGHT, None), slow(("--no-preload",), "12")],
+    ids=["forked-from a job", "no-preload-from a shell", "forked-from a shell", "no-preload-from a job"],
+)
 def test_a_job_that_a_worker_has_handed_in_survives_its_agents_restarts_and_end(
     tmp_path: Path, how: tuple[str, ...], inside: str | None
 ) -> None:

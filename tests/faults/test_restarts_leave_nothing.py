@@ -87,7 +87,7 @@ print("again")
 """
 
 
-@pytest.mark.parametrize("whom", ["worker", "agent"])
+@pytest.mark.parametrize("whom", ["worker", slow("agent")])
 def test_what_a_killed_worker_has_shared_is_removed_by_its_own_tracker(tmp_path: Path, whom: str) -> None:
     script(tmp_path, SHARES_MEMORY)
     with Watched(tmp_path, *LIGHT, "train.py") as job:

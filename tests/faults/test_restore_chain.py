@@ -1,4 +1,7 @@
-"""A state that several nodes lack goes from one to the next: no node sends it twice, so it takes one copy's time."""
+"""A state that several nodes lack goes from one to the next: no node sends it twice, so it takes one copy's time.
+
+It goes over the ranks' own connections: here is no group that moves host memory.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,4 @@ def test_each_node_sends_the_state_once(forker: RankForker) -> None:
 
     assert [rank["restored"] for rank in second] == [2] * NODES
     assert {str(rank["state"]) for rank in second} == {str(first[2]["state"])}
-    targets = [list(rank["sent"]) for rank in second]
-    assert targets == [["1"], ["3"], ["0"], []], "rank 2 has it; ranks 0, 1 and 3 lack it"
-    assert all(min(rank["sent"].values(), default=3) >= 3 for rank in second), "all of it, in more than one chunk"
+    assert [rank["sent"] for rank in second] == [[1], [3], [0], []], "rank 2 has it; ranks 0, 1 and 3 lack it"

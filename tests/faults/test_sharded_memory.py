@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from elaunch.trainer.state.region import MARK
 from tests.harness import slow, wait_for
 from tests.ranks import RankForker, Ranks
 
@@ -53,6 +52,9 @@ class Nodes:
             shutil.copytree(source, memory, dirs_exist_ok=True)
 
     def is_whole(self, node: int, name: str) -> bool:
+        # Not at the top: it imports torch, in every process that collects this file.
+        from elaunch.trainer.state.region import MARK
+
         path = self.memories[node] / name
         return path.exists() and path.read_bytes()[: len(MARK)] == MARK
 
@@ -123,12 +125,12 @@ def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, saved: Saved, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_smaller_group_cuts_the_state_anew(nodes: Nodes, saved: Saved, kind: str) -> None:
+def test_a_smaller_group_and_a_larger_one_after_it_cut_the_state_anew(nodes: Nodes, saved: Saved, kind: str) -> None:
     before, answer = saved(kind)
     nodes.take_over(before)
     nodes.lose(1)
 
-    for generation, world_size in enumerate((3, 2, 4), start=1):
+    for generation, world_size in enumerate((3, 4), start=1):
         loaded = nodes.run(world_size, kind, "load", "save", generation=generation)[0]
 
         assert (loaded["loaded"], loaded["step"]) == ([generation - 1, 3], 3)
@@ -148,12 +150,12 @@ def test_nodes_of_different_sizes_mirror_each_other(nodes: Nodes) -> None:
 
 
 def test_two_lost_neighbours_are_too_many(nodes: Nodes, saved: Saved) -> None:
-    before, first = saved("fsdp2")
+    before, first = saved(LIGHT)
     nodes.take_over(before)
     nodes.lose(0)
     nodes.lose(1)
 
-    answer = nodes.run(4, "fsdp2", "load", "train", "1", generation=1)[0]
+    answer = nodes.run(4, LIGHT, "load", "train", "1", generation=1)[0]
 
     (fresh,) = first["notes"]
     assert (answer["loaded"], answer["step"], answer["digest"]) == (None, 1, fresh["digest"])
@@ -226,7 +228,7 @@ def test_memory_that_does_not_suffice_is_a_sentence_and_training_goes_on(
 ) -> None:
     nodes = Nodes(forker, tmp_path, [small_memory])
 
-    answers = nodes.run(3, "fsdp2", "train", "1", "save", "train", "1", "save", "train", "1")
+    answers = nodes.run(3, LIGHT, "train", "1", "save", "train", "1", "save", "train", "1")
 
     said = [sentence for answer in answers for sentence in answer["said"]]
     assert answers[0]["step"] == 3
@@ -244,7 +246,7 @@ def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_second_copie
     # Room for two pieces, not for three: the second version of this node's own piece has none.
     nodes.memories[1] = small_memory
 
-    answers = nodes.run(2, "fsdp2", "train", "1", "save", "train", "1", "save", "train", "1")
+    answers = nodes.run(2, LIGHT, "train", "1", "save", "train", "1", "save", "train", "1")
 
     assert answers[0]["step"] == 3
     assert answers[0]["said"] == []
@@ -255,12 +257,12 @@ def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_second_copie
     )
     assert [path.name for path in nodes.pieces(0)] == ["piece-0-0", "piece-0-1"]
     assert [path.name for path in nodes.pieces(1)] == ["piece-1-0", "piece-1-1"]
-    assert nodes.run(2, "fsdp2", "load", generation=1)[0]["loaded"] == [0, 2]
+    assert nodes.run(2, LIGHT, "load", generation=1)[0]["loaded"] == [0, 2]
 
 
 def test_a_third_snapshot_waits_until_the_second_is_on_both_nodes(nodes: Nodes) -> None:
     actions = ["train", "1", "save", "hold", "train", "1", "begin", "touch", "second", "train", "1", "begin"]
-    with nodes.begin(2, "fsdp2", *actions, "touch", "third") as ranks:
+    with nodes.begin(2, LIGHT, *actions, "touch", "third") as ranks:
         wait_for((nodes.folder / "second").exists, "the second snapshot to be begun")
         # Only waiting can show that the third snapshot does not begin.
         with pytest.raises(AssertionError):
@@ -268,33 +270,33 @@ def test_a_third_snapshot_waits_until_the_second_is_on_both_nodes(nodes: Nodes) 
         ranks.kill(range(2))
     nodes.lose(1)
 
-    assert nodes.run(2, "fsdp2", "load", generation=1)[0]["loaded"] == [0, 1]
+    assert nodes.run(2, LIGHT, "load", generation=1)[0]["loaded"] == [0, 1]
 
 
 def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nodes(nodes: Nodes) -> None:
-    saved = nodes.run(2, "fsdp2", "train", "2", "save")[0]
+    saved = nodes.run(2, LIGHT, "train", "2", "save")[0]
     # Rank 1 is killed before it has sent its part of the next snapshot to the other node.
     actions = ["load", "train", "1", "die", "unsent", "1", "begin"]
-    with nodes.begin(2, "fsdp2", *actions, generation=1) as ranks:
+    with nodes.begin(2, LIGHT, *actions, generation=1) as ranks:
         assert ranks.end_of(1).code == -9
         wait_for(lambda: nodes.is_whole(0, "piece-0-1"), "rank 0's part")
     nodes.lose(1)
 
-    loaded = nodes.run(2, "fsdp2", "load", generation=2)[0]
+    loaded = nodes.run(2, LIGHT, "load", generation=2)[0]
 
     assert (loaded["loaded"], loaded["digest"]) == ([0, 2], saved["digest"])
 
 
 def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_said(nodes: Nodes) -> None:
     actions = ("train", "1", "save", "train", "1", "garble", "1", "save", "note", "die", "copy", "0")
-    with nodes.begin(2, "fsdp2", *actions, "train", "1", "begin") as ranks:
+    with nodes.begin(2, LIGHT, *actions, "train", "1", "begin") as ranks:
         ended = ranks.end_of(0)
         assert ended.code == -9
         ranks.kill([1])
         said = [note["said"] for note in (*ended.notes, *ranks.end_of(1).notes)]
     nodes.lose(0)
 
-    loaded = nodes.run(2, "fsdp2", "load", generation=1)[0]
+    loaded = nodes.run(2, LIGHT, "load", generation=1)[0]
 
     # Both ranks have overwritten the newer snapshot, which did not count.
     assert loaded["loaded"] == [0, 1]
@@ -307,10 +309,10 @@ def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_sa
 
 
 def test_a_part_that_a_node_lacks_and_that_arrives_garbled_is_not_loaded(nodes: Nodes) -> None:
-    nodes.run(2, "fsdp2", "train", "1", "save")
+    nodes.run(2, LIGHT, "train", "1", "save")
     nodes.lose(1)
 
-    with nodes.begin(2, "fsdp2", "garble", "1", "load", generation=1) as ranks:
+    with nodes.begin(2, LIGHT, "garble", "1", "load", generation=1) as ranks:
         ended = ranks.end_of(1)
 
     assert ended.code == 1

@@ -65,7 +65,7 @@ TWO = ("--nodes=2", "--ntasks-per-node=1", "--open-mode=append")
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with Slurm(tmp_path_factory.mktemp("slurm"), 4) as started:
+    with Slurm(tmp_path_factory.mktemp("slurm"), 3) as started:
         (started.home / "place.sh").write_text(PLACE)
         yield started
 
@@ -113,10 +113,10 @@ def batch_of(slurm: Slurm, *command: str, options: tuple[str, ...] = TWO, after:
 
 def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> None:
     # Nobody can write to this home, so the secret goes by munge.
-    output = slurm.call("srun", "-N4", *COMMAND, *PLAIN, env={"HOME": "/proc"})
+    output = slurm.call("srun", "-N3", *COMMAND, *PLAIN, env={"HOME": "/proc"})
 
-    assert places(output) == [(i, 4, 0, f"node{i}") for i in range(4)]
-    assert len(re.findall(r"Slurm says: job test-\d+\.0, 4 nodes, this is node \d, the head is node0 ", output)) == 4
+    assert places(output) == [(i, 3, 0, f"node{i}") for i in range(3)]
+    assert len(re.findall(r"Slurm says: job test-\d+\.0, 3 nodes, this is node \d, the head is node0 ", output)) == 3
     assert not SECRET.search(output)
 
 
@@ -185,7 +185,7 @@ def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm
     here = ("-wnode0", "--output=other.out")
     by_elaunch = ("submit", "slurm", "--cpus", "1", *(f"--sbatch={option}" for option in here), "--no-python")
     words = ("sbatch", *here, "other.sh") if how == "sbatch" else (*COMMAND, *by_elaunch, "./other.sh")
-    command = " ".join((*COMMAND, "--preload", "json", "train.py", *words))
+    command = " ".join((*COMMAND, "--preload-only", "json", "train.py", *words))
     job = batch_of(slurm, command, options=("-N1", "-c1", "-wnode0", f"--chdir={home}"))
     wait_for(lambda: (home / "given").exists(), "the job that was handed in")
     given = (home / "given").read_text()
@@ -246,7 +246,7 @@ def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path,
     records = Records(tmp_path / "records")
     with Etcd(hosts=[slurm.login.ipv4], ports=[2379, 2380], prefix=lambda _: slurm.login.prefix) as etcd:
         endpoint = {"ELAUNCH_ENDPOINT": etcd.endpoints} if store == "etcd" else {}
-        words = ("-N2", *COMMAND, "--preload", "json", str(REDUCER), str(tmp_path))
+        words = ("-N2", *COMMAND, "--preload-only", "json", str(REDUCER), str(tmp_path))
         with slurm.srun(*words, env={**WITHOUT_TORCH, **endpoint}) as job:
             first = met(records, 2)
             os.kill(first.pid(1), signal.SIGKILL)
@@ -341,7 +341,7 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
 @pytest.mark.slow
 def test_a_job_survives_the_loss_of_a_node(slurm: Slurm, tmp_path: Path) -> None:
     records = Records(tmp_path / "records")
-    words = (*COMMAND, "--nnodes", "2:3", "--preload", "torch", str(REDUCER), str(tmp_path))
+    words = (*COMMAND, "--nnodes", "2:3", "--preload-only", "torch", str(REDUCER), str(tmp_path))
     options = ("--nodes=3", "--ntasks-per-node=1", "--no-kill")
     job = batch_of(slurm, "--no-kill", *words, options=options)
     first = met(records, 3)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.faults.trainings import GENTLE, STEPS, CalmTrainings, OneNode
+from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode, Training
 from tests.harness import slow
+from tests.ranks import RankForker
 
-SNAPSHOT_EVERY = 5
+# Fewer steps of fewer, larger micro-batches than in other tests: each costs FSDP2 much.
+STEPS, SNAPSHOT_EVERY = 20, 5
+SHORT = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3")
+
+
+def struck(folder: Path, words: tuple[str, ...], forker: RankForker) -> Training:
+    """The training after its end. Rank 1 was killed in step 14."""
+    asks = ["loss-0-14-1"]
+    if "--compile" in words:
+        # The compiler's processes outlive a killed rank and hold its connections open. An agent ends them.
+        with OneNode(folder, 2, *words, asks=asks) as launched:
+            return launched.ended()
+    with Forked(folder, forker, asks=asks) as forked:
+        assert forked.generation(0, 2, *words)[1].code == -signal.SIGKILL
+        assert [rank.code for rank in forked.generation(1, 2, *words)] == [0, 0]
+    return forked
 
 
 @pytest.mark.parametrize(
@@ -23,27 +40,27 @@ SNAPSHOT_EVERY = 5
 )
 def test_a_killed_worker_costs_no_more_than_the_steps_since_the_snapshot_and_the_losses_are_those_of_ddp(
     tmp_path: Path,
+    forker: RankForker,
     calm_training: CalmTrainings,
     options: str,
     shape: tuple[str, ...],
     steps_lost_max: int,
     tolerance: float,
 ) -> None:
-    words = (*GENTLE, *shape, *options.split(), "--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "11")
-    with OneNode(tmp_path / "run", 2, *words, asks=["loss-0-24-1"]) as run:
-        run.ended()
-    calm = calm_training(2, *GENTLE, *shape)
+    words = (*SHORT, *shape, *options.split(), "--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "11")
+    run = struck(tmp_path / "run", words, forker)
+    calm = calm_training(2, *SHORT, *shape, steps=STEPS)
 
-    assert run.struck() == ["loss-0-24-1"]
-    # 23 steps were done.
-    lost = 23 - run.began(1)
+    assert run.struck() == ["loss-0-14-1"]
+    # 13 steps were done.
+    lost = 13 - run.began(1)
     assert 0 <= lost <= steps_lost_max
-    run.assert_complete(lost=lost)
+    run.assert_complete(lost=lost, steps=STEPS)
     assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= tolerance
     assert run.result["held_out_loss"] == pytest.approx(calm.result["held_out_loss"], rel=tolerance or 1e-12)
     norms = {line["step"]: line["grad_norm"] for line in calm.lines}
     assert all(line["grad_norm"] == pytest.approx(norms[line["step"]], rel=1e-4) for line in run.lines)
     evaluated = {line["step"]: line["held_out_loss"] for line in run.lines if "held_out_loss" in line}
-    assert list(evaluated) == [1, 12, 23, 34]
-    assert evaluated[1] > evaluated[34] > run.result["held_out_loss"]
+    assert list(evaluated) == [1, 12]
+    assert evaluated[1] > evaluated[12] > run.result["held_out_loss"]
     assert len(run.lines) == STEPS

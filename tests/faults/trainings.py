@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S as WAIT_S
 from tests.harness import preloading, wait_for
-from tests.ranks import RankForker, Ranks
+from tests.ranks import Ended, RankForker, Ranks
 
 PROGRAM = Path(__file__).with_name("killing_trainer.py")
 STEPS, BATCH = 40, 12
@@ -160,6 +161,30 @@ class OneNode(Training):
         return self
 
 
+class Forked(Training):
+    """A run whose ranks are forked without an agent, one generation after the other, with one memory for all of them.
+
+    Use it as a context manager, so that no memory is left.
+    """
+
+    def __init__(self, folder: Path, forker: RankForker, asks: Iterable[str] = ()) -> None:
+        super().__init__(folder, asks)
+        self._forker = forker
+        self._memory = tempfile.TemporaryDirectory(dir="/dev/shm")
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._memory.cleanup()
+
+    def generation(self, number: int, workers: int, *options: str) -> list[Ended]:
+        """Run that generation. Returns how each of its ranks ended."""
+        env = {"ELAUNCH_GENERATION": str(number), "ELAUNCH_MEMORY": self._memory.name}
+        with Ranks(self._forker, workers, PROGRAM, *self.words(*options)[1:], env=env) as ranks:
+            return [ranks.end_of(rank, DEADLINE_S) for rank in range(workers)]
+
+
 class CalmTrainings:
     """The runs without failures, each made when a test first needs it. All test processes share `folder`.
 
@@ -170,7 +195,7 @@ class CalmTrainings:
         self._forker, self._folder = forker, folder
         folder.mkdir(exist_ok=True)
 
-    def __call__(self, workers: int, *options: str) -> Trained:
+    def __call__(self, workers: int, *options: str, steps: int = STEPS) -> Trained:
         place = self._folder / "".join((str(workers), *options))
         with Path(f"{place}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -182,6 +207,6 @@ class CalmTrainings:
                 with Ranks(self._forker, workers, PROGRAM, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
                     ended = ranks.end()
                 assert [rank.code for rank in ended] == [0] * workers, ended
-                run.assert_complete()
+                run.assert_complete(steps=steps)
                 partial.rename(place)
         return Trained(place)

@@ -62,9 +62,9 @@ class Checkpoints:
     """The checkpoints of one job in `directory`, which rank 0 makes, or below a URL (`s3://bucket/run`).
 
     `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
-    `group` is one that moves host memory, by default the job's own or a new gloo group. `last` is the newest that
-    became durable in this process's time, and `failure` what was said of the newest begun if that failed, both on rank
-    0. At most one is in the making: `save_async` waits for the one before.
+    `group` are the ranks that have the state, by default all of the job. `last` is the newest that became durable in
+    this process's time, and `failure` what was said of the newest begun if that failed, both on rank 0. At most one is
+    in the making: `save_async` waits for the one before.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Checkpoints:
         generation: int,
         keep: int = KEPT,
         say: Callable[[str], None] = print,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Ranks | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
@@ -84,7 +84,9 @@ class Checkpoints:
         self._said = ""
         self._size = 0
         self._keep, self._say = keep, say
-        self._ranks = Ranks(group)
+        self._ranks = group if isinstance(group, Ranks) else Ranks(group)
+        # The threads that write have connections of their own.
+        self._writers: Ranks | None = None
         self._fence = generation
         self._plan: tuple[list[str], Plan] | None = None
         self._staging: Staging | None = None
@@ -151,8 +153,7 @@ class Checkpoints:
             plan=plan,
             staging=self._staging,
             plain=pack(parts) if self._ranks.leads else b"",
-            rank=self._ranks.rank if parts.is_sharded else 0,
-            ranks=self._ranks.world_size if parts.is_sharded else 1,
+            ranks=self._writers_met() if parts.is_sharded else None,
             keep=self._keep,
         )
 
@@ -172,7 +173,7 @@ class Checkpoints:
 
     def look(self) -> None:
         """Say what has failed as soon as that is known; not collective, so of a replicated state alone."""
-        if self._writing is not None and self._writing.order.ranks == 1 and self._writing.is_over:
+        if self._writing is not None and self._writing.order.ranks is None and self._writing.is_over:
             self._settle()
 
     def wait(self) -> None:
@@ -185,10 +186,8 @@ class Checkpoints:
         if writing is None:
             return
         failures = [writing.own_part()]
-        if writing.order.ranks > 1:
+        if writing.order.ranks is not None:
             failures = self._ranks.from_all(failures[0])
-            if any(failures):
-                writing.give_up()
         writing.wait()
         # Rank 0 may have failed after its part.
         failures[0] = failures[0] or writing.failure
@@ -261,9 +260,15 @@ class Checkpoints:
         if parts.is_sharded:
             layouts = self._ranks.from_all(layouts[0])
         if self._plan is None or self._plan[0] != layouts:
-            group = self._ranks.group if parts.is_sharded else None
-            self._plan = layouts, dcp.plan(parts.tensors, parts.paths, group)
+            self._plan = layouts, dcp.plan(parts.tensors, parts.paths, self._ranks if parts.is_sharded else None)
         return self._plan[1]
+
+    def _writers_met(self) -> Ranks:
+        if self._writers is None:
+            self._writers = self._ranks.apart("checkpoint")
+            # A disk may take any time.
+            self._writers.meet(patient=True)
+        return self._writers
 
     def _judge(self, written: Written, interval_s: float) -> None:
         """Say once that checkpoints take too long for how often they are asked for."""

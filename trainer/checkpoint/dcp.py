@@ -17,10 +17,9 @@ import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.default_planner import (
@@ -30,10 +29,12 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from elaunch.trainer.checkpoint.dcp_records import Part, loads, read_metadata, read_part, require_files
+from elaunch.trainer.checkpoint.dcp_records import loads, read_metadata, require_files
 from elaunch.trainer.checkpoint.storage import Folder
+from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state import tree
 from elaunch.trainer.state.nesting import require_shallow
 
@@ -48,7 +49,6 @@ __all__ = [
     "loads",
     "local_chunks",
     "plan",
-    "read_part",
     "write",
 ]
 
@@ -63,32 +63,35 @@ class Plan:
     metadata: records.Metadata | None
 
 
-def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], group: dist.ProcessGroup | None) -> Plan:
-    """Share the writing among the ranks of `group`, which all call this. With None this process writes everything.
+def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: Ranks | None) -> Plan:
+    """Share the writing among these ranks, which all call this. With None this process writes everything.
 
     If several ranks have the same data, one of them writes it.
     """
     planner = DefaultSavePlanner()
-    leads = group is None or dist.get_rank(group) == 0
+    leads = ranks is None or ranks.leads
     planner.set_up_planner(dict(tensors), is_coordinator=leads)
     # DCP's converters make a nested dictionary of the tensors with this.
     planner.mappings = {name: tuple(map(str, path)) for name, path in paths.items()}
     local = planner.create_local_plan()
-    plans = [local]
-    if group is not None:
-        gathered: list[Any] | None = [None] * dist.get_world_size(group) if leads else None
-        dist.gather_object(local, gathered, group=group, dst=dist.get_global_rank(group, 0))
-        plans = gathered or []
+    plans = [local] if ranks is None else ranks.to_rank_0(local)
     metadata = None
-    shares: list[Any] | None = None
-    if leads:
+    shares: list[SavePlan] | None = None
+    if plans is not None:
         shares, metadata = planner.create_global_plan(plans)
         shares = FileSystemWriter("unused").prepare_global_plan(shares)
-    if group is None:
-        return Plan(cast(list[SavePlan], shares)[0], metadata)
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, shares, group=group, src=dist.get_global_rank(group, 0))
-    return Plan(mine[0], metadata)
+    if ranks is not None:
+        return Plan(ranks.each_from_rank_0(shares), metadata)
+    assert shares is not None
+    return Plan(shares[0], metadata)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written: DCP's account of it, and length and CRC-32 of each file by name."""
+
+    results: list[WriteResult]
+    files: dict[str, tuple[int, int]]
 
 
 class Staging:

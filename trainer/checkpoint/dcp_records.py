@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.storage import WriteResult
 
 from elaunch.trainer.checkpoint.manifest import is_file_name
 from elaunch.trainer.checkpoint.record_pickle import Name, PickledRecord, parse
@@ -26,14 +24,6 @@ _ENCODINGS = {_METADATA: {records._MEM_FORMAT_ENCODING.__name__: records._MEM_FO
 _LAYOUTS = {str(torch.strided): torch.strided}
 # A shape of more dimensions is no tensor's.
 _DIMENSIONS_MAX = 64
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank has written: DCP's account of it, and length and CRC-32 of each file by name."""
-
-    results: list[WriteResult]
-    files: dict[str, tuple[int, int]]
 
 
 def loads(content: bytes) -> Any:
@@ -48,12 +38,6 @@ def read_metadata(content: bytes) -> records.Metadata:
     """DCP's `.metadata`; raises pickle.UnpicklingError."""
     metadata: records.Metadata = _as(records.Metadata, parse(content))
     return metadata
-
-
-def read_part(content: bytes) -> Part:
-    """What a rank says that it has written; raises pickle.UnpicklingError."""
-    part: Part = _as(Part, parse(content))
-    return part
 
 
 def require_files(metadata: records.Metadata, lengths: Mapping[str, int]) -> None:
@@ -225,21 +209,6 @@ def _place(record: PickledRecord) -> _StorageInfo:
     return _StorageInfo(path, _count(offset), _count(length))
 
 
-def _result(record: PickledRecord) -> WriteResult:
-    index, size, place = _fields(record, "index", "size_in_bytes", "storage_data")
-    return WriteResult(_as(records.MetadataIndex, index), _count(size), _as(_StorageInfo, place))
-
-
-def _part(record: PickledRecord) -> Part:
-    results, files = _fields(record, "results", "files")
-    seals = {}
-    for name, seal in _items(files, "files by name"):
-        if type(seal) is not tuple or len(seal) != 2 or not is_file_name(_text(name)):
-            _refuse(seal, "a file's length and CRC")
-        seals[name] = (_count(seal[0]), _count(seal[1]))
-    return Part([_as(WriteResult, result) for result in _list(results, "results")], seals)
-
-
 def _size(record: PickledRecord) -> torch.Size:
     args = _call(record)
     if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) > _DIMENSIONS_MAX:
@@ -292,8 +261,6 @@ _MAKERS: dict[tuple[str, str], tuple[type, Callable[[PickledRecord], Any]]] = {
     (_METADATA, "MetadataIndex"): (records.MetadataIndex, _index),
     (_METADATA, records._MEM_FORMAT_ENCODING.__name__): (Enum, _encoding),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): (_StorageInfo, _place),
-    ("torch.distributed.checkpoint.storage", "WriteResult"): (WriteResult, _result),
-    (Part.__module__, Part.__name__): (Part, _part),
     ("torch.serialization", "_get_layout"): (torch.layout, _layout),
     ("torch", "Size"): (torch.Size, _size),
     ("builtins", "getattr"): (Enum, _member),

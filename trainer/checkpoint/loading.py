@@ -209,7 +209,7 @@ def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ra
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """The tensor as a process group for host memory takes it: itself, if it can be."""
+    """The tensor in host memory and contiguous: itself, if it can be."""
     return tensor.cpu().contiguous()
 
 

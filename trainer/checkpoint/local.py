@@ -47,8 +47,8 @@ class LocalFolder:
     def is_there(self) -> bool:
         return self.path.is_dir()
 
-    def present(self, names: Iterable[str]) -> set[str]:
-        return {name for name in names if (self.path / name).exists()}
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
 
     def names(self) -> list[str]:
         return [path.name for path in self.path.iterdir()]
@@ -88,8 +88,6 @@ class LocalFolder:
 
 class LocalStorage:
     """The checkpoints in `directory`, which is made when the first one is written."""
-
-    poll_s = 0.01
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

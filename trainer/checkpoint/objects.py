@@ -57,14 +57,11 @@ class ObjectFolder:
         return int(match[2]) if match else 0
 
     def is_there(self) -> bool:
-        return bool(self.present([MANIFEST]) or self.present([_BEGUN]))
+        return self.has(MANIFEST) or self.has(_BEGUN)
 
-    def present(self, names: Iterable[str]) -> set[str]:
-        wanted = set(names)
-        if len(wanted) > 1:
-            return wanted & set(self.names())
+    def has(self, name: str) -> bool:
         # By its name, which no listing's lag concerns.
-        return {name for name in wanted if self.size(name) is not None}
+        return self.size(name) is not None
 
     def names(self) -> list[str]:
         return self._storage.listed(self._name)
@@ -135,8 +132,6 @@ class ObjectFolder:
 class ObjectStorage:
     """The checkpoints below a URL. The network is not touched before the first method is called."""
 
-    poll_s = 1.0
-
     def __init__(self, url: Url) -> None:
         self._url = url
         self._attempt = 0
@@ -146,9 +141,7 @@ class ObjectStorage:
         return str(self._url)
 
     def found(self) -> list[tuple[Mark, Folder]]:
-        whole: list[tuple[Mark, Folder]] = [
-            (mark, folder) for mark, folder in self._attempts() if folder.present([MANIFEST])
-        ]
+        whole: list[tuple[Mark, Folder]] = [(mark, folder) for mark, folder in self._attempts() if folder.has(MANIFEST)]
         self._recalled = list(whole)
         return list(whole)
 
@@ -188,12 +181,12 @@ class ObjectStorage:
 
     def set_aside(self, folder: Folder) -> None:
         with contextlib.suppress(OSError):
-            content = folder.read(MANIFEST, MANIFEST_BYTES_MAX) if folder.present([MANIFEST]) else b""
+            content = folder.read(MANIFEST, MANIFEST_BYTES_MAX) if folder.has(MANIFEST) else b""
             folder.write(_SET_ASIDE, content)
             folder.remove([MANIFEST])
 
     def discard(self, folder: Folder) -> None:
-        if folder.present([MANIFEST]):
+        if folder.has(MANIFEST):
             folder.remove([MANIFEST])
         # Listed and deleted together where the store can.
         with self.errors(), contextlib.suppress(FileNotFoundError):
@@ -206,11 +199,7 @@ class ObjectStorage:
     def sweep(self, generation: int) -> None:
         for mark, folder in self._attempts():
             with contextlib.suppress(OSError):
-                if (
-                    mark.generation <= generation
-                    and not folder.present([MANIFEST])
-                    and not folder.present([_SET_ASIDE])
-                ):
+                if mark.generation <= generation and not folder.has(MANIFEST) and not folder.has(_SET_ASIDE):
                     self.discard(folder)
 
     def unwritable(self) -> str:

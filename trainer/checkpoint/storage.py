@@ -40,8 +40,8 @@ class Folder(Protocol):
     def is_there(self) -> bool:
         """Whether this rank sees it."""
 
-    def present(self, names: Iterable[str]) -> set[str]:
-        """Those of these files that are there."""
+    def has(self, name: str) -> bool:
+        """Whether that file is there."""
 
     def names(self) -> list[str]:
         """All files."""
@@ -70,10 +70,6 @@ class Folder(Protocol):
 
 class Storage(Protocol):
     """Where the checkpoints of one run lie. All methods raise OSError; `str()` of it is for people, without secrets."""
-
-    @property
-    def poll_s(self) -> float:
-        """How often to look for what other ranks have written."""
 
     def found(self) -> list[tuple[Mark, Folder]]:
         """All published checkpoints, whole or not, oldest first; none where there is no such place."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 from elaunch.trainer.keeper.stop import StopRequest
@@ -42,6 +43,43 @@ class Stopped(SystemExit):
         self.wish = wish
 
 
+@dataclass(frozen=True)
+class Wants:
+    """What one rank wants at a look: the next look in `steps` steps at the latest, a snapshot now, a copy of the next
+    step, and copies of all steps until the next look if there are any.
+    """
+
+    steps: int = 1
+    snapshot: bool = False
+    copy: bool = False
+    copies: bool = False
+
+    def numbers(self, wish: Wish, speaker: int) -> list[int]:
+        """What the ranks compare, with this rank's reason to stop, and its number if it has something to say.
+
+        The greatest counts: one rank can make all stop or look soon, and refuse a copy for all.
+        """
+        return [wish, not self.snapshot, not self.copy, not self.copies, -self.steps, speaker]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks do after a look: `wish` is why they stop now, the rest is as in `Wants`."""
+
+    wish: Wish
+    snapshot: bool
+    copy: bool
+    copies: bool
+    steps: int
+
+    @classmethod
+    def by(cls, numbers: Sequence[int]) -> Agreed:
+        """From the greatest of all ranks' `Wants.numbers`, one by one."""
+        wish, *refused, steps, _ = numbers
+        snapshot, copy, copies = (not each for each in refused)
+        return cls(Wish(wish), snapshot, copy, copies, -steps)
+
+
 class Boundary:
     """Collects the requests to this rank, from signals and from its agent; `agreed` combines those of all ranks."""
 
@@ -50,29 +88,29 @@ class Boundary:
         self._told = Wish.NONE
         self._news = ""
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether another rank must be asked."""
+        return self._peers.world_size > 1
+
     def tell(self, reason: str) -> None:
         """The agent asks for a stop ("join", "leave", "interrupt"). Call this from any thread."""
         wish = {"join": Wish.JOIN, "interrupt": Wish.INTERRUPT}.get(reason, Wish.LEAVE)
         self._told = max(self._told, wish)
 
     def report(self, news: str) -> None:
-        """Say this at the next boundary. If all ranks have such a sentence there, only the lowest one says its own."""
+        """Say this at the next look. If all ranks have such a sentence there, only the lowest one says its own."""
         self._news = self._news or news
 
-    def agreed(self, *, wants_snapshot: bool, wants_copy: bool) -> tuple[Wish, bool, bool]:
-        """Why all ranks stop now; whether all want a snapshot now; whether all want a copy of the next step.
-
-        Collective: every rank gets the same.
-        """
+    def agreed(self, wants: Wants) -> Agreed:
+        """What all ranks do now, as this one wants it. Collective: every rank gets the same."""
         order = self._peers.world_size - self._peers.rank
         wish = max(self._told, self._noted())
-        found, *refused, speaker = self._peers.largest(
-            [wish, not wants_snapshot, not wants_copy, order if self._news else 0]
-        )
-        if speaker == order:
+        numbers = self._peers.largest(wants.numbers(wish, order if self._news else 0))
+        if numbers[-1] == order:
             self._say(self._news)
         self._news = ""
-        return Wish(found), not refused[0], not refused[1]
+        return Agreed.by(numbers)
 
     def _noted(self) -> Wish:
         match self._signals.signum:

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elaunch.trainer.checkpoint.catalog import marks
-from elaunch.trainer.checkpoint.checkpoints import Checkpoints
-from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.storage import Storage
-from elaunch.trainer.checkpoint.urls import StorageError
+from elaunch.trainer.keeper.disk_copies import DiskCopies
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
@@ -39,7 +36,7 @@ class Copies:
     """Keeps the state of `training`. `folder` is the node's memory; `storage`, if any, holds the checkpoints.
 
     All ranks create it together. `save_replicated`, `put_down` and `done` are local to a rank; all other methods are
-    collective. `steps` has the copies of each step.
+    collective. `steps` has the copies of each step, `disk` the checkpoints.
     """
 
     def __init__(
@@ -84,11 +81,8 @@ class Copies:
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
         self._said: set[str] = set()
-        self._storage, self._checkpoints, self._checkpointed = storage, None, -1
-        if storage is not None:
-            self._checkpoints = Checkpoints(storage, generation=place.generation, say=say, group=peers.group)
-            if peers.leads and (why := storage.unwritable()):
-                say(f"checkpoints cannot be written to {storage}: {why}; until they can, there are none")
+        self.disk = DiskCopies(training, peers, storage, place.generation, say)
+        self._is_durable = storage is not None
         # What `put_down` stored last: of which version, of which buffers, and the rest.
         self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
         # How many completed steps `restore` has lost.
@@ -110,7 +104,7 @@ class Copies:
     @property
     def copies_after_snapshot(self) -> bool:
         """Whether the step after a snapshot is copied in any case. The same on all ranks."""
-        return self._parts is not None and self._parts.has_base
+        return self._parts is not None and self._parts.has_base and not self.steps.is_off
 
     def restore(self) -> Version:
         """Load the newest state there is into the objects, and say so. Returns its version; step 0 if there is none."""
@@ -124,9 +118,10 @@ class Copies:
             self._parts.adopt(decision.choice if decision else None, found)
         completed = max((i.completed for i in inventories if i.completed is not None), default=None)
         done = 0 if completed is None else completed.step
-        from_disk = self._restore_from_disk(newer_than=-1 if decision is None else decision.version.step, done=done)
+        from_disk = self.disk.restore(newer_than=-1 if decision is None else decision.version.step, done=done)
         if from_disk is not None:
-            return from_disk
+            version, self.repeated = from_disk
+            return version
         if decision is None:
             self._say_nothing_is_there(done)
             return Version(self._place.generation, 0)
@@ -237,7 +232,7 @@ class Copies:
         Raises TypeError with the first copy if the optimizer has made something since that cannot be kept.
         """
         if not self._is_checked:
-            self._training.require_plain(durably=self._storage is not None)
+            self._training.require_plain(durably=self._is_durable)
             self._is_checked = True
         self.before_snapshot()
         if self._parts is not None and self._parts.has_copies(version.step):
@@ -267,6 +262,7 @@ class Copies:
             self._mirror.exchange(lambda: record, version, spare)
         if version == self.compared:
             self.verified = version
+        self.steps.try_again()
 
     def drop_unverified(self) -> None:
         """Delete all copies in memory that are newer than the newest compared one. Collective."""
@@ -309,6 +305,28 @@ class Copies:
             self._say(f"step {version.step} could not be copied to {self._node_memory.memory.folder}: {error}")
         return False
 
+    @property
+    def can_rescue(self) -> bool:
+        """Whether `save_replicated` can store a state, as far as is known."""
+        return self._node_memory is not None and not self._training.is_in_parts and self._has_room
+
+    @property
+    def kept_step(self) -> int:
+        """The newest step of which there is a copy in memory: on this node, or of this rank's part. 0 if of none."""
+        if self._node_memory is None:
+            return 0
+        # Of these this rank has stored what it alone has.
+        own = [self._full, self._newest if self._is_kept else None, *self.steps.versions]
+        if not self._training.is_in_parts:
+            kept = self._node_memory.memory.versions()
+            # As `decide` does: without a copy of which the large part is there too, the large part begins anew.
+            kept = [each for each in kept if self._training.has_large and each in own] or kept
+        elif self._parts is not None and not self._parts.is_off:
+            kept = [each for each in own if each is not None]
+        else:
+            kept = []
+        return max(kept).step if kept else 0
+
     def discard_replicated(self, version: Version) -> None:
         """Declare this node's copy of that version torn."""
         if self._node_memory is not None:
@@ -323,49 +341,12 @@ class Copies:
 
     def checkpoint(self, version: Version) -> None:
         """Begin to write a checkpoint of this state, unless there is one."""
-        if self._checkpoints is None or version.step in (0, self._checkpointed):
-            return
-        self._checkpointed = version.step
-        own = self._peers.from_all(self._own(version))
-        # At a stop this must be the last collective, see `Peers.part`.
-        self._peers.largest([0])
-        random, per_rank = ([its[name] for its in own if name in its] for name in ("random", "per_rank"))
-        self._checkpoints.save_async(version.step, self._training.whole(random, per_rank))
-
-    def look(self) -> None:
-        """Report failures of background writes as soon as they are known. Local to a rank."""
-        if self._checkpoints is not None:
-            self._checkpoints.look()
-
-    def failure(self) -> str:
-        """Why the newest checkpoint failed, or "". Collective. After a failure the checkpoint may be written again."""
-        if self._checkpoints is None:
-            return ""
-        why = self._peers.from_rank_0(self._checkpoints.failure)
-        # This must be the last collective before an end, see `Peers.part`.
-        self._peers.largest([0])
-        if why:
-            self._checkpointed = -1
-        return why
-
-    def where_to_go_on(self, step: int) -> str:
-        """From where the same command continues after a stop at `step`, as the rest of a sentence. Only on rank 0."""
-        if self._storage is None:
-            return ""
-        try:
-            there = [mark for mark, _ in self._storage.recalled()]
-        except OSError:
-            return ""
-        if not there:
-            return "; there is no checkpoint, so the same command starts over"
-        newest = there[-1].step
-        return f"; the same command goes on from {'there' if newest == step else f'the checkpoint of step {newest}'}"
+        self.disk.write(version, lambda: self._own(version))
 
     def wait(self) -> None:
         """Wait until all copies that were begun are complete."""
         self.before_snapshot()
-        if self._checkpoints is not None:
-            self._checkpoints.wait()
+        self.disk.wait()
 
     def _mirrored(self) -> Mirror | None:
         """The mirror that sends records to a second node; None if there is no second node or no memory. Collective."""
@@ -374,39 +355,6 @@ class Copies:
         if node_memory is None or not all(nodes) or len(set(nodes)) == 1:
             return None
         return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).mirrored, self._say_once)
-
-    def _restore_from_disk(self, *, newer_than: int, done: int) -> Version | None:
-        if self._checkpoints is None or self._storage is None:
-            return None
-        newest, unreached = -1, ""
-        if self._peers.leads:
-            try:
-                newest = max((mark.step for mark in marks(self._storage)), default=-1)
-            except StorageError as error:
-                unreached = f"the checkpoints in {error.filename} cannot be reached: {error.strerror}"
-        newest, unreached = self._peers.from_rank_0((newest, unreached))
-        if unreached and newer_than < 0:
-            raise Unreadable(f"{unreached}; training does not begin anew while there may be some")
-        if unreached:
-            self._tell(f"{unreached}; there is a state in memory, which is taken")
-        if newest <= newer_than:
-            return None
-        try:
-            mark = self._training.load_whole(self._checkpoints.load_newest, self._peers.rank, self._peers.world_size)
-        except Unreadable as error:
-            if newer_than < 0:
-                raise
-            self._tell(f"{error}; there is an older state in memory, which is taken")
-            return None
-        # It may be an older checkpoint, if the newest was torn.
-        if mark is None or mark.step <= newer_than:
-            return None
-        self.repeated = max(0, done - mark.step)
-        # After another job no worker's memory is left, so the number of lost steps is unknown.
-        lost = f"; {repeated(self.repeated)}" if done else ""
-        self._tell(f"restored step {mark.step} from the checkpoint in {self._storage}{lost}")
-        self._checkpointed = mark.step
-        return Version(self._place.generation, mark.step)
 
     def _say_nothing_is_there(self, done: int) -> None:
         self.repeated = done

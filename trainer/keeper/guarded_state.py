@@ -41,8 +41,11 @@ class GuardedState:
         self._is_put_down = False
         self._outside = OutsideChanges(training.live_tensors)
         self._begun_s = self._longest_s = 0.0
-        # Whether what this rank alone has of the next step is copied within its commit; all ranks have agreed on that.
-        self.copies_next = False
+        # Whether what this rank alone has of the next step is copied within its commit, and whether that holds until
+        # the next look. All ranks have agreed on that.
+        self.copies_next = self.copies_each = False
+        # Whether a rank could not make the last copy: all ranks know, and look what to do instead.
+        self.has_failed_copy = False
 
     @property
     def next_version(self) -> Version:
@@ -87,7 +90,7 @@ class GuardedState:
         self._require_clean(f"step {self.next_version.step} is not committed, since its gradients may be incomplete")
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
-            self._copies.steps.before_commit(self.next_version)
+            self.has_failed_copy = not self._copies.steps.before_commit(self.next_version)
         self._lock.acquire()
         if self._is_sealed:
             # A peer has failed. The saved state does not include this step, and the agent will kill this process.
@@ -120,7 +123,7 @@ class GuardedState:
                 if not self._is_put_down:
                     self.put_down()
                 if self.copies_next:
-                    self._copies.steps.after_commit(self.next_version)
+                    self.has_failed_copy |= not self._copies.steps.after_commit(self.next_version)
                 self.version = self.next_version
                 self._is_whole = True
                 self._outside.note()
@@ -129,8 +132,7 @@ class GuardedState:
                 link.report(self.version.step)
         finally:
             self.is_changing = self._is_put_down = False
-            # A hook's state is copied at each step or not at all, so this holds until the next boundary.
-            self.copies_next &= not self._training.is_in_parts
+            self.copies_next &= self.copies_each
             self._lock.release()
 
     def snapshot(self) -> None:
@@ -165,10 +167,11 @@ class GuardedState:
     def rescue(self) -> None:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        If the state is in parts, this rank's part of the last step is in memory already. Nothing is saved if the state
-        has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
+        If the state is in parts, this rank's part of the last step is in memory already. Nothing is saved without a
+        memory or room in it, if the state has changed outside of a commit, or if a commit does not end: it waits for a
+        peer that has failed.
         """
-        if self._training.is_in_parts:
+        if not self._is_restored or not self._copies.can_rescue:
             return
         # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
         link.saving(self.version.step)
@@ -196,10 +199,13 @@ class GuardedState:
         return True
 
     def peer_failed(self, generation: int) -> int:
-        """Save the state in the link's thread: the main thread may be stuck in a collective. Returns the saved step."""
+        """Save the state in the link's thread: the main thread may be stuck in a collective.
+
+        Returns the newest step that is in memory now, 0 if none is: this step, or the one of an older copy.
+        """
         self._catch_up()
         self.group_failed()
-        return self.version.step
+        return self._copies.kept_step if self._is_restored else 0
 
     def group_failed(self) -> None:
         """`rescue` in a thread other than the training's."""

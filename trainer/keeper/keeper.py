@@ -16,7 +16,6 @@ import contextlib
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -34,6 +33,7 @@ from elaunch.trainer.keeper.entered_names import entered
 from elaunch.trainer.keeper.group_watch import GroupWatch
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.last_checkpoint import NotDurable, require_durable
+from elaunch.trainer.keeper.look_around import LookAround
 from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
 from elaunch.trainer.keeper.pace import Pace
 from elaunch.trainer.keeper.stop import StopRequest, free_signals
@@ -41,12 +41,9 @@ from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
-from elaunch.trainer.state.model_state import hook_after_forward, unwrap
+from elaunch.trainer.state.model_state import hook_after_forward, passes_to_final_sums, unwrap
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import cloned
-
-# DDP regroups its buckets after the first backward pass, under `static_graph` after the second.
-_WARM_UPS = 2
 
 
 class Keeper:
@@ -61,13 +58,14 @@ class Keeper:
     FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
-    stop and at the end. `snapshot_every` is the number of steps between copies in memory, `copy_every` that of
-    copies of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the
-    cost and keeps it under 1 % of the time. Every `stop_every` steps all ranks check whether to stop. Every
-    `verify_every` steps the ranks compare what they have alike, and raise Differs if a copy is damaged. `warm_up` does
-    one forward and backward pass on any data of the right shape; without it, a resumed run of three or more workers is
-    not bit for bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes
-    sentences for people.
+    stop and at the end. `snapshot_every` is the number of steps between copies in memory, `copy_every` that of copies
+    of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the cost and
+    keeps it under 1 % of the time. Every `stop_every` steps all ranks look whether to stop; None measures the steps,
+    and a request is obeyed within about 0.25 s and one step. Every `verify_every` steps the ranks compare what they
+    have alike, and raise Differs if a copy is damaged. `warm_up` does one forward and backward pass on any data of the
+    right shape, and is called as often as DDP needs; without it, a resumed run of three or more workers is not bit for
+    bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes sentences for
+    people.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
@@ -87,7 +85,7 @@ class Keeper:
         checkpoint_every: int = 1000,
         snapshot_every: int | None = None,
         copy_every: int | None = None,
-        stop_every: int = 1,
+        stop_every: int | None = None,
         verify_every: int | None = None,
         warm_up: Callable[[], object] | None = None,
         name: str = "training",
@@ -156,6 +154,16 @@ class Keeper:
             self._verification = Verification(
                 self._training, self._peers, self._copies, version, self._verify_every, self._checkpoint_every
             )
+            self._around = LookAround(
+                self._boundary,
+                self._state,
+                self._copies,
+                self._verification,
+                self._pace,
+                stop_every=self._stop_every,
+                checkpoint_every=self._checkpoint_every,
+                verify_every=self._verify_every,
+            )
             link.mark("restored")
             # Once for the job: a restart has no time for it.
             is_first = self._peers.leads and not self._place.generation
@@ -166,7 +174,6 @@ class Keeper:
                 stack.callback(hook_after_forward(model, self._after_forward).remove)
             stack.push(self._leave)
             self._stack = stack.pop_all()
-        self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
         self._is_entered = True
         return self
 
@@ -212,7 +219,8 @@ class Keeper:
         """
         if self.step == self._restored_step:
             self.restore_random()
-        self._looked_at_s, self._looked_at_step, self._begun_step = time.monotonic(), self.step, -1
+        self._begun_step = -1
+        self._around.begin()
         while self.step < total:
             self.redraw()
             self.step_begin()
@@ -224,13 +232,13 @@ class Keeper:
                     "change nothing, commit nothing: with keeper.commit(): pass"
                 )
         # A stop may have been requested during the last step.
-        self._stop_if_asked(wants_snapshot=False)
+        self._stop_for(self._around.wish())
 
     def step_begin(self) -> None:
-        """The boundary between two steps: raises Stopped if a stop is requested, and makes the copies that are due.
+        """The boundary between two steps: if all ranks look here, obeys a request to stop, and makes what is due.
 
         All ranks call it between two commits, as `steps` does; further calls before the next commit do nothing. The
-        first call after a restore also calls `restore_random`, unless that was called before.
+        first call after a restore also calls `restore_random`, unless that was called before. Raises Stopped.
         """
         if self._random and self.step == self._restored_step:
             self.restore_random()
@@ -239,9 +247,9 @@ class Keeper:
         self._begun_step = self.step
         if self._is_open:
             self._signals.install()
-        if self.step % self._stop_every == 0:
+        if self._around.is_now():
             try:
-                self._look_around()
+                self._stop_for(self._around.look())
             except Stopped as stopped:
                 if self._is_open:
                     self.close(stopped)
@@ -308,8 +316,9 @@ class Keeper:
     def _warm(self) -> None:
         """Make DDP sum gradients in its final order. Everything else is restored."""
         before = cloned(self._training.own(large=True))
-        for _ in range(_WARM_UPS if self._warm_up else 0):
-            self._warm_up()  # type: ignore[misc]
+        if self._warm_up is not None:
+            for _ in range(passes_to_final_sums(self._training.models, self._peers.world_size)):
+                self._warm_up()
         for model in self._training.models:
             model.zero_grad(set_to_none=True)
         self._training.load_own(before)
@@ -318,31 +327,6 @@ class Keeper:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
         if unwrap(module).training and os.getpid() == self._pid:
             self._copies.put_down(self._state.next_version)
-
-    def _look_around(self) -> None:
-        """Between two steps: stop if a rank must stop, and make the copies that are due."""
-        now_s = time.monotonic()
-        if self.step > self._looked_at_step:
-            self._pace.step_took((now_s - self._looked_at_s) / (self.step - self._looked_at_step))
-        is_due = self._copies.needs_snapshots and (not self._copies.paces or self._pace.is_due(self.step))
-        wants_snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
-        if self._stop_if_asked(wants_snapshot=wants_snapshot) and self.step:
-            begun_s = time.monotonic()
-            self._state.snapshot()
-            self._pace.snapshot_took(self.step, time.monotonic() - begun_s)
-            self._state.copies_next |= self._copies.copies_after_snapshot and not self._verification.is_strict
-        self._copies.look()
-        if self.step // self._checkpoint_every > self._looked_at_step // self._checkpoint_every:
-            self._copies.checkpoint(self._state.version)
-        self._looked_at_s, self._looked_at_step = time.monotonic(), self.step
-
-    def _stop_if_asked(self, *, wants_snapshot: bool) -> bool:
-        """Collective: stop if any rank must stop; else return whether all ranks want a snapshot."""
-        copy = self._copies.steps.wants(self.step + 1) and not self._verification.is_strict
-        wish, snapshot, self._state.copies_next = self._boundary.agreed(wants_snapshot=wants_snapshot, wants_copy=copy)
-        if wish:
-            self._stop(wish)
-        return snapshot
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -358,7 +342,7 @@ class Keeper:
                         self._copies,
                         self._state.version,
                         self._say if self._peers.leads else None,
-                        lambda: self._stop_if_asked(wants_snapshot=False),
+                        lambda: self._stop_for(self._around.wish()),
                     )
                 case Stopped():
                     if not self._has_stopped:
@@ -371,8 +355,10 @@ class Keeper:
                         # The program's own error is being raised, and must not be replaced by this one.
                         traceback.print_exc()
         finally:
-            self._peers.part()
             self._state.give_up()
+        # After an error the end of the process closes them. Then the agent hears first which rank has failed.
+        if error is None or isinstance(error, Stopped):
+            self._peers.close()
 
     def _listen_no_more(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -382,8 +368,10 @@ class Keeper:
         else:
             self._listener.drop()
 
-    def _stop(self, wish: Wish) -> None:
-        """Stop. All ranks call this after the same step."""
+    def _stop_for(self, wish: Wish) -> None:
+        """Stop if there is a reason. All ranks call this after the same step, with the same one."""
+        if not wish:
+            return
         link.stopped(self.step)
         if not self._training.is_in_parts:
             # This gives time to save even if a peer fails meanwhile. Parts would be useless without that peer's.
@@ -392,7 +380,7 @@ class Keeper:
         self._state.put_away(durably=wish is not Wish.JOIN)
         self._has_stopped = True
         if self._peers.leads:
-            again = self._copies.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
+            again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
 

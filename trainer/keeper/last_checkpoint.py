@@ -25,7 +25,7 @@ def require_durable(
     `say` is None on all ranks but the first. Raises NotDurable.
     """
     for again_s in _AGAIN_S:
-        if not copies.failure():
+        if not copies.disk.failure():
             return
         if again_s == _AGAIN_S[0] and say:
             say(f"it is the last one: it is tried again for {sum(_AGAIN_S)} s")
@@ -35,5 +35,5 @@ def require_durable(
             stop_if_asked()
         copies.checkpoint(version)
         copies.wait()
-    if why := copies.failure():
+    if why := copies.disk.failure():
         raise NotDurable(f"the end of the training is not on the disk: {why}")

@@ -55,9 +55,9 @@ class OutsideChanges:
         now = self._live.seen(self._turn)
         if not self._is_same(self._noted, now):
             self._sentence = (
-                f"{self._changed(self._noted, now)} changed outside keeper.commit() after step {step}. Until the next "
-                "commit ends no copy in memory is made of this state, and a failure goes back to the copy before. Move "
-                "that change into the commit"
+                f"{self._changed(self._noted, now)} changed outside keeper.commit() after step {step}. A failure "
+                "before the next commit ends goes back to the copy before; a checkpoint, a stop and the end keep this "
+                "state as it is. Move that change into the commit"
             )
         return self._sentence
 

@@ -26,6 +26,11 @@ class Pace:
         self._none_yet = step == 0
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether the distance is given."""
+        return self._every is not None
+
+    @property
     def every(self) -> int:
         """Steps between two snapshots, by the measurements so far."""
         if self._every is not None:
@@ -34,15 +39,21 @@ class Pace:
             return 1
         return max(1, math.ceil(self._snapshot_s / (SHARE * self._step_s)))
 
-    def step_took(self, step_s: float) -> None:
-        """Record the duration of a step, without its snapshot."""
-        self._step_s = _average(self._step_s, step_s)
+    def step_took(self, step_s: float, steps: int = 1) -> None:
+        """Record the duration of a step, without its snapshot, or the mean of `steps`."""
+        self._step_s = _average(self._step_s, step_s, 1 - (1 - _NEWEST) ** steps)
 
     def is_due(self, step: int) -> bool:
         """Whether a snapshot of `step` is due."""
         if step <= self._last:
             return False
         return (self._none_yet and step > 0) or step - self._last >= self.every
+
+    def due_after(self, step: int, *, is_taken: bool) -> int:
+        """After which step the next snapshot is due, where one of `step` is taken or not."""
+        if is_taken:
+            return step + self.every
+        return self._last + (1 if self._none_yet else self.every)
 
     def snapshot_took(self, step: int, snapshot_s: float) -> None:
         """Record how long the snapshot of `step` stopped the training."""
@@ -55,5 +66,5 @@ class Pace:
         self._none_yet = False
 
 
-def _average(old: float, new: float) -> float:
-    return new if not old else (1 - _NEWEST) * old + _NEWEST * new
+def _average(old: float, new: float, weight: float = _NEWEST) -> float:
+    return new if not old else (1 - weight) * old + weight * new

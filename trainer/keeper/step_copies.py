@@ -42,50 +42,72 @@ class StepCopies:
         self.pace, self._measures = Pace(copy_every, 0, _FRESH), copy_every is None
         # The newest two. Of a communication hook's state all ranks have them.
         self.versions: list[Version] = []
+        # If all copies must be compared ones, there are snapshots only.
+        self.is_off = False
+        # Whether a rank could not make the last copy of a hook's state: then no rank tries before the next snapshot.
+        self._has_failed = False
         self._copied_s = 0.0
         self._has_said_pace = False
 
     @property
     def every(self) -> int:
         """Steps between two copies; 0 if there are none."""
-        if self._keep is None or (self._parts is None and self.pace.every > 1):
+        if self.is_off or self._has_failed or self._keep is None or (self._parts is None and self.pace.every > 1):
             return 0
         return self.pace.every
 
     def wants(self, step: int) -> bool:
         """Whether this rank is ready for a copy of `step`, and one is due."""
+        if self.is_off:
+            return False
         if self._parts is not None:
             return self._parts.can_copy and self.pace.is_due(step)
         # Survivors have the parameters of this step only, so copies of some steps would be useless.
         return self.every == 1
 
-    def before_commit(self, version: Version) -> None:
+    def try_again(self) -> None:
+        """A snapshot was made. If a copy has failed before it, the next one may not. All ranks call it together."""
+        self._has_failed = False
+
+    def look_after(self, step: int) -> int | None:
+        """After which step the ranks must agree on the next copy, asked after `step`; None if it has time."""
+        if self._parts is None or not self._parts.can_copy or self.every <= 1:
+            return None
+        return self.pace.due_after(step + 1, is_taken=self.pace.is_due(step + 1)) - 1
+
+    def before_commit(self, version: Version) -> bool:
         """Copy the state of a communication hook. The backward pass of that step was the last to change it. Collective.
 
-        No rank changes the parameters before all ranks have this copy. So a survivor has the parameters that belong to
-        it, or to the copy before.
+        Returns False if a rank could not. No rank changes the parameters before all ranks have this copy. So a survivor
+        has the parameters that belong to it, or to the copy before.
         """
         if self._keep is None or self._parts is not None:
-            return
+            return True
         begun_s = time.monotonic()
         is_kept = self._keep(version)
         took_s = time.monotonic() - begun_s
-        if self._peers.largest([int(not is_kept)]) == [0]:
-            self._has_copied(version, took_s)
+        self._has_failed = self._peers.largest([int(not is_kept)]) != [0]
+        if self._has_failed:
+            return False
+        self._has_copied(version, took_s)
+        return True
 
-    def after_commit(self, version: Version) -> None:
+    def after_commit(self, version: Version) -> bool:
         """Copy this rank's part of a state in parts. Collective.
 
-        No rank has completed the step before all ranks have this copy. So no step is complete that a dead rank lacks.
+        Returns False if a rank could not. No rank has completed the step before all ranks have this copy. So no step is
+        complete that a dead rank lacks.
         """
         if self._keep is None or self._parts is None:
-            return
+            return True
         begun_s = time.monotonic()
         live = self._training.live() if self._keep(version) else None
         small = self._training.small()
         took_s = time.monotonic() - begun_s
-        if self._parts.copy(version.step, small, live):
-            self._has_copied(version, took_s + self._parts.copy_s)
+        if not self._parts.copy(version.step, small, live):
+            return False
+        self._has_copied(version, took_s + self._parts.copy_s)
+        return True
 
     def _has_copied(self, version: Version, took_s: float) -> None:
         now_s = time.monotonic()

@@ -65,7 +65,7 @@ class Verification:
             )
         self._every = (every or 1, checkpoint_every)
         # Such a state has two slots, so both have compared snapshots, and no copies of other steps.
-        self.is_strict = not self._is_off and (training.has_large or training.is_in_parts)
+        self._is_strict = copies.steps.is_off = not self._is_off and (training.has_large or training.is_in_parts)
         self._compared = version
         if not self._is_off:
             copies.verified = version if version.step else None
@@ -74,7 +74,7 @@ class Verification:
         """Compare if that is due, and then take a snapshot, to which a later failure goes back. Collective."""
         step = state.version.step
         if self._is_off or not any(step // every > self._compared.step // every for every in self._every):
-            return wants and not self.is_strict
+            return wants and not self._is_strict
         self.compare(state)
         return True
 

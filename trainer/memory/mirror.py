@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from elaunch.trainer.memory.slots import Slots, Torn
+from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.version import Piece, Version
 
@@ -29,9 +29,11 @@ class Mirror:
         self._rank, self._world_size = peers.rank, peers.world_size
         self._target = self.targets[peers.rank]
         self._pairs = {rank: pair(rank) for rank, target in enumerate(self.targets) if target == peers.rank}
-        # A separate group: messages of other threads must not mix with these.
-        apart = peers.group is not None and len(set(nodes)) > 1
-        self._peers = Peers(dist.new_group(backend="gloo")) if apart else None
+        self._peers: Peers | None = None
+        if self._target is not None:
+            # Connections of its own: messages of other threads must not mix with these.
+            self._peers = peers.apart("mirror")
+            self._peers.meet([self._target, *self._pairs])
         self._say = say
         self._thread: threading.Thread | None = None
         self._is_finished = threading.Event()
@@ -46,6 +48,8 @@ class Mirror:
     def give_up(self) -> None:
         """Send and keep nothing from now on: there is no room. All ranks call it, and no exchange runs."""
         self.delete()
+        if self._peers is not None:
+            self._peers.close()
         self._target, self._pairs, self._peers = None, {}, None
 
     @property
@@ -105,19 +109,22 @@ class Mirror:
         try:
             if self._peers is not None:
                 self._exchange(self._peers, region, version, spare)
-        except RuntimeError:
-            # A peer has died. The group fails, and every rank will notice it.
+        except PeerLost:
+            # A rank has died, or has said why it stops.
             self._trouble.append("")
         except Exception as error:
-            self._trouble.append(self._lacks_copy(self._rank, _reason(error)))
+            self._trouble.append(f"{self._lacks_copy(self._rank, _reason(error))}; no further one gets a second copy")
+            # Nobody knows what the next message would be.
+            if self._peers is not None:
+                self._peers.close()
 
     def _exchange(self, peers: Peers, region: Tensor | None, version: Version, spare: Collection[Version]) -> None:
         image = torch.empty(0, dtype=torch.uint8) if region is None else region
-        sending = [] if self._target is None else peers.begin_send(image, self._target)
+        if self._target is not None:
+            peers.begin_send(image, self._target)
         for rank, pair in self._pairs.items():
             self._receive(peers, Piece(version, self._world_size, rank), pair, spare)
-        for work in sending:
-            work.wait()
+        peers.flush()
 
     def _receive(self, peers: Peers, piece: Piece, pair: Slots, spare: Collection[Version]) -> None:
         length = peers.length_from(piece.rank)
@@ -150,14 +157,15 @@ def mirrors(nodes: Sequence[str]) -> list[int | None]:
 
     `nodes` names each rank's node. The nodes are a ring, in the order of their lowest ranks.
     """
-    ring = list(dict.fromkeys(nodes))
-    if len(ring) == 1:
-        return [None] * len(nodes)
-    ranks_of = {node: [rank for rank, each in enumerate(nodes) if each == node] for node in ring}
-    found: list[int | None] = []
+    ranks_of: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
-        peers = ranks_of[ring[(ring.index(node) + 1) % len(ring)]]
-        found.append(peers[ranks_of[node].index(rank) % len(peers)])
+        ranks_of.setdefault(node, []).append(rank)
+    found: list[int | None] = [None] * len(nodes)
+    ring = list(ranks_of.values())
+    for ranks, peers in zip(ring, ring[1:] + ring[:1], strict=True):
+        if ranks is not peers:
+            for place, rank in enumerate(ranks):
+                found[rank] = peers[place % len(peers)]
     return found
 
 

@@ -32,7 +32,9 @@ class Records:
     def __init__(self, folder: Path, name: str, layout: bytes, rank: int, world_size: int = 1) -> None:
         self.rank, self._world_size = rank, world_size
         path = folder / f"{name}.rank-{rank}"
-        self._staged = Slots(path, layout)
+        # A rank may be a step ahead: it has stored what belongs to its next step, and another rank has not completed
+        # the one before. If the group goes back to the step before that, its record is still there.
+        self._staged = Slots(path, layout, (0, 1, 6))
         # Of two snapshots, and of two copies between them.
         self._kept = Slots(path, layout, (2, 3, 4, 5))
         # What another node sends has two: those of snapshots.
@@ -40,8 +42,8 @@ class Records:
         self._done = Slot(folder / f"{name}.done-{rank}", layout)
 
     def stage(self, version: Version, state: object) -> None:
-        """Store the own state that belongs to `version` once its step completes. The one before stays."""
-        self._staged.slots[version.step % 2].write(self._piece(version), pack(state))
+        """Store the own state that belongs to `version` once its step completes. The two before stay."""
+        self._staged.slots[version.step % 3].write(self._piece(version), pack(state))
 
     def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
         """Store the own state of a snapshot or a copy; the newest ones and those in `spare` stay. Returns its region.

@@ -9,6 +9,9 @@ from typing import Any
 from elaunch.trainer.memory.shard_choice import Choice, Held, choose
 from elaunch.trainer.state.version import Version
 
+# A sentence names so many ranks.
+_NAMED_MAX = 16
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -95,7 +98,8 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False, sharded: bo
     """
     if sharded:
         on_node = pieces_on_nodes(inventories)
-        choice = choose([on_node[inventory.node].values() for inventory in inventories])
+        whole = {node: pieces.values() for node, pieces in on_node.items()}
+        choice = choose(whole, [inventory.node for inventory in inventories])
         return None if choice is None else _decision(inventories, choice.version, choice=choice)
     held: dict[Version, list[tuple[int, Holding]]] = {}
     for inventory in inventories:
@@ -133,9 +137,10 @@ def pieces_on_nodes(inventories: Sequence[Inventory]) -> dict[str, dict[str, Hel
 
 def _decision(inventories: Sequence[Inventory], version: Version, **state: Any) -> Decision:
     """The decision for `version`, whose `state` is found as it says, with what each rank has for itself."""
-    records = _sources(inventories, version)
+    there = _Records(inventories)
+    records = there.sources(version)
     without_own = [i.rank for i in inventories if i.rank not in records or records[i.rank].of_rank != i.rank]
-    older = _older(inventories, version, without_own)
+    older = there.older(version, without_own)
     return Decision(
         version=version,
         records=records,
@@ -173,7 +178,10 @@ def repeated(steps: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _NAMED_MAX} more" if len(ranks) > _NAMED_MAX else ""
+    return f"ranks {', '.join(map(str, ranks[:_NAMED_MAX]))}{more}"
 
 
 def _repeated(inventories: Sequence[Inventory], version: Version) -> int:
@@ -186,42 +194,38 @@ def _all_full(inventories: Sequence[Inventory], version: Version, ranks: Sequenc
     return there == set(ranks)
 
 
-def _sources(inventories: Sequence[Inventory], version: Version) -> dict[int, RecordSource]:
-    """For each new rank a record of that version: its own, if possible from its own node; else the lowest rank's."""
-    holders = _holders(inventories, version)
-    if not holders:
-        return {}
-    of_rank = {i.rank: i.rank if i.rank in holders else min(holders) for i in inventories}
-    return {
-        rank: RecordSource(its, _nearest(inventories, rank, holders[its]), version) for rank, its in of_rank.items()
-    }
+class _Records:
+    """The records of all ranks by version, and where they are. Made once, so that each rank's is found at once."""
 
+    def __init__(self, inventories: Sequence[Inventory]) -> None:
+        self._node_of = {inventory.rank: inventory.node for inventory in inventories}
+        # For each version and rank: the ranks whose node's memory holds that record.
+        self._holders: dict[Version, dict[int, list[int]]] = {}
+        for inventory in inventories:
+            for record in inventory.records:
+                self._holders.setdefault(record.version, {}).setdefault(record.rank, []).append(inventory.rank)
 
-def _older(inventories: Sequence[Inventory], version: Version, ranks: Sequence[int]) -> dict[int, RecordSource]:
-    """For each of `ranks` its own newest record before `version`, if there is one of the same generation.
+    def sources(self, version: Version) -> dict[int, RecordSource]:
+        """For each new rank a record of that version: its own, if possible from its own node, or the lowest rank's."""
+        there = self._holders.get(version, {})
+        if not there:
+            return {}
+        lowest = min(there)
+        return {rank: self._source(rank, rank if rank in there else lowest, version) for rank in self._node_of}
 
-    In an earlier generation the group may have had another size, and the rank another share.
-    """
-    first = Version(version.generation, 0)
-    earlier = [r for i in inventories for r in i.records if first <= r.version < version]
-    found = {}
-    for rank in ranks:
-        if versions := [record.version for record in earlier if record.rank == rank]:
-            newest = max(versions)
-            found[rank] = RecordSource(rank, _nearest(inventories, rank, _holders(inventories, newest)[rank]), newest)
-    return found
+    def older(self, version: Version, ranks: Sequence[int]) -> dict[int, RecordSource]:
+        """For each of `ranks` its own newest record before `version`, if there is one of the same generation.
 
+        In an earlier generation the group may have had another size, and the rank another share.
+        """
+        first = Version(version.generation, 0)
+        newest: dict[int, Version] = {}
+        for each in sorted(each for each in self._holders if first <= each < version):
+            newest |= dict.fromkeys(self._holders[each], each)
+        return {rank: self._source(rank, rank, newest[rank]) for rank in ranks if rank in newest}
 
-def _holders(inventories: Sequence[Inventory], version: Version) -> dict[int, list[int]]:
-    """For each rank with a record of that version: the ranks whose node's memory holds it."""
-    holders: dict[int, list[int]] = {}
-    for inventory in inventories:
-        for record in inventory.records:
-            if record.version == version:
-                holders.setdefault(record.rank, []).append(inventory.rank)
-    return holders
-
-
-def _nearest(inventories: Sequence[Inventory], rank: int, holders: Sequence[int]) -> int:
-    node_of = {inventory.rank: inventory.node for inventory in inventories}
-    return min([holder for holder in holders if node_of[holder] == node_of[rank]] or holders)
+    def _source(self, rank: int, of_rank: int, version: Version) -> RecordSource:
+        """That record for `rank`: on its own node, if it is there, else in the memory of the lowest rank."""
+        holders = self._holders[version][of_rank]
+        near = [holder for holder in holders if self._node_of[holder] == self._node_of[rank]]
+        return RecordSource(of_rank, min(near or holders), version)

@@ -121,7 +121,7 @@ class ReplicatedMemory:
 
     def _better(self, version: Version, spare: Collection[Version]) -> Version | None:
         """The newest version in memory, if `version` is not to be stored beside it."""
-        whole = [header.version for header, _ in self.pair.versions()]
+        whole = self.versions()
         newest = next(iter(whole), None)
         is_full = len(whole) > 1 and set(whole) <= set(spare)
         return newest if newest is not None and (newest >= version or is_full) else None
@@ -144,6 +144,10 @@ class ReplicatedMemory:
         return next(
             ((h, slot) for h, slot in self.pair.versions() if (h.version, h.checksum) == (version, checksum)), None
         )
+
+    def versions(self) -> list[Version]:
+        """The versions of the whole copies, newest first. Their content is not verified."""
+        return [header.version for header, _ in self.pair.versions()]
 
     def discard(self, version: Version) -> None:
         """Declare the copy of `version` torn, when nobody writes. Raises TimeoutError."""

@@ -8,7 +8,7 @@ of all ranks are not needed, but all parts are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elaunch.trainer.state.version import Piece, Version
@@ -43,23 +43,27 @@ def digest_of(parts: Iterable[str]) -> str:
     return hashlib.sha256(" ".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
-def choose(inventories: Sequence[Iterable[Held]]) -> Choice | None:
+def choose(on_node: Mapping[str, Iterable[Held]], nodes: Sequence[str]) -> Choice | None:
     """The newest version that is whole, with as few pieces as cover it; None if there is none.
 
-    `inventories` has, for each present rank, the pieces on that rank's node.
+    `on_node` has the pieces on each node, and `nodes` the node of each present rank.
     """
-    snapshots: dict[tuple[Version, int, str], dict[int, tuple[Parts, list[int]]]] = {}
-    for holder, pieces in enumerate(inventories):
-        for held in set(pieces):
+    ranks_on: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_on.setdefault(node, []).append(rank)
+    snapshots: dict[tuple[Version, int, str], dict[int, tuple[Parts, list[str]]]] = {}
+    for node in ranks_on:
+        for held in set(on_node[node]):
             snapshot = snapshots.setdefault((held.piece.version, held.piece.world_size, held.whole), {})
-            parts, holders = snapshot.setdefault(held.piece.rank, (held.parts, []))
+            parts, there = snapshot.setdefault(held.piece.rank, (held.parts, []))
             if parts == held.parts:
-                holders.append(holder)
+                there.append(node)
     found = []
     for (version, world_size, whole), ranks in snapshots.items():
         cover = _cover({rank: parts for rank, (parts, _) in ranks.items()}, whole)
         if cover is not None:
-            found.append(Choice(version, world_size, {rank: tuple(ranks[rank][1]) for rank in cover}))
+            holders = {rank: tuple(sorted(h for node in ranks[rank][1] for h in ranks_on[node])) for rank in cover}
+            found.append(Choice(version, world_size, holders))
     return max(found, key=lambda choice: choice.version, default=None)
 
 

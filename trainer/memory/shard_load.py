@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from elaunch.trainer.checkpoint.loading import Share
-from elaunch.trainer.memory.shard_choice import Choice
-from elaunch.trainer.memory.shard_parts import PieceContents
+from elaunch.trainer.memory.shard_choice import Choice, Parts
+from elaunch.trainer.memory.shard_parts import Cutter, PieceContents, held_by
 from elaunch.trainer.memory.slots import Slot, Torn, received
 from elaunch.trainer.ranks.peers import Peers, neighbours
 from elaunch.trainer.state.packing import Box, Boxed, Shape
 from elaunch.trainer.state.region import Header, data_of, skeleton_of
-from elaunch.trainer.state.tree import State
+from elaunch.trainer.state.tree import State, flatten
 
 # What to read from a piece: DCP's description, the tensor as that piece has it, and the box of it.
 Reads = list[tuple[ReadItem, Boxed, Box]]
@@ -43,13 +43,22 @@ class StoredPiece:
 def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: Peers) -> None:
     """Load the snapshot `choice` into every rank's state. `mine` are its pieces on this node, by their rank.
 
-    Collective. A rank gets a piece that its node lacks from the lowest rank whose node has it.
+    Collective. If each rank's node has all that the rank reads, as when the same ranks are on the same nodes again, no
+    layouts are exchanged. Else a rank gets a piece that its node lacks from the lowest rank whose node has it.
     """
-    contents = _contents(choice, mine, peers)
-    covering = [contents[rank] for rank in choice.holders]
+    enough = _enough(choice, mine, state, peers)
+    is_near = not any(peers.largest([enough is None]))
+    if is_near and enough is not None:
+        mine = enough
+        contents = {rank: _described(piece) for rank, piece in mine.items()}
+        first, covering = _of_rank_0(mine, peers), [*contents.values()]
+    else:
+        contents = _contents(choice, mine, peers)
+        covering = [contents[rank] for rank in choice.holders]
+        first = covering[0]
     share = Share(
         state,
-        (covering[0].tree.plain, covering[0].tree.common(), list(covering[0].tree.per_rank)),
+        (first.tree.plain, first.tree.common(), list(first.tree.per_rank)),
         {name: (torch.Size(held.size), held.dtype) for each in covering for name, held in each.tensors.items()},
         {name: path for each in covering for name, path in each.tree.paths.items()},
         f"the snapshot of step {choice.version.step}",
@@ -61,8 +70,45 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
         for rank, reads in wanted.items():
             if rank in mine:
                 _fill(planner, reads, data_of(mine[rank].region, mine[rank].header))
-        _exchange(choice, wanted, mine, peers, planner)
+        if not is_near:
+            _exchange(choice, wanted, mine, peers, planner)
     share.put()
+
+
+def _enough(
+    choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: Peers
+) -> dict[int, StoredPiece] | None:
+    """This rank's own piece, and one with what all ranks have, if the digests of their parts say that they are enough.
+
+    None if other pieces are needed: the group has another size, or the state another layout.
+    """
+    own = mine.get(peers.rank)
+    if choice.world_size != peers.world_size or own is None:
+        return None
+    wanted = Cutter(has_common=True).parts(flatten(state))
+    if not _parts(own) <= wanted:
+        # ZeRO-1's moments are not there before they are loaded, so nothing says that this rank had the same ones.
+        return None
+    enough, missing = {peers.rank: own}, wanted - _parts(own)
+    for rank, piece in mine.items():
+        if missing & _parts(piece):
+            enough[rank] = piece
+            missing -= _parts(piece)
+    return None if missing else enough
+
+
+def _parts(piece: StoredPiece) -> Parts:
+    return held_by(piece.header.piece, piece.skeleton).parts
+
+
+def _described(piece: StoredPiece) -> PieceContents:
+    return PieceContents.read(piece.skeleton, piece.header.data_length)
+
+
+def _of_rank_0(mine: Mapping[int, StoredPiece], peers: Peers) -> PieceContents:
+    """The contents of rank 0's piece, whose plain values count. Collective."""
+    own = mine[peers.rank]
+    return PieceContents.read(*peers.from_rank_0((own.skeleton, own.header.data_length) if peers.leads else None))
 
 
 def _contents(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, PieceContents]:
@@ -124,9 +170,12 @@ def _exchange(
 
     Raises Torn if a piece arrives changed. Then this start has failed, and the next one may succeed.
     """
-    needs = peers.from_all(sorted(rank for rank in wanted if rank not in mine))
+    takers: dict[int, list[int]] = {}
+    for taker, lacking in enumerate(peers.from_all(sorted(rank for rank in wanted if rank not in mine))):
+        for rank in lacking:
+            takers.setdefault(rank, []).append(taker)
     for rank, holders in choice.holders.items():
-        chain = (holders[0], *(taker for taker, lacking in enumerate(needs) if rank in lacking))
+        chain = (holders[0], *takers.get(rank, ()))
         if peers.rank not in chain or len(chain) == 1:
             continue
         before, after = neighbours(chain, peers.rank)

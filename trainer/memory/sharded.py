@@ -54,9 +54,8 @@ _LAYOUT = bytes(16)
 class ShardedMemory:
     """The snapshots of one job in `folder`, a directory in shared memory that all ranks of a node use.
 
-    `generation` is the job's. `group` must move host memory; the default is the job's own group or a new gloo group.
-    `say` gets sentences for people. `cost_s` is how long the last `save` stopped the training, `copy_s` the last
-    `copy`.
+    `generation` is the job's. `group` are the ranks that have the state, by default all of the job. `say` gets
+    sentences for people. `cost_s` is how long the last `save` stopped the training, `copy_s` the last `copy`.
     """
 
     def __init__(
@@ -119,7 +118,8 @@ class ShardedMemory:
         on_node: dict[str, dict[str, Held]] = {node: {} for node in self._nodes}
         for node, pieces in zip(self._nodes, told, strict=True):
             on_node[node] |= pieces
-        self.adopt(choose([on_node[node].values() for node in self._nodes]), on_node[self._node])
+        whole = {node: pieces.values() for node, pieces in on_node.items()}
+        self.adopt(choose(whole, self._nodes), on_node[self._node])
         return self._full
 
     def share(self) -> dict[str, Held]:

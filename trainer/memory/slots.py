@@ -177,7 +177,7 @@ class Slot:
     def _is_alike(self, packed: Packed) -> bool:
         """Whether the last whole content, perhaps of another worker, had everything where `packed` has it.
 
-        Who places something elsewhere first clears the file, with its header.
+        A worker that gives something another place clears the file first, and its header with it.
         """
         header = header_of(self.region(), marked=False)
         return (

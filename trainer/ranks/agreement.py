@@ -1,83 +1,192 @@
-"""Collectives on plain values and on tensors in host memory, over a process group that supports them."""
+"""Collectives of a group's ranks on plain values and on tensors in host memory, whatever the group's backend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import functools
+import itertools
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elaunch.trainer.ranks.channel import Channel
+from elaunch.trainer.ranks.tensor_bytes import bytes_of
+
 Value = TypeVar("Value")
+AnyRanks = TypeVar("AnyRanks", bound="Ranks")
 _BUCKET_BYTES = 4 << 20
 
 
 class Ranks:
-    """This process among the ranks of `group`. Without a process group it is the only rank.
+    """This process among the ranks of `group`, by default the job's. Without a process group it is the only rank.
 
-    With `group` None the job's own group is used if it moves host memory (gloo); else all ranks create a gloo group
-    together. All methods are collectives. Call them only from the training thread.
+    The ranks speak over TCP connections of their own, which they make when they first speak. The group is used for its
+    store alone. All methods but `close` are collectives. Call them from one thread only, the first one from the
+    training thread; for another thread there is `apart`. What a rank sends must be trusted: values are pickled.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world_size = 0, 1
-        self.group: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        if group is None:
-            takes_host_memory = "cpu:gloo" in dist.get_backend_config(dist.group.WORLD)
-            group = dist.group.WORLD if takes_host_memory else dist.new_group(backend="gloo")
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        if self.world_size > 1:
-            self.group = group
+        # Not the group itself: who holds it keeps its threads alive.
+        self._group_name, self._timeout_s = "", None
+        if dist.is_available() and dist.is_initialized():
+            group = group or dist.group.WORLD
+            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+            if self.world_size > 1:
+                assert group is not None
+                self._group_name, self._timeout_s = group.group_name, _timeout_s(group)
+        self._purpose = "ranks"
+        self._opened: Channel | None = None
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
 
+    def apart(self: AnyRanks, purpose: str) -> AnyRanks:
+        """The same ranks, with connections of their own, for another thread. All ranks use them in the same order."""
+        other = copy.copy(self)
+        other._purpose, other._opened = purpose, None
+        return other
+
+    def meet(self, ranks: Sequence[int] = (), *, patient: bool = False) -> None:
+        """Connect to these ranks, which do the same, or without any to those that the collectives need.
+
+        Call it in the training thread before another one uses this. With `patient` a rank is waited for as long as it
+        lives from then on.
+        """
+        if self.world_size > 1:
+            self._channel.meet(ranks, patient=patient)
+
+    def close(self) -> None:
+        """Close the connections. The others get an error if they still wait for this rank."""
+        if self._opened is not None:
+            self._opened.close()
+
     def from_rank_0(self, value: Value | None) -> Value:
         """Rank 0's value, on every rank; the values of other ranks are ignored."""
-        values = [value]
-        if self.group is not None:
-            dist.broadcast_object_list(values, src=dist.get_global_rank(self.group, 0), group=self.group)
-        found: Any = values[0]
+        found: Any = value
+        if self.world_size > 1:
+            with self._or_close():
+                content = self._channel.broadcast(pickle.dumps(value) if self.leads else None)
+                found = value if self.leads else pickle.loads(content)
         return found  # type: ignore[no-any-return]
 
     def from_all(self, value: Value) -> list[Value]:
         """The values of all ranks, by rank."""
-        if self.group is None:
+        if self.world_size <= 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        with self._or_close():
+            return [pickle.loads(each) for each in self._channel.all_gather(pickle.dumps(value))]
+
+    def to_rank_0(self, value: Value) -> list[Value] | None:
+        """The values of all ranks, by rank, on rank 0; None on the others."""
+        if self.world_size <= 1:
+            return [value]
+        with self._or_close():
+            collected = self._channel.gather(pickle.dumps(value))
+            return None if collected is None else [pickle.loads(each) for each in collected]
+
+    def each_from_rank_0(self, values: Sequence[Value] | None) -> Value:
+        """The value that rank 0 has for this rank: its `values` are one for each rank; others' are ignored."""
+        if self.world_size <= 1:
+            assert values is not None
+            return values[0]
+        with self._or_close():
+            contents = None if values is None else [pickle.dumps(value) for value in values]
+            mine: Value = pickle.loads(self._channel.scatter(contents))
+            return mine
 
     def fill_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Fill these tensors with rank 0's values. They are contiguous, in host memory, and alike on all ranks.
 
         Large tensors are sent without a copy, small ones together in one bucket.
         """
-        if self.group is None:
+        if self.world_size <= 1:
             return
         small: list[Tensor] = []
         for flat in (tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()):
             if flat.numel() >= _BUCKET_BYTES:
-                self._broadcast(flat)
+                self._channel.pass_down(bytes_of(flat))
                 continue
             if sum(each.numel() for each in small) + flat.numel() > _BUCKET_BYTES:
-                self._broadcast_together(small)
+                self._fill_together(small)
                 small = []
             small.append(flat)
         if small:
-            self._broadcast_together(small)
+            self._fill_together(small)
 
-    def _broadcast_together(self, parts: list[Tensor]) -> None:
+    def _fill_together(self, parts: list[Tensor]) -> None:
         bucket = torch.cat(parts)
-        self._broadcast(bucket)
+        self._channel.pass_down(bytes_of(bucket))
         if not self.leads:
             for part, received in zip(parts, torch.split(bucket, [part.numel() for part in parts]), strict=True):
                 part.copy_(received)
 
-    def _broadcast(self, raw: Tensor) -> None:
-        assert self.group is not None
-        dist.broadcast(raw, src=dist.get_global_rank(self.group, 0), group=self.group)
+    @contextlib.contextmanager
+    def _or_close(self) -> Iterator[None]:
+        """Close the connections after an error, as of a value that cannot be pickled: the others wait for this rank."""
+        channel = self._channel
+        try:
+            yield
+        except BaseException:
+            channel.close()
+            raise
+
+    @property
+    def _channel(self) -> Channel:
+        if self._opened is None:
+            # A store that outlives a restart has the addresses of the ranks before.
+            generation = os.environ.get("ELAUNCH_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            name = f"elaunch/{generation}/{self._group_name}/{self._purpose}"
+            # All ranks of a group open its channels in the same order.
+            name += f"/{next(_count(name))}"
+            contacts = _StoreContacts(name, self._timeout_s)
+            self._opened = Channel(name, self.rank, self.world_size, contacts, timeout_s=self._timeout_s)
+        return self._opened
+
+
+@dataclass(frozen=True)
+class _StoreContacts:
+    """Where the ranks of a channel listen, in the store by which the job's process group was made."""
+
+    channel: str
+    timeout_s: float | None
+
+    def publish(self, rank: int, content: bytes) -> None:
+        _store().set(f"{self.channel}/{rank}", content)
+
+    def find(self, rank: int) -> bytes:
+        key = f"{self.channel}/{rank}"
+        if self.timeout_s is not None:
+            # The store's own limit is that of the group's start. A rank says where it listens when it first speaks.
+            _store().wait([key], timedelta(seconds=self.timeout_s))
+        return bytes(_store().get(key))
+
+
+def _store() -> Any:
+    # torch has no public name for it; this one has been in every release since 1.8.
+    return dist.distributed_c10d._get_default_store()
+
+
+@functools.cache
+def _count(name: str) -> Iterator[int]:
+    return itertools.count()
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """How long a rank of the group is waited for: as long as gloo would wait, in this group or in a new one."""
+    made: Any = group
+    options: list[Any] = [getattr(made._get_backend(device), "options", None) for device in made._device_types]
+    limits = [each._timeout for each in options if hasattr(each, "_timeout")]
+    if not limits or "gloo" not in dist.get_backend_config(group):
+        # A GPU's collectives are short. What is agreed here may take a checkpoint's time.
+        limits.append(dist.distributed_c10d.default_pg_timeout)
+    return float(max(limits).total_seconds())

@@ -35,7 +35,7 @@ def leave(device: torch.device) -> None:
     """Wait until every rank is here, then destroy the group. Call it when nothing refers to the group's models.
 
     Only then are the group's threads gone. A thread that releases a tensor while Python ends aborts the process
-    (pytorch #190489): with three workers on two cores, one run in seven. `Peers.part` is for a caller that cannot wait.
+    (pytorch #190489): with three workers on two cores, one run in seven.
     """
     sum_over_ranks([0.0], device)
     gc.collect()

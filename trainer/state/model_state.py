@@ -13,11 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elaunch.trainer.state.tree import PerRank, State, is_shard
 
 Found = TypeVar("Found")
+# What DDP needs at most until it sums gradients in its final order.
+_PASSES_MAX = 2
 
 
 class Models(nn.ModuleList):
@@ -101,6 +104,30 @@ def hook_after_forward(model: nn.Module, hook: Callable[[nn.Module, object, obje
         # `model.compile()` traces hooks too. This ends its graph before the hook.
         hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return model.register_forward_hook(hook)
+
+
+def passes_to_final_sums(models: Sequence[nn.Module], world_size: int) -> int:
+    """How many forward and backward passes DDP needs until it sums gradients in the order of all later steps.
+
+    The order is that of its buckets, which it regroups once: before the second forward pass, under `static_graph`
+    before the third (torch/nn/parallel/distributed.py, `_rebuild_buckets`), with `find_unused_parameters` alone never.
+    Two summands have one order. But a communication hook may make something of a bucket as a whole.
+
+    In a job of `world_size` ranks, models without DDP may be what a wrapper has inside that is not among them. So the
+    most passes are assumed then, except for FSDP, which has no such buckets.
+    """
+    wrappers = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if wrappers:
+        return max(_passes_of(wrapper) for wrapper in wrappers)
+    return 0 if world_size <= 2 or all(is_sharded(model) for model in models) else _PASSES_MAX
+
+
+def _passes_of(wrapper: DistributedDataParallel) -> int:
+    if wrapper.process_group.size() <= 2 and not wrapper._comm_hooks:
+        return 0
+    if wrapper.static_graph:
+        return _PASSES_MAX
+    return 0 if wrapper.find_unused_parameters else 1
 
 
 def moments_of(optimizer: Any) -> list[Any]:

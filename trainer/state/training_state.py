@@ -13,9 +13,9 @@ from elaunch.trainer.state import optimizer_state, rng_state
 from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.model_state import Models, is_in_parts, is_zero, moments_of, restore, state_of, unwrap
-from elaunch.trainer.state.packing import NotPlain, pack, tensor_that_is_not_dense
+from elaunch.trainer.state.packing import NotPlain, pack, require_dense, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
-from elaunch.trainer.state.tree import State, cloned, flatten
+from elaunch.trainer.state.tree import State, cloned, flatten, local_parts
 
 Found = TypeVar("Found")
 
@@ -158,6 +158,9 @@ class Training:
         """
         for one in self._optimizers:
             optimizer_state.require_uncaptured(one)
+        for name, tensor in self.live_tensors.named() if self.is_in_parts else ():
+            for part in local_parts(tensor):
+                _require_dense(part, f"`{name}`")
         parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
         for name, part in {**parts, **own}.items():
             try:
@@ -231,6 +234,13 @@ class Training:
         for one, groups in zip(self._optimizers, state.get("param_groups", ()), strict=False):
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
+
+
+def _require_dense(tensor: Tensor, name: str) -> None:
+    try:
+        require_dense(tensor)
+    except NotPlain as error:
+        raise TypeError(f"{name} cannot be kept: {error}") from None
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -182,7 +182,7 @@ def test_sides_take_turns_and_large_copies_are_fewer() -> None:
     assert rounds == 4 * [f"state: {side.name}" for side in SIDES]
     assert [t.key for t in tasks if t.round == "state: snapshots"] == [f"state of {n} MB" for n in (10, 100, 1000)]
     windows = [t.key for t in tasks if t.round.startswith("state: failures")]
-    assert windows == 2 * [f"one per {every_s} s, {side.name}" for every_s in (60, 30, 15) for side in SIDES]
+    assert windows == 5 * [f"one per {every_s} s, {side.name}" for every_s in (60, 30, 15) for side in ettr.SIDES]
     ours = Settings(20, (1,), (8,), (ELAUNCH,), STATE_SECTIONS, limit_s=40, seed=1)
     assert not [t for t in plan(ours) if "torchrun" in t.key]
     theirs = Settings(20, (1,), (8,), (TORCHRUN,), ("state-cost",), limit_s=40, seed=1)

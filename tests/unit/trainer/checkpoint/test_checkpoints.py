@@ -13,6 +13,7 @@ import signal
 import struct
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
 from elaunch.trainer.files import sweep, write_durably
+from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.state.tree import PerRank, flatten
+from tests.harness import DEADLINE_S
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -529,52 +533,67 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     assert said[1:] == ["the checkpoint of step 3 is written"]
 
 
-def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_more(tmp_path: Path) -> None:
-    folder = tmp_path / "hidden"
-    folder.mkdir()
-    plan = dcp.plan({"weight": torch.zeros(2)}, {"weight": ("weight",)}, None)
-    nothing = dcp.Staging()
+class Writers(Ranks):
+    """Three ranks whose messages the test makes."""
 
-    places = LocalStorage(tmp_path), LocalFolder(folder)
-    order = writing.WriteOrder(Mark(0, 1), *places, plan, nothing, plain=b"", rank=0, ranks=3, keep=1)
-    failed = writing.Writing(order, lambda size: None)
+    def __init__(self, rank: int, collect: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.collect = rank, 3, collect
+
+    def to_rank_0(self, value: Any) -> Any:
+        return self.collect(value)
+
+
+def begun(folder: Path, ranks: Writers, staging: dcp.Staging) -> writing.Writing:
+    folder.mkdir()
+    state = {"weight": torch.ones(2)}
+    plan = dcp.plan(state, {"weight": ("weight",)}, None)
+    # Make the plan look as if several ranks of a group had written the files.
+    plan = replace(plan, items=replace(plan.items, storage_data=type(plan.items.storage_data)(f"__{ranks.rank}_")))
+    places = LocalStorage(folder.parent), LocalFolder(folder)
+    return writing.Writing(writing.WriteOrder(Mark(0, 1), *places, plan, staging, b"", ranks, 1), lambda size: None)
+
+
+def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_more(tmp_path: Path) -> None:
+    folder, others_are_done = tmp_path / "hidden", threading.Event()
+
+    def collect(part: dcp.Part | None) -> list[dcp.Part | None]:
+        others_are_done.wait(DEADLINE_S)
+        return [part, dcp.Part([], {}), None]
+
+    # Nothing is staged, so rank 0's part fails.
+    failed = begun(folder, Writers(0, collect), dcp.Staging())
     assert failed.own_part()
-    write_durably(folder / "part-00001", b"")
     (folder / "__2_0.distcp").write_bytes(b"more")
-    write_durably(folder / "part-00002", pickle.dumps(dcp.Part([], {})))
+    others_are_done.set()
     failed.wait()
 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_that_could_not_be_announced_stays_for_rank_0_may_have_seen_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "hidden"
-    folder.mkdir()
-    state = {"weight": torch.ones(2)}
-    plan = dcp.plan(state, {"weight": ("weight",)}, None)
-    # Make the plan look as if several ranks of a group had written the files.
-    plan = replace(plan, items=replace(plan.items, storage_data=type(plan.items.storage_data)("__1_")))
+def test_a_rank_that_fails_tells_rank_0_and_leaves_no_file(tmp_path: Path) -> None:
+    told: list[object] = []
+
+    failed = begun(tmp_path / "hidden", Writers(1, told.append), dcp.Staging())
+    failed.wait()
+
+    assert failed.own_part()
+    assert told == [None]
+    assert list((tmp_path / "hidden").iterdir()) == []
+
+
+def test_a_rank_that_dies_while_it_writes_ends_the_checkpoint(tmp_path: Path) -> None:
+    def collect(part: dcp.Part | None) -> list[dcp.Part | None]:
+        raise PeerLost("rank 2 is gone or has failed: connection closed by peer")
+
     staging = dcp.Staging()
-    staging.copy(plan.items, state)
-    announced = []
+    plan = dcp.plan({"weight": torch.ones(2)}, {"weight": ("weight",)}, None)
+    staging.copy(plan.items, {"weight": torch.ones(2)})
+    ended = begun(tmp_path / "hidden", Writers(0, collect), staging)
+    ended.wait()
 
-    def durably(path: Path, content: bytes) -> None:
-        if content and path.name == "part-00001":
-            announced.append(path)
-            raise OSError(28, "No space left on device")
-        write_durably(path, content)
-
-    monkeypatch.setattr(local, "write_durably", durably)
-    places = LocalStorage(tmp_path), LocalFolder(folder)
-    order = writing.WriteOrder(Mark(0, 1), *places, plan, staging, plain=b"", rank=1, ranks=2, keep=1)
-    part = writing.Writing(order, lambda size: None)
-
-    assert part.own_part() == "No space left on device"
-    assert announced
-    assert {path.name for path in folder.iterdir()} == {"part-00001", "__1_0.distcp"}
-    assert (folder / "part-00001").read_bytes() == b""
+    assert ended.failure == "rank 2 is gone or has failed: connection closed by peer"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_whose_folder_is_renamed_at_once_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,9 @@ from elaunch.trainer.data.order import Order
 from elaunch.trainer.data.sampling import Seeded, Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-WORKERS = [
-    pytest.param({"num_workers": 0}, id="none"),
-    pytest.param({"num_workers": 2}, id="two"),
-    pytest.param(
-        {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}, id="four", marks=pytest.mark.thorough
-    ),
-]
+FOUR = {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}
+FEW = [pytest.param({"num_workers": 0}, id="none"), pytest.param({"num_workers": 2}, id="two")]
+WORKERS = [*FEW, pytest.param(FOUR, id="four", marks=pytest.mark.slow)]
 ORDER = Order(50, seed=7, global_batch=12, micro_batch=2)
 
 
@@ -89,7 +85,8 @@ def test_a_loader_gives_a_ranks_micro_batches_in_order(workers: dict[str, Any]) 
     assert [batch.tolist() for batch in loader] == batches
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+# Four processes that read ahead show it best.
+@pytest.mark.parametrize("workers", [*FEW, pytest.param(FOUR, id="four", marks=pytest.mark.thorough)])
 def test_what_was_prefetched_when_a_run_was_cut_off_is_neither_lost_nor_repeated(workers: dict[str, Any]) -> None:
     trained: list[int] = []
     after = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -183,6 +184,31 @@ raise RuntimeError("nobody closes the keeper")
 """
 
 
+def test_at_the_end_of_a_program_that_has_not_closed_it_the_keeper_keeps_the_last_step(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(atexit, "register", at_exit.append)
+        loop = Loop(snapshot_every=1000)
+        loop.keeper.restore()
+    for _ in range(5):
+        loop.keeper.step_begin()
+        loop.backward()
+        loop.keeper.commit_begin()
+        loop.update()
+        loop.keeper.step_end()
+
+    for function in at_exit:
+        function()
+
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    again = Loop()
+    assert again.keeper.restore() == 5
+    again.keeper.close()
+
+
+@pytest.mark.slow
 def test_a_program_that_ends_without_close_keeps_its_last_step(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = environment({"ELAUNCH_MEMORY": str(memory), "ELAUNCH_GENERATION": "0"})
 

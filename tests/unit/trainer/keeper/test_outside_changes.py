@@ -199,8 +199,8 @@ class Job:
 
 
 SENTENCE = (
-    "`weight` changed outside keeper.commit() after step 4. Until the next commit ends no copy in memory is made of "
-    "this state, and a failure goes back to the copy before. Move that change into the commit"
+    "`weight` changed outside keeper.commit() after step 4. A failure before the next commit ends goes back to the "
+    "copy before; a checkpoint, a stop and the end keep this state as it is. Move that change into the commit"
 )
 
 

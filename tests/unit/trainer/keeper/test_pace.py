@@ -64,3 +64,16 @@ def test_copies_that_take_new_memory_are_not_measured() -> None:
     pace.snapshot_took(3, 0.02)
 
     assert pace.every == 2
+
+
+def test_the_mean_of_many_steps_counts_as_much_as_these_steps() -> None:
+    one, many = Pace(None, 0), Pace(None, 0)
+    for pace in (one, many):
+        pace.step_took(0.5)
+        pace.snapshot_took(1, 0.1)
+
+    for _ in range(20):
+        one.step_took(0.005)
+    many.step_took(0.005, 20)
+
+    assert one.every == many.every > 800

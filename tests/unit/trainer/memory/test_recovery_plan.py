@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -321,3 +324,64 @@ def test_every_rank_decides_the_same_whatever_is_there() -> None:
             assert not (has and inventory.rank in decision.receivers)
         assert decision.source not in decision.receivers
         assert dataclasses.replace(decision) == decide(inventories)
+
+
+def large(ranks: int, layout: str) -> list[Inventory]:
+    """A group of 8 ranks per node, of which some nodes are new; with `layout` "parts" the state is in parts."""
+    nodes = []
+    for first in range(0, ranks, 8):
+        its = range(first, first + 8)
+        is_new = first % 64 == 8
+        # The node's own ranks, and those of the node before it.
+        there = [] if is_new else [rank % ranks for rank in range(first - 8, first + 8)]
+        steps = (5, 7) if layout == "older" else (7, 8)
+        lost = layout == "lost" and first
+        records = () if lost else tuple((rank, 0, step, False) for rank in there for step in steps)
+        inventories = node(str(first), *its, holds=() if is_new else ((0, 8, 1), (0, 6, 1)), records=records)
+        if layout == "parts":
+            whole = digest_of(f"p{rank}" for rank in range(ranks))
+            pieces = {
+                f"piece-{rank}-{step}": Held(Piece(Version(0, step), ranks, rank), frozenset([f"p{rank}"]), whole)
+                for rank in there
+                for step in (7, 8)
+            }
+            inventories[0] = dataclasses.replace(inventories[0], pieces=pieces)
+        nodes += inventories
+    return nodes
+
+
+def work(ranks: int, layout: str) -> int:
+    """How many instructions of Python a decision takes."""
+    inventories = large(ranks, layout)
+    count = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        found = decide(inventories, sharded=layout == "parts")
+    finally:
+        sys.settrace(before)
+    assert found is not None
+    return count
+
+
+@pytest.mark.parametrize("layout", ["replicated", "older", "lost", "parts"])
+def test_the_work_grows_with_the_ranks_and_no_faster(layout: str) -> None:
+    few, many = work(64, layout), work(512, layout)
+
+    assert many < 8 * 1.15 * few
+
+
+def test_a_sentence_does_not_name_thousands_of_ranks() -> None:
+    decision = decided(node("a", 0, holds=((0, 8, 1),)), *([*node(str(rank), rank)] for rank in range(1, 100)))
+
+    assert len(decision.receivers) == 99
+    assert "sent to ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 83 more from rank 0" in sentence(
+        decision
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elaunch.trainer.memory import slots
+from elaunch.trainer.memory import shard_load, slots
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state import region
@@ -291,3 +291,23 @@ def test_a_snapshot_of_a_step_that_is_copied_is_there_already_on_one_node(tmp_pa
 
     assert memory.has_copies(2)
     assert not memory.has_copies(1)
+
+
+def test_who_has_all_that_it_reads_exchanges_no_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(*_: object) -> None:
+        raise AssertionError("layouts were exchanged")
+
+    first = ShardedMemory(tmp_path, generation=0)
+    first.save(1, {"w": torch.full((8,), 7.0), "plain": 3})
+    first.wait()
+    monkeypatch.setattr(shard_load, "_contents", describe)
+    monkeypatch.setattr(shard_load, "_exchange", describe)
+    state = {"w": torch.zeros(8), "plain": 0}
+
+    assert ShardedMemory(tmp_path, generation=1).load(state) == Version(0, 1)
+
+    assert state["w"].tolist() == [7.0] * 8
+    assert state["plain"] == 3
+    # Another layout must be read in full, to say what differs.
+    with pytest.raises(AssertionError, match="layouts were exchanged"):
+        ShardedMemory(tmp_path, generation=1).load({"w": torch.zeros(9), "plain": 0})

@@ -1,0 +1,137 @@
+"""torchao's tensors, which are made of other tensors, under the Keeper: refused by name, or kept to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from elaunch.trainer import Keeper, link
+from tests.harness import free_ports
+
+pytestmark = pytest.mark.slow
+torchao = pytest.importorskip("torchao", reason="torchao is not installed; `make integrations` installs it")
+
+
+@pytest.fixture(autouse=True)
+def _memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("ELAUNCH_MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
+    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
+    link._open_link.cache_clear()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_ports(1)[0]}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def entered(model: nn.Module, optimizer: Any) -> None:
+    with Keeper(model, optimizer, per_rank=()):
+        pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+def test_quantized_weights_are_refused_by_name_at_the_door(config: str) -> None:
+    from torchao import quantization
+
+    model = network().to(torch.bfloat16)
+    quantization.quantize_(model, getattr(quantization, config)())
+    assert type(model[0].weight) not in (Tensor, nn.Parameter)
+
+    with pytest.raises(TypeError, match=r"^0\.weight in the state of model cannot be kept: a torchao\..* is made of"):
+        entered(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_the_state_of_a_low_bit_optimizer_is_refused_by_name_at_the_door(name: str) -> None:
+    from torchao import optim
+
+    model = network()
+    optimizer = getattr(optim, name)(model.parameters(), lr=0.01)
+    step(model, optimizer, 1)
+
+    with pytest.raises(TypeError, match=r"^0\.state\.0\.exp_avg in the state of optimizer cannot be kept: a torchao\."):
+        entered(model, optimizer)
+
+
+def test_the_state_of_a_low_bit_optimizer_is_refused_with_the_first_copy_if_its_first_step_makes_it() -> None:
+    from torchao import optim
+
+    model = network()
+    optimizer = optim.AdamW8bit(model.parameters(), lr=0.01)
+    done: list[int] = []
+
+    def train() -> None:
+        with Keeper(model, optimizer, per_rank=()) as keeper:
+            for number in keeper.steps(5):
+                with keeper.commit():
+                    step(model, optimizer, number)
+                done.append(number)
+
+    with pytest.raises(TypeError, match=r"0\.state\.0\.exp_avg in the state of optimizer cannot be kept: a torchao\."):
+        train()
+
+    assert done == [1]
+
+
+@pytest.mark.usefixtures("group")
+def test_with_fsdp2_too_it_is_refused_by_the_parameters_name_at_the_door() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torchao import optim
+
+    model: Any = fully_shard(network(), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = optim.AdamW8bit(model.parameters(), lr=0.01)
+    step(model, optimizer, 1)
+
+    with pytest.raises(TypeError, match=r"^`0\.weight: exp_avg of the optimizer` cannot be kept: a torchao\."):
+        entered(model, optimizer)
+
+
+def test_float8_training_has_plain_weights_which_are_kept_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchao.float8 import convert_to_float8_training
+
+    def trained(steps: int) -> tuple[Any, int, list[Tensor]]:
+        model = convert_to_float8_training(network())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with Keeper(model, optimizer, per_rank=(), snapshot_every=1) as keeper:
+            began = keeper.step
+            for number in keeper.steps(steps):
+                with keeper.commit():
+                    # The matrix product in float8 needs a GPU.
+                    for parameter in model.parameters():
+                        seed = torch.Generator().manual_seed(number)
+                        parameter.grad = torch.randn(parameter.shape, generator=seed)
+                    optimizer.step()
+        moments = [value for its in optimizer.state.values() for value in its.values()]
+        return model, began, [*model.parameters(), *moments]
+
+    model, _, before = trained(3)
+    assert type(model[0]).__name__ == "Float8Linear"
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    _, began, after = trained(3)
+
+    assert began == 3
+    assert all(map(torch.equal, before, after))

@@ -1,0 +1,158 @@
+"""What a rank asks for at a look, and what brings the next look near. The other ranks' answers are the test's."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.trainer.keeper.boundary import Agreed, Wants, Wish
+from elaunch.trainer.keeper.look_around import LookAround
+from elaunch.trainer.keeper.pace import Pace
+from elaunch.trainer.state.version import Version
+
+
+class Rank:
+    """One rank's looks. `wants` has what it asked for; the others let the next look be `far` steps later."""
+
+    def __init__(
+        self,
+        *,
+        step: int = 0,
+        far: int = 50,
+        peers: bool = True,
+        snapshot_every: int | None = None,
+        is_strict: bool = False,
+        **options: Any,
+    ) -> None:
+        self.wants: list[Wants] = []
+        self.far, self.may_be_copied, self.next_copy = far, True, None
+        self.snapshots: list[int] = []
+        self.checkpoints: list[int] = []
+        self.state = SimpleNamespace(
+            version=Version(0, step),
+            has_failed_copy=False,
+            copies_next=False,
+            copies_each=False,
+            may_be_copied=lambda: self.may_be_copied,
+            snapshot=self.snapshot,
+        )
+        copies = SimpleNamespace(
+            needs_snapshots=snapshot_every is not None,
+            paces=True,
+            copies_after_snapshot=False,
+            disk=SimpleNamespace(look=lambda: None),
+            checkpoint=lambda version: self.checkpoints.append(version.step),
+            steps=SimpleNamespace(
+                is_off=is_strict, wants=lambda step: True, every=1, look_after=lambda step: self.next_copy
+            ),
+        )
+        verification = SimpleNamespace(wants_snapshot=lambda state, wants: wants and not is_strict)
+        boundary = SimpleNamespace(has_peers=peers, agreed=self.agreed)
+        self.around = LookAround(
+            *(boundary, self.state, copies, verification, Pace(snapshot_every, step)),  # type: ignore[arg-type]
+            **{"stop_every": None, "checkpoint_every": 1000, "verify_every": None, **options},
+        )
+
+    def agreed(self, wants: Wants) -> Agreed:
+        self.wants.append(wants)
+        return Agreed(Wish.NONE, wants.snapshot, wants.copy, wants.copies, min(self.far, wants.steps))
+
+    def snapshot(self) -> None:
+        self.snapshots.append(self.state.version.step)
+
+    def at(self, step: int) -> bool:
+        """Whether there is a look after that step. If so, it is made."""
+        self.state.version = Version(0, step)
+        is_now = self.around.is_now()
+        if is_now:
+            self.around.look()
+        return is_now
+
+
+def looks_of(rank: Rank, steps: range) -> list[int]:
+    return [step for step in steps if rank.at(step)]
+
+
+def test_copies_of_each_step_need_no_look_each_but_a_failed_one_has_a_look_at_once() -> None:
+    rank = Rank()
+    assert looks_of(rank, range(5)) == [0, 1, 3]
+    assert rank.state.copies_each
+
+    rank.state.has_failed_copy = True
+
+    assert rank.at(5)
+    assert not rank.state.has_failed_copy
+    assert not rank.at(6)
+
+
+def test_snapshots_at_a_given_distance_are_made_after_these_steps() -> None:
+    rank = Rank(snapshot_every=7)
+
+    looks = looks_of(rank, range(31))
+
+    assert rank.snapshots == [1, 8, 15, 22, 29]
+    assert len(looks) < 20
+
+
+def test_where_snapshots_are_made_at_comparisons_only_their_distance_asks_for_no_look() -> None:
+    rank = Rank(snapshot_every=7, verify_every=1000, is_strict=True)
+
+    looks = looks_of(rank, range(101))
+
+    assert not rank.snapshots
+    assert looks == [0, 1, 3, 7, 15, 31, 63]
+
+
+def test_the_time_of_a_snapshot_is_not_that_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    class Slow(Rank):
+        """A snapshot takes ten seconds, a step no time."""
+
+        def snapshot(self) -> None:
+            nonlocal now_s
+            super().snapshot()
+            now_s += 10
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    assert looks_of(Slow(snapshot_every=7), range(31)) == looks_of(Rank(snapshot_every=7), range(31))
+
+
+def test_a_snapshot_that_is_refused_is_tried_again_after_the_next_step() -> None:
+    rank = Rank(snapshot_every=20)
+    looks_of(rank, range(21))
+    rank.may_be_copied = False
+
+    assert looks_of(rank, range(21, 24)) == [21, 22, 23]
+    rank.may_be_copied = True
+    assert rank.at(24)
+    assert rank.snapshots == [1, 24]
+
+
+def test_a_copy_that_is_due_has_a_look_before_its_step() -> None:
+    rank = Rank()
+    looks_of(rank, range(8))
+    rank.next_copy = 20  # type: ignore[assignment]
+
+    assert looks_of(rank, range(8, 21))[-2:] == [15, 20]
+
+
+def test_there_is_a_look_after_each_step_after_which_the_ranks_compare_their_copies() -> None:
+    assert {20, 40, 60} <= set(looks_of(Rank(verify_every=20), range(61)))
+
+
+def test_checkpoints_are_written_after_their_multiples() -> None:
+    rank = Rank(checkpoint_every=16)
+
+    looks_of(rank, range(50))
+
+    assert rank.checkpoints == [16, 32, 48]
+
+
+@pytest.mark.parametrize(("options", "found"), [({"peers": False}, [0, 1, 2, 3, 4, 5]), ({"stop_every": 3}, [0, 3])])
+def test_a_process_alone_looks_after_each_step_and_a_fixed_distance_stays(options: Any, found: list[int]) -> None:
+    assert looks_of(Rank(**options), range(6)) == found

@@ -1,0 +1,351 @@
+"""A model of several ranks that look after the steps they have agreed on, in a thousand random histories.
+
+Each rank has its own `Looks`, `Pace` and speed. Requests to stop come at any moment at any rank, ranks die, and a new
+generation goes on. Between two looks the ranks have nothing in common, so each may be any number of steps ahead. Each
+rule is then switched off, and the same histories find what it prevents:
+
+rule that is off                                      what is found
+the number that all have agreed on counts             "apart": a rank waits at a look that another passes
+the smallest number counts                            "skipped": a rank's checkpoint or snapshot has no look
+the steps until the look count, not a rank's clock    "apart"
+a generation begins with a look                       "late": its first steps may be slow, and nobody has measured them
+all steps of late count                               "late": a request waits for slow steps
+twice the measured steps at most                      "trust": one fast step, and the next look is hundreds away
+a look at each multiple of `checkpoint_every`         "skipped"
+a look where a snapshot is due                        "skipped"
+looks grow apart                                      "asks": the ranks ask each other at each step
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean as mean
+from typing import Any
+
+import pytest
+
+from elaunch.trainer.keeper import looks as rule
+from elaunch.trainer.keeper.boundary import Agreed, Wants, Wish
+from elaunch.trainer.keeper.looks import WITHIN_S, Looks
+from elaunch.trainer.keeper.pace import Pace
+
+HISTORIES = 1000
+
+
+class Violation(AssertionError):
+    """The first word says which fact does not hold."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What happens: each step's duration, when which rank is asked to stop, and when one dies (never is 1e9)."""
+
+    ranks: int
+    total: int
+    durations_s: tuple[float, ...]
+    ahead: tuple[float, ...]
+    requests: tuple[tuple[float, int], ...]
+    death: tuple[float, int]
+    checkpoint_every: int
+    snapshot_every: int
+    stop_every: int | None
+
+    @classmethod
+    def of(cls, seed: int) -> History:
+        rng = random.Random(seed)
+        ranks, total = rng.randint(1, 4), rng.randint(1, 120)
+        base_s = 10 ** rng.uniform(-4, 0)
+        slow = rng.choice([0.0, 0.0, 0.05, 0.3])
+        durations_s = [base_s * (rng.uniform(2, 20) if rng.random() < slow else 1) for _ in range(total)]
+        if rng.random() < 0.3:
+            # The first steps are fast, or the later ones slow.
+            durations_s = [each * (1 if step < total / 3 else 10) for step, each in enumerate(durations_s)]
+        lasts_s = sum(durations_s)
+        requests = tuple((rng.uniform(0, 2 * lasts_s), rng.randrange(ranks)) for _ in range(rng.randint(0, 2)))
+        return cls(
+            ranks,
+            total,
+            tuple(durations_s),
+            tuple(rng.choice([1.0, 1.0, 0.5]) for _ in range(ranks)),
+            requests,
+            (rng.uniform(0, 2 * lasts_s) if ranks > 1 else 1e9, rng.randrange(ranks)),
+            rng.choice([5, 7, 30, 1000]),
+            rng.choice([1, 6, 11, 40, 1000]),
+            rng.choice([None, None, None, 1, 4]),
+        )
+
+
+@dataclass
+class Rank:
+    """One rank in one generation. `step` is complete, and `at_s` is its own time."""
+
+    number: int
+    history: History
+    step: int
+    at_s: float
+    looks: Looks = field(init=False)
+    pace: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.looks = Looks(self.history.stop_every, self.step, [self.history.checkpoint_every])
+        self.looks.leave(self.step, self.at_s)
+        self.pace = Pace(self.history.snapshot_every, self.step)
+
+    def run(self, until_s: float) -> str:
+        """Go on to the next look or the end. Returns what it has come to, or "dead"."""
+        while True:
+            if self.at_s >= until_s:
+                return "dead"
+            if self.step >= self.history.total:
+                return "end"
+            if self.looks.reached(self.step, self.at_s):
+                return "look"
+            self.make_step()
+
+    def make_step(self) -> None:
+        # Without gradients to exchange, some ranks are faster than others.
+        self.at_s += self.history.durations_s[self.step] * self.history.ahead[self.number]
+        self.step += 1
+
+    def ask(self, where: str) -> list[int]:
+        history = self.history
+        is_told = any(at_s <= self.at_s and rank == self.number for at_s, rank in history.requests)
+        # One rank knows when snapshots are due, and the others are always ready.
+        snapshot = bool(self.number) or self.pace.is_due(self.step)
+        due = [] if self.number else [self.pace.due_after(self.step, is_taken=snapshot)]
+        steps = self.looks.wanted(self.step, due) if where == "look" else 1
+        return Wants(steps, snapshot).numbers(Wish.LEAVE if is_told else Wish.NONE, 0)
+
+    def take(self, agreed: Agreed, now_s: float) -> None:
+        if agreed.snapshot and self.step:
+            self.pace.snapshot_took(self.step, 0.0)
+        self.looks.agreed(self.step, agreed.steps)
+        self.at_s = now_s
+        self.looks.leave(self.step, now_s)
+        self.make_step()
+
+
+@dataclass
+class Seen:
+    """What happened: where each generation began, its looks with their times, and its snapshots; the stop."""
+
+    began: list[int] = field(default_factory=list)
+    looks: list[list[tuple[int, float]]] = field(default_factory=list)
+    snapshots: list[list[int]] = field(default_factory=list)
+    stopped: int | None = None
+    stopped_s: float = 0.0
+
+
+def play(history: History) -> Seen:
+    """All generations of a history. Raises Violation where ranks do not meet, or go on without one that is dead."""
+    seen = Seen()
+    step, now_s, until_s = 0, 0.0, history.death[0]
+    while True:
+        ranks = [Rank(number, history, step, now_s) for number in range(history.ranks)]
+        seen.began.append(step)
+        seen.looks.append([])
+        seen.snapshots.append([])
+        found = _generation(ranks, until_s, seen)
+        if found != "dead":
+            return seen
+        # All others wait at the same place. The newest step that any of them has goes on.
+        step, now_s, until_s = max(rank.step for rank in ranks), max(rank.at_s for rank in ranks), 1e9
+
+
+def _generation(ranks: list[Rank], until_s: float, seen: Seen) -> str:
+    history = ranks[0].history
+    while True:
+        places = [rank.run(until_s if rank.number == history.death[1] else 1e9) for rank in ranks]
+        living = {(place, rank.step) for place, rank in zip(places, ranks, strict=True) if place != "dead"}
+        if len(living) > 1:
+            raise Violation(f"apart: {living}")
+        if "dead" in places:
+            return "dead"
+        ((place, step),) = living
+        numbers = [max(each) for each in zip(*(rank.ask(place) for rank in ranks), strict=True)]
+        agreed, now_s = Agreed.by(numbers), max(rank.at_s for rank in ranks)
+        # The end is a look too.
+        seen.looks[-1].append((step, now_s))
+        if agreed.wish:
+            seen.stopped, seen.stopped_s = step, now_s
+            return "stopped"
+        if place == "end":
+            return "end"
+        if agreed.snapshot and step:
+            seen.snapshots[-1].append(step)
+        for rank in ranks:
+            rank.take(agreed, now_s)
+
+
+def check(history: History, seen: Seen) -> None:
+    """The facts that must hold in each history."""
+    for began, found, snapshots in zip(seen.began, seen.looks, seen.snapshots, strict=True):
+        if found:
+            _check_looks(history, began, [step for step, _ in found], snapshots)
+    is_even = set(history.ahead) == {1.0}
+    if seen.stopped is not None and is_even:
+        first_s = min(at_s for at_s, _ in history.requests)
+        _check_time(history, seen, first_s)
+
+
+def _check_looks(history: History, began: int, at: list[int], snapshots: list[int]) -> None:
+    """Looks are where they must be, and where they need not be there are few. `at` is not empty."""
+    last = at[-1]
+    if history.stop_every is not None:
+        if missing := [step for step in range(began, last) if step % history.stop_every == 0 and step not in at]:
+            raise Violation(f"skipped: {missing} of {at}")
+        return
+    if at[0] != began:
+        raise Violation(f"late: the first look is {at[0]} and not {began}")
+    if missing := [step for step in range(began + 1, last) if step % history.checkpoint_every == 0 and step not in at]:
+        raise Violation(f"skipped: a checkpoint after {missing}, looks {at}")
+    due = list(range(began + history.snapshot_every if began else 1, last, history.snapshot_every))
+    if due != [step for step in snapshots if step < last]:
+        raise Violation(f"skipped: snapshots {snapshots} instead of {due}")
+    for before, after in pairwise(at):
+        if after - before > before - began + 1:
+            raise Violation(f"trust: {after - before} steps without a look after {before - began}: {at}")
+    steps = last - began
+    # One for each doubling, and those that are due.
+    most = 2 * (8 + steps // history.checkpoint_every + steps // history.snapshot_every)
+    if max(history.durations_s) < 0.001 and len(at) > most:
+        raise Violation(f"asks: {len(at)} looks for {steps} steps")
+
+
+def _check_time(history: History, seen: Seen, first_s: float) -> None:
+    """A request is obeyed soon: so much later than WITHIN_S and one step as steps have become slower."""
+    found = next(looks for looks in seen.looks if looks and looks[-1][1] >= first_s)
+    if history.stop_every is not None or found[-1] != (seen.stopped, seen.stopped_s) or first_s < found[0][1]:
+        # A death came between, or the request was there from the beginning.
+        return
+    steps = [step for step, _ in found]
+    begun = steps[-2] if len(steps) > 1 else steps[-1]
+    now = history.durations_s[begun : steps[-1]] or (0.0,)
+    known = [history.durations_s[a:b] for a, b in pairwise(steps[max(0, len(steps) - 4) : -1])]
+    slower = max(1.0, mean(now) / max(map(mean, known), default=mean(now)))
+    if seen.stopped_s - first_s > slower * WITHIN_S + max(now) + 1e-9:
+        raise Violation(f"late: {seen.stopped_s - first_s:.3f} s, steps take {slower:.1f} times as long as before")
+
+
+def hunt() -> tuple[str, list[Seen]]:
+    """The first violation in all histories, "" if there is none, and what was seen before it."""
+    seen = []
+    for seed in range(HISTORIES):
+        history = History.of(seed)
+        try:
+            seen.append(play(history))
+            check(history, seen[-1])
+        except Violation as violation:
+            return f"{violation} in history {seed}", seen
+    return "", seen
+
+
+def test_all_facts_hold_in_all_histories() -> None:
+    violation, seen = hunt()
+
+    assert violation == ""
+    # And what the facts are about has happened.
+    assert sum(each.stopped is not None for each in seen) > HISTORIES / 10
+    assert sum(len(each.looks) > 1 for each in seen) > HISTORIES / 10
+    far = [max((b - a for (a, _), (b, _) in pairwise(looks)), default=0) for each in seen for looks in each.looks]
+    assert sum(steps > 8 for steps in far) > HISTORIES / 20
+
+
+def own_number(patch: pytest.MonkeyPatch) -> None:
+    real = Looks.wanted
+
+    def wanted(looks: Looks, step: int, due: Any = ()) -> int:
+        found = real(looks, step, due)
+        # Each rank keeps what it wanted itself; it has this from its own number.
+        looks.own = found  # type: ignore[attr-defined]
+        return found
+
+    agreed = Looks.agreed
+    patch.setattr(Looks, "wanted", wanted)
+    patch.setattr(Looks, "agreed", lambda looks, step, steps: agreed(looks, step, looks.own))
+
+
+def greatest(patch: pytest.MonkeyPatch) -> None:
+    numbers, by = Wants.numbers, Agreed.by.__func__  # type: ignore[attr-defined]
+    patch.setattr(Wants, "numbers", lambda asked, *rest: [*numbers(asked, *rest)[:4], asked.steps, 0])
+    patch.setattr(Agreed, "by", classmethod(lambda cls, found: by(cls, [*found[:4], -found[4], 0])))
+
+
+def own_clock(patch: pytest.MonkeyPatch) -> None:
+    reached, agreed = Looks.reached, Looks.agreed
+
+    def by_time(looks: Looks, step: int, now_s: float) -> bool:
+        is_first = not hasattr(looks, "looked_s")
+        looks.now_s = now_s  # type: ignore[attr-defined]
+        reached(looks, step, now_s)
+        return is_first or now_s - looks.looked_s >= WITHIN_S / 2  # type: ignore[attr-defined]
+
+    def note(looks: Looks, step: int, steps: int) -> None:
+        looks.looked_s = looks.now_s  # type: ignore[attr-defined]
+        agreed(looks, step, steps)
+
+    patch.setattr(Looks, "reached", by_time)
+    patch.setattr(Looks, "agreed", note)
+
+
+def late_begin(patch: pytest.MonkeyPatch) -> None:
+    begin = Looks.__init__
+
+    def later(looks: Looks, every: int | None, step: int, multiples: Any = ()) -> None:
+        begin(looks, every, step, multiples)
+        looks._next += 5 if every is None else 0
+
+    patch.setattr(Looks, "__init__", later)
+
+
+def fastest_step(patch: pytest.MonkeyPatch) -> None:
+    def further(measured: Any, steps: int, took_s: float) -> Any:
+        fastest_s = min(measured.slowest_s or 1e9, took_s / steps)
+        return rule._Measured(measured.steps + steps, (measured.steps + steps) * fastest_s, fastest_s)
+
+    patch.setattr(rule._Measured, "further", further)
+
+
+def far_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rule, "_GROWTH", 10**6)
+
+
+def no_multiples(patch: pytest.MonkeyPatch) -> None:
+    begin = Looks.__init__
+    patch.setattr(Looks, "__init__", lambda looks, every, step, multiples=(): begin(looks, every, step))
+
+
+def nothing_due(patch: pytest.MonkeyPatch) -> None:
+    wanted = Looks.wanted
+    patch.setattr(Looks, "wanted", lambda looks, step, due=(): wanted(looks, step))
+
+
+def each_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rule, "_GROWTH", 0)
+
+
+@pytest.mark.parametrize(
+    ("switch", "found"),
+    [
+        (own_number, "apart"),
+        (greatest, "skipped"),
+        (own_clock, "apart"),
+        (late_begin, "late"),
+        (fastest_step, "late"),
+        (far_at_once, "trust"),
+        (no_multiples, "skipped"),
+        (nothing_due, "skipped"),
+        (each_step, "asks"),
+    ],
+)
+def test_without_the_rule_a_fact_does_not_hold(
+    switch: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch(monkeypatch)
+
+    violation, _ = hunt()
+
+    assert violation.startswith(found), violation

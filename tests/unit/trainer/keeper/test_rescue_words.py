@@ -1,0 +1,140 @@
+"""What a rank says of its state after a peer's failure: the step that a copy in memory really has."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elaunch.trainer import Keeper, link
+from elaunch.trainer.memory import replicated, room
+from elaunch.trainer.memory.records import Records
+from elaunch.trainer.state.version import Version
+from tests.harness import free_ports
+from tests.unit.trainer.keeper.test_keeper import Feedback
+from tests.unit.trainer.keeper.test_keeper_words import said
+from tests.unit.trainer.keeper.test_step_copies import Counting
+
+
+@pytest.fixture
+def agent(memory: Path, monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """The agent's end of a link, after a start on a node with a memory."""
+    end, worker = socket.socketpair()
+    monkeypatch.setenv("ELAUNCH_LINK", str(worker.detach()))
+    link._open_link.cache_clear()
+    return end
+
+
+def trained(model: nn.Module, optimizer: Any, fails_in: int, **options: Any) -> list[int]:
+    """Train until a peer fails in that step. Returns the step that the rank then says is saved."""
+    steps: list[int] = []
+    with Keeper(model, optimizer, per_rank=(), say=lambda text: None, **options) as keeper:
+        for step in keeper.steps(fails_in):
+            if step == fails_in:
+                # As the link's thread does while this one waits for the dead peer.
+                steps.append(keeper._state.peer_failed(0))
+                keeper._state._is_sealed = False
+            model(torch.ones(1, 2)).sum().backward()
+            with keeper.commit():
+                optimizer.step()
+                optimizer.zero_grad()
+    return steps
+
+
+def plain(fails_in: int, **options: Any) -> list[int]:
+    model = nn.Linear(2, 2)
+    return trained(model, torch.optim.SGD(model.parameters(), lr=0.1), fails_in, **options)
+
+
+def words(agent: socket.socket) -> list[object]:
+    return [row["event"] for row in said(agent)]
+
+
+def test_a_rank_that_saves_says_so_and_names_the_step(agent: socket.socket) -> None:
+    assert plain(7, snapshot_every=100) == [6]
+    assert "saving" in words(agent)
+
+
+def test_without_a_memory_nothing_is_saved_and_nobody_says_so(
+    agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+
+    assert plain(7) == [0]
+    assert "saving" not in words(agent)
+
+
+def test_without_room_nothing_is_saved_and_nobody_says_so(
+    agent: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated, "room_in", lambda folder: room.Room(0, "the file system"))
+
+    assert plain(7) == [0]
+    assert "saving" not in words(agent)
+
+
+def test_a_state_that_changed_outside_is_not_saved_and_the_snapshot_is_named(agent: socket.socket) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps: list[int] = []
+    with Keeper(model, optimizer, per_rank=(), snapshot_every=4, say=lambda text: None) as keeper:
+        for now in keeper.steps(7):
+            if now == 7:
+                with torch.no_grad():
+                    model.weight.add_(1)
+                steps.append(keeper._state.peer_failed(0))
+                keeper._state._is_sealed = False
+            with keeper.commit():
+                pass
+
+    # Snapshots of steps 1 and 5.
+    assert steps == [5]
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize(("copy_every", "step"), [(1, 7), (100, 1)])
+def test_with_a_hooks_state_the_step_is_named_of_which_that_is_kept_too(copy_every: int, step: int) -> None:
+    # There is a snapshot of step 1, and what is saved now is of step 7.
+    assert plain(8, snapshot_every=100, copy_every=copy_every, hook_state=Feedback()) == [step]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_ports(1)[0]}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group", "agent")
+@pytest.mark.parametrize(("copy_every", "step"), [(1, 5), (4, 2)])
+def test_of_a_state_in_parts_the_step_of_the_last_copy_is_named(copy_every: int, step: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(nn.Linear(2, 2))
+
+    assert trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 6, copy_every=copy_every) == [step]
+
+
+@pytest.mark.usefixtures("group", "agent")
+def test_a_snapshot_in_parts_without_room_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    keep = Records.keep
+
+    def keep_but_9(self: Records, version: Version, *rest: Any) -> torch.Tensor:
+        if version.step == 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return keep(self, version, *rest)
+
+    monkeypatch.setattr(Records, "keep", keep_but_9)
+    model: Any = fully_shard(nn.Linear(2, 2))
+
+    # Its optimizer lets it have snapshots only: of steps 1, 5 and 9.
+    assert trained(model, Counting(model.parameters(), lr=0.1), 11, snapshot_every=4) == [5]

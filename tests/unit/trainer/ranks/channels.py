@@ -1,0 +1,55 @@
+"""Channels whose ranks are threads of the test."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from elaunch.trainer.ranks.channel import Channel
+from elaunch.trainer.ranks.greeting import Contact
+from tests.harness import DEADLINE_S
+
+Answer = TypeVar("Answer")
+NAME = "test"
+
+
+class Book:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, bytes] = {}
+        self._changed = threading.Condition()
+
+    def publish(self, rank: int, content: bytes) -> None:
+        with self._changed:
+            self._said[rank] = content
+            self._changed.notify_all()
+
+    def find(self, rank: int) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: rank in self._said, DEADLINE_S):
+                raise RuntimeError(f"rank {rank} has not said where it listens")
+            return self._said[rank]
+
+    def contact(self, rank: int) -> Contact:
+        return Contact.from_bytes(NAME, rank, self.find(rank))
+
+
+def channels(world_size: int, book: Book | None = None, timeout_s: float = DEADLINE_S) -> list[Channel]:
+    book = book or Book()
+    return [Channel(NAME, rank, world_size, book, timeout_s=timeout_s) for rank in range(world_size)]
+
+
+def begin(
+    pool: ThreadPoolExecutor, ranks: Sequence[Channel], call: Callable[[Channel, int], Answer]
+) -> list[Future[Answer]]:
+    """Call it on all ranks at the same time."""
+    return [pool.submit(call, channel, rank) for rank, channel in enumerate(ranks)]
+
+
+def on_all(ranks: Sequence[Channel], call: Callable[[Channel, int], Answer]) -> list[Answer]:
+    """Call it on all ranks at the same time; the answers, by rank."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [each.result(DEADLINE_S) for each in begin(pool, ranks, call)]

@@ -1,0 +1,120 @@
+"""Writes and restores the durable copies of a training's state: its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from elaunch.trainer.checkpoint.catalog import marks
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.loading import Unreadable
+from elaunch.trainer.checkpoint.storage import Storage
+from elaunch.trainer.checkpoint.urls import StorageError
+from elaunch.trainer.memory.recovery_plan import repeated
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.version import Version
+
+
+class DiskCopies:
+    """The checkpoints in `storage` of generation `generation`; with None there are none, and every call does nothing.
+
+    `look` and `where_to_go_on` are local to a rank; all other methods are collective.
+    """
+
+    def __init__(
+        self, training: Training, peers: Peers, storage: Storage | None, generation: int, say: Callable[[str], None]
+    ) -> None:
+        self._training, self._peers, self._say = training, peers, say
+        self._generation = generation
+        # The newest step of which a checkpoint was begun or restored.
+        self._newest = -1
+        self._storage, self._checkpoints = storage, None
+        if storage is not None:
+            self._checkpoints = Checkpoints(storage, generation=generation, say=say, group=peers)
+            if peers.leads and (why := storage.unwritable()):
+                say(f"checkpoints cannot be written to {storage}: {why}; until they can, there are none")
+
+    def restore(self, *, newer_than: int, done: int) -> tuple[Version, int] | None:
+        """Load the newest checkpoint if its step is newer. Returns its version and the number of repeated steps.
+
+        `done` is the newest step that was completed, as memory says. Raises Unreadable if there may be a checkpoint,
+        and nothing else to go on from.
+        """
+        if self._checkpoints is None or self._storage is None:
+            return None
+        newest, unreached = -1, ""
+        if self._peers.leads:
+            try:
+                newest = max((mark.step for mark in marks(self._storage)), default=-1)
+            except StorageError as error:
+                unreached = f"the checkpoints in {error.filename} cannot be reached: {error.strerror}"
+        newest, unreached = self._peers.from_rank_0((newest, unreached))
+        if unreached and newer_than < 0:
+            raise Unreadable(f"{unreached}; training does not begin anew while there may be some")
+        if unreached:
+            self._tell(f"{unreached}; there is a state in memory, which is taken")
+        if newest <= newer_than:
+            return None
+        try:
+            mark = self._training.load_whole(self._checkpoints.load_newest, self._peers.rank, self._peers.world_size)
+        except Unreadable as error:
+            if newer_than < 0:
+                raise
+            self._tell(f"{error}; there is an older state in memory, which is taken")
+            return None
+        # It may be an older checkpoint, if the newest was torn.
+        if mark is None or mark.step <= newer_than:
+            return None
+        again = max(0, done - mark.step)
+        # After another job no worker's memory is left, so the number of lost steps is unknown.
+        lost = f"; {repeated(again)}" if done else ""
+        self._tell(f"restored step {mark.step} from the checkpoint in {self._storage}{lost}")
+        self._newest = mark.step
+        return Version(self._generation, mark.step), again
+
+    def write(self, version: Version, own: Callable[[], dict[str, Any]]) -> None:
+        """Begin to write a checkpoint of this state, unless there is one. `own` returns what this rank alone has."""
+        if self._checkpoints is None or version.step in (0, self._newest):
+            return
+        self._newest = version.step
+        # Of a replicated state rank 0 alone writes.
+        of_all = self._peers.from_all(own()) if self._training.is_in_parts else self._peers.to_rank_0(own()) or []
+        random, per_rank = ([its[name] for its in of_all if name in its] for name in ("random", "per_rank"))
+        self._checkpoints.save_async(version.step, self._training.whole(random, per_rank))
+
+    def look(self) -> None:
+        """Report failures of background writes as soon as they are known."""
+        if self._checkpoints is not None:
+            self._checkpoints.look()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that was begun is complete."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def failure(self) -> str:
+        """Why the newest checkpoint failed, or "". After a failure the checkpoint may be written again."""
+        if self._checkpoints is None:
+            return ""
+        why = self._peers.from_rank_0(self._checkpoints.failure)
+        if why:
+            self._newest = -1
+        return why
+
+    def where_to_go_on(self, step: int) -> str:
+        """From where the same command continues after a stop at `step`, as the rest of a sentence. Only on rank 0."""
+        if self._storage is None:
+            return ""
+        try:
+            there = [mark for mark, _ in self._storage.recalled()]
+        except OSError:
+            return ""
+        if not there:
+            return "; there is no checkpoint, so the same command starts over"
+        newest = there[-1].step
+        return f"; the same command goes on from {'there' if newest == step else f'the checkpoint of step {newest}'}"
+
+    def _tell(self, text: str) -> None:
+        if self._peers.leads:
+            self._say(text)

@@ -1,0 +1,98 @@
+"""The looks: after the same steps all ranks obey requests to stop, and make the copies that are due."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from elaunch.trainer.keeper.boundary import Agreed, Boundary, Wants, Wish
+from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.guarded_state import GuardedState
+from elaunch.trainer.keeper.looks import Looks
+from elaunch.trainer.keeper.pace import Pace
+from elaunch.trainer.keeper.verification import Verification
+
+
+class LookAround:
+    """The looks of one training, from the restored step on. `pace` decides when snapshots are due.
+
+    A checkpoint is written every `checkpoint_every` steps. There is a look after each multiple of these and of
+    `verify_every`. With `stop_every` the looks are at its multiples alone; a process without peers looks after each
+    step.
+    """
+
+    def __init__(
+        self,
+        boundary: Boundary,
+        state: GuardedState,
+        copies: Copies,
+        verification: Verification,
+        pace: Pace,
+        *,
+        stop_every: int | None,
+        checkpoint_every: int,
+        verify_every: int | None,
+    ) -> None:
+        self._boundary, self._state, self._copies = boundary, state, copies
+        self._verification, self._pace = verification, pace
+        self._checkpoint_every = checkpoint_every
+        if stop_every is None and not boundary.has_peers:
+            stop_every = 1
+        multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
+        self._looks = Looks(stop_every, state.version.step, multiples)
+
+    def begin(self) -> None:
+        """A loop begins: what came between it and the loop before is not the time of a step."""
+        self._looks.leave(self._state.version.step, time.monotonic())
+
+    def is_now(self) -> bool:
+        """Whether the ranks look at this boundary. To be asked once at each; the same on all ranks."""
+        is_agreed = self._looks.reached(self._state.version.step, time.monotonic())
+        return is_agreed or self._state.has_failed_copy
+
+    def look(self) -> Wish:
+        """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""
+        step = self._state.version.step
+        if self._looks.steps:
+            self._pace.step_took(self._looks.step_s, self._looks.steps)
+        is_due = self._copies.needs_snapshots and (not self._copies.paces or self._pace.is_due(step))
+        snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
+        wanted = self._looks.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))
+        agreed = self._ask(wanted, snapshot=snapshot)
+        if agreed.wish:
+            return agreed.wish
+        if agreed.snapshot and step:
+            begun_s = time.monotonic()
+            self._state.snapshot()
+            self._pace.snapshot_took(step, time.monotonic() - begun_s)
+            self._state.copies_next |= self._copies.copies_after_snapshot
+        self._copies.disk.look()
+        if step // self._checkpoint_every > self._looks.last // self._checkpoint_every:
+            self._copies.checkpoint(self._state.version)
+        self._looks.agreed(step, agreed.steps)
+        self._looks.leave(step, time.monotonic())
+        return Wish.NONE
+
+    def wish(self) -> Wish:
+        """Why all ranks stop now, at a place between looks that is the same on all of them. Collective."""
+        return self._ask(1, snapshot=False).wish
+
+    def _ask(self, steps: int, *, snapshot: bool) -> Agreed:
+        copies = self._copies.steps
+        copy = copies.wants(self._state.version.step + 1)
+        agreed = self._boundary.agreed(Wants(steps, snapshot, copy, copies.every == 1))
+        self._state.copies_next, self._state.copies_each = agreed.copy, agreed.copies
+        self._state.has_failed_copy = False
+        return agreed
+
+    def _due(self, step: int, *, has_snapshot: bool, is_refused: bool) -> Iterator[int]:
+        """The steps after which this rank has something to do that must not wait for a later look."""
+        if self._copies.steps.is_off:
+            # There are snapshots at comparisons only, which are after multiples.
+            return
+        if is_refused:
+            yield step + 1
+        elif self._copies.paces and self._copies.needs_snapshots and self._pace.is_fixed:
+            yield self._pace.due_after(step, is_taken=has_snapshot)
+        if (next_copy := self._copies.steps.look_after(step)) is not None:
+            yield next_copy

@@ -1,0 +1,206 @@
+"""Collectives on bytes and numbers between the ranks of a group, and regions of memory from one rank to another.
+
+They go over connections of this channel alone (`connections`), small values along a tree (`tree`), large ones along a
+chain of all ranks. So a rank has few connections: a leaf of the tree has one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from elaunch.trainer.ranks.connections import Bytes, Connections, Contacts, PeerLost
+from elaunch.trainer.ranks.tree import below, children, parent
+
+_HEAD = struct.Struct("<BQ")
+_LENGTH = struct.Struct("<Q")
+_NUMBER_BYTES = 8
+
+
+class _Kind(IntEnum):
+    """What a message is: ranks that call different methods get an error, not each other's bytes."""
+
+    COLLECTED = 1
+    SPREAD = 2
+    SCATTERED = 3
+    LARGEST = 4
+    FOUND = 5
+    REGION = 6
+    CHAINED = 7
+
+
+class Channel:
+    """A channel of `rank` among `world_size` ranks. `name` and `contacts` are the same on all of them.
+
+    `gather`, `broadcast`, `scatter`, `largest` and `pass_down` are collectives: all ranks call them, in the same order.
+    If a rank dies, these raise PeerLost on all others. For each `begin_send` the receiver calls `length_from` and
+    `receive_into`. Use a channel from one thread at a time.
+    """
+
+    def __init__(
+        self, name: str, rank: int, world_size: int, contacts: Contacts, *, timeout_s: float | None = None
+    ) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._connections = Connections(name, rank, world_size, contacts, timeout_s=timeout_s)
+        self._parent, self._children = parent(rank), children(rank, world_size)
+        self._around = [*self._children, *([] if self._parent is None else [self._parent])]
+
+    def close(self) -> None:
+        self._connections.close()
+
+    def meet(self, ranks: Iterable[int] = (), *, patient: bool = False) -> None:
+        """Connect to these ranks, which do the same; without any to the neighbours in the tree.
+
+        Then another thread can use the channel: it will not ask the store, where a thread that waits holds up others.
+        With `patient` a rank is waited for as long as it lives from then on.
+        """
+        self._connections.meet([*ranks] or self._around, patient=patient)
+
+    def gather(self, content: bytes) -> list[bytes] | None:
+        """All ranks' contents by rank, on rank 0; None on the others."""
+        collected = self._collected(content, goes_on=False)
+        return None if collected is None else _split(collected)
+
+    def all_gather(self, content: bytes) -> list[bytes]:
+        """All ranks' contents, by rank."""
+        return _split(self.broadcast(self._collected(content, goes_on=True)))
+
+    def broadcast(self, content: Bytes | None) -> Bytes:
+        """Rank 0's content; that of others is ignored."""
+        if self._parent is not None:
+            content = self._message(self._parent, _Kind.SPREAD, waiting=self._children)
+        assert content is not None
+        # The largest part of the tree first.
+        for child in reversed(self._children):
+            self._connections.send(child, _HEAD.pack(_Kind.SPREAD, len(content)), content)
+        self._connections.flush()
+        return content
+
+    def scatter(self, contents: Sequence[bytes] | None) -> bytes:
+        """The content that rank 0 has for this rank; `contents` of others are ignored."""
+        if self._parent is not None:
+            contents = _split(self._message(self._parent, _Kind.SCATTERED, waiting=self._children))
+        assert contents is not None
+        for child in reversed(self._children):
+            ranks = below(child, self._world_size)
+            theirs = _joined(contents[ranks.start - self._rank : ranks.stop - self._rank])
+            self._connections.send(child, _HEAD.pack(_Kind.SCATTERED, len(theirs)), theirs)
+        self._connections.flush()
+        return contents[0]
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The element-wise maximum over all ranks, which give equally many numbers."""
+        numbers = struct.Struct(f"<BQ{len(values)}q")
+        found = list(values)
+        for child in self._children:
+            theirs = self._numbers(numbers, child, _Kind.LARGEST, self._around)
+            found = [max(pair) for pair in zip(found, theirs, strict=True)]
+        if self._parent is not None:
+            self._connections.send(self._parent, numbers.pack(_Kind.LARGEST, len(found), *found))
+            found = self._numbers(numbers, self._parent, _Kind.FOUND, self._children)
+        if self._children:
+            message = numbers.pack(_Kind.FOUND, len(found), *found)
+            for child in reversed(self._children):
+                self._connections.send(child, message)
+        self._connections.flush()
+        return found
+
+    def pass_down(self, region: memoryview) -> None:
+        """Fill `region`, which is equally long on all ranks, with rank 0's.
+
+        It goes along a chain of all ranks: so each rank sends it once, and most of them to their own node.
+        """
+        following = None if self._rank + 1 == self._world_size else self._rank + 1
+        head = bytearray(_HEAD.pack(_Kind.CHAINED, len(region)))
+        if self._rank:
+            self._read(self._rank - 1, head, pass_on=following)
+            self._require(self._rank - 1, head, _Kind.CHAINED, len(region))
+            self._connections.receive(self._rank - 1, region, waiting=_some(following), pass_on=following)
+        elif following is not None:
+            self._connections.send(following, head, region)
+        self._connections.flush()
+
+    def begin_send(self, rank: int, region: memoryview) -> None:
+        """Begin to send; the region must not change until `flush` returns. `receive_into` goes on with it as well."""
+        self._connections.send(rank, _HEAD.pack(_Kind.REGION, len(region)), region)
+
+    def flush(self) -> None:
+        """Wait until all that this rank has begun to send is sent."""
+        self._connections.flush()
+
+    def length_from(self, rank: int) -> int:
+        """The length of the region that this rank sends next."""
+        head = bytearray(_HEAD.size)
+        self._read(rank, head)
+        self._require(rank, head, _Kind.REGION)
+        return int(_HEAD.unpack(head)[1])
+
+    def receive_into(self, region: memoryview, rank: int, *, pass_on: int | None = None) -> None:
+        """Receive what `length_from` has told, and send it on to rank `pass_on` while it arrives."""
+        if pass_on is not None:
+            self._connections.send(pass_on, _HEAD.pack(_Kind.REGION, len(region)))
+        self._connections.receive(rank, region, waiting=_some(pass_on), pass_on=pass_on)
+        if pass_on is not None:
+            self._connections.flush()
+
+    def _collected(self, content: bytes, *, goes_on: bool) -> bytes | None:
+        """`goes_on` says that the ranks wait for something afterwards. Otherwise each may leave when it has sent."""
+        parts: list[Bytes] = [_LENGTH.pack(len(content)), content]
+        for number, child in enumerate(self._children):
+            waiting = self._around if goes_on else self._around[number + 1 :]
+            parts.append(self._message(child, _Kind.COLLECTED, waiting))
+        if self._parent is None:
+            return b"".join(parts)
+        self._connections.send(self._parent, _HEAD.pack(_Kind.COLLECTED, sum(map(len, parts))), *parts)
+        self._connections.flush()
+        return None
+
+    def _message(self, rank: int, kind: _Kind, waiting: Sequence[int]) -> bytearray:
+        head = bytearray(_HEAD.size)
+        self._read(rank, head, waiting)
+        self._require(rank, head, kind)
+        content = bytearray(_HEAD.unpack(head)[1])
+        self._read(rank, content, waiting)
+        return content
+
+    def _numbers(self, numbers: struct.Struct, rank: int, kind: _Kind, waiting: Sequence[int]) -> list[int]:
+        head = bytearray(_HEAD.size)
+        self._read(rank, head, waiting)
+        # Before the numbers: there may be fewer of them, and nothing after them.
+        self._require(rank, head, kind, (numbers.size - _HEAD.size) // _NUMBER_BYTES)
+        rest = bytearray(numbers.size - _HEAD.size)
+        self._read(rank, rest, waiting)
+        _, _, *found = numbers.unpack(head + rest)
+        return found
+
+    def _read(self, rank: int, into: bytearray, waiting: Sequence[int] = (), *, pass_on: int | None = None) -> None:
+        self._connections.receive(rank, memoryview(into), waiting=waiting or _some(pass_on), pass_on=pass_on)
+
+    def _require(self, rank: int, head: bytearray, kind: _Kind, length: int | None = None) -> None:
+        """Raise PeerLost if it is another message: nobody knows what follows."""
+        found, size = _HEAD.unpack_from(head)
+        if found != kind or length not in (None, size):
+            wanted = kind.name if length is None else f"{kind.name} of {length}"
+            self._connections.close("ranks have called different collectives")
+            raise PeerLost(
+                f"ranks call different collectives: rank {rank} sent message {found} of {size}, not {wanted}"
+            )
+
+
+def _some(rank: int | None) -> Sequence[int]:
+    return () if rank is None else (rank,)
+
+
+def _joined(contents: Iterable[bytes]) -> bytes:
+    return b"".join(part for content in contents for part in (_LENGTH.pack(len(content)), content))
+
+
+def _split(joined: Bytes) -> list[bytes]:
+    found, at = [], 0
+    while at < len(joined):
+        (length,) = _LENGTH.unpack_from(joined, at)
+        at += _LENGTH.size
+        found.append(bytes(joined[at : at + length]))
+        at += length
+    return found
