@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 # The pin is for this repository's own set-up only; users choose any torch >= 2.6.
 TORCH := torch==2.13.0
 
-# Tests at a time: most wait for leases to end and processes to start, so more than there are cores.
+# Tests at a time: most wait for leases to end and processes to start, so more than there are cores. Unit tests seldom wait.
 JOBS ?= $(shell echo $$(($$(nproc) + 4)))
+JOBS_UNIT ?= $(shell echo $$(($$(nproc) + 1)))
 # The folder has a short name: tests make sockets in it, and a socket's path has at most 107 characters. A file of tests
 # stays on one worker, since its tests share servers and recorded runs.
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
@@ -21,13 +22,16 @@ demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twic
 check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import rules, a part of the simulation, the unit tests without a server
 	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers and not thorough" tests/sim tests/unit)
 
+# Two runs, of which either may fail: each process of a run collects all of its tests. The simulation and the unit tests
+# are five times as many, import torch, and keep a core busy each. The others do not import torch, and mostly wait.
 test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
-	$(call PYTEST,-n $(JOBS))
+	@($(call PYTEST,-n $(JOBS_UNIT) tests/sim tests/unit)); unit=$$?; \
+	($(call PYTEST,-n $(JOBS) tests/e2e tests/faults)); exit $$(($$? | unit))
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
 
-integrations: $(VENV)/.installed-dev  ## The Keeper in the loops of other libraries: installs them, and runs their slow tests
+integrations: $(VENV)/.installed-dev  ## The trainer with other libraries (Lightning, transformers, torchao, TensorBoard): installs them, and runs their slow tests
 	$(BIN)/pip install --quiet --editable '.[integrations]'
 	$(call PYTEST,-m slow tests/integrations)
 

@@ -41,10 +41,23 @@ _SERVERS = {"Etcd", "ServerProcess", "Job", "S3"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of modules that start servers or jobs: `make check` leaves them to `make test`."""
+    """Mark the tests of modules that start servers or jobs: `make check` leaves them to `make test`.
+
+    Torch at the top of a module in tests/e2e or tests/faults fails them all, since each process of `make test` would
+    import it for 2 s, to collect.
+    """
+    imports_torch = "torch" in sys.modules and not {"tests.unit", "tests.integrations"} & sys.modules.keys()
     for item in items:
+        if imports_torch:
+            item.add_marker("torch_at_the_top")
         if isinstance(item, pytest.Function) and not _SERVERS.isdisjoint(vars(item.module)):
             item.add_marker("servers")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Say it in each test: an error in a process of xdist that collects has no words."""
+    if item.get_closest_marker("torch_at_the_top"):
+        pytest.fail("collecting these tests has imported torch; import it in the tests that need it", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)

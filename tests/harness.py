@@ -21,7 +21,6 @@ import psutil
 import pytest
 
 from elaunch.agent.guardian.guardian import VARIABLE
-from elaunch.launcher.agent_config import DEFAULT_PRELOAD
 
 Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
@@ -43,7 +42,7 @@ def slow(*values: Any) -> Any:
 
 def preloading(module: str) -> tuple[str, str]:
     """The option that preloads `module` beside the default, which each worker of each generation would import else."""
-    return ("--preload", ",".join((*DEFAULT_PRELOAD, module)))
+    return ("--preload", module)
 
 
 def seeds(every: Sequence[int], check: int = 50) -> list[Any]:

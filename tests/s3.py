@@ -1,4 +1,7 @@
-"""An S3-compatible server (moto) in a process of its own on loopback. Tests read its contents without fsspec."""
+"""An S3-compatible server (moto) in a process of its own on loopback. Tests read its contents without fsspec.
+
+Its clients are imported where they are used: every process of a test run collects the files that import this one.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import boto3
-import fsspec
-from botocore.config import Config
-
 from tests.harness import DEADLINE_S, environment, wait_for
 
 # Parts of 5 MiB, the least that S3 takes. fsspec reads it when it is imported.
@@ -24,6 +23,9 @@ class S3:
     """One server with the bucket `bucket`. `env` is what its clients need."""
 
     def __init__(self) -> None:
+        import boto3
+        from botocore.config import Config
+
         command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
         self._process = subprocess.Popen(
             command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -90,6 +92,8 @@ class S3:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3]:
+    import fsspec
+
     server = S3()
     try:
         yield server

@@ -59,6 +59,9 @@ SchedulerType=sched/builtin
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
+# Each look starts processes, so look seldom.
+LOOK_S = 0.1
+
 
 def missing() -> str:
     """The reason why this machine cannot run Slurm, or the empty string."""
@@ -140,7 +143,8 @@ class Slurm:
 
     def wait_idle(self) -> None:
         """Until all nodes can take a job again."""
-        wait_for(lambda: self.call("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(self.count), "idle nodes")
+        idle = ("sinfo", "-h", "-t", "idle", "-o", "%D")
+        wait_for(lambda: self.call(*idle).strip() == str(self.count), "idle nodes", every_s=LOOK_S)
 
     def slurmd(self, index: int) -> None:
         """Start a node's daemons."""
@@ -178,7 +182,7 @@ class Slurm:
         self.wait_idle()
 
     def _await_munge(self, node: Node) -> None:
-        wait_for(lambda: _succeeds([*node.prefix, "munge", "-n"]), f"munge on {node}")
+        wait_for(lambda: _succeeds([*node.prefix, "munge", "-n"]), f"munge on {node}", every_s=LOOK_S)
 
     def _daemon(self, node: Node, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
@@ -213,7 +217,7 @@ class Batch:
             return now == state
 
         try:
-            wait_for(is_there, f"job {self.number} is {state}", 120)
+            wait_for(is_there, f"job {self.number} is {state}", 120, every_s=LOOK_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
         return self.output

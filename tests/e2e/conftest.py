@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+# The process that forks ranks is the same for these tests and the fault tests.
+from tests.faults.conftest import _forker as forker  # noqa: F401
 from tests.standin import WITHOUT_TORCH
 
 

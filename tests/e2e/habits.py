@@ -13,9 +13,9 @@ from pathlib import Path
 from tests.harness import DEADLINE_S, environment
 
 # Preload a light module in place of torch: the fork server does the same, without the two seconds of importing torch.
-LIGHT = ("--preload", "json")
+LIGHT = ("--preload-only", "json")
 NO_PRELOAD = ("--no-preload",)
-TORCH: tuple[str, ...] = ()
+TORCH = ("--preload", "torch")
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, finished, script
+from tests.harness import Job, finished, script, slow
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-LIGHT = ("--preload", "json")
+LIGHT = ("--preload-only", "json")
 EXEC = ("--no-preload",)
-BOTH = pytest.mark.parametrize("start", [LIGHT, EXEC], ids=["forked", "exec'd"])
+BOTH = pytest.mark.parametrize("start", [LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
 
 CRASHES = """
 import ctypes, os, sys

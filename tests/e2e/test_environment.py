@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from elaunch.launcher.resources import detect
-from tests.harness import Job, environment, finished, records, script
+from tests.harness import Job, environment, finished, records, script, slow
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
+LIGHT = ("--preload-only", "json")
 
 SAY_ENVIRONMENT = """
 import json, os, sys
@@ -62,9 +62,11 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return _kept(folder)
 
 
-@pytest.fixture(scope="module", params=[(), ("--no-preload",)], ids=["forked", "exec'd"])
+@pytest.fixture(
+    scope="module", params=[LIGHT, slow(()), slow(("--no-preload",))], ids=["forked", "with torch", "exec'd"]
+)
 def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The environment of elaunch's workers, by rank. They are forked from a process that has imported all of torch."""
+    """The environment of elaunch's workers, by rank."""
     folder = tmp_path_factory.mktemp("ours")
     script(folder, KEEP_ENVIRONMENT)
 

@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.harness import Job, finished, script, slow
 from tests.standin import WITH_TORCH
@@ -16,7 +15,7 @@ from tests.standin import WITH_TORCH
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
+LIGHT = ("--preload-only", "json")
 EXEC = ("--no-preload",)
 
 # Rank 1 fails in each generation with a different error. Rank 0 dies of the agent's SIGTERM, and rank 2 raises at it.
@@ -213,6 +212,9 @@ class TestErrorFileOfTheAgent:
         assert message["errorCode"] == 1
 
     def test_torch_reads_it(self, failed: Job, folder: Path) -> None:
+        # Not at the top: every process of a test run would import torch to collect this file.
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
         read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(folder / "error.json"))
 
         box = ChildFailedError("elaunch", {0: read}).format_msg()
@@ -346,7 +348,7 @@ class TestBudget:
         assert "generation 3" not in job.stderr
 
     @pytest.mark.parametrize(
-        "start", [("--preload", "torch"), pytest.param(EXEC, marks=pytest.mark.slow)], ids=["forked", "exec'd"]
+        "start", [("--preload-only", "torch"), pytest.param(EXEC, marks=pytest.mark.slow)], ids=["forked", "exec'd"]
     )
     @pytest.mark.parametrize("end", [slow("pass"), "dist.destroy_process_group()"], ids=["left open", "destroyed"])
     def test_the_same_error_after_the_group_was_made_is_tried_once_more(
@@ -468,7 +470,7 @@ class TestUsage:
             (["trian.py"], "did you mean train.py?"),
             (["--max-restarts", "-1", "train.py"], "--max-restarts -1 is out of range"),
             (["--nnodes", "2:1", "train.py"], "nodes_min (2) is larger than nodes_max (1)"),
-            (["--preload", "json", "--no-preload", "train.py"], "contradicts --no-preload"),
+            (["--preload-only", "json", "--no-preload", "train.py"], "contradicts --no-preload"),
             (["--log-dir", "train.py", "train.py"], "--log-dir train.py is a file"),
             (["--no-python", "no-such-command"], "no-such-command is not an executable file"),
         ],
@@ -503,9 +505,7 @@ def test_a_rank_that_raised_but_hangs_on_its_way_out_fails_the_job_with_its_exce
         "time.sleep(1000)\n",
     )
 
-    job = finished(
-        tmp_path, "--preload", "json", "--nproc-per-node", "2", "--max-restarts", "0", "--stop-grace", "1", "train.py"
-    )
+    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--max-restarts", "0", "--stop-grace", "1", "train.py")
 
     assert job.code == 1
     assert "local rank 1 raised an exception and did not end within 1 s; SIGKILL" in job.stderr

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
 from tests.e2e.habits import LIGHT, NO_PRELOAD, Run, fresh, worker
-from tests.harness import Job, script, wait_for
+from tests.harness import Job, script, slow, wait_for
 
 ADDRESS = re.compile(rb"(?<=0x)[0-9a-f]+|(?<=pid=)\d+")
 
@@ -77,7 +77,7 @@ DOCUMENTED = re.compile(
 )
 
 
-@pytest.mark.parametrize("pythonpath", [None, "", "one::two", ":"], ids=repr)
+@pytest.mark.parametrize("pythonpath", [None, slow(""), "one::two", slow(":")], ids=repr)
 def test_a_python_below_a_worker_sees_no_trace_of_us(tmp_path: Path, pythonpath: str | None) -> None:
     script(
         tmp_path,
@@ -169,7 +169,7 @@ class Left:
         return re.findall(rf"^\[{rank}\] (.*)$", self.run.out.decode(), re.MULTILINE)
 
 
-@pytest.fixture(scope="module", params=[LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+@pytest.fixture(scope="module", params=[LIGHT, slow(NO_PRELOAD)], ids=["forked", "no-preload"])
 def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
     folder = tmp_path_factory.mktemp("left")
     script(folder, LEAVES)
@@ -217,7 +217,7 @@ raise ValueError("after that")
 """
 
 
-@pytest.fixture(scope="module", params=[LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+@pytest.fixture(scope="module", params=[LIGHT, slow(NO_PRELOAD)], ids=["forked", "no-preload"])
 def closed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     folder = tmp_path_factory.mktemp("closed")
     script(folder, CLOSES)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.habits import LIGHT, NO_PRELOAD, Run, fresh, worker
-from tests.harness import script
+from tests.harness import script, slow
 
 PLACES = ("/var/tmp", "/dev/shm")
 
@@ -54,7 +54,7 @@ def unwritable(folder: Path, kind: str, *, everywhere: bool = False) -> tuple[st
     return str(folder), (*command, "sh", "-c", " && ".join(steps) + ' && cd "$PWD" && exec "$@"', "sh")
 
 
-KINDS = pytest.mark.parametrize("kind", ["read-only", "full"])
+KINDS = pytest.mark.parametrize("kind", ["read-only", slow("full")])
 
 
 # Python uses a folder for temporary files only if it can write a few bytes there.
@@ -81,8 +81,11 @@ def assert_ran_or_said(run: Run, out: bytes) -> None:
     assert b"Traceback" not in run.err, str(run)
 
 
-@KINDS
-@pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [(LIGHT, "read-only"), (NO_PRELOAD, "full"), slow(LIGHT, "full"), slow(NO_PRELOAD, "read-only")],
+    ids=["forked-read-only", "no-preload-full", "forked-full", "no-preload-read-only"],
+)
 def test_a_job_runs_where_tmpdir_cannot_be_written(tmp_path: Path, kind: str, how: tuple[str, ...]) -> None:
     script(tmp_path, UNUSABLE)
     place, wrap = unwritable(tmp_path / "place", kind)
@@ -141,12 +144,12 @@ def test_with_torch_preloaded_too(tmp_path: Path) -> None:
     (tmp_path / ".tmp").mkdir()
     script(tmp_path, "import torch\nprint(torch.ones(2).sum().item())\n")
     place, wrap = unwritable(tmp_path / "place", "read-only", everywhere=True)
-    run = worker(tmp_path, "train.py", how=("--preload", "torch"), env={"TMPDIR": place}, wrap=wrap)
+    run = worker(tmp_path, "train.py", how=("--preload-only", "torch"), env={"TMPDIR": place}, wrap=wrap)
 
     assert_ran_or_said(run, b"2.0\n")
 
 
-@pytest.mark.parametrize("value", ["", "relative", "/nowhere/at/all", "/dev/null", "with space ü"])
+@pytest.mark.parametrize("value", ["", slow("relative"), slow("/nowhere/at/all"), "/dev/null", slow("with space ü")])
 def test_a_tmpdir_that_is_odd_stops_nobody(tmp_path: Path, value: str) -> None:
     (tmp_path / "with space ü").mkdir()
     (tmp_path / "relative").mkdir()

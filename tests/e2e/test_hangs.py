@@ -13,7 +13,8 @@ from tests.harness import Job, free_ports, script
 
 # A second is the shortest time between two looks at a worker.
 AFTER_S = "3"
-OPTIONS = ("--hang-after", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
+# torch._dynamo is not used here.
+OPTIONS = ("--preload", "torch.distributed", "--hang-after", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
 
 # In each generation rank ONE hangs in another way, and the others wait for it in a collective.
 PROGRAM = """

@@ -17,7 +17,7 @@ from tests.standin import WITH_TORCH
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
+LIGHT = ("--preload-only", "json")
 
 ALL_REDUCE = """
 import json, os, signal, sys
@@ -96,7 +96,7 @@ def restarted(failing_world: int, tmp_path_factory: pytest.TempPathFactory) -> J
     script(folder, ALL_REDUCE)
 
     # The script has no optimizer. The job in which nothing fails has the default preload.
-    preload = ("--preload", "torch.distributed")
+    preload = ("--preload-only", "torch.distributed")
     options = ("--nproc-per-node", str(failing_world), "--max-restarts", "1")
     return finished(folder, *preload, *options, "train.py", "kill", env=WITH_TORCH)
 
@@ -287,7 +287,7 @@ class TestProgram:
         assert argued.code == 0, argued.output
         assert said["argv"][0] == "train.py"
 
-    @pytest.mark.parametrize("preload", [LIGHT, ("--no-preload",)], ids=["forked", "exec'd"])
+    @pytest.mark.parametrize("preload", [LIGHT, slow(("--no-preload",))], ids=["forked", "exec'd"])
     def test_a_module_runs_as_python_dash_m_runs_it(self, preload: tuple[str, ...], tmp_path: Path) -> None:
         package = tmp_path / "recipes"
         package.mkdir()

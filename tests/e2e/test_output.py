@@ -26,7 +26,7 @@ from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, free_
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
+LIGHT = ("--preload-only", "json")
 
 SAY_WHO = """
 import os, sys
@@ -164,8 +164,9 @@ class TestPrefix:
         assert took_s < 10.0, terminal.text
 
     def test_a_question_that_comes_with_ctrl_c_may_be_answered(self, tmp_path: Path) -> None:
-        asks = "try:\n    wait('never')\nexcept KeyboardInterrupt:\n    print('kept', input('keep it? '))\n"
-        script(tmp_path, WAIT + "print('runs', flush=True)\n" + asks)
+        # It says that it runs when it is ready for the signal, which follows at once.
+        runs = "try:\n    print('runs', flush=True)\n    wait('never')\n"
+        script(tmp_path, WAIT + runs + "except KeyboardInterrupt:\n    print('kept', input('keep it? '))\n")
 
         with Terminal(tmp_path, "--no-preload", "--nproc-per-node", "1", "train.py") as terminal:
             terminal.read_until("runs")
@@ -468,7 +469,7 @@ if generation != "2":
             "attempt_0/10/stderr.log": "err 10\n",
         }
 
-    @pytest.mark.parametrize(("option", "ranks"), [("--local-ranks-filter", "0,2"), ("--ranks-filter", "2,7")])
+    @pytest.mark.parametrize(("option", "ranks"), [("--local-ranks-filter", "0,2"), slow("--ranks-filter", "2,7")])
     def test_filters_of_ranks_limit_the_console_and_not_the_files(
         self, option: str, ranks: str, tmp_path: Path
     ) -> None:
@@ -556,7 +557,7 @@ class TestFullDisk:
         for place in mounted:
             subprocess.run(["umount", str(place)], check=True)
 
-    @pytest.mark.parametrize("size", ["size=64k", "nr_inodes=4"], ids=["no space", "no inode"])
+    @pytest.mark.parametrize("size", ["size=64k", slow("nr_inodes=4")], ids=["no space", "no inode"])
     def test_training_goes_on_with_one_warning(
         self, size: str, small_disk: Callable[[str], Path], tmp_path: Path
     ) -> None:
@@ -579,7 +580,7 @@ write(f"the end of {rank}\\n")
         assert all(f"[{rank}] the end of {rank}\n" in job.stdout for rank in range(2))
         assert len(re.findall(r"No space left on device", job.stderr)) == 1, job.stderr
 
-    @pytest.mark.parametrize("size", ["size=64k", "nr_inodes=4"], ids=["no space", "no inode"])
+    @pytest.mark.parametrize("size", ["size=64k", slow("nr_inodes=4")], ids=["no space", "no inode"])
     def test_redirected_lines_that_their_file_does_not_take_are_on_the_console(
         self, size: str, small_disk: Callable[[str], Path], tmp_path: Path
     ) -> None:
@@ -800,7 +801,10 @@ class Terminal:
         while words not in self.text:
             ready, _, _ = select.select([self._main], [], [], max(0.0, end_s - time.monotonic()))
             assert ready, f"not within {DEADLINE_S:g} s: {words!r}\n{self.text}"
-            self.text += os.read(self._main, 4096).decode()
+            try:
+                self.text += os.read(self._main, 4096).decode()
+            except OSError:
+                raise AssertionError(f"everybody has left this terminal without {words!r}\n{self.text}") from None
 
 
 def _children(process: subprocess.Popen[bytes]) -> list[str]:

@@ -42,7 +42,7 @@ def test_of_two_nodes_the_one_that_the_other_waits_for_is_named_on_both_with_the
     script(tmp_path, PROGRAM)
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     # torch._dynamo is not used here.
-    options += ["--preload", "torch.distributed"]
+    options += ["--preload-only", "torch.distributed"]
     env = {"HOME": str(tmp_path), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef", "OMP_NUM_THREADS": "1"}
     jobs = {}
     prefix = (sys.executable, "-c", QUICK)

@@ -9,7 +9,8 @@ from typing import Any, TypedDict
 import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
-from tests.harness import Job, finished, records, script
+from tests.harness import script
+from tests.ranks import Ended, RankForker, Ranks
 
 # Each part trains steps after+1…until of a small network on the first `world_size` workers, in a group of their own. It
 # leaves in its folder the state, a loss per step and a mask per micro-batch. It prints how far the last four gradients
@@ -32,7 +33,7 @@ held = []
 def train(asked, number):
     world_size, out, after, until = asked["world_size"], Path(asked["out"]), asked["after"], asked["until"]
     out.mkdir(exist_ok=True)
-    dist.init_process_group("gloo", f"file://{os.getcwd()}/group-{number}", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", f"file://{out.parent}/group-{number}", rank=rank, world_size=world_size)
 
     torch.manual_seed(0)
     inputs = torch.randn(211, 6)
@@ -108,7 +109,7 @@ class Plan:
 
     @property
     def parts(self) -> list[dict[str, Any]]:
-        """The parts of the run, as the workers' program takes them."""
+        """The parts of the run, as the ranks' program takes them."""
         steps = zip(self.sizes, [0, *self.ends], self.ends, strict=False)
         return [
             {**self.asked, "generation": generation, "world_size": size, "after": after, "until": until}
@@ -116,15 +117,25 @@ class Plan:
         ]
 
 
-def train(folder: Path, *plans: Plan) -> list[Curve]:
-    """Run all plans in one job. Returns their results."""
-    parts = [part for plan in plans for part in plan.parts]
-    workers = str(max(part["world_size"] for part in parts))
-    program = str(script(folder, SCRIPT))
-    job = finished(folder, "--max-restarts", "0", "--nproc-per-node", workers, program, json.dumps(parts))
-    assert job.code == 0, job.output
-    said = records(job, "apart")
-    return [curve(folder, plan, [one["apart"] for one in said if one["out"] == plan.name]) for plan in plans]
+def train(forker: RankForker, folder: Path, *plans: Plan) -> list[Curve]:
+    """Run all plans one after the other, in the same ranks. Returns their results."""
+    parts = [{**part, "out": str(folder / plan.name)} for plan in plans for part in plan.parts]
+    ended = ended_ranks(forker, max(part["world_size"] for part in parts), script(folder, SCRIPT), json.dumps(parts))
+    assert not any(rank.code for rank in ended), "\n".join(rank.err for rank in ended)
+    said = said_by(ended)
+    return [curve(folder, plan, [one["apart"] for one in said if Path(one["out"]).name == plan.name]) for plan in plans]
+
+
+def ended_ranks(forker: RankForker, world_size: int, program: Path, *args: str) -> list[Ended]:
+    """The ranks of a program after their end. No agent is needed for a gradient."""
+    with Ranks(forker, world_size, program, *args) as ranks:
+        return ranks.end()
+
+
+def said_by(ended: list[Ended]) -> list[dict[str, Any]]:
+    """The records that the ranks printed as `apart {json}`."""
+    lines = [line for rank in ended for line in rank.out.splitlines()]
+    return [json.loads(line.removeprefix("apart ")) for line in lines if line.startswith("apart ")]
 
 
 def curve(folder: Path, plan: Plan, apart: list[list[float]]) -> Curve:
@@ -166,10 +177,10 @@ def assert_close(curve: Curve, world_size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> list[Curve]:
+def curves(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> list[Curve]:
     """Results for 8 and for 10 micro-batches on 3 workers, which both leave a remainder."""
     folder = tmp_path_factory.mktemp("curves")
-    return train(folder, *resized(global_batch=24, micro_batch=3), uneven(3, 30))
+    return train(forker, folder, *resized(global_batch=24, micro_batch=3), uneven(3, 30))
 
 
 def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(curves: list[Curve]) -> None:
@@ -177,8 +188,8 @@ def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(c
 
 
 @pytest.mark.slow
-def test_so_has_one_with_short_steps(tmp_path: Path) -> None:
-    assert_the_same(*train(tmp_path, *resized(global_batch=30, micro_batch=3, tail="short")))
+def test_so_has_one_with_short_steps(forker: RankForker, tmp_path: Path) -> None:
+    assert_the_same(*train(forker, tmp_path, *resized(global_batch=30, micro_batch=3, tail="short")))
 
 
 def test_the_gradient_is_that_of_one_process_on_the_whole_batch(curves: list[Curve]) -> None:
@@ -187,8 +198,8 @@ def test_the_gradient_is_that_of_one_process_on_the_whole_batch(curves: list[Cur
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "batch"), [(1, 30), (2, 30), (4, 30), (4, 27)])
-def test_so_it_is_at_other_world_sizes(tmp_path: Path, world_size: int, batch: int) -> None:
-    (found,) = train(tmp_path, uneven(world_size, batch))
+def test_so_it_is_at_other_world_sizes(forker: RankForker, tmp_path: Path, world_size: int, batch: int) -> None:
+    (found,) = train(forker, tmp_path, uneven(world_size, batch))
 
     assert_close(found, world_size)
 
@@ -229,36 +240,37 @@ dist.destroy_process_group()
 """
 
 
-def sharded(folder: Path, world_size: int) -> Job:
-    """The job of a sharded model on this many workers: first with even ranks, then with uneven ones."""
-    return finished(folder, "--max-restarts", "0", "--nproc-per-node", str(world_size), str(script(folder, SHARDED)))
+def sharded(forker: RankForker, folder: Path, world_size: int) -> list[Ended]:
+    """Ranks that share a model: first with even shares of a batch, then with uneven ones."""
+    return ended_ranks(forker, world_size, script(folder, SHARDED))
 
 
-def assert_same_gradient(job: Job, world_size: int) -> None:
-    said = records(job, "apart")
-    assert [one["step"] for one in said].count(3) == world_size, job.output
+def assert_same_gradient(ended: list[Ended]) -> None:
+    said = said_by(ended)
+    assert [one["step"] for one in said].count(3) == len(ended), ended
     assert max(one["apart"] for one in said) < 1e-5
 
 
 @pytest.fixture(scope="module")
-def sharded_on_3(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    return sharded(tmp_path_factory.mktemp("sharded"), 3)
+def sharded_on_3(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    return sharded(forker, tmp_path_factory.mktemp("sharded"), 3)
 
 
-def test_sharded_models_get_the_same_gradient_with_even_ranks(sharded_on_3: Job) -> None:
-    assert_same_gradient(sharded_on_3, 3)
+def test_sharded_models_get_the_same_gradient_with_even_ranks(sharded_on_3: list[Ended]) -> None:
+    assert_same_gradient(sharded_on_3)
 
 
 @pytest.mark.slow
-def test_so_do_those_of_two_workers(tmp_path: Path) -> None:
-    job = sharded(tmp_path, 2)
+def test_so_do_those_of_two_workers(forker: RankForker, tmp_path: Path) -> None:
+    ended = sharded(forker, tmp_path, 2)
 
     # With two workers, 8 micro-batches are shared evenly in both cases.
-    assert job.code == 0, job.output
-    assert_same_gradient(job, 2)
+    assert [rank.code for rank in ended] == [0, 0], ended
+    assert_same_gradient(ended)
 
 
-def test_sharded_models_on_uneven_ranks_are_refused_and_do_not_hang(sharded_on_3: Job) -> None:
-    assert sharded_on_3.code == 1
-    assert "3 workers cannot share 8 micro-batches evenly" in sharded_on_3.output
-    assert "went on" not in sharded_on_3.stdout
+def test_sharded_models_on_uneven_ranks_are_refused_and_do_not_hang(sharded_on_3: list[Ended]) -> None:
+    for rank in sharded_on_3:
+        assert rank.code == 1
+        assert "3 workers cannot share 8 micro-batches evenly" in rank.err
+        assert "went on" not in rank.out

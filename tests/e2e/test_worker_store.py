@@ -8,27 +8,29 @@ import pytest
 
 from tests.harness import Job, script
 
+# The program's own client is torch's too, without the two seconds of importing the rest.
 TRAIN = """
 import os
 from datetime import timedelta
-from torch.distributed import TCPStore
+from elaunch.agent.forkserver.tcp_store import tcp_store
 
+TCPStore = tcp_store()
 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
 store.set("word", "heard")
 print(store.get("word").decode())
 """
-# Notes in a file of the process's name what it imports of torch; may refuse torch's native code without the rest.
+# Notes in a file what the store's process imports of torch; may refuse torch's native code without the rest.
 CUSTOMISE = """
 import os, sys
 from pathlib import Path
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name in ("torch._C", "torch.nn"):
-            process = Path("/proc/self/comm").read_text().strip()
-            with Path({folder!r}, process).open("a") as file:
-                file.write(name + " ")
+        if name not in ("torch._C", "torch.nn") or Path("/proc/self/comm").read_text() != "elaunch-store\\n":
+            return
+        with Path({folder!r}, "imported").open("a") as file:
+            file.write(name + " ")
         if name == "torch._C" and not hasattr(sys.modules["torch"], "__version__"):
             {trouble}
 
@@ -40,7 +42,7 @@ sys.meta_path.insert(0, Finder())
     ("how", "trouble", "imported", "generations"),
     [
         (("--no-preload",), "pass", "torch._C ", 1),
-        (("--preload", "json"), "raise ImportError('it comes as a whole')", "torch._C torch._C torch.nn ", 1),
+        (("--preload-only", "json"), "raise ImportError('it comes as a whole')", "torch._C torch._C torch.nn ", 1),
         (("--no-preload",), "os.abort()", "torch._C torch._C torch.nn ", 2),
     ],
     ids=["in part", "refused", "crashed"],
@@ -58,4 +60,4 @@ def test_the_worker_store_imports_of_torch_what_it_needs(
 
     assert job.stdout == "heard\n"
     assert job.output.count("elaunch: generation") == generations, job.output
-    assert (tmp_path / "elaunch-store").read_text() == imported
+    assert (tmp_path / "imported").read_text() == imported

@@ -21,7 +21,10 @@ from tests.sim.agents import KEYS
 from tests.sim.cluster import simulate
 from tests.sim.plans import OTHER_TIMES, TIMES, Strike, draw
 
-FAST_SEEDS, SLOW_SEEDS = range(300), range(300, 10_300)
+# Nothing else of these strikes in so few seeds: a Ctrl-C at a step boundary, and a bad record.
+RARE = (175, 255)
+FAST_SEEDS = (*range(150), *RARE)
+SLOW_SEEDS = [seed for seed in range(150, 10_300) if seed not in RARE]
 
 
 @cache

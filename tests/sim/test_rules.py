@@ -312,7 +312,7 @@ def test_without_the_rule_the_simulator_finds_what_it_is_for(hunt: Hunt, monkeyp
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("worlds", [4, slow(100)])
+@pytest.mark.parametrize("worlds", [2, slow(100)])
 @pytest.mark.parametrize("hunt", HUNTS, ids=lambda hunt: hunt.switch.__name__)
 def test_with_the_rule_nothing_is_found_in_the_same_worlds(hunt: Hunt, worlds: int) -> None:
     found = [rule for rule in islice(lives(hunt), worlds) if rule]

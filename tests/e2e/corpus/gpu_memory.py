@@ -1,6 +1,7 @@
 # headline: raised OutOfMemoryError: CUDA out of memory\. Tried to allocate 2\.00 GiB
 # next: another process \(pid 77\) holds 40\.00 GiB on that GPU
 # not: --shm-size|data set in each rank
+# slow
 
 class OutOfMemoryError(RuntimeError):
     pass

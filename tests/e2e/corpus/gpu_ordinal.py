@@ -2,6 +2,7 @@
 # headline: rank 1 .* raised RuntimeError: CUDA error: invalid device ordinal
 # next: choose by LOCAL_RANK
 # not: rank 0 \(.* (?:raised|was killed)
+# slow
 
 import os
 import signal

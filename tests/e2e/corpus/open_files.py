@@ -1,5 +1,6 @@
 # headline: raised OSError: \[Errno 24\] Too many open files
 # next: raise the limit \(ulimit -n
+# slow
 
 import resource
 

@@ -1,6 +1,7 @@
 # headline: raised OSError: \[Errno 98\] Address already in use
 # next: another process listens on that port
 # not: lost a peer
+# slow
 
 import socket
 

@@ -1,5 +1,5 @@
 # Rank 1 does not come, and is not dead: nothing may be said of its end.
-# options: --preload torch
+# options: --preload-only torch
 # workers: 2
 # headline: rank 0 .* lost a peer in all_reduce \(RuntimeError: Timed out waiting 2000ms for (?:recv|send) operation
 # next: one rank did not come to this collective

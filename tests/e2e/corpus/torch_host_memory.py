@@ -1,4 +1,4 @@
-# options: --preload torch
+# options: --preload-only torch
 # headline: raised RuntimeError: .*can't allocate memory
 # next: asked for more memory than this host
 # slow

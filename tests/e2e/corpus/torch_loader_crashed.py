@@ -1,4 +1,4 @@
-# options: --preload torch
+# options: --preload-only torch
 # headline: raised RuntimeError: DataLoader worker \(pid
 # next: num_workers=0
 # not: shm|memory

@@ -1,4 +1,4 @@
-# options: --preload torch
+# options: --preload-only torch
 # shm: 1m
 # headline: raised RuntimeError: (?:.*/dev/shm has 1 MiB in all)
 # next: --shm-size

@@ -1,4 +1,4 @@
-# options: --preload torch
+# options: --preload-only torch
 # headline: raised RuntimeError: PytorchStreamReader failed
 # next: the file is incomplete
 # slow

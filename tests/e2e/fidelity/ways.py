@@ -17,10 +17,10 @@ from elaunch.launcher.resources import detect
 from tests.harness import DEADLINE_S, Job, environment
 
 HERE = Path(__file__).parent
-# By default torch is imported before the fork.
-FORKED: tuple[str, ...] = ()
+# Torch is imported before the fork, also for a program that does not name it.
+FORKED = ("--preload", "torch")
 # The fork server does the same with a light module, without the second of importing torch.
-LIGHT = ("--preload", "json")
+LIGHT = ("--preload-only", "json")
 EXECED = ("--no-preload",)
 WAYS = {"forked": FORKED, "execed": EXECED}
 

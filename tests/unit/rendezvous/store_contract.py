@@ -29,7 +29,7 @@ from elaunch.rendezvous.store import (
     Update,
     View,
 )
-from tests.harness import wait_for
+from tests.harness import slow, wait_for
 from tests.unit.rendezvous.engine.store_model import Model, random_txn
 
 ROOT = "/elaunch/contract/"
@@ -647,7 +647,7 @@ class StoreContract:
 
     # All of it at random.
 
-    @pytest.mark.parametrize("seed", range(10))
+    @pytest.mark.parametrize("seed", [*range(4), *map(slow, range(4, 10))])
     def test_random_transactions_do_what_a_plain_model_does(self, store: Store, seed: int) -> None:
         rng = random.Random(seed)
         model = Model(store.read(ROOT).revision)
@@ -662,7 +662,7 @@ class StoreContract:
             assert answer == model.commit(txn), f"seed {seed}, turn {turn}, {txn}"
             assert store.read(ROOT) == model.read(ROOT), f"seed {seed}, turn {turn}, {txn}"
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", [*range(3), *map(slow, range(3, 5))])
     def test_a_watch_from_any_revision_tells_what_a_plain_model_wrote_since(self, store: Store, seed: int) -> None:
         rng = random.Random(seed)
         model = Model(store.read(ROOT).revision)

@@ -16,6 +16,7 @@ from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Refused
 from elaunch.rendezvous.engine.request_sizes import LOG_BYTES, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX
 from elaunch.rendezvous.engine.requests import DeleteRequest, PutRequest, RangeRequest, TxnRequest
 from tests.etcd import VERSIONS, Etcd
+from tests.harness import slow
 from tests.served import Gateway, thread_serving
 
 Json = dict[str, Any]
@@ -69,7 +70,7 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [slow(VERSIONS[0]), VERSIONS[-1]])
 def test_what_is_too_large_is_refused_as_by_a_real_etcd(version: str) -> None:
     with Etcd(version) as etcd, thread_serving() as (_, port), gateways(etcd, port) as (theirs, ours):
         refused = 0
@@ -80,7 +81,7 @@ def test_what_is_too_large_is_refused_as_by_a_real_etcd(version: str) -> None:
     assert 10 < refused < len(LARGE)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [slow(VERSIONS[0]), VERSIONS[-1]])
 def test_a_full_store_refuses_as_a_real_etcd_does(version: str) -> None:
     quota = 4 << 20
     with (
