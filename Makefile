@@ -13,7 +13,7 @@ JOBS_UNIT ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
 	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
-.PHONY: demo check test test-slow integrations control-plane tools bench docs lint clean
+.PHONY: demo check test test-slow integrations control-plane tools bench docs release lint clean
 
 demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twice, the same one left alone, and the report
 	rm -rf runs/demo
@@ -48,6 +48,10 @@ bench: $(VENV)/.installed-dev  ## Measure beside torchrun; all sections make doc
 
 docs: $(VENV)/.installed-dev  ## The documentation as a site in site/; a broken link ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+release: $(VENV)/.installed-dev  ## An sdist, a wheel and the notes of this version in dist/, checked with each Python that is here
+	$(BIN)/pip install --quiet 'build>=1.2' 'twine>=6'
+	$(BIN)/python deploy/release/release.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

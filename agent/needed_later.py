@@ -12,6 +12,7 @@ from importlib import import_module
 
 MODULES = (
     "elaunch.agent.answers.answers",
+    "elaunch.agent.answers.usage",
     "elaunch.agent.core.absent",
     "elaunch.agent.core.collectives",
     "elaunch.agent.core.hang_watch",

@@ -108,9 +108,11 @@ class Answers:
                 asked.reply(_refusal(f"it does not know the question {asked.topic[:40]!r}"))
 
     def _status(self, now_s: float) -> str:
+        from elaunch.agent.answers.usage import with_usage
         from elaunch.agent.core.node_report import node_report
 
-        return encode(node_report(self._agent(), os.getpid(), now_s - self._begun_s, self._seen(now_s)))
+        report = node_report(self._agent(), os.getpid(), now_s - self._begun_s, self._seen(now_s))
+        return encode(with_usage(report))
 
     def _take_stacks(self, tell: Callable[[str], None]) -> bool:
         """Have a thread take the workers' stacks and `tell` them as JSON. Returns False if another one does so now."""

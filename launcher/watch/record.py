@@ -171,6 +171,10 @@ def _nodes(known: Gathered) -> list[dict[str, Any]]:
                 "since_s": round(report.age_s, 1) if report else None,
                 "waiting": report.waiting if report else "",
                 "trouble": report.trouble if report else "",
+                "memory_bytes": report.memory_bytes if report else None,
+                "memory_free_bytes": report.memory_free_bytes if report else None,
+                "cpus": report.cpus if report else None,
+                "load": round(report.load, 2) if report and report.load is not None else None,
                 "silent": known.silent.get(node_id),
             }
         )

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from elaunch.agent.core.sizes import bytes_text
 from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import UNNAMED
 
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32
+# More hosts than these have their memory and load in the table of nodes alone.
+_HOSTS_SAID = 4
 _HINT = "elaunch status --ranks shows each rank"
 
 Rows = list[tuple[str, ...]]
@@ -78,6 +81,8 @@ def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     for node in record["nodes"]:
         facts += [("waits", f"{node['host']} for {node['waiting']}")] if node["waiting"] else []
         facts += [("trouble", f"{node['host']}: {node['trouble']}")] if node["trouble"] else []
+        if node["memory_bytes"] is not None and len(record["nodes"]) <= _HOSTS_SAID:
+            facts.append(("host", _host_words(node)))
     # Two agents of one host have the same trouble.
     return list(dict.fromkeys((label, plain(text)) for label, text in facts if text))
 
@@ -87,8 +92,7 @@ def rows_of(record: dict[str, Any], *, every_rank: bool = False) -> Rows:
     ranks = record["ranks"]
     if record["outcome"] or not (ranks or record["nodes"]):
         return []
-    by_rank = bool(ranks) and (every_rank or len(ranks) <= RANKS_SHOWN)
-    rows = _rank_rows(record) if by_rank else _node_rows(record)
+    rows = _rank_rows(record) if ranks and (every_rank or len(ranks) <= RANKS_SHOWN) else _node_rows(record)
     return [tuple(plain(cell) for cell in row) for row in rows]
 
 
@@ -146,7 +150,7 @@ def _restarts(restarts: dict[str, Any]) -> str:
 
 
 def _rank_rows(record: dict[str, Any]) -> Rows:
-    rows: Rows = [("rank", "host", "pid", "state", "step", "step time", "last report", "phase")]
+    rows: Rows = [("rank", "host", "pid", "state", "step", "step time", "last report", "memory", "phase")]
     for rank in record["ranks"]:
         rows.append(
             (
@@ -157,6 +161,7 @@ def _rank_rows(record: dict[str, Any]) -> Rows:
                 "–" if rank["step"] is None else str(rank["step"]),
                 "–" if rank["step_s"] is None else fine(rank["step_s"]),
                 "–" if rank["reported_ago_s"] is None else f"{span(rank['reported_ago_s'])} ago",
+                _size(rank["memory_bytes"]),
                 rank["phase"],
             )
         )
@@ -178,7 +183,7 @@ def _seats(node: dict[str, Any]) -> str:
 
 
 def _node_rows(record: dict[str, Any]) -> Rows:
-    rows: Rows = [("host", "ranks", "state", "step", "step time", "last report")]
+    rows: Rows = [("host", "ranks", "state", "step", "step time", "last report", "memory", "host's free", "load")]
     of_node: dict[str, list[dict[str, Any]]] = {}
     for rank in record["ranks"]:
         of_node.setdefault(rank["node_id"], []).append(rank)
@@ -187,6 +192,7 @@ def _node_rows(record: dict[str, Any]) -> Rows:
         steps = [rank["step"] for rank in ranks if rank["step"] is not None]
         times = [rank["step_s"] for rank in ranks if rank["step_s"] is not None]
         ages = [rank["reported_ago_s"] for rank in ranks if rank["reported_ago_s"] is not None]
+        sizes = [rank["memory_bytes"] for rank in ranks if rank["memory_bytes"] is not None]
         low, high = (min(steps), max(steps)) if steps else (None, None)
         rows.append(
             (
@@ -196,6 +202,20 @@ def _node_rows(record: dict[str, Any]) -> Rows:
                 "–" if low is None else str(low) if low == high else f"{low}–{high}",
                 fine(median(times)) if times else "–",
                 f"{span(max(ages))} ago" if ages else "–",
+                _size(sum(sizes) if sizes else None),
+                _size(node["memory_free_bytes"]),
+                "–" if node["load"] is None else f"{node['load']:.1f}",
             )
         )
     return rows
+
+
+def _host_words(node: dict[str, Any]) -> str:
+    free, total = _size(node["memory_free_bytes"]), _size(node["memory_bytes"])
+    load = "" if node["load"] is None else f"; load {node['load']:.1f}"
+    cpus = f" on {plural(node['cpus'], 'CPU')}" if load and node["cpus"] else ""
+    return f"{node['host']}: {free} of {total} of memory are available{load}{cpus}"
+
+
+def _size(count: int | None) -> str:
+    return "–" if count is None else bytes_text(count)

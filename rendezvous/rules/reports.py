@@ -22,6 +22,8 @@ from elaunch.rendezvous.types import Failure, Generation, Outcome, Terms, host_o
 RANKS_MAX = 1024
 # More than thirty years; no host runs so long.
 _TIME_END_S = 1e9
+# No host has as much memory, and none has as many CPUs or processes that wait for one.
+_BYTES_END, _COUNT_END = 1 << 60, 1 << 30
 _Name = Annotated[str, keep_head(512)]
 _Sentence = Annotated[str, keep_head(1 << 10)]
 
@@ -42,7 +44,8 @@ class RankReport(Bounded):
     `state` is starting (it has no process yet), running, stopped (by SIGSTOP or a debugger), exited or done.
     `step` is -1 and `phase` empty where none was reported.
 
-    `step_s` is the time of a step over the last ones, `reported_ago_s` the time since the last report.
+    `step_s` is the time of a step over the last ones, `reported_ago_s` the time since the last report. `memory_bytes`
+    is the resident memory of its process, without the processes that it has started.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class RankReport(Bounded):
     phase: Annotated[str, keep_head(128)] = ""
     step_s: float | None = None
     reported_ago_s: float | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ class NodeReport(Bounded):
     `state` is waiting, running, stopping, done or ended. `generation` is what its workers run, or ran last, -1 for
     none; they were started `workers_age_s` ago. `waiting` says what the node waits for, `trouble` what is wrong with
     the store.
+
+    The host has `memory_bytes`, of which `memory_free_bytes` are available, `cpus`, and a load of `load` over the last
+    minute.
     """
 
     node_id: _Name
@@ -74,6 +81,10 @@ class NodeReport(Bounded):
     waiting: _Sentence = ""
     trouble: _Sentence = ""
     ranks: tuple[RankReport, ...] = ()
+    memory_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    cpus: int | None = None
+    load: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,10 +164,14 @@ def read_node_report(text: str, node_id: str) -> NodeReport | None:
 
 
 def is_possible(report: NodeReport) -> bool:
-    """Whether its times and its number of ranks are possible. The text that it came in may be anybody's."""
+    """Whether its numbers are possible. The text that it came in may be anybody's."""
     times_s = [report.age_s, report.workers_age_s]
     times_s += [seconds for rank in report.ranks for seconds in (rank.step_s, rank.reported_ago_s)]
-    return len(report.ranks) <= RANKS_MAX and all(at_s is None or 0 <= at_s < _TIME_END_S for at_s in times_s)
+    sizes = [report.memory_bytes, report.memory_free_bytes, *(rank.memory_bytes for rank in report.ranks)]
+    limits = ((times_s, _TIME_END_S), (sizes, _BYTES_END), ((report.cpus, report.load), _COUNT_END))
+    return len(report.ranks) <= RANKS_MAX and all(
+        number is None or 0 <= number < end for numbers, end in limits for number in numbers
+    )
 
 
 def _state(snapshot: Snapshot) -> JobState:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import time
 from collections.abc import Callable
 
@@ -134,3 +137,24 @@ def test_a_burst_is_refused_with_a_sentence() -> None:
 
 def _until(fact: Callable[[], bool], act: Callable[[], None]) -> None:
     wait_for(lambda: (act(), fact())[1], "the answer in the store")
+
+
+def test_an_answer_has_the_memory_of_a_rank_and_of_its_host() -> None:
+    driver = started()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    seen = WorkersSeen(0, 1.0, (RankReport(0, 0, os.getpid()), RankReport(1, 1, -1), RankReport(2, 2, ended.pid)))
+    offered: list[Txn] = []
+    answers = Answers(lambda: driver.agent, lambda now_s: seen, offered.append, "", time.monotonic())
+    heard = Heard("status")
+
+    answers.asked(heard)  # type: ignore[arg-type]
+
+    node = json.loads(heard.answer)["node"]
+    mine, starting, gone = (rank["memory_bytes"] for rank in node["ranks"])
+    # The interpreter alone has more than a MiB.
+    assert 1 << 20 < mine < node["memory_bytes"]
+    assert (starting, gone) == (None, None)
+    assert 0 < node["memory_free_bytes"] <= node["memory_bytes"]
+    assert node["cpus"] >= len(os.sched_getaffinity(0))
+    assert node["load"] >= 0

@@ -36,7 +36,8 @@ def test_a_worker_without_a_process_is_only_starting() -> None:
 
 
 def test_a_report_that_is_none_or_anothers_is_left_out() -> None:
-    report = encode(node_report(started().agent, 77, 12.5, WorkersSeen(0, 3.0, RANKS)))
+    whole = node_report(started().agent, 77, 12.5, WorkersSeen(0, 3.0, RANKS))
+    report = encode(whole)
 
     assert read_node_report(report, "stranger-00000001") is None
     assert read_node_report("[" * 100_000, "x") is None
@@ -44,6 +45,8 @@ def test_a_report_that_is_none_or_anothers_is_left_out() -> None:
         changed = report.replace('"age_s":12.5', f'"age_s":{impossible}')
         assert changed != report
         assert read_node_report(changed, started().agent.me.node_id) is None
+    for changed in (replace(whole, memory_bytes=-1), replace(whole, load=float("inf")), replace(whole, cpus=1 << 40)):
+        assert read_node_report(encode(changed), whole.node_id) is None
     assert read_node_report(report.replace('"pid":77', '"pid":"77"'), started().agent.me.node_id) is None
 
 

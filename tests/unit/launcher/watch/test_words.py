@@ -39,9 +39,11 @@ FIRST = Generation(0, OpenKind.START, "the job starts")
 
 def node(number: int, host: str, ranks: range, step: int = 1200, **changes: object) -> NodeReport:
     reports = tuple(
-        RankReport(rank, local, 100 + rank, "running", step + local, "", 0.21, 0.4) for local, rank in enumerate(ranks)
+        RankReport(rank, local, 100 + rank, "running", step + local, "", 0.21, 0.4, 3 << 28)
+        for local, rank in enumerate(ranks)
     )
-    made = NodeReport(f"{host}-{number:08}", host, 99, "running", 300.0, 1, 123.0, ranks=reports)
+    memory = {"memory_bytes": 64 << 30, "memory_free_bytes": 40 << 30, "cpus": 8, "load": 2.04}
+    made = NodeReport(f"{host}-{number:08}", host, 99, "running", 300.0, 1, 123.0, ranks=reports, **memory)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -65,10 +67,11 @@ job night: running, generation 1 for 2 min 3 s
   failure   2 min 5 s ago: rank 3 (local rank 1 on node-b, pid 4711) raised ValueError: loss is nan in generation 0
             at /home/me/train.py:41 in step
             lower the learning rate
+  host      node-a: 40 GiB of 64 GiB of memory are available; load 2.0 on 8 CPUs
 
-rank   host    pid  state      step  step time  last report
-0      node-a  100  running    1200  210 ms     0 s ago
-1      node-a  101  running    1201  210 ms     0 s ago
+rank   host    pid  state      step  step time  last report  memory
+0      node-a  100  running    1200  210 ms     0 s ago      768 MiB
+1      node-a  101  running    1201  210 ms     0 s ago      768 MiB
 2–3    node-b  –    no answer
 spare  node-c  –    waiting
 node-b did not answer within 3 s; its lease still holds
@@ -86,8 +89,8 @@ def test_a_large_job_is_shown_by_node_unless_each_rank_is_asked_for() -> None:
     assert len(record["ranks"]) > RANKS_SHOWN
     assert by_node[0][0] == "host"
     assert by_node[1:3] == [
-        ("n0", "0–7", "running", "100–107", "210 ms", "0 s ago"),
-        ("n1", "8–15", "running", "101–108", "210 ms", "0 s ago"),
+        ("n0", "0–7", "running", "100–107", "210 ms", "0 s ago", "6 GiB", "40 GiB", "2.0"),
+        ("n1", "8–15", "running", "101–108", "210 ms", "0 s ago", "6 GiB", "40 GiB", "2.0"),
     ]
     assert len(by_rank) == 65
     assert "--ranks shows each rank" in text_of(record)
