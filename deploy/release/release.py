@@ -64,7 +64,9 @@ def write_notes(version: str) -> Path:
     if section is None:
         raise Unfit(f"CHANGELOG.md has no section of {version}; add `## {version}` with what users will notice")
     if "unreleased" in section.splitlines()[0]:
-        print(f"release: CHANGELOG.md calls {version} unreleased; put the date there before the upload", file=sys.stderr)
+        print(
+            f"release: CHANGELOG.md calls {version} unreleased; put the date there before the upload", file=sys.stderr
+        )
     notes = DIST / f"notes-{version}.md"
     notes.write_text(f"# elaunch {section}")
     return notes
@@ -76,7 +78,8 @@ def leaves_torch_alone(wheel: Path) -> None:
     report = json.loads(run(command))
     names = [each["metadata"]["name"].lower() for each in report["install"]]
     if taken := [name for name in names if OTHERS_CHOICE.match(name)]:
-        raise Unfit(f"beside the packages of this environment pip would install {', '.join(taken)}; loosen pyproject.toml")
+        others = ", ".join(taken)
+        raise Unfit(f"beside what is installed here pip would install {others}: pyproject.toml asks for too much")
 
 
 def interpreters() -> Iterator[tuple[str, str]]:

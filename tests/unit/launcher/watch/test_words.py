@@ -113,7 +113,7 @@ def test_ranks_of_an_older_generation_are_not_shown_as_those_of_the_newest() -> 
 
     assert record["ranks"] == []
     assert record["step"] is None
-    assert ("node-a", "0–1", "stopping", "–", "–", "–") in rows_of(record)
+    assert ("node-a", "0–1", "stopping", "–", "–", "–", "–", "40 GiB", "2.0") in rows_of(record)
 
 
 def test_a_job_that_ended_or_forms_says_so() -> None:
