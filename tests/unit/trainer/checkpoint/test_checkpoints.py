@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -31,7 +33,7 @@ from elaunch.trainer.files import sweep, write_durably
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.state.tree import PerRank, flatten
-from tests.harness import DEADLINE_S
+from tests.harness import DEADLINE_S, wait_for
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -593,6 +595,28 @@ def test_a_rank_that_dies_while_it_writes_ends_the_checkpoint(tmp_path: Path) ->
     ended.wait()
 
     assert ended.failure == "rank 2 is gone or has failed: connection closed by peer"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_rank_still_writes_to_is_deleted_for_good(tmp_path: Path) -> None:
+    storage, is_over = LocalStorage(tmp_path), threading.Event()
+
+    def write(folder: LocalFolder) -> None:
+        numbers = itertools.count()
+        with contextlib.suppress(FileNotFoundError):
+            while not is_over.is_set():
+                (folder.path / f"__1_{next(numbers)}.distcp").touch()
+
+    for step in range(5):
+        folder = storage.begin(Mark(0, step), "ab", shared=True)
+        writer = threading.Thread(target=write, args=(folder,))
+        writer.start()
+        wait_for(lambda folder=folder: len(folder.names()) > 100, "the other rank to write")  # type: ignore[misc]
+        storage.abandon(folder)
+        is_over.set()
+        writer.join(DEADLINE_S)
+        is_over.clear()
+
     assert list(tmp_path.iterdir()) == []
 
 
