@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import pickle
@@ -13,6 +11,8 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -598,24 +598,23 @@ def test_a_rank_that_dies_while_it_writes_ends_the_checkpoint(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+WRITER = """
+import itertools, pathlib, sys
+for number in itertools.count():
+    pathlib.Path(sys.argv[1], f"__1_{number}.distcp").touch()
+"""
+
+
 def test_a_folder_that_another_rank_still_writes_to_is_deleted_for_good(tmp_path: Path) -> None:
-    storage, is_over = LocalStorage(tmp_path), threading.Event()
+    storage = LocalStorage(tmp_path)
 
-    def write(folder: LocalFolder) -> None:
-        numbers = itertools.count()
-        with contextlib.suppress(FileNotFoundError):
-            while not is_over.is_set():
-                (folder.path / f"__1_{next(numbers)}.distcp").touch()
-
-    for step in range(5):
+    for step in range(3):
         folder = storage.begin(Mark(0, step), "ab", shared=True)
-        writer = threading.Thread(target=write, args=(folder,))
-        writer.start()
-        wait_for(lambda folder=folder: len(folder.names()) > 100, "the other rank to write")  # type: ignore[misc]
-        storage.abandon(folder)
-        is_over.set()
-        writer.join(DEADLINE_S)
-        is_over.clear()
+        command = [sys.executable, "-S", "-c", WRITER, str(folder.path)]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as writer:
+            wait_for(lambda folder=folder: len(folder.names()) > 200, "the other rank to write")  # type: ignore[misc]
+            storage.abandon(folder)
+            writer.kill()
 
     assert list(tmp_path.iterdir()) == []
 

@@ -87,16 +87,23 @@ def test_of_two_requests_both_note_the_signal_and_the_program_gets_it_once_when_
 
 
 def test_a_request_that_is_left_before_a_later_one_does_not_take_its_signals_away() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    first, second = StopRequest(), StopRequest()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
+    handled: list[int] = []
+
+    def handle(signum: int, _: object) -> None:
+        handled.append(signum)
+
+    before = signal.signal(signal.SIGTERM, handle)
     try:
+        first, second = StopRequest(), StopRequest()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
         signal.raise_signal(signal.SIGTERM)
         noted = second.signum
-    finally:
         second.__exit__(SystemExit, SystemExit(), None)
+        after = signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
-    assert noted == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert (noted, handled) == (signal.SIGTERM, [])
+    assert after is handle
