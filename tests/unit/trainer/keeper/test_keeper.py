@@ -498,13 +498,16 @@ def test_a_stop_for_one_of_two_keepers_makes_the_state_of_the_other_durable_too(
 
 def test_a_signal_stops_the_loop_of_the_keeper_that_was_entered_first_too(tmp_path: Path) -> None:
     one, other = Job(name="one", checkpoints=tmp_path / "one"), Job(name="other")
-
-    with contextlib.suppress(SystemExit), one.keeper, other.keeper:
-        for step in one.keeper.steps(9):
-            if step == 4:
-                signal.raise_signal(signal.SIGTERM)
-            with one.keeper.commit():
-                one.optimizer.step()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with contextlib.suppress(SystemExit), one.keeper, other.keeper:
+            for step in one.keeper.steps(9):
+                if step == 4:
+                    signal.raise_signal(signal.SIGTERM)
+                with one.keeper.commit():
+                    one.optimizer.step()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
     assert one.keeper.step == 4
     assert list((tmp_path / "one").glob("generation-*-step-00000004"))
