@@ -9,8 +9,8 @@ from pathlib import Path
 
 from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import PREFIX
+from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import JobSpec
 
 
 class Streams(IntFlag):

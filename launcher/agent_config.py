@@ -16,7 +16,7 @@ from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import may_import_torch
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import Planned
-from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
+from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 
 # What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
 DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")

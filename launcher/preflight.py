@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options.options import Options
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 
 # These import modules by names that a text need not show.
 _HIDING = {"importlib", "pickle", "pkgutil", "runpy", "__import__", "exec", "eval"}

@@ -16,7 +16,8 @@ from elaunch.agent.core.entries import of_failure
 from elaunch.agent.core.failures import chain_start
 from elaunch.agent.workers.error_file import read_error_file
 from elaunch.rendezvous.codec import parse_json
-from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, ProgramKind
+from elaunch.rendezvous.job_spec import JobSpec, ProgramKind
+from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 
 _TAIL_LINES = 20
 # Lines that are shown from each end of a traceback. A longer one comes from a recursion, or has a long message.

@@ -82,13 +82,13 @@ def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], qu
 
 def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) -> tuple[frozenset[int], bool]:
     """The workers that may be the cause, and whether their stacks say so."""
-    from elaunch.agent.core.waits import Doing, doing
+    from elaunch.agent.core.waits import Doing, doing, waits_for_ranks
 
     everybody = frozenset(standings)
-    known = {rank: doing(stack) for rank, stack in stacks.items() if rank in everybody}
-    held = frozenset(rank for rank, what in known.items() if what in (Doing.STOPPED, Doing.TRACED))
-    waiting = frozenset(rank for rank, what in known.items() if what.is_for_ranks)
-    elsewhere = frozenset(rank for rank, what in known.items() if what is not Doing.UNKNOWN) - waiting
-    if found := held or (elsewhere if waiting else frozenset()):
+    known = {rank: stack for rank, stack in stacks.items() if rank in everybody}
+    held = frozenset(rank for rank, stack in known.items() if doing(stack) in (Doing.STOPPED, Doing.TRACED))
+    waits = {rank: waits_for_ranks(stack) for rank, stack in known.items()}
+    elsewhere = frozenset(rank for rank, is_waiting in waits.items() if is_waiting is False)
+    if found := held or (elsewhere if True in waits.values() else frozenset()):
         return found, True
     return everybody, False

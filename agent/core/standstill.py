@@ -15,7 +15,7 @@ from enum import Enum
 
 from elaunch.agent.core.stack_groups import Stack, place_words, ranks_words
 from elaunch.agent.core.still import Standstill
-from elaunch.agent.core.waits import Doing, does_where, doing, helpers_work
+from elaunch.agent.core.waits import Doing, does_where, doing, helpers_work, waits_for_ranks
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.hang_records import GROUPS_MAX, StillGroup, StillKind, StillNode
 
@@ -214,7 +214,7 @@ def _place(stack: Stack) -> object:
     main = stack.main
     if main is None:
         return None
-    if main.is_active:
+    if main.is_active and doing(stack) is not Doing.GPU:
         return main.frames, main.values
     return tuple(frame for frame in main.frames if frame.is_users), doing(stack)
 
@@ -227,7 +227,7 @@ def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
         return StillKind.STOPPED
     if what is Doing.UNKNOWN:
         return StillKind.WAITS if stack.waits else StillKind.UNKNOWN
-    if what.is_for_ranks:
+    if waits_for_ranks(stack):
         return StillKind.WAITS
     if sort is Sort.OUTSTANDS and what is Doing.RUNS:
         # What lets no other thread run Python does something itself: a rank that waits for its GPU does not.
@@ -241,7 +241,9 @@ def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
 
 def _may_compute(stack: Stack, sort: Sort) -> bool:
     """Whether its GPU may still do what the program gave it before the collective that it waits for."""
-    return sort is Sort.OUTSTANDS and not doing(stack).is_for_ranks and not stack.has_begun
+    what = doing(stack)
+    is_on_gpu = what is Doing.GPU or (sort is Sort.OUTSTANDS and not what.is_for_ranks)
+    return is_on_gpu and not stack.has_begun
 
 
 def _does(kind: StillKind, stack: Stack) -> str:

@@ -9,10 +9,11 @@ from elaunch.agent.core.actions import Action, Exit
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.phases import NOT_JOINED, Clearing, Exited, Phase, Stopping
 from elaunch.records import dataclass
+from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Failure, JobSpec, Node, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, Node, Outcome, OutcomeKind
 
 # A shorter wait is not worth a line in the log.
 WORTH_A_WORD_S = 2.0

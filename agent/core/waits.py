@@ -93,6 +93,17 @@ def thread_doing(thread: ThreadStack) -> Doing:
     return by_call or Doing.OTHER
 
 
+def waits_for_ranks(stack: Stack) -> bool | None:
+    """Whether it waits for other ranks; None if nobody can tell.
+
+    A commit of the Keeper waits for the GPU. Torch's flight recorder says whether that one is in a collective.
+    """
+    what = doing(stack)
+    if what is Doing.UNKNOWN or (what is Doing.GPU and not stack.entered):
+        return None
+    return what.is_for_ranks or (what is Doing.GPU and stack.waits)
+
+
 def doing_words(stack: Stack) -> str:
     """The same for people, with the name of the collective, or of the file."""
     what, main = doing(stack), stack.main

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.types import Program
+from elaunch.rendezvous.job_spec import Program
 
 BOOT_VARIABLE = "ELAUNCH_BOOT"
 # The first word of the variable in a fresh worker, which is not to pause.

@@ -16,7 +16,7 @@ from elaunch.agent.environment import arguments
 from elaunch.agent.forkserver.boot import NEEDED, hooked
 from elaunch.agent.forkserver.server import Child
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
-from elaunch.rendezvous.types import Program, ProgramKind
+from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 # The number of the crash file among the descriptors that came with the order.
 _CRASH_FD = 4

@@ -14,7 +14,7 @@ from typing import Any
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
 from elaunch.records import dataclass
-from elaunch.rendezvous.types import Program
+from elaunch.rendezvous.job_spec import Program
 
 _ORDER_WAIT_S = 60.0
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.environment import RANK_VARIABLES
-from elaunch.rendezvous.types import Program, ProgramKind
+from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 
 def why_not(program: Program, loaded_at_start: Collection[str], looked_up: Collection[str], control_fd: int) -> str:

@@ -22,7 +22,7 @@ from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver.fork_safety import cuda_is_on, open_files, shadows
 from elaunch.agent.forkserver.selection import Load, Selection, select
 from elaunch.agent.linux import die_with_parent
-from elaunch.rendezvous.types import Program
+from elaunch.rendezvous.job_spec import Program
 
 
 class Unsuited(Exception):

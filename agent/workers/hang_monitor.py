@@ -90,17 +90,8 @@ class HangMonitor:
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take stacks in a thread; posts `StacksTaken`."""
-        group, post = self._current.group, self._reporter.post
-        recorders = {group.rank(local): each for local, each in group.recorders.items() if local in order.local_ranks}
-
-        def taken(found: tuple[Stack, ...]) -> None:
-            try:
-                found = _with_evidence(found, recorders)
-            finally:
-                # The core waits for an answer.
-                post(StacksTaken(order.generation, found))
-
-        _take(self._pids(order.local_ranks), taken)
+        post = self._reporter.post
+        self._take(order.local_ranks, lambda found: post(StacksTaken(order.generation, found)))
 
     def take_stacks(self, order: TakeStacks) -> None:
         """Take the stacks of workers that have gone silent, and write them to the log; posts `WorkersHung`."""
@@ -121,7 +112,7 @@ class HangMonitor:
             failure = self._failure(group, suspect.local_rank, suspect.message)
             self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=suspect.is_blameless)))
 
-        _take(self._pids(order.local_ranks), taken)
+        self._take(order.local_ranks, taken)
 
     def keep_stacks(self, order: KeepStacks) -> None:
         """Write stacks to the generation's folder, if the user keeps logs."""
@@ -150,10 +141,20 @@ class HangMonitor:
         failure = self._failure(group, order.local_rank, order.message)
         self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=order.is_blameless)))
 
-    def _pids(self, local_ranks: frozenset[int]) -> dict[int, int]:
-        """By rank."""
+    def _take(self, local_ranks: frozenset[int], then: Callable[[tuple[Stack, ...]], None]) -> None:
+        """Call `then` in a thread, with the stacks of these workers and with what torch's flight recorders say."""
         group = self._current.group
-        return {group.rank(local): pid for local, pid in group.pids.items() if local in local_ranks}
+        pids = {group.rank(local): pid for local, pid in group.pids.items() if local in local_ranks}
+        recorders = {group.rank(local): each for local, each in group.recorders.items() if local in local_ranks}
+
+        def taken(found: tuple[Stack, ...]) -> None:
+            try:
+                found = _with_evidence(found, recorders)
+            finally:
+                # The core waits for an answer.
+                then(found)
+
+        _take(pids, taken)
 
     def _failure(self, group: WorkerGroup, local_rank: int, message: str) -> Failure:
         failure = self._reporter.node_failure(FailureKind.HANG, group.generation, message)

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from elaunch.rendezvous.types import Program
+from elaunch.rendezvous.job_spec import Program
 
 _VERSION = re.compile(r"^__version__ = ['\"]([^'\"]{1,80})['\"]", re.MULTILINE)
 

@@ -20,7 +20,7 @@ from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.stdio import Stdio
 from elaunch.agent.workers.store_control import StoreControl
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 
 
 class Spawner:

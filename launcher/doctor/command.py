@@ -23,7 +23,7 @@ from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.preflight import check_log_dir, check_program
 from elaunch.launcher.resources import detect
 from elaunch.launcher.store.plan import Planned, plan
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 
 HELP = """\
 Usage: elaunch doctor [--json] [options of a job] [script.py args…]

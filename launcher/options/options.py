@@ -22,7 +22,7 @@ from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.launcher.options.values import Raw
 from elaunch.records import dataclass
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 
 
 class Source(IntEnum):

@@ -18,7 +18,7 @@ from elaunch.launcher.options.shell_words import is_one_line, joined, quoted
 from elaunch.launcher.preflight import check_script
 from elaunch.launcher.submit.flags import Flag, Submission, help_text, take
 from elaunch.records import dataclass
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 
 FLAGS = (
     Flag("nodes", "MIN:MAX", "number of nodes, or a range: the job goes on while MIN nodes are left [1]"),

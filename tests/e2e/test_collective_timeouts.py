@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, free_ports, preloading, script
+from tests.harness import Job, on_two_nodes, preloading, script
 
 # In generation 0 rank LATE sleeps before its fifth step, for longer than its peers wait. All ranks have the same batch,
 # so with two or four of them the mean of their gradients is to the bit that of one process.
@@ -94,14 +94,9 @@ def test_a_rank_that_is_stuck_for_good_is_named_and_ended_too(
 
 @pytest.mark.slow
 def test_a_late_rank_of_another_node_is_named_by_its_own_agent_and_is_the_failure(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
     script(tmp_path, PROGRAM)
-    words = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    program = (*WITH_KEEPER, "--max-restarts", "1", "train.py", "kept", "3", "8")
-    env = {"HOME": str(tmp_path), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
 
-    with Job(tmp_path, *words, *program, env=env) as one, Job(tmp_path, *words, *program, env=env) as other:
-        assert [job.wait() for job in (one, other)] == [0, 0], one.output + other.output
+    one, other = on_two_nodes(tmp_path, *WITH_KEEPER, "--max-restarts", "1", "train.py", "kept", "3", "8")
 
     said = one.stderr + other.stderr
     named = r"rank 3 \(local rank 1 on \S+, pid \d+\) did not come to the collective that timed out on ranks? [0-2]"

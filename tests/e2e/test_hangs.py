@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Job, free_ports, script
+from tests.harness import Job, on_two_nodes, script
 
 # A second is the shortest time between two looks at a worker.
 AFTER_S = "3"
@@ -136,15 +136,10 @@ def test_each_way_to_hang_is_told_from_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_on_two_nodes_the_rank_is_named_on_both_and_its_node_has_the_failure(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
     script(tmp_path, PROGRAM)
-    endpoint = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    options = (*endpoint, "--hang-after", AFTER_S, "--on-hang", "restart", "--max-restarts", "1")
-    env = {"HOME": str(tmp_path), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
+    options = ("--hang-after", AFTER_S, "--on-hang", "restart", "--max-restarts", "1")
     # The first node's ranks only wait.
-    program = ("train.py", "python_loop", "3")
-    with Job(tmp_path, *options, *program, env=env) as one, Job(tmp_path, *options, *program, env=env) as other:
-        assert [job.wait() for job in (one, other)] == [0, 0], one.output + other.output
+    one, other = on_two_nodes(tmp_path, *options, "train.py", "python_loop", "3")
 
     words = (
         r"the job seems to hang: rank 3 on \S+ runs in python_loop \(train\.py:\d+\), at the same line in every look"

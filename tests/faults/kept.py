@@ -19,8 +19,8 @@ SIGKILL there. Moments:
     mirror        not a kill: the threads that exchange snapshots do not receive what other nodes send
 
 Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `told` (to
-stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, and, with digests of its state, `halfway` (after step 30) and
-`end`.
+stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, with digests of its state `halfway` (after step 30) and `end`,
+and `left` (with the number of sockets that the Keeper has left open).
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     network = Network()
     model, optimizer = spread(network)
+    sockets = len(open_sockets())
     torch.manual_seed(100 + RANK)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     extra: dict[str, Any] = {"seen": 0}
@@ -183,7 +184,14 @@ def main() -> None:
             moment("committed", step)
         found = digests()
     record("end", step=keeper.step, **found)
+    record("left", sockets=len(open_sockets()) - sockets)
     dist.destroy_process_group()
+
+
+def open_sockets() -> list[str]:
+    """The sockets of this process: those of the process group, and of the Keeper while it is entered."""
+    files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [target for path in files if (target := str(path.readlink())).startswith("socket:")]
 
 
 def spread(network: Network) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ In step LAST rank 1 is asked to stop. Each rank says after which steps it looked
 after which step each training ended.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -71,7 +72,8 @@ def main() -> None:
     try:
         with first.keeper:
             second.keeper.restore()
-            for step in first.keeper.steps(1000):
+            # A checkpoint is due at the end of the first loop.
+            for step in itertools.chain(first.keeper.steps(64), first.keeper.steps(1000)):
                 # As a loop with two micro-batches does.
                 second.keeper.step_begin()
                 second.keeper.step_begin()

@@ -110,19 +110,19 @@ import torch.distributed as dist
 from elaunch.trainer import Keeper
 from elaunch.trainer.memory.mirror import Mirror
 
-wait = Mirror.wait
+settle = Mirror.settle
 
-def mark_and_wait(self):
+def mark_and_settle(self, **given):
     if GENERATION == 0 and RANK < 2 and self._thread is not None:
         open(f"waits{{RANK}}", "w").close()
-    wait(self)
+    return settle(self, **given)
 
 def die():
     while not (os.path.exists("waits0") and os.path.exists("waits1")):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
-Mirror.wait = mark_and_wait
+Mirror.settle = mark_and_settle
 if GENERATION == 0 and RANK == 1:
     Mirror._run = lambda *_: time.sleep(600)
 if GENERATION == 0 and RANK == 2:

@@ -121,16 +121,20 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
 def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
     tmp_path: Path, forker: RankForker, memories: list[Path]
 ) -> None:
-    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", "shards=zero")
-    # Neither node receives the other's part of the snapshots of steps 11 and 16.
-    deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 21) for rank in (0, 1)]
-    assert stormy.generation(0, [*deaf, "together-0-20-0", "together-0-20-1"]) == [-9, -9]
+    options = ("snapshot_every=5", "shards=zero", f"checkpoints={tmp_path / 'checkpoints'}")
+    stormy = Nodes(tmp_path / "stormy", forker, memories, *options)
+    # The snapshot of step 11 reaches no second node.
+    deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 16) for rank in (0, 1)]
+    assert stormy.generation(0, [*deaf, "together-0-15-0", "together-0-15-1"]) == [-9, -9]
+    assert stormy.of("deaf")
     stormy.lose(1)
 
     assert stormy.generation(1) == [0, 0], stormy.said
 
     assert stormy.began(1) == 6
     assert "lost" not in stormy.said
+    # A Keeper that was left has closed the connections of its threads too: of snapshots, pieces and the checkpoint.
+    assert [each["sockets"] for each in stormy.of("left")] == [0, 0]
 
 
 def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
@@ -146,6 +150,8 @@ def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
         assert run.ends_of(ranks) == [0, 0], run.said
 
     assert run.said.count("on its own node only: rank 1 cannot keep it: Is a directory") == 1
+    # After the second snapshot of which this is so, all ranks give up, and one says so.
+    assert run.said.count("there are no more second copies on other nodes (rank 0's part: rank 1 cannot keep it") == 1
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_second_copie
     assert answers[0]["said"] == []
     assert len(answers[1]["said"]) == 1
     assert (
-        f"rank 1: no room in {small_memory} for the second copies of other nodes' parts (No space"
+        f"rank 1: there are no more second copies on other nodes (no room in {small_memory} for other nodes' parts: No "
         in (answers[1]["said"][0])
     )
     assert [path.name for path in nodes.pieces(0)] == ["piece-0-0", "piece-0-1"]

@@ -51,10 +51,11 @@ from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import Request, RetryQueue
 from elaunch.agent.session.store_client import StoreClient
+from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.store import StoreError
-from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Outcome, RankTable
+from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, RankTable
 from tests.sim.groups import KILL, USR1, Worker
 from tests.sim.lines import Gone, Line
 from tests.sim.plans import HostPlan, Program

@@ -16,8 +16,9 @@ from dataclasses import replace
 from elaunch.agent.core.actions import Clear, Commit, Join, SignalWorkers, Spawn, TellWorkers
 from elaunch.agent.core.events import Cleared, Looked, ServiceLost, WorkerExited
 from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.store import Answer, Delete, Put, Txn
-from elaunch.rendezvous.types import FailureKind, JobSpec, Program, ProgramKind, RankTable
+from elaunch.rendezvous.types import FailureKind, RankTable
 from tests.sim.agents import KEYS, AgentProcess, Host
 from tests.sim.checks import Checks, Violation, is_leaders
 from tests.sim.groups import INT, TERM, USR1, Group, Worker

@@ -45,21 +45,12 @@ from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import (
-    Failure,
-    FailureKind,
-    JobSpec,
-    Joined,
-    Node,
-    OutcomeKind,
-    Program,
-    ProgramKind,
-    RankTable,
-)
+from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, OutcomeKind, RankTable
 from tests.harness import seeds
 from tests.unit.agent.job_world import begin_run_lease
 

@@ -180,6 +180,11 @@ class Checkpoints:
         """Until nothing is in the making any more; all ranks call it before they end."""
         self._settle()
 
+    def close(self) -> None:
+        """Close the connections of the threads that write, after `wait`. Those of `group` stay."""
+        if self._writers is not None:
+            self._writers.close()
+
     def _settle(self) -> None:
         """End the checkpoint in the making."""
         writing, self._writing = self._writing, None

@@ -22,6 +22,7 @@ from elaunch.trainer.files import open_regular, read_regular, sync_directory, wr
 
 CORRUPT_SUFFIX = ".corrupt"
 _HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replaced)")
+_OLD = ".old"
 _REPLACED = ".replaced"
 _BLOCK_BYTES = 4 << 20
 
@@ -118,7 +119,10 @@ class LocalStorage:
         publish(_path(folder), manifest.mark)
 
     def abandon(self, folder: Folder) -> None:
-        shutil.rmtree(_path(folder), ignore_errors=True)
+        # First another name: other ranks may still write, and what they add to a folder keeps it from being deleted.
+        with contextlib.suppress(OSError):
+            path = _path(folder)
+            shutil.rmtree(path.rename(path.with_suffix(_OLD)), ignore_errors=True)
 
     def set_aside(self, folder: Folder) -> None:
         with contextlib.suppress(OSError):

@@ -45,7 +45,7 @@ class Stopped(SystemExit):
 
 @dataclass(frozen=True)
 class Wants:
-    """What one rank wants at a look: the next look in `steps` steps at the latest, a snapshot now, a copy of the next
+    """The wants of one rank at a look: the next look in `steps` steps at the latest, a snapshot now, a copy of the next
     step, and copies of all steps until the next look if there are any.
     """
 
@@ -55,7 +55,7 @@ class Wants:
     copies: bool = False
 
     def numbers(self, wish: Wish, speaker: int) -> list[int]:
-        """What the ranks compare, with this rank's reason to stop, and its number if it has something to say.
+        """The numbers that the ranks compare, with this rank's reason to stop; `speaker` is 0 if it has nothing to say.
 
         The greatest counts: one rank can make all stop or look soon, and refuse a copy for all.
         """
@@ -64,7 +64,7 @@ class Wants:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do after a look: `wish` is why they stop now, the rest is as in `Wants`."""
+    """The plan of all ranks after a look: `wish` is why they stop now, the rest is as in `Wants`."""
 
     wish: Wish
     snapshot: bool
@@ -103,7 +103,7 @@ class Boundary:
         self._news = self._news or news
 
     def agreed(self, wants: Wants) -> Agreed:
-        """What all ranks do now, as this one wants it. Collective: every rank gets the same."""
+        """Agree with all ranks on the plan, with this rank's wants. Collective: every rank gets the same."""
         order = self._peers.world_size - self._peers.rank
         wish = max(self._told, self._noted())
         numbers = self._peers.largest(wants.numbers(wish, order if self._news else 0))

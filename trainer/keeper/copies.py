@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Copies:
     """Keeps the state of `training`. `folder` is the node's memory; `storage`, if any, holds the checkpoints.
 
-    All ranks create it together. `save_replicated`, `put_down` and `done` are local to a rank; all other methods are
-    collective. `steps` has the copies of each step, `disk` the checkpoints.
+    All ranks create it together. `save_replicated`, `put_down`, `done` and `close` are local to a rank; all other
+    methods are collective. `steps` has the copies of each step, `disk` the checkpoints.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Copies:
         self._said: set[str] = set()
         self.disk = DiskCopies(training, peers, storage, place.generation, say)
         self._is_durable = storage is not None
-        # What `put_down` stored last: of which version, of which buffers, and the rest.
+        # The version that `put_down` stored last, which buffers that were, and the rest.
         self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
         # How many completed steps `restore` has lost.
         self.repeated = 0
@@ -214,14 +214,14 @@ class Copies:
 
         This may wait for a dead peer, so the caller must not hold a lock that a rescue needs.
         """
-        has_arrived = self._mirror is None or self._mirror.wait()
+        is_full = self._mirror is None or self._mirror.settle(is_kept=self._is_kept)
         if self._newest is None:
             return
         if self._parts is not None:
             # A record is useless without its part.
             is_full = self._parts.wait()
-        else:
-            is_full = self._peers.largest([not (self._is_kept and has_arrived)]) == [0]
+        elif self._mirror is None:
+            is_full = self._peers.largest([not self._is_kept]) == [0]
         if is_full:
             self._full = self._newest
         self._newest = None
@@ -313,18 +313,16 @@ class Copies:
     @property
     def kept_step(self) -> int:
         """The newest step of which there is a copy in memory: on this node, or of this rank's part. 0 if of none."""
+        if self._training.is_in_parts:
+            part = None if self._parts is None else self._parts.kept
+            return 0 if part is None else part.step
         if self._node_memory is None:
             return 0
-        # Of these this rank has stored what it alone has.
+        # This rank has stored what it alone has of these.
         own = [self._full, self._newest if self._is_kept else None, *self.steps.versions]
-        if not self._training.is_in_parts:
-            kept = self._node_memory.memory.versions()
-            # As `decide` does: without a copy of which the large part is there too, the large part begins anew.
-            kept = [each for each in kept if self._training.has_large and each in own] or kept
-        elif self._parts is not None and not self._parts.is_off:
-            kept = [each for each in own if each is not None]
-        else:
-            kept = []
+        kept = self._node_memory.memory.versions()
+        # As `decide` does: without a copy of which the large part is there too, the large part begins anew.
+        kept = [each for each in kept if self._training.has_large and each in own] or kept
         return max(kept).step if kept else 0
 
     def discard_replicated(self, version: Version) -> None:
@@ -348,13 +346,23 @@ class Copies:
         self.before_snapshot()
         self.disk.wait()
 
+    def close(self) -> None:
+        """Close the connections of the threads that copy, after `wait`: then no thread uses them any more."""
+        if self._mirror is not None:
+            self._mirror.close()
+        if self._parts is not None:
+            self._parts.close()
+        self.disk.close()
+
     def _mirrored(self) -> Mirror | None:
         """The mirror that sends records to a second node; None if there is no second node or no memory. Collective."""
         node_memory = self._node_memory
         nodes = self._peers.from_all("" if node_memory is None else node_memory.node)
         if node_memory is None or not all(nodes) or len(set(nodes)) == 1:
             return None
-        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).mirrored, self._say_once)
+        lost = "the communication hook" if self._training.has_large else "the random state of its ranks"
+        loss = f"if a node is lost, {lost} begins anew"
+        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).mirrored, self._say_once, loss=loss)
 
     def _say_nothing_is_there(self, done: int) -> None:
         self.repeated = done

@@ -19,7 +19,7 @@ from elaunch.trainer.state.version import Version
 class DiskCopies:
     """The checkpoints in `storage` of generation `generation`; with None there are none, and every call does nothing.
 
-    `look` and `where_to_go_on` are local to a rank; all other methods are collective.
+    `look`, `close` and `where_to_go_on` are local to a rank; all other methods are collective.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class DiskCopies:
         if self._checkpoints is None or version.step in (0, self._newest):
             return
         self._newest = version.step
-        # Of a replicated state rank 0 alone writes.
+        # Rank 0 alone writes a replicated state, and only it needs what the others have for themselves.
         of_all = self._peers.from_all(own()) if self._training.is_in_parts else self._peers.to_rank_0(own()) or []
         random, per_rank = ([its[name] for its in of_all if name in its] for name in ("random", "per_rank"))
         self._checkpoints.save_async(version.step, self._training.whole(random, per_rank))
@@ -92,6 +92,11 @@ class DiskCopies:
         """Wait until the checkpoint that was begun is complete."""
         if self._checkpoints is not None:
             self._checkpoints.wait()
+
+    def close(self) -> None:
+        """Close the connections of the checkpoints' threads, after `wait`."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
     def failure(self) -> str:
         """Why the newest checkpoint failed, or "". After a failure the checkpoint may be written again."""

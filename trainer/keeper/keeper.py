@@ -358,6 +358,7 @@ class Keeper:
             self._state.give_up()
         # After an error the end of the process closes them. Then the agent hears first which rank has failed.
         if error is None or isinstance(error, Stopped):
+            self._copies.close()
             self._peers.close()
 
     def _listen_no_more(

@@ -20,7 +20,7 @@ _REFUSALS_MAX = 3
 class OutsideChanges:
     """Compares the tensors of `live` with what they were at the end of the last commit, which `note` tells.
 
-    Until then nothing counts as changed. Of the optimizers' states some tensors are compared after each commit, all of
+    Until then nothing counts as changed. Some tensors of the optimizers' states are compared after each commit, all of
     them in turn.
     """
 
@@ -49,7 +49,7 @@ class OutsideChanges:
         self._noted = None
 
     def found(self, step: int) -> str:
-        """What has changed since the commit of `step`, as a sentence; "" if nothing has."""
+        """A sentence that names the change since the commit of `step`; "" if there is none."""
         if self._noted is None or self._sentence:
             return self._sentence
         now = self._live.seen(self._turn)

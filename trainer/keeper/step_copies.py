@@ -40,7 +40,7 @@ class StepCopies:
         self._training, self._peers, self._parts, self._say = training, peers, parts, say
         self._keep = keep if parts is not None or training.has_large else None
         self.pace, self._measures = Pace(copy_every, 0, _FRESH), copy_every is None
-        # The newest two. Of a communication hook's state all ranks have them.
+        # The newest two. All ranks have these copies of a communication hook's state.
         self.versions: list[Version] = []
         # If all copies must be compared ones, there are snapshots only.
         self.is_off = False

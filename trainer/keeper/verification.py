@@ -33,7 +33,7 @@ class Differs(RuntimeError):
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank says: its host, a digest of which tensors it has, and a digest of their values."""
+    """The account of one rank: its host, a digest of which tensors it has, and a digest of their values."""
 
     host: str
     holds: str
@@ -90,7 +90,7 @@ class Verification:
         tensors = self._tensors()
         found = digests({name: tensor for name, (tensor, _) in tensors.items()})
         holds = [(name, str(tensor.dtype), tuple(tensor.shape), part) for name, (tensor, part) in tensors.items()]
-        # Of a replicated state all ranks have the same tensors, or something is wrong.
+        # All ranks have the same tensors of a replicated state, or something is wrong.
         held = hashlib.sha256(repr(holds).encode()).hexdigest() if self._training.is_in_parts else ""
         told = self._peers.from_all(Told(socket.gethostname(), held, total(found)))
         wrong = differing(told)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,43 +16,71 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.version import Piece, Version
 
 
+@dataclass
+class _Ended:
+    """How an exchange has ended on this rank: whether its own piece is whole, and what people must know.
+
+    `why` says why this rank could not send or keep a piece, empty if it could. `is_broken` says that it cannot speak to
+    another node any more, and `is_by_other` that `why` says no more than that another rank has left.
+    """
+
+    is_whole: bool = True
+    why: str = ""
+    is_broken: bool = False
+    is_by_other: bool = False
+    sentences: list[str] = field(default_factory=list)
+
+
 class Mirror:
     """Sends this rank's pieces to the next node's memory, and receives those of the node before.
 
     `nodes` names each rank's node; with one node there is nobody to send to. All ranks create it together, and then
-    call `exchange` in the same order. `pair` returns the slots in this node's memory for a rank's pieces. `say` gets a
-    sentence for each piece that has no second copy.
+    call `exchange` and `settle` in the same order. `pair` returns the slots in this node's memory for a rank's pieces.
+    `say` gets a sentence for each piece that has no second copy, and one when all ranks give second copies up. `loss`
+    is the end of that one: what happens to a lost node then.
     """
 
     def __init__(
-        self, peers: Peers, nodes: Sequence[str], pair: Callable[[int], Slots], say: Callable[[str], None]
+        self, peers: Peers, nodes: Sequence[str], pair: Callable[[int], Slots], say: Callable[[str], None], *, loss: str
     ) -> None:
         self.targets = mirrors(nodes)
-        self._rank, self._world_size = peers.rank, peers.world_size
+        self._peers, self._say, self._loss = peers, say, loss
         self._target = self.targets[peers.rank]
         self._pairs = {rank: pair(rank) for rank, target in enumerate(self.targets) if target == peers.rank}
-        self._peers: Peers | None = None
+        self._channel: Peers | None = None
         if self._target is not None:
             # Connections of its own: messages of other threads must not mix with these.
-            self._peers = peers.apart("mirror")
-            self._peers.meet([self._target, *self._pairs])
-        self._say = say
+            self._channel = peers.apart("mirror")
+            self._channel.meet([self._target, *self._pairs])
         self._thread: threading.Thread | None = None
         self._is_finished = threading.Event()
-        # A sentence for each piece that has no second copy; empty if another rank says why.
-        self._trouble: list[str] = []
+        # How the last exchange has ended; None once `settle` has told it.
+        self._ended: _Ended | None = None
+        # Whether a second copy of the last snapshot is missing. All ranks have agreed on that.
+        self._has_missed = False
 
     @property
     def is_on(self) -> bool:
-        """Whether pieces are sent to another node."""
-        return self._peers is not None
+        """Whether pieces are sent to another node. The same on all ranks."""
+        return self._channel is not None
 
-    def give_up(self) -> None:
-        """Send and keep nothing from now on: there is no room. All ranks call it, and no exchange runs."""
-        self.delete()
-        if self._peers is not None:
-            self._peers.close()
-        self._target, self._pairs, self._peers = None, {}, None
+    def give_up(self, why: str) -> None:
+        """Send and keep nothing from now on, and say `why` if it is not empty. All ranks call it. No exchange runs."""
+        if why:
+            self._say(
+                f"rank {self._peers.rank}: there are no more second copies on other nodes ({why}); killed workers cost "
+                f"no more than before, but {self._loss}"
+            )
+        # A file that cannot be deleted goes with the job.
+        with contextlib.suppress(OSError):
+            self.delete()
+        self.close()
+        self._target, self._pairs, self._channel = None, {}, None
+
+    def close(self) -> None:
+        """Close the connections. No exchange runs on this rank."""
+        if self._channel is not None:
+            self._channel.close()
 
     @property
     def has_finished(self) -> bool:
@@ -60,7 +90,10 @@ class Mirror:
     @property
     def has_arrived(self) -> bool:
         """Whether this rank's last piece, and those sent to it, are on both nodes."""
-        return not (self._thread and self._thread.is_alive()) and not self._trouble
+        if self._ended is None:
+            return not self._has_missed
+        is_over = self._thread is None or not self._thread.is_alive()
+        return is_over and self._ended.is_whole and not self._ended.why
 
     def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
         """Whether the next slots for other ranks' pieces have these lengths, by rank."""
@@ -77,79 +110,98 @@ class Mirror:
             pair.delete()
 
     def exchange(self, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]) -> None:
-        """Begin to send what `finish` returns, and to receive other ranks' pieces of `version`.
+        """Begin to send what `finish` returns, and to receive other ranks' pieces of `version`, after `settle`.
 
         `finish` completes this rank's piece, in the thread; None says that there is none. The region must not change
         until the next call. A received piece does not overwrite one of a version in `spare`.
         """
-        self.wait()
         self._is_finished.clear()
+        self._ended = _Ended()
         # A daemon thread: a process that ends does not wait for its peers.
-        self._thread = threading.Thread(target=self._run, args=(finish, version, spare), name="mirror", daemon=True)
+        given = (self._ended, finish, version, spare)
+        self._thread = threading.Thread(target=self._run, args=given, name="mirror", daemon=True)
         self._thread.start()
 
-    def wait(self) -> bool:
-        """Wait for the last exchange. Returns whether this rank's piece and those sent to it are whole and verified."""
+    def settle(self, *, is_kept: bool = True) -> bool:
+        """Wait for the last exchange. Returns whether all ranks' pieces are whole, and on both nodes. Collective.
+
+        `is_kept` says that this rank has kept all that belongs to its piece. A second copy that fails costs one
+        snapshot. If that happens twice in a row, or if a rank cannot speak to another node any more, all ranks give
+        second copies up together, and one of them says why. From then on a piece on its own node is enough.
+        """
         if self._thread is not None:
             self._thread.join()
-        self._thread, trouble, self._trouble = None, self._trouble, []
-        for sentence in trouble:
-            if sentence:
-                self._say(sentence)
-        return not trouble
+        ended, self._thread, self._ended = self._ended, None, None
+        if ended is None:
+            return True
+        for sentence in ended.sentences:
+            self._say(sentence)
+        facts = [not (is_kept and ended.is_whole), bool(ended.why), ended.is_broken]
+        is_torn, misses, is_broken = self._peers.largest(facts)
+        if is_broken or (misses and self._has_missed):
+            self.give_up(ended.why if self._is_to_say(ended) else "")
+            misses = 0
+        self._has_missed = bool(misses)
+        return not (is_torn or misses)
 
-    def _run(self, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]) -> None:
+    def _is_to_say(self, ended: _Ended) -> bool:
+        """Whether this rank says why: it is the lowest of those that know more than that another rank has left."""
+        world_size = self._peers.world_size
+        order = world_size - self._peers.rank + world_size * (not ended.is_by_other) if ended.why else 0
+        return self._peers.largest([order]) == [order]
+
+    def _run(
+        self, ended: _Ended, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]
+    ) -> None:
         region = None
         try:
             region = finish()
             self._is_finished.set()
         # The outermost frame of the thread. Other ranks wait for this rank's piece, so they get an empty one.
         except Exception as error:
-            self._trouble.append(f"rank {self._rank}'s part of the snapshot is not whole: {_reason(error)}")
+            ended.is_whole = False
+            ended.sentences.append(f"rank {self._peers.rank}'s part of the snapshot is not whole: {_reason(error)}")
+        if self._channel is None:
+            return
         try:
-            if self._peers is not None:
-                self._exchange(self._peers, region, version, spare)
-        except PeerLost:
-            # A rank has died, or has said why it stops.
-            self._trouble.append("")
+            self._exchange(self._channel, ended, region, version, spare)
         except Exception as error:
-            self._trouble.append(f"{self._lacks_copy(self._rank, _reason(error))}; no further one gets a second copy")
             # Nobody knows what the next message would be.
-            if self._peers is not None:
-                self._peers.close()
+            self._channel.close()
+            ended.why, ended.is_broken, ended.is_by_other = _reason(error), True, isinstance(error, PeerLost)
 
-    def _exchange(self, peers: Peers, region: Tensor | None, version: Version, spare: Collection[Version]) -> None:
+    def _exchange(
+        self, channel: Peers, ended: _Ended, region: Tensor | None, version: Version, spare: Collection[Version]
+    ) -> None:
         image = torch.empty(0, dtype=torch.uint8) if region is None else region
         if self._target is not None:
-            peers.begin_send(image, self._target)
+            channel.begin_send(image, self._target)
         for rank, pair in self._pairs.items():
-            self._receive(peers, Piece(version, self._world_size, rank), pair, spare)
-        peers.flush()
+            if why := self._receive(channel, Piece(version, self._peers.world_size, rank), pair, spare):
+                ended.why = f"rank {rank}'s part: {why}"
+                ended.sentences.append(f"rank {rank}'s part of the snapshot is on its own node only: {why}")
+        channel.flush()
 
-    def _receive(self, peers: Peers, piece: Piece, pair: Slots, spare: Collection[Version]) -> None:
-        length = peers.length_from(piece.rank)
+    def _receive(self, channel: Peers, piece: Piece, pair: Slots, spare: Collection[Version]) -> str:
+        """Receive a piece, if that rank has one. Returns why it is not kept, empty if it is."""
+        length = channel.length_from(piece.rank)
         if not length:
-            self._trouble.append("")
-            return
+            return ""
         try:
             slot = pair.older(spare)
             slot.discard()
             slot.grow(length)
             region = slot.raw(length)
-        except OSError as error:
-            # The sender waits until its piece is received.
-            peers.receive(torch.empty(length, dtype=torch.uint8), piece.rank)
-            self._trouble.append(self._lacks_copy(piece.rank, f"rank {self._rank} cannot keep it: {error.strerror}"))
-            return
-        peers.receive(region, piece.rank)
+        # Any error: the sender waits until its piece is received, and sends the next one.
+        except Exception as error:
+            channel.skip(length, piece.rank)
+            return f"rank {self._peers.rank} cannot keep it: {_reason(error)}"
+        channel.receive(region, piece.rank)
         try:
             slot.accept(piece)
         except Torn as error:
-            self._trouble.append(self._lacks_copy(piece.rank, f"it arrived damaged at rank {self._rank}: {error}"))
-
-    @staticmethod
-    def _lacks_copy(rank: int, why: str) -> str:
-        return f"rank {rank}'s part of the snapshot is on its own node only: {why}"
+            return f"it arrived damaged at rank {self._peers.rank}: {error}"
+        return ""
 
 
 def mirrors(nodes: Sequence[str]) -> list[int | None]:
@@ -170,4 +222,6 @@ def mirrors(nodes: Sequence[str]) -> list[int | None]:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return str(error).splitlines()[0] if str(error) else type(error).__name__

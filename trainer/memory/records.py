@@ -35,9 +35,9 @@ class Records:
         # A rank may be a step ahead: it has stored what belongs to its next step, and another rank has not completed
         # the one before. If the group goes back to the step before that, its record is still there.
         self._staged = Slots(path, layout, (0, 1, 6))
-        # Of two snapshots, and of two copies between them.
+        # The newest two snapshots, and the newest two copies between them.
         self._kept = Slots(path, layout, (2, 3, 4, 5))
-        # What another node sends has two: those of snapshots.
+        # Another node sends snapshots only.
         self.mirrored = Slots(path, layout, (2, 3))
         self._done = Slot(folder / f"{name}.done-{rank}", layout)
 

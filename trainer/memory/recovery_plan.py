@@ -36,7 +36,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What rank `rank` of the new group reports about its node's memory.
+    """The report of rank `rank` of the new group about its node's memory.
 
     `node` identifies the memory; it is empty without one. Only one rank of each node `speaks`: it lists the whole,
     verified copies and the free bytes. `completed` is the newest step that any worker of the node has completed.
@@ -57,8 +57,8 @@ class Inventory:
 class Decision:
     """From which version the new group continues, and what must be sent for that.
 
-    Of a replicated state, rank `source` has it in its memory. Each rank of `receivers` gets it from there: into its
-    node's memory, or into its own if it is in `private`. Of a sharded state, `choice` has the pieces to load. `records`
+    Rank `source` has a replicated state in its memory. Each rank of `receivers` gets it from there: into its node's
+    memory, or into its own if it is in `private`. `choice` has the pieces of a sharded state to load. `records`
     holds, for each new rank, the record that it continues, and the rank that sends or has it: the record of the same
     rank in the older group or, if that is lost, of the lowest rank (then only its buffers are used). `older` holds
     ranks whose own record exists only for an earlier step; its random state is used. `without_random_state` are the
@@ -91,7 +91,7 @@ class RecordSource:
 def decide(inventories: Sequence[Inventory], *, large: bool = False, sharded: bool = False) -> Decision | None:
     """The newest state that can be continued, or None if no memory holds one.
 
-    `inventories` has one entry for each rank of the new group. Of a `sharded` state the nodes must have all parts.
+    `inventories` has one entry for each rank of the new group. The nodes must have all parts of a `sharded` state.
     `large` says that records have a large part, without which a rank cannot continue exactly. Then the newest step is
     taken for which every rank's full record exists. If no such step is left, or the group has another size, the newest
     state is taken and the large parts begin anew (`reset`).

@@ -209,7 +209,7 @@ class ReplicatedMemory:
 
 
 def _digest(version: Version, packed: Packed) -> bytes:
-    """What workers that write together must have in common: the version, and where everything lies."""
+    """Workers that write together must have this in common: the version, and where everything lies."""
     kinds = [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
     found = hashlib.sha256(packed.skeleton)
     found.update(repr((version, packed.data_length, packed.fixed, packed.offsets, kinds)).encode())

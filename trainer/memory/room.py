@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-# What a training needs later (a batch, a library's buffer) must find room: the kernel kills whoever passes the limit.
+# A training needs more memory later (a batch, a library's buffer), and the kernel kills whoever passes the limit.
 _SPARE_SHARE = 0.05
 _PART_BYTES = 16 << 20
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
@@ -46,7 +46,7 @@ def allocate(descriptor: int, begin: int, end: int) -> None:
 
 
 def cgroup_rooms(own: str = "", root_v2: Path = _V2, root_v1: Path = _V1) -> list[Room]:
-    """What this process's cgroup, and each one above it, leaves of its limit; none if there are no limits.
+    """The room that this process's cgroup, and each one above it, leaves of its limit; none if there are no limits.
 
     `own` is the content of /proc/self/cgroup.
     """

@@ -20,7 +20,7 @@ from elaunch.trainer.state.packing import Box, Boxed, Shape
 from elaunch.trainer.state.region import Header, data_of, skeleton_of
 from elaunch.trainer.state.tree import State, flatten
 
-# What to read from a piece: DCP's description, the tensor as that piece has it, and the box of it.
+# A box to read from a piece: DCP's description, the tensor as that piece has it, and the box of it.
 Reads = list[tuple[ReadItem, Boxed, Box]]
 
 
@@ -145,7 +145,7 @@ def _metadata(contents: Iterable[PieceContents]) -> records.Metadata:
 def _by_piece(
     reads: Sequence[ReadItem], contents: Mapping[int, PieceContents], near: Iterable[int]
 ) -> dict[int, Reads]:
-    """What to read from which piece. Pieces in `near`, which this node holds, come before others."""
+    """The boxes to read from each piece. Pieces in `near`, which this node holds, come before others."""
     where: dict[tuple[str, Shape], tuple[int, Boxed, Box]] = {}
     for rank in [*(rank for rank in contents if rank not in near), *near]:
         for name, tensor in contents[rank].tensors.items():

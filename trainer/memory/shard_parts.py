@@ -1,4 +1,4 @@
-"""What of a state goes into a rank's piece, and what a piece says is in it."""
+"""Cuts a rank's piece out of a state, and reads what a piece says is in it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class PieceContents:
 
 
 def held_by(piece: Piece, skeleton: bytes) -> Held:
-    """What a piece with that skeleton says of itself. Raises Torn if it is not one."""
+    """The account of itself in a piece with that skeleton. Raises Torn if it is not one."""
     try:
         held = values(skeleton)
         return Held(piece, frozenset(map(str, held["parts"])), str(held["whole"]))

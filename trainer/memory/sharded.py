@@ -78,10 +78,11 @@ class ShardedMemory:
         # With one node copies and snapshots share the slots.
         self._is_alone = len(set(self._nodes)) == 1
         self._copy_slots = self._slots if self._is_alone else self._slots_of(self._peers.rank, (2, 3))
-        self._mirror = Mirror(self._peers, self._nodes, self._slots_of, say)
+        loss = "a lost node goes back to the last checkpoint"
+        self._mirror = Mirror(self._peers, self._nodes, self._slots_of, say, loss=loss)
         self._cutter = Cutter(has_common=self._speaks)
         self._signature = ""
-        # What this rank's piece has, and the digest of what all ranks' pieces have together.
+        # The parts in this rank's piece, and the digest of the parts of all ranks together.
         self._parts: Parts = frozenset()
         self._whole = ""
         # Bytes of the file for each rank's piece, once they were agreed.
@@ -94,7 +95,7 @@ class ShardedMemory:
         # Whether there may be pieces of ranks that are gone, or on other nodes now.
         self._has_stale = True
         self.is_off = False
-        # What `copy` copies, and the newest version that it has copied since the last snapshot.
+        # The piece that `copy` copies, and the newest version that it has copied since the last snapshot.
         self._live: LivePiece | None = None
         # Whether the last `save` was given tensors that `copy` cannot copy.
         self.is_refused = False
@@ -178,7 +179,7 @@ class ShardedMemory:
         piece = self._cutter.pack(state, tree, self._parts, self._whole)
         packed = extended(piece, rest or {})
         if not self._lengths and not self._has_looked:
-            # What an earlier generation has left is overwritten in the order of its age.
+            # The snapshots of an earlier generation are overwritten in the order of their age.
             self.newest()
         self.wait()
         self._protect_copies()
@@ -204,6 +205,12 @@ class ShardedMemory:
             # There is nobody to send it to, and the next copy may overwrite the version before.
             self.wait()
         self.cost_s = time.monotonic() - begun_s
+
+    @property
+    def kept(self) -> Version | None:
+        """The newest version of this rank's piece that is whole on this node. Any thread may ask."""
+        own = self._slots_of(self._peers.rank, range(4)).versions()
+        return own[0][0].version if own else None
 
     @property
     def has_base(self) -> bool:
@@ -249,6 +256,10 @@ class ShardedMemory:
         slot.write(self._piece(version), packed, copy_from_devices)
         return True
 
+    def close(self) -> None:
+        """Close the connections to other nodes, after `wait`."""
+        self._mirror.close()
+
     def wait(self) -> bool:
         """Wait until the last snapshot is whole on every node. False if that failed; the snapshot before it stays.
 
@@ -258,7 +269,7 @@ class ShardedMemory:
         if self._newest is None:
             return self._was_whole
         version, self._newest = self._newest, None
-        self._was_whole = not self._any(not self._mirror.wait())
+        self._was_whole = self._mirror.settle()
         if not self._was_whole:
             return False
         self._full = version
@@ -329,13 +340,7 @@ class ShardedMemory:
             problem = self._reserve(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
             # Then second copies go.
-            self._mirror.give_up()
-            if problem:
-                self._say(
-                    f"rank {self._peers.rank}: no room in {self.folder} for the second copies of other nodes' parts "
-                    f"({problem}); each part is on its own node only: killed workers cost no more than before, but a "
-                    "lost node goes back to the last checkpoint"
-                )
+            self._mirror.give_up(problem and f"no room in {self.folder} for other nodes' parts: {problem}")
             problem = self._reserve(slot, length)
         if not self._any(bool(problem)):
             return True

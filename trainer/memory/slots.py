@@ -34,7 +34,7 @@ Copy = Callable[[list[Tensor], list[Tensor]], None]
 
 
 class Torn(ValueError):
-    """What was read or received is not the state that was written."""
+    """The bytes that were read or received are not the state that was written."""
 
 
 def node_of(folder: Path) -> str:
@@ -61,7 +61,7 @@ class Slot:
         self._views: list[Tensor] = []
         # Whether nothing has been written to the file since `fit` made it.
         self._is_blank = False
-        # What identifies the tensors here that do not change, and those that are being written; and their checksum.
+        # Fingerprints of the tensors here that do not change, and of those that are being written; their checksum.
         self._fixed: list[int] = []
         self._next_fixed: list[int] = []
         self._fixed_checksum: int | None = None
@@ -97,7 +97,7 @@ class Slot:
             try:
                 allocate(descriptor, there, size)
             except OSError:
-                # What it got of it is of no use, and the training may need the memory.
+                # The part that there was room for is of no use, and the training may need the memory.
                 os.ftruncate(descriptor, there)
                 raise
             finally:

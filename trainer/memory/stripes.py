@@ -35,7 +35,7 @@ Pairs = tuple[list[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class JointPlan:
-    """What is being written: a digest of the version and of where everything lies, and the number of the slot.
+    """The write that is going on: a digest of the version and of where everything lies, and the number of the slot.
 
     `has_fixed` says that the tensors that do not change are in the slot already.
     """

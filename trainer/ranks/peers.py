@@ -10,6 +10,8 @@ from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.ranks.tensor_bytes import bytes_of
 from elaunch.trainer.state.region import MARK
 
+_SKIPPED_BYTES = 1 << 20
+
 
 class Peers(Ranks):
     """All ranks, also those that need regions of the state from each other. A process without a group has no peer.
@@ -47,6 +49,15 @@ class Peers(Ranks):
         What has arrived is sent on to rank `pass_on` while the rest arrives.
         """
         self._channel.receive_into(_data_of(region), rank, pass_on=pass_on)
+
+    def skip(self, length: int, rank: int) -> None:
+        """Receive what `length_from` has told, and keep nothing of it."""
+        left = length - len(MARK)
+        buffer = memoryview(bytearray(min(left, _SKIPPED_BYTES)))
+        while left:
+            part = buffer[: min(left, len(buffer))]
+            self._channel.receive_into(part, rank)
+            left -= len(part)
 
 
 def _data_of(region: Tensor) -> memoryview:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.program_imports import may_import_torch
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 
 PACKAGE = {"app/__init__.py": "", "app/__main__.py": "from . import model\nfrom .data import load", "app/data.py": ""}
 

@@ -9,19 +9,8 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import decode, encode, parse_first_json, parse_json
-from elaunch.rendezvous.types import (
-    Failure,
-    FailureKind,
-    Generation,
-    JobSpec,
-    Joined,
-    Node,
-    OpenKind,
-    Outcome,
-    OutcomeKind,
-    Program,
-    ProgramKind,
-)
+from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, Joined, Node, OpenKind, Outcome, OutcomeKind
 
 FAILURE = Failure(
     FailureKind.EXCEPTION,

@@ -7,21 +7,10 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.limits import Limit, json_bytes, keep_ends, keep_head, keep_tail
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
-from elaunch.rendezvous.types import (
-    Failure,
-    FailureKind,
-    Generation,
-    JobSpec,
-    Node,
-    OpenKind,
-    Outcome,
-    OutcomeKind,
-    Program,
-    ProgramKind,
-    RankTable,
-)
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, Node, OpenKind, Outcome, OutcomeKind, RankTable
 
 # One byte of JSON, two, six, six, twelve, and six without being text at all.
 CHARACTERS = ["x", "\n", "\x01", "é", "😀", "\udc80"]

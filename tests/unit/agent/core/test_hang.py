@@ -12,7 +12,7 @@ from elaunch.agent.core.hang import LOOK_S_MAX, Quiet, Standing, who_hangs
 from elaunch.agent.core.messages import PeerFailed
 from elaunch.agent.core.stack_groups import Frame, Stack
 from elaunch.rendezvous.types import FailureKind
-from tests.unit.agent.core.test_stack_groups import ALL_REDUCE, stack
+from tests.unit.agent.core.test_stack_groups import ALL_REDUCE, GPU_WAIT, stack
 from tests.unit.agent.driver import ALL, TERM, TIMES, Driver, failure, started
 
 
@@ -121,6 +121,8 @@ def test_the_time_is_counted_anew_after_each_report() -> None:
 WAITS = stack(0, *ALL_REDUCE)
 BUSY = stack(1, Frame("spin", "/home/me/train.py", 12), active=True)
 HELD = replace(WAITS, state="T")
+GPU = stack(2, *GPU_WAIT, call="clock_nanosleep")
+IN_COMMIT = replace(GPU, entered="in collective 38 of the default group (all_reduce)", waits=True)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,19 @@ HELD = replace(WAITS, state="T")
             1,
             "hung: it reported nothing for 30 s since step 8; it is stopped by a signal (SIGSTOP)"
             " (train_step, train.py:41),",
+        ),
+        # A commit of the Keeper waits for the GPU, which is in a collective, or may be: nobody has said it.
+        (
+            {0: Standing(7), 1: Standing(8), 2: Standing(7)},
+            {0: IN_COMMIT, 1: BUSY, 2: GPU},
+            1,
+            "hung: it reported nothing for 30 s since step 8; it runs in spin (train.py:12),",
+        ),
+        (
+            {0: Standing(7), 1: Standing(8)},
+            {0: WAITS, 1: replace(GPU, entered="after collective 37 of the default group (all_reduce)")},
+            1,
+            "hung: it reported nothing for 30 s since step 8; it waits for the GPU (train_step, train.py:41),",
         ),
     ],
 )

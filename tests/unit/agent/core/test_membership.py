@@ -12,8 +12,9 @@ from elaunch.agent.core.membership import DEAD_SLACK_S
 from elaunch.agent.core.phases import Exited, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
-from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, Program, ProgramKind
+from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind
 from tests.unit.agent.driver import (
     INT,
     KEYS,

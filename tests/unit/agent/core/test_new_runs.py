@@ -13,8 +13,9 @@ from elaunch.agent.core.membership import RUNS_REFUSED_MAX
 from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
-from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind, Program, ProgramKind
+from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind
 from tests.unit.agent.driver import KEYS, SPEC, START_S, TIMES, TWO, Driver, pair, tags
 
 STRANGER = KEYS.member("node-x-1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from elaunch.agent.core.phases import Running
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.standstill import LOOK_S_MAX, Standstill, Window, after_windows, may_stand_still
 from elaunch.rendezvous.rules.hang_records import StillKind
-from tests.unit.agent.core.test_stack_groups import ALL_REDUCE, LIB, STEP, stack
+from tests.unit.agent.core.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
 from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, started
 
 IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S", is_whole=True)
@@ -299,6 +300,41 @@ def test_ranks_that_spin_in_a_collective_that_does_not_end_hang() -> None:
 
     assert "hang" not in early
     assert f"all 3 ranks wait in spin (train.py:12), {FIRST} for 60 s" in said(driver)
+
+
+def in_commit(rank: int, *, line: int = 81, active: bool = False, waits: bool = True, has_begun: bool = True) -> Stack:
+    """A rank whose Keeper polls the GPU in a commit; `line` is where in that loop it is."""
+    poll = replace(GPU_WAIT[0], line=line)
+    found = stack(rank, poll, *GPU_WAIT[1:], call="clock_nanosleep", active=active)
+    return replace(found, entered=FIRST if waits else OTHER, waits=waits, has_begun=has_begun)
+
+
+def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somewhere_else() -> None:
+    driver = watching()
+    # They sleep a moment or ask the GPU, by chance.
+    looks = (
+        tuple(in_commit(rank, line=81 + number % 2, active=number % 2 == 1) for rank in (0, 2)) for number in range(99)
+    )
+
+    for zero, two in itertools.islice(looks, 16):
+        samples(driver, 5, {0: OUTSTANDS, 1: SPINS, 2: OUTSTANDS}, (zero, busy(1), two))
+
+    assert (
+        "the job seems to hang: rank 1 runs in spin (train.py:12), at the same line in every look, while ranks 0, 2"
+        f" wait for the GPU (train_step, train.py:41), {FIRST}, for 60 s" in said(driver)
+    )
+
+
+def test_a_rank_whose_gpu_is_in_no_collective_is_somewhere_else_than_those_that_wait_for_it() -> None:
+    driver = watching()
+    stacks = (in_commit(0), in_commit(1, waits=False), in_commit(2))
+
+    samples(driver, 290, dict.fromkeys(ALL, OUTSTANDS), stacks)
+    early = said(driver)
+    samples(driver, 30, dict.fromkeys(ALL, OUTSTANDS), stacks)
+
+    assert "hang" not in early
+    assert f"rank 1 waits for the GPU (train_step, train.py:41), {OTHER}, while ranks 0, 2" in said(driver)
 
 
 def test_where_the_gpu_may_still_compute_before_the_collective_it_gets_five_times_as_long() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.workers.master_port import MasterPort, NoPort, reserve
-from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
+from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from tests.harness import free_ports
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))

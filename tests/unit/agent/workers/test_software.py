@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.workers.software import software
-from elaunch.rendezvous.types import Program, ProgramKind
+from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 OURS = Program(ProgramKind.SCRIPT, "train.py", interpreter=sys.executable)
 PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"

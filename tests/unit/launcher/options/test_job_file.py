@@ -10,7 +10,7 @@ from elaunch.agent.config import StreamChoice, Streams
 from elaunch.launcher.options.job_file import parse as parse_file
 from elaunch.launcher.options.options import HelpRequested, Options, Source, UsageError, parse
 from elaunch.launcher.options.table import TABLE
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 
 
 def options_with(text: str, tmp_path: Path, *argv: str, **environ: str) -> Options:

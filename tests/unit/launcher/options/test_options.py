@@ -22,7 +22,7 @@ from elaunch.launcher.options.table import TABLE, Group
 from elaunch.launcher.preflight import check_log_dir, check_program
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import plan
-from elaunch.rendezvous.types import ProgramKind
+from elaunch.rendezvous.job_spec import ProgramKind
 from tests.harness import REPOSITORY
 
 GPU_HOST = HostResources(cpus=128, cores=64, gpus=8, python="/usr/bin/python3")

@@ -14,6 +14,7 @@ from functools import cache
 
 import pytest
 
+from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.pruning import FAILURES_KEPT
@@ -27,14 +28,11 @@ from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
     Generation,
-    JobSpec,
     Joined,
     Node,
     OpenKind,
     Outcome,
     OutcomeKind,
-    Program,
-    ProgramKind,
     RankTable,
 )
 from tests.etcd import Etcd, client

@@ -11,6 +11,8 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -31,7 +33,7 @@ from elaunch.trainer.files import sweep, write_durably
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.state.tree import PerRank, flatten
-from tests.harness import DEADLINE_S
+from tests.harness import DEADLINE_S, wait_for
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -593,6 +595,27 @@ def test_a_rank_that_dies_while_it_writes_ends_the_checkpoint(tmp_path: Path) ->
     ended.wait()
 
     assert ended.failure == "rank 2 is gone or has failed: connection closed by peer"
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITER = """
+import itertools, pathlib, sys
+for number in itertools.count():
+    pathlib.Path(sys.argv[1], f"__1_{number}.distcp").touch()
+"""
+
+
+def test_a_folder_that_another_rank_still_writes_to_is_deleted_for_good(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+
+    for step in range(3):
+        folder = storage.begin(Mark(0, step), "ab", shared=True)
+        command = [sys.executable, "-S", "-c", WRITER, str(folder.path)]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as writer:
+            wait_for(lambda folder=folder: len(folder.names()) > 200, "the other rank to write")  # type: ignore[misc]
+            storage.abandon(folder)
+            writer.kill()
+
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,20 +1,14 @@
-"""The model, the schedule, and the wish to stop."""
+"""The model and the schedule."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.keeper.stop import StopRequest
 
 
 def tiny() -> GPT:
@@ -75,60 +69,3 @@ def test_a_short_run_has_rates_too(steps: int) -> None:
     config = TrainConfig(steps=steps)
 
     assert all(0 < learning_rate(config, step) <= config.learning_rate for step in range(1, steps + 1))
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process(signum: signal.Signals) -> None:
-    ended: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    now_s = 100.0
-    try:
-        with contextlib.suppress(SystemExit), StopRequest(clock_s=lambda: now_s, end=ended.append) as request:
-            os.kill(os.getpid(), signum)
-            noted = request.signum
-            now_s += 0.9
-            os.kill(os.getpid(), signal.SIGTERM)
-            echoed = list(ended)
-            now_s += 0.2
-            os.kill(os.getpid(), signum)
-            raise SystemExit
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    assert noted == signum
-    assert request.signum == signum
-    assert echoed == []
-    assert ended == [signum]
-
-
-RAISES = """
-import signal
-from elaunch.trainer.keeper.stop import StopRequest
-with StopRequest():
-    signal.raise_signal(signal.SIGTERM)
-    raise ValueError("asked for by the test")
-"""
-
-
-def test_a_signal_that_nobody_handles_does_not_hide_an_exception() -> None:
-    ended = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True)
-
-    assert ended.returncode == 1
-    assert "ValueError: asked for by the test" in ended.stderr
-
-
-@pytest.mark.parametrize("error", [None, ValueError])
-def test_a_signal_that_was_noted_and_not_obeyed_is_the_programs_afterwards(error: type[Exception] | None) -> None:
-    handled: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda signum, _: handled.append(signum))
-    try:
-        with contextlib.suppress(ValueError), StopRequest():
-            signal.raise_signal(signal.SIGTERM)
-            assert handled == []
-            if error:
-                raise error
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-    assert handled == [signal.SIGTERM]

@@ -496,6 +496,35 @@ def test_a_stop_for_one_of_two_keepers_makes_the_state_of_the_other_durable_too(
         assert list((tmp_path / name).glob("generation-*-step-00000004")), name
 
 
+def test_a_signal_stops_the_loop_of_the_keeper_that_was_entered_first_too(tmp_path: Path) -> None:
+    one, other = Job(name="one", checkpoints=tmp_path / "one"), Job(name="other")
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with contextlib.suppress(SystemExit), one.keeper, other.keeper:
+            for step in one.keeper.steps(9):
+                if step == 4:
+                    signal.raise_signal(signal.SIGTERM)
+                with one.keeper.commit():
+                    one.optimizer.step()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert one.keeper.step == 4
+    assert list((tmp_path / "one").glob("generation-*-step-00000004"))
+
+
+def test_a_checkpoint_that_is_due_at_the_end_of_a_loop_is_written_before_the_next_step(tmp_path: Path) -> None:
+    job = Job(checkpoints=tmp_path / "checkpoints", checkpoint_every=5)
+
+    with job.keeper:
+        for total in (5, 8):
+            for _ in job.keeper.steps(total):
+                with job.keeper.commit():
+                    job.optimizer.step()
+
+    assert [mark.step for mark in catalog.marks(tmp_path / "checkpoints")] == [5, 8]
+
+
 def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,7 +20,7 @@ from elaunch.trainer.state.version import Version
 from tests.harness import free_ports
 from tests.unit.trainer.keeper.test_keeper import Feedback
 from tests.unit.trainer.keeper.test_keeper_words import said
-from tests.unit.trainer.keeper.test_step_copies import Counting
+from tests.unit.trainer.keeper.test_step_copies import Counting, Job
 
 
 @pytest.fixture
@@ -123,18 +123,23 @@ def test_of_a_state_in_parts_the_step_of_the_last_copy_is_named(copy_every: int,
 
 
 @pytest.mark.usefixtures("group", "agent")
-def test_a_snapshot_in_parts_without_room_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp import fully_shard
-
+def test_the_step_that_is_named_of_a_state_in_parts_is_the_one_that_a_restart_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     keep = Records.keep
 
     def keep_but_9(self: Records, version: Version, *rest: Any) -> torch.Tensor:
-        if version.step == 9:
+        if version == Version(0, 9):
             raise OSError(errno.ENOSPC, "No space left on device")
         return keep(self, version, *rest)
 
     monkeypatch.setattr(Records, "keep", keep_but_9)
-    model: Any = fully_shard(nn.Linear(2, 2))
+    # Its optimizer lets it have snapshots only: of steps 1, 5 and 9. The last one lacks the record of the random state.
+    job = Job(Counting, snapshot_every=4)
+    with pytest.raises(RuntimeError, match="asked for by the test"):
+        job.train(11, fails_in=11)
+    named = job.keeper._state.peer_failed(0)
 
-    # Its optimizer lets it have snapshots only: of steps 1, 5 and 9.
-    assert trained(model, Counting(model.parameters(), lr=0.1), 11, snapshot_every=4) == [5]
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    with Job(Counting).keeper as resumed:
+        assert (named, resumed.step) == (9, 9)

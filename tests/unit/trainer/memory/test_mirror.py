@@ -1,10 +1,27 @@
-"""Where the second copy of each rank's piece goes."""
+"""Where the second copy of each rank's piece goes, and what becomes of second copies that fail.
+
+The ranks are threads of the test, each on a node of its own; the connections between them are real.
+"""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
-from elaunch.trainer.memory.mirror import mirrors
+import pytest
+import torch
+from torch import Tensor
+
+from elaunch.trainer.memory.mirror import Mirror, mirrors
+from elaunch.trainer.memory.slots import Slot, Slots
+from elaunch.trainer.ranks.channel import Channel
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.packing import pack
+from elaunch.trainer.state.version import Piece, Version
+from tests.harness import DEADLINE_S
+from tests.unit.trainer.ranks.channels import Book
 
 
 @pytest.mark.parametrize(
@@ -25,3 +42,147 @@ def test_the_second_copy_is_on_the_next_node(nodes: str, expected: list[int | No
 
     assert found == expected
     assert all(mirror is None or nodes[mirror] != nodes[rank] for rank, mirror in enumerate(found))
+
+
+class ThreadPeers(Peers):
+    """One of several ranks of this process. `books` has a store for each of their channels."""
+
+    def __init__(self, rank: int, world_size: int, books: dict[str, Book]) -> None:
+        super().__init__()
+        self.rank, self.world_size, self._books = rank, world_size, books
+        self._opened = self.opened("ranks")
+
+    def apart(self, purpose: str) -> Any:
+        other = super().apart(purpose)
+        other._opened = self.opened(purpose)
+        return other
+
+    def opened(self, purpose: str) -> Channel:
+        return Channel(purpose, self.rank, self.world_size, self._books[purpose], timeout_s=DEADLINE_S)
+
+
+class FailingSlots(Slots):
+    """Slots for which there is no memory the first `fails` times, as torch says it."""
+
+    fails = 0
+
+    def older(self, spare: Collection[Version] = ()) -> Slot:
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("can't allocate memory")
+        return super().older(spare)
+
+
+class Rank:
+    """One rank on a node of its own, whose memory is `folder`."""
+
+    def __init__(self, rank: int, books: dict[str, Book], folder: Path) -> None:
+        self.rank, self.folder, self.said = rank, folder, list[str]()
+        self.own = Slots(folder / f"piece-{rank}", bytes(16))
+        self.of_other: FailingSlots
+        peers = ThreadPeers(rank, 2, books)
+        self.mirror = Mirror(peers, ["a", "b"], self.slots_of, self.said.append, loss="a lost node is lost")
+
+    def slots_of(self, rank: int) -> FailingSlots:
+        self.of_other = FailingSlots(self.folder / f"mirrored-{rank}", bytes(16))
+        return self.of_other
+
+    def snapshot(self, step: int, *, fails: bool = False) -> bool:
+        """Whether it is whole, for all ranks."""
+        version = Version(0, step)
+
+        def finish() -> Tensor:
+            if fails:
+                raise OSError("asked for by the test")
+            slot = self.own.older()
+            return slot.raw(slot.write(Piece(version, 2, self.rank), pack({"x": torch.ones(500_000)})).length)
+
+        self.mirror.exchange(finish, version, ())
+        return self.mirror.settle()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> list[Rank]:
+    books = {"ranks": Book(), "mirror": Book()}
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(Rank, rank, books, folder) for rank, folder in enumerate(folders)]
+        return [each.result(DEADLINE_S) for each in made]
+
+
+def on_both(ranks: list[Rank], act: Callable[[Rank], bool]) -> list[bool]:
+    with ThreadPoolExecutor(2) as pool:
+        return [each.result(DEADLINE_S) for each in [pool.submit(act, rank) for rank in ranks]]
+
+
+def newest_of_other(rank: Rank) -> Version:
+    header, _ = rank.of_other.versions()[0]
+    return header.version
+
+
+def test_an_error_on_one_node_costs_one_snapshot_its_second_copy_and_the_next_one_has_it(ranks: list[Rank]) -> None:
+    ranks[1].of_other.fails = 1
+
+    assert on_both(ranks, lambda rank: rank.snapshot(1)) == [False, False]
+    assert on_both(ranks, lambda rank: rank.snapshot(2)) == [True, True]
+
+    assert [newest_of_other(rank) for rank in ranks] == [Version(0, 2)] * 2
+    lacks = "rank 0's part of the snapshot is on its own node only: rank 1 cannot keep it: can't allocate memory"
+    assert [rank.said for rank in ranks] == [[], [lacks]]
+
+
+def test_two_failures_in_a_row_end_second_copies_on_all_ranks_and_one_says_so(ranks: list[Rank]) -> None:
+    ranks[1].of_other.fails = 2
+
+    assert on_both(ranks, lambda rank: rank.snapshot(1)) == [False, False]
+    # From now on a piece on its own node is enough.
+    assert on_both(ranks, lambda rank: rank.snapshot(2)) == [True, True]
+    assert on_both(ranks, lambda rank: rank.snapshot(3)) == [True, True]
+
+    assert [rank.mirror.is_on for rank in ranks] == [False, False]
+    assert ranks[0].said == []
+    assert ranks[1].said[2:] == [
+        "rank 1: there are no more second copies on other nodes (rank 0's part: rank 1 cannot keep it: can't allocate "
+        "memory); killed workers cost no more than before, but a lost node is lost"
+    ]
+
+
+def break_connection(rank: Rank) -> None:
+    rank.mirror.close()
+
+
+def fail_in_thread(rank: Rank) -> None:
+    def fail(_: int) -> int:
+        raise RuntimeError("asked for by the test")
+
+    rank.mirror._channel.length_from = fail  # type: ignore[method-assign, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fail", "sayer", "why"), [(break_connection, 0, "this rank has closed it"), (fail_in_thread, 1, "asked for")]
+)
+def test_a_rank_that_cannot_speak_to_the_other_node_any_more_ends_second_copies_on_all_and_one_says_why(
+    ranks: list[Rank], fail: Callable[[Rank], None], sayer: int, why: str
+) -> None:
+    assert on_both(ranks, lambda rank: rank.snapshot(1)) == [True, True]
+    fail(ranks[sayer])
+
+    assert on_both(ranks, lambda rank: rank.snapshot(2)) == [True, True]
+    assert on_both(ranks, lambda rank: rank.snapshot(3)) == [True, True]
+
+    assert [rank.mirror.is_on for rank in ranks] == [False, False]
+    (said,) = ranks[sayer].said
+    assert said.startswith(f"rank {sayer}: there are no more second copies on other nodes (")
+    assert why in said
+    assert ranks[1 - sayer].said == []
+
+
+def test_a_rank_without_a_piece_of_its_own_ends_no_second_copies(ranks: list[Rank]) -> None:
+    assert on_both(ranks, lambda rank: rank.snapshot(1, fails=rank.rank == 0)) == [False, False]
+    assert on_both(ranks, lambda rank: rank.snapshot(2, fails=rank.rank == 0)) == [False, False]
+
+    assert on_both(ranks, lambda rank: rank.snapshot(3)) == [True, True]
+    assert [newest_of_other(rank) for rank in ranks] == [Version(0, 3)] * 2
+    assert ranks[0].said == ["rank 0's part of the snapshot is not whole: asked for by the test"] * 2
