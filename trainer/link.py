@@ -113,11 +113,11 @@ def listen(
 def should_stop(every: int = 1) -> bool:
     """Whether all ranks must stop now. True on every rank at the same step, once any rank's agent has asked for it.
 
-    Collective: every rank calls it once a step, with the same `every`. Each `every`-th call is an all-reduce (one
-    integer, MAX, over a gloo group that the first such call creates). Without a process group this process decides
-    alone. When it returns True it has called `stopped`: save the state, and exit with code 143.
+    Collective: every rank calls it once a step, with the same `every` and in one thread. At each `every`-th call the
+    ranks agree, over TCP connections of their own that the first such call makes. Without a process group this process
+    decides alone. When it returns True it has called `stopped`: save the state, and exit with code 143.
     """
-    return _boundary().check(every)
+    return _boundary().should_stop(every)
 
 
 def _line(**said: object) -> bytes:
@@ -327,11 +327,12 @@ class _Boundary:
         self._calls = 0
         self._is_asked = False
         self._is_reached = False
+        # The process group of the channel: a program may destroy it and make another.
         self._world: Any = None
-        self._gloo: Any = None
+        self._channel: Any = None
         listen(on_stop=self._ask)
 
-    def check(self, every: int) -> bool:
+    def should_stop(self, every: int) -> bool:
         self._calls += 1
         if not self._is_reached and self._calls % every == 0 and self._any_asked():
             self._is_reached = True
@@ -345,13 +346,11 @@ class _Boundary:
         dist: Any = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_available() or not dist.is_initialized():
             return self._is_asked
-        import torch
-
         if self._world is not dist.group.WORLD:
-            self._world, self._gloo = dist.group.WORLD, dist.new_group(backend="gloo")
-        asked = torch.tensor(int(self._is_asked))
-        dist.all_reduce(asked, dist.ReduceOp.MAX, self._gloo)
-        return bool(asked.item())
+            from elaunch.trainer.ranks.group_member import GroupMember
+
+            self._world, self._channel = dist.group.WORLD, GroupMember.of().channel("should_stop")
+        return bool(self._channel.largest([int(self._is_asked)])[0])
 
 
 def _tried(callback: Callable[[Word], Answered], word: Word) -> Answered | None:

@@ -64,9 +64,10 @@ _PYTHON_SOCKET_TYPES = {
     *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
     *("BrokenPipeError", "TimeoutError"),
 }
-# Where torch and the Keeper wait for other ranks. A backward pass waits there for the gradients' all-reduce.
+# Where torch, the Keeper and the link wait for other ranks. A backward pass waits there for the gradients' all-reduce.
 _COLLECTIVES = re.compile(
-    r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)|[/\\]elaunch[/\\]trainer[/\\]ranks[/\\](?:peers|agreement)\.py$"
+    r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)"
+    r"|[/\\]elaunch[/\\]trainer[/\\](?:link|ranks[/\\](?:peers|agreement))\.py$"
 )
 _WRAPPERS = {"wrapper", "inner", "<lambda>"}
 _EVEN_STEPS = (

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import itertools
-import os
 import pickle
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elaunch.trainer.ranks.channel import Channel
+from elaunch.trainer.ranks.group_member import GroupMember
 from elaunch.trainer.ranks.tensor_bytes import bytes_of
 
 Value = TypeVar("Value")
@@ -34,17 +31,11 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.world_size = 0, 1
-        # Not the group itself: who holds it keeps its threads alive.
-        self._group_name, self._timeout_s = "", None
-        if dist.is_available() and dist.is_initialized():
-            group = group or dist.group.WORLD
-            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-            if self.world_size > 1:
-                assert group is not None
-                self._group_name, self._timeout_s = group.group_name, _timeout_s(group)
+        self._member = GroupMember.of(group) if dist.is_available() and dist.is_initialized() else GroupMember()
+        self.rank, self.world_size = self._member.rank, self._member.world_size
         self._purpose = "ranks"
         self._opened: Channel | None = None
+        self._apart: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
     @property
     def leads(self) -> bool:
@@ -53,7 +44,8 @@ class Ranks:
     def apart(self: AnyRanks, purpose: str) -> AnyRanks:
         """The same ranks, with connections of their own, for another thread. All ranks use them in the same order."""
         other = copy.copy(self)
-        other._purpose, other._opened = purpose, None
+        other._purpose, other._opened, other._apart = purpose, None, weakref.WeakSet()
+        self._apart.add(other)
         return other
 
     def meet(self, ranks: Sequence[int] = (), *, patient: bool = False) -> None:
@@ -66,7 +58,12 @@ class Ranks:
             self._channel.meet(ranks, patient=patient)
 
     def close(self) -> None:
-        """Close the connections. The others get an error if they still wait for this rank."""
+        """Close the connections, and those of `apart`: the threads that use them are done.
+
+        The others get an error if they still wait for this rank.
+        """
+        for other in list(self._apart):
+            other.close()
         if self._opened is not None:
             self._opened.close()
 
@@ -143,50 +140,5 @@ class Ranks:
     @property
     def _channel(self) -> Channel:
         if self._opened is None:
-            # A store that outlives a restart has the addresses of the ranks before.
-            generation = os.environ.get("ELAUNCH_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            name = f"elaunch/{generation}/{self._group_name}/{self._purpose}"
-            # All ranks of a group open its channels in the same order.
-            name += f"/{next(_count(name))}"
-            contacts = _StoreContacts(name, self._timeout_s)
-            self._opened = Channel(name, self.rank, self.world_size, contacts, timeout_s=self._timeout_s)
+            self._opened = self._member.channel(self._purpose)
         return self._opened
-
-
-@dataclass(frozen=True)
-class _StoreContacts:
-    """Where the ranks of a channel listen, in the store by which the job's process group was made."""
-
-    channel: str
-    timeout_s: float | None
-
-    def publish(self, rank: int, content: bytes) -> None:
-        _store().set(f"{self.channel}/{rank}", content)
-
-    def find(self, rank: int) -> bytes:
-        key = f"{self.channel}/{rank}"
-        if self.timeout_s is not None:
-            # The store's own limit is that of the group's start. A rank says where it listens when it first speaks.
-            _store().wait([key], timedelta(seconds=self.timeout_s))
-        return bytes(_store().get(key))
-
-
-def _store() -> Any:
-    # torch has no public name for it; this one has been in every release since 1.8.
-    return dist.distributed_c10d._get_default_store()
-
-
-@functools.cache
-def _count(name: str) -> Iterator[int]:
-    return itertools.count()
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """How long a rank of the group is waited for: as long as gloo would wait, in this group or in a new one."""
-    made: Any = group
-    options: list[Any] = [getattr(made._get_backend(device), "options", None) for device in made._device_types]
-    limits = [each._timeout for each in options if hasattr(each, "_timeout")]
-    if not limits or "gloo" not in dist.get_backend_config(group):
-        # A GPU's collectives are short. What is agreed here may take a checkpoint's time.
-        limits.append(dist.distributed_c10d.default_pg_timeout)
-    return float(max(limits).total_seconds())

@@ -7,10 +7,12 @@ chain of all ranks. So a rank has few connections: a leaf of the tree has one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
-from elaunch.trainer.ranks.connections import Bytes, Connections, Contacts, PeerLost
+from elaunch.trainer.ranks.connection import Bytes
+from elaunch.trainer.ranks.connections import Connections, PeerLost
+from elaunch.trainer.ranks.greeting import Contacts
 from elaunch.trainer.ranks.tree import below, children, parent
 
 _HEAD = struct.Struct("<BQ")
@@ -19,7 +21,7 @@ _NUMBER_BYTES = 8
 
 
 class _Kind(IntEnum):
-    """What a message is: ranks that call different methods get an error, not each other's bytes."""
+    """The kind of a message: ranks that call different methods get an error, not each other's bytes."""
 
     COLLECTED = 1
     SPREAD = 2
@@ -71,10 +73,8 @@ class Channel:
         if self._parent is not None:
             content = self._message(self._parent, _Kind.SPREAD, waiting=self._children)
         assert content is not None
-        # The largest part of the tree first.
-        for child in reversed(self._children):
-            self._connections.send(child, _HEAD.pack(_Kind.SPREAD, len(content)), content)
-        self._connections.flush()
+        message = _HEAD.pack(_Kind.SPREAD, len(content)), content
+        self._send_down(lambda _: message)
         return content
 
     def scatter(self, contents: Sequence[bytes] | None) -> bytes:
@@ -82,12 +82,15 @@ class Channel:
         if self._parent is not None:
             contents = _split(self._message(self._parent, _Kind.SCATTERED, waiting=self._children))
         assert contents is not None
-        for child in reversed(self._children):
+        own = contents
+
+        def parts(child: int) -> tuple[Bytes, ...]:
             ranks = below(child, self._world_size)
-            theirs = _joined(contents[ranks.start - self._rank : ranks.stop - self._rank])
-            self._connections.send(child, _HEAD.pack(_Kind.SCATTERED, len(theirs)), theirs)
-        self._connections.flush()
-        return contents[0]
+            theirs = _joined(own[ranks.start - self._rank : ranks.stop - self._rank])
+            return _HEAD.pack(_Kind.SCATTERED, len(theirs)), theirs
+
+        self._send_down(parts)
+        return own[0]
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks, which give equally many numbers."""
@@ -97,13 +100,11 @@ class Channel:
             theirs = self._numbers(numbers, child, _Kind.LARGEST, self._around)
             found = [max(pair) for pair in zip(found, theirs, strict=True)]
         if self._parent is not None:
-            self._connections.send(self._parent, numbers.pack(_Kind.LARGEST, len(found), *found))
+            message = numbers.pack(_Kind.LARGEST, len(found), *found)
+            self._connections.send(self._parent, message, waiting=self._children)
             found = self._numbers(numbers, self._parent, _Kind.FOUND, self._children)
-        if self._children:
-            message = numbers.pack(_Kind.FOUND, len(found), *found)
-            for child in reversed(self._children):
-                self._connections.send(child, message)
-        self._connections.flush()
+        answer = numbers.pack(_Kind.FOUND, len(found), *found)
+        self._send_down(lambda _: (answer,))
         return found
 
     def pass_down(self, region: memoryview) -> None:
@@ -137,7 +138,7 @@ class Channel:
         return int(_HEAD.unpack(head)[1])
 
     def receive_into(self, region: memoryview, rank: int, *, pass_on: int | None = None) -> None:
-        """Receive what `length_from` has told, and send it on to rank `pass_on` while it arrives."""
+        """Receive the region that `length_from` has announced, and send it on to rank `pass_on` while it arrives."""
         if pass_on is not None:
             self._connections.send(pass_on, _HEAD.pack(_Kind.REGION, len(region)))
         self._connections.receive(rank, region, waiting=_some(pass_on), pass_on=pass_on)
@@ -152,9 +153,17 @@ class Channel:
             parts.append(self._message(child, _Kind.COLLECTED, waiting))
         if self._parent is None:
             return b"".join(parts)
-        self._connections.send(self._parent, _HEAD.pack(_Kind.COLLECTED, sum(map(len, parts))), *parts)
+        head = _HEAD.pack(_Kind.COLLECTED, sum(map(len, parts)))
+        self._connections.send(self._parent, head, *parts, waiting=self._children if goes_on else ())
         self._connections.flush()
         return None
+
+    def _send_down(self, parts: Callable[[int], Sequence[Bytes]]) -> None:
+        """Send each child its parts. Those that have none yet wait for them, and must not die unnoticed."""
+        # The largest part of the tree first.
+        for number, child in reversed([*enumerate(self._children)]):
+            self._connections.send(child, *parts(child), waiting=self._children[:number])
+        self._connections.flush()
 
     def _message(self, rank: int, kind: _Kind, waiting: Sequence[int]) -> bytearray:
         head = bytearray(_HEAD.size)

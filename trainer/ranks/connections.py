@@ -10,39 +10,27 @@ After an error all connections are closed. So the neighbours get an error too, t
 from __future__ import annotations
 
 import contextlib
-import errno
+import itertools
 import math
 import os
 import secrets
 import select
-import socket
 import time
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
 
-from elaunch.trainer.ranks.greeting import HELLO_BYTES, REPLY_BYTES, Contact
+from elaunch.trainer.ranks.connection import BrokenConnection, Bytes, RankConnection
+from elaunch.trainer.ranks.greeting import NONCE_BYTES, REPLY_BYTES, Contact, Contacts
+from elaunch.trainer.ranks.listener import RankListener
 from elaunch.trainer.ranks.own_address import own_address
+from elaunch.trainer.ranks.tcp import SILENT_S, has_unread, is_silent, unconnected
 
-# A rank says its hello at once. What has not said it by then is no rank, or comes from a host that hangs.
-_HELLO_S = 5.0
-# Connections that have not said it yet; of more than these the oldest is closed.
-_UNKNOWN_MAX = 64
-_BACKLOG = 1024
-# A read takes at most this much, so that what is passed on goes out while more comes in.
-_READ_BYTES = 1 << 20
-# A host that is gone answers no probe. It is noticed after 30 s, unless the agent ends this process before, or the
-# kernel still has something to send: it sends no probes then, and gives up after a quarter of an hour.
-_IDLE_S, _PROBE_S, _PROBES = 15, 5, 3
-# poll takes no more than 24 days. It is called again then.
-_POLL_S_MAX = 3600.0
+# A rank that is turned away tries again for so long, with pauses that grow: a flood of strangers may be over by then.
+_TRIES_S, _PAUSE_S, _PAUSE_S_MAX = 60.0, 0.05, 1.0
+# At most so long passes before a wait looks at the clock, at silent hosts, and at ranks that have died meanwhile.
+_LOOK_S = 5.0
 _IN, _OUT, _LEFT = select.POLLIN, select.POLLOUT, select.POLLRDHUP
-_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
-
-Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
 
 class PeerLost(RuntimeError):
@@ -52,37 +40,12 @@ class PeerLost(RuntimeError):
     """
 
 
-class Contacts(Protocol):
-    """What all ranks of a channel can read: where each rank listens."""
-
-    def publish(self, rank: int, content: bytes) -> None:
-        """Say it for all ranks."""
-
-    def find(self, rank: int) -> bytes:
-        """Wait until that rank has said it; raises RuntimeError (torch's DistError) if it does not."""
-
-
-@dataclass(eq=False)
-class _Connection:
-    rank: int
-    socket: socket.socket
-    outgoing: deque[memoryview] = field(default_factory=deque)
-
-
-@dataclass(eq=False)
-class _Unknown:
-    """A connection that has not said all of its hello yet."""
-
-    socket: socket.socket
-    until_s: float
-    hello: bytes = b""
-
-
 class Connections:
     """Those of rank `rank` in `channel`, whose name is the same on all ranks.
 
     `timeout_s` is how long it waits for a rank that does nothing; None waits as long as the rank lives. All methods
-    raise PeerLost. Use them from one thread at a time.
+    raise PeerLost. Use them from one thread at a time. The ranks in an argument `waiting` can do nothing before this
+    rank is done with the call: if one of them closes its connection, and all that it has sent is read, it is lost.
     """
 
     def __init__(
@@ -90,11 +53,11 @@ class Connections:
     ) -> None:
         self._channel, self._rank, self._world_size = channel, rank, world_size
         self._contacts, self._timeout_s = contacts, timeout_s
-        self._contact: Contact | None = None
-        self._listener: socket.socket | None = None
-        self._unknown: list[_Unknown] = []
-        self._connected: dict[int, _Connection] = {}
-        self._sending: set[_Connection] = set()
+        self._listener: RankListener | None = None
+        self._is_open = False
+        self._connected: dict[int, RankConnection] = {}
+        self._sending: set[RankConnection] = set()
+        self._looked_s = -math.inf
         self._why_closed = ""
         _all.add(self)
 
@@ -114,51 +77,32 @@ class Connections:
         with self._or_close():
             # Downwards first: the lower rank waits for the higher one, so somebody has to begin.
             for rank in sorted(ranks):
-                self._to(rank)
+                self._to(rank, ranks)
         if patient:
             self._timeout_s = None
 
-    def send(self, rank: int, *parts: Bytes) -> None:
+    def send(self, rank: int, *parts: Bytes, waiting: Collection[int] = ()) -> None:
         """Begin to send. The parts must not change until `flush` returns, or anything that was sent after them has."""
         with self._or_close():
-            self._queue(self._to(rank), parts)
+            self._queue(self._to(rank, waiting), parts)
 
     def flush(self) -> None:
         """Wait until everything is sent, that is, given to the kernel."""
         with self._or_close():
             while self._sending:
-                self._write_all()
-                if self._sending:
-                    self._wait()
+                self._wait()
 
     def receive(
         self, rank: int, into: memoryview, *, waiting: Collection[int] = (), pass_on: int | None = None
     ) -> None:
-        """Fill `into` with what that rank sends, and begin to send it to `pass_on` while it arrives.
-
-        The ranks in `waiting` can do nothing before this rank has it: if one of them closes its connection, and nothing
-        that it has sent is unread, it is lost.
-        """
+        """Fill `into` with what that rank sends, and begin to send it to `pass_on` while it arrives."""
         with self._or_close():
             # Also those that have not connected yet: they do so meanwhile.
             source = self._to(rank, waiting)
             target = None if pass_on is None else self._to(pass_on, waiting)
-            filled = 0
-            while filled < len(into):
-                if self._sending:
-                    self._write_all()
-                try:
-                    count = source.socket.recv_into(into[filled : filled + _READ_BYTES])
-                except BlockingIOError:
-                    self._wait(source, waiting)
-                    continue
-                except OSError as error:
-                    raise self._lost(rank, error) from error
-                if not count:
-                    raise self._lost(rank)
+            for part in self._arriving(source, into, waiting):
                 if target is not None:
-                    self._queue(target, [into[filled : filled + count]])
-                filled += count
+                    self._queue(target, [part])
 
     @contextlib.contextmanager
     def _or_close(self) -> Iterator[None]:
@@ -166,197 +110,213 @@ class Connections:
             raise PeerLost(f"the ranks' channel {self._channel} is over: {self._why_closed}")
         try:
             yield
+        except BrokenConnection as error:
+            lost = f"rank {error.peer.rank} is gone or has failed: connection closed by peer{error.why}"
+            lost += f", channel {self._channel}"
+            self.close(lost)
+            raise PeerLost(lost) from error.error
         except BaseException as error:
             # Also after an interrupt: a message that was sent in part cannot be taken back.
             self.close(str(error) or type(error).__name__)
             raise
 
-    def _lost(self, rank: int, error: OSError | None = None, place: str = "") -> PeerLost:
-        why = f" ({error.strerror or error}{place})" if error is not None else ""
-        return PeerLost(f"rank {rank} is gone or has failed: connection closed by peer{why}, channel {self._channel}")
-
     # Connecting
 
-    def _to(self, rank: int, waiting: Collection[int] = ()) -> _Connection:
+    def _to(self, rank: int, waiting: Collection[int]) -> RankConnection:
         """The connection to that rank, which is made now if there is none."""
         found = self._connected.get(rank)
         if found is not None:
             return found
-        if self._contact is None:
+        if not self._is_open:
             self._open()
         if rank < self._rank:
-            return self._connect(rank)
+            self._connected[rank] = self._connect(rank, waiting)
         while rank not in self._connected:
             self._wait(None, waiting)
         return self._connected[rank]
 
     def _open(self) -> None:
         """Listen for higher ranks, and tell them where."""
-        address, port = "", 0
         if self._rank + 1 < self._world_size:
-            address = own_address(os.environ)
-            self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            self._listener.setblocking(False)
-            self._listener.bind((address, 0))
-            self._listener.listen(_BACKLOG)
-            port = self._listener.getsockname()[1]
-        self._contact = Contact(self._channel, self._rank, address, port, secrets.token_bytes(32))
-        if self._listener is not None:
-            self._contacts.publish(self._rank, self._contact.to_bytes())
+            self._listener = RankListener(self._channel, self._rank, self._world_size, own_address(os.environ))
+            self._contacts.publish(self._rank, self._listener.contact.to_bytes())
+        self._is_open = True
 
-    def _connect(self, rank: int) -> _Connection:
-        contact = Contact.from_bytes(self._channel, rank, self._contacts.find(rank))
-        made = _Connection(rank, socket.socket(socket.AF_INET6 if ":" in contact.address else socket.AF_INET))
-        # It is closed with the others.
-        self._connected[rank] = made
-        _tune(made.socket)
+    def _connect(self, rank: int, waiting: Collection[int]) -> RankConnection:
+        """Connect to a lower rank, again if this rank is turned away: by a full backlog or a flood of strangers."""
+        pause_s, until_s = _PAUSE_S, math.inf
+        for tries in itertools.count(1):
+            contact = self._contact_of(rank, waiting)
+            made = RankConnection(rank, unconnected(contact.address))
+            try:
+                self._greet(made, contact, waiting)
+                return made
+            except BaseException as error:
+                self._sending.discard(made)
+                made.close()
+                if not isinstance(error, BrokenConnection) or error.peer is not made:
+                    raise
+                until_s = min(until_s, time.monotonic() + min(_TRIES_S, self._timeout_s or math.inf))
+                # Nobody listens there any more, unless these are words from before a restart.
+                is_over = isinstance(error.error, ConnectionRefusedError) and not self._contacts.may_be_old
+                if is_over or time.monotonic() >= until_s:
+                    raise BrokenConnection(made, _told(error.error, contact, tries)) from error
+            self._pause(min(pause_s, until_s - time.monotonic()), waiting)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+        raise AssertionError("a count has no end")
+
+    def _contact_of(self, rank: int, waiting: Collection[int]) -> Contact:
+        """Wait until that rank has said where it listens. No `waiting` rank must die unnoticed meanwhile."""
+        end_s = self._end_s()
+        while (left_s := end_s - time.monotonic()) > 0:
+            if (content := self._contacts.find(rank, min(left_s, _LOOK_S))) is not None:
+                return Contact.from_bytes(self._channel, rank, content)
+            self._pause(0, waiting)
+        raise self._timed_out(rank)
+
+    def _greet(self, made: RankConnection, contact: Contact, waiting: Collection[int]) -> None:
+        """Connect, and prove to each other that both are of this channel."""
+        asked, reply = secrets.token_bytes(NONCE_BYTES), bytearray(REPLY_BYTES)
         try:
             with contextlib.suppress(BlockingIOError):
                 made.socket.connect((contact.address, contact.port))
-            made.outgoing.append(memoryview(contact.hello(self._rank)))
-            self._sending.add(made)
-            while made.outgoing:
-                self._wait()
-                self._write(made)
-            reply = bytearray(REPLY_BYTES)
-            self.receive(rank, memoryview(reply))
         except OSError as error:
-            raise self._lost(rank, error, f" at {contact.address} port {contact.port}") from error
-        if reply != contact.reply(self._rank):
-            raise PeerLost(f"what listens at {contact.address} port {contact.port} is not rank {rank} any more")
-        return made
+            raise BrokenConnection(made, error) from error
+        self._queue(made, [contact.hello(self._rank, asked)])
+        if self._contacts.may_be_old:
+            self._await_newest(made, contact, waiting)
+        for _ in self._arriving(made, memoryview(reply), waiting):
+            pass
+        confirmation = contact.confirmation(self._rank, asked, bytes(reply))
+        if confirmation is None:
+            raise BrokenConnection(
+                made, ConnectionRefusedError(f"the process there is not rank {contact.rank} any more")
+            )
+        self._queue(made, [confirmation])
 
-    def _let_in(self) -> None:
-        """Take what connects, and close what says no hello."""
-        assert self._listener is not None
-        for _ in range(_UNKNOWN_MAX // 4):
-            try:
-                taken, _ = self._listener.accept()
-            except OSError as error:
-                if error.errno in _NO_ROOM:
-                    # The rank that connects would wait for its answer, and this one would look at it again and again.
-                    raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
-                # There is no more, or this one was given up.
-                return
-            _tune(taken)
-            self._unknown.append(_Unknown(taken, time.monotonic() + _HELLO_S))
-            if len(self._unknown) > _UNKNOWN_MAX:
-                self._unknown.pop(0).socket.close()
+    def _await_newest(self, made: RankConnection, contact: Contact, waiting: Collection[int]) -> None:
+        """Wait for the reply. Another process may have the address of an old `contact` by now, and never give one."""
+        end_s = self._end_s()
+        while not self._poll(made, (), 0).get(made.fileno(), 0) & (_IN | _GONE):
+            if time.monotonic() >= end_s:
+                raise self._timed_out(contact.rank)
+            self._wait(made, waiting, min(end_s, time.monotonic() + _LOOK_S))
+            if self._contact_of(contact.rank, waiting) != contact:
+                raise BrokenConnection(made, ConnectionRefusedError(f"rank {contact.rank} listens elsewhere by now"))
 
-    def _hear_unknown(self) -> bool:
-        """Read the hellos. Returns whether a rank has connected."""
-        now_s, still, found = time.monotonic(), [], False
-        for unknown in self._unknown:
-            rank = self._rank_of(unknown)
-            if rank is not None:
-                self._connected[rank] = _Connection(rank, unknown.socket)
-                assert self._contact is not None
-                self._queue(self._connected[rank], [self._contact.reply(rank)])
-                found = True
-            elif unknown.socket.fileno() >= 0:
-                if now_s < unknown.until_s:
-                    still.append(unknown)
-                else:
-                    unknown.socket.close()
-        self._unknown = still
-        if all(rank in self._connected for rank in range(self._rank + 1, self._world_size)):
-            # Nobody is missing any more.
-            self._close_listener()
-        return found
-
-    def _rank_of(self, unknown: _Unknown) -> int | None:
-        """The rank that this is, once it has said so; its socket is closed if it is none."""
-        assert self._contact is not None
+    def _let_in(self, events: Collection[int]) -> bool:
+        """Take the connections of higher ranks. Returns whether a rank has connected."""
+        if self._listener is None:
+            return False
         try:
-            said = unknown.socket.recv(HELLO_BYTES - len(unknown.hello))
-        except BlockingIOError:
-            return None
-        except OSError:
-            said = b""
-        unknown.hello += said
-        if said and len(unknown.hello) < HELLO_BYTES:
-            return None
-        rank = self._contact.sender_of(unknown.hello) if said else None
-        # A hello that was seen on the way cannot be said once more.
-        if rank is None or rank in self._connected or not self._rank < rank < self._world_size:
-            unknown.socket.close()
-            return None
-        return rank
+            admitted = self._listener.admit(events)
+        except OSError as error:
+            raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
+        for rank, made in admitted:
+            self._connected[rank] = RankConnection(rank, made)
+        if self._listener.is_complete:
+            self._close_listener()
+        return bool(admitted)
 
     # Waiting
 
-    def _wait(self, source: _Connection | None = None, waiting: Collection[int] = ()) -> None:
-        """Wait until `source` has sent something, something can be sent, or a rank has connected."""
-        end_s = None if self._timeout_s is None else time.monotonic() + self._timeout_s
-        waiting = set(waiting)
-        while True:
-            events = self._poll(source, waiting, end_s)
-            if self._listener is not None and self._listener.fileno() in events:
-                self._let_in()
-            has_met = bool(self._unknown) and self._hear_unknown()
-            for rank in [*waiting]:
-                peer = self._connected.get(rank)
-                if peer is not None and peer is not source and events.get(peer.socket.fileno(), 0) & (_LEFT | _GONE):
-                    if not _has_unread(peer.socket):
-                        raise self._lost(rank)
-                    waiting.discard(rank)
-            if has_met or (source is not None and source.socket.fileno() in events):
-                return
-            if any(events.get(peer.socket.fileno(), 0) & (_OUT | _GONE) for peer in self._sending):
-                return
-            if end_s is not None and time.monotonic() >= end_s:
-                who = f"rank {source.rank}" if source is not None else "other ranks"
-                # "Collective operation timeout" is what the agent knows.
-                raise PeerLost(
-                    f"collective operation timeout: waited {self._timeout_s:g} s for {who}, channel {self._channel}"
-                )
+    def _arriving(self, source: RankConnection, into: memoryview, waiting: Collection[int]) -> Iterator[memoryview]:
+        """Fill `into` with what `source` sends. Yields each part when it has arrived."""
+        filled = 0
+        while filled < len(into):
+            if self._sending:
+                self._write_all()
+            if count := source.read(into[filled:]):
+                yield into[filled : filled + count]
+                filled += count
+            else:
+                self._wait(source, waiting)
 
-    def _poll(self, source: _Connection | None, waiting: Collection[int], end_s: float | None) -> dict[int, int]:
-        """What has happened, by file descriptor. Returns empty when it is time to look at the clock."""
+    def _pause(self, seconds: float, waiting: Collection[int]) -> None:
+        until_s = time.monotonic() + seconds
+        self._wait(None, waiting, until_s)
+        while time.monotonic() < until_s:
+            self._wait(None, waiting, until_s)
+
+    def _end_s(self) -> float:
+        return math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
+
+    def _wait(
+        self, source: RankConnection | None = None, waiting: Collection[int] = (), until_s: float = math.inf
+    ) -> None:
+        """Wait until `source` has sent something, something was sent, a rank has connected, or it is `until_s`."""
+        end_s, waiting = self._end_s(), set(waiting)
+        while True:
+            events = self._poll(source, waiting, min(end_s, until_s))
+            has_met = self._let_in(events)
+            self._require_alive(source, waiting, events)
+            ready = [peer for peer in self._sending if events.get(peer.fileno(), 0) & (_OUT | _GONE)]
+            for peer in ready:
+                self._write(peer)
+            if has_met or ready or (source is not None and source.fileno() in events):
+                return
+            now_s = time.monotonic()
+            if now_s >= until_s:
+                return
+            if now_s >= end_s:
+                raise self._timed_out(None if source is None else source.rank)
+
+    def _timed_out(self, rank: int | None) -> PeerLost:
+        who = "other ranks" if rank is None else f"rank {rank}"
+        # "Collective operation timeout" is what the agent knows.
+        return PeerLost(
+            f"collective operation timeout: waited {self._timeout_s:g} s for {who}, channel {self._channel}"
+        )
+
+    def _poll(self, source: RankConnection | None, waiting: Collection[int], until_s: float) -> dict[int, int]:
+        """The events of each socket by file descriptor, as soon as there is one; empty when it is time to look."""
         wanted: dict[int, int] = {}
         if self._listener is not None:
-            wanted[self._listener.fileno()] = _IN
-        for unknown in self._unknown:
-            wanted[unknown.socket.fileno()] = _IN
+            wanted.update((descriptor, _IN) for descriptor in self._listener.descriptors)
+            until_s = min(until_s, self._listener.until_s)
         for rank in waiting:
             if rank in self._connected:
-                wanted[self._connected[rank].socket.fileno()] = _LEFT
+                wanted[self._connected[rank].fileno()] = _LEFT
         if source is not None:
-            wanted[source.socket.fileno()] = _IN
+            wanted[source.fileno()] = _IN
         for peer in self._sending:
-            wanted[peer.socket.fileno()] = wanted.get(peer.socket.fileno(), 0) | _OUT
+            wanted[peer.fileno()] = wanted.get(peer.fileno(), 0) | _OUT
         poller = select.poll()
         for descriptor, events in wanted.items():
             poller.register(descriptor, events)
-        ends_s = [unknown.until_s for unknown in self._unknown] + ([] if end_s is None else [end_s])
-        left_s = min(ends_s, default=math.inf) - time.monotonic()
-        return dict(poller.poll(1000 * min(max(0.0, left_s), _POLL_S_MAX)))
+        return dict(poller.poll(1000 * min(max(0.0, until_s - time.monotonic()), _LOOK_S)))
 
-    def _queue(self, target: _Connection, parts: Iterable[Bytes]) -> None:
-        target.outgoing += [memoryview(part).cast("B") for part in parts if len(part)]
-        if target.outgoing:
-            self._sending.add(target)
-            self._write(target)
+    def _require_alive(self, source: RankConnection | None, waiting: set[int], events: dict[int, int]) -> None:
+        """Raise PeerLost if a rank that matters now has closed its connection, or its host does not answer."""
+        for rank in [*waiting]:
+            peer = self._connected.get(rank)
+            if peer is not None and peer is not source and events.get(peer.fileno(), 0) & (_LEFT | _GONE):
+                if not has_unread(peer.socket):
+                    raise BrokenConnection(peer)
+                waiting.discard(rank)
+        if time.monotonic() < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        matter = {*self._sending, *(self._connected[rank] for rank in waiting if rank in self._connected)}
+        for peer in matter if source is None else {source, *matter}:
+            if is_silent(peer.socket):
+                raise BrokenConnection(peer, OSError(f"its host has not answered for {SILENT_S} s"))
+
+    # Sending
+
+    def _queue(self, target: RankConnection, parts: Iterable[Bytes]) -> None:
+        target.queue(parts)
+        self._write(target)
 
     def _write_all(self) -> None:
         for target in list(self._sending):
             self._write(target)
 
-    def _write(self, target: _Connection) -> None:
-        """Send what the kernel takes now."""
-        try:
-            while target.outgoing:
-                first = target.outgoing[0]
-                sent = target.socket.send(first)
-                if sent < len(first):
-                    target.outgoing[0] = first[sent:]
-                else:
-                    target.outgoing.popleft()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise self._lost(target.rank, error) from error
-        self._sending.discard(target)
+    def _write(self, target: RankConnection) -> None:
+        if target.write():
+            self._sending.discard(target)
+        else:
+            self._sending.add(target)
 
     # Closing
 
@@ -364,32 +324,19 @@ class Connections:
         if self._listener is not None:
             self._listener.close()
         self._listener = None
-        for unknown in self._unknown:
-            unknown.socket.close()
-        self._unknown = []
 
     def _close_sockets(self) -> None:
         self._close_listener()
         for peer in self._connected.values():
-            peer.socket.close()
+            peer.close()
         self._sending.clear()
 
 
-def _has_unread(peer: socket.socket) -> bool:
-    try:
-        return bool(peer.recv(1, socket.MSG_PEEK))
-    except OSError:
-        return False
-
-
-def _tune(made: socket.socket) -> None:
-    made.setblocking(False)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # No TCP_USER_TIMEOUT: the kernel would also count the time in which a living rank is too busy to read.
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+def _told(error: OSError | None, contact: Contact, tries: int) -> OSError:
+    """The last reason why this rank was not let in, with the place and the number of tries."""
+    why = "the connection was closed before its reply" if error is None else error.strerror or str(error)
+    often = "" if tries == 1 else f", {tries} times"
+    return OSError(f"{why}, at {contact.address} port {contact.port}{often}")
 
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()

@@ -15,22 +15,45 @@ _SIOCGIFADDR = 0x8915
 _IFREQ_BYTES = 40
 _ADDRESS_AT = 20
 _IF_INET6 = Path("/proc/net/if_inet6")
+# Addresses for documentation (RFC 5737, RFC 3849): the route to them is the one to everywhere. Nothing is sent.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def own_address(environ: Mapping[str, str]) -> str:
     """The address of the interface that GLOO_SOCKET_IFNAME names, else the one by which it reaches MASTER_ADDR.
 
-    Without MASTER_ADDR it is the address of the host's own name, and of a host without one that of the loopback.
-    Raises OSError for an interface without an address, and for a MASTER_ADDR that nobody knows.
+    On the first node a name in MASTER_ADDR may mean a loopback address (127.0.1.1 in Debian's /etc/hosts). Ranks on
+    other nodes cannot use that, so it is the address by which this host reaches other networks, or its only one.
+    Without MASTER_ADDR the host's own name is taken in its place. Raises OSError for an interface without an address,
+    for a MASTER_ADDR that nobody knows, and if this host has several addresses to choose from.
     """
     if names := environ.get(_INTERFACE, ""):
         # gloo takes several, separated by commas.
         return _of_interface(names.split(",")[0])
     if master := environ.get("MASTER_ADDR", ""):
-        return _towards(master, int(environ.get("MASTER_PORT") or 1))
-    with contextlib.suppress(OSError):
-        return _towards(socket.gethostname(), 1)
-    return "127.0.0.1"
+        found = _towards(master, int(environ.get("MASTER_PORT") or 1))
+    else:
+        master = socket.gethostname()
+        found = "127.0.0.1"
+        with contextlib.suppress(OSError):
+            found = _towards(master, 1)
+    if _is_loopback(found) and not _is_loopback(master) and not _is_alone(environ):
+        return _outward(master, found) or found
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether this means the loopback on every host; another name may mean it on its own host alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_alone(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks are on this host, as their launcher says. Without a launcher nobody knows."""
+    here = environ.get("LOCAL_WORLD_SIZE", "")
+    return bool(here) and here == environ.get("WORLD_SIZE", "")
 
 
 def _towards(host: str, port: int) -> str:
@@ -45,6 +68,26 @@ def _towards(host: str, port: int) -> str:
             f"this host finds no way to {host} ({error.strerror}), so the other ranks cannot reach this one; "
             f"{_INTERFACE}=… names the interface to use"
         ) from error
+
+
+def _outward(name: str, loopback: str) -> str:
+    """The address of the default route, or the only one that is not a loopback's; empty if this host has none."""
+    for somewhere in _ANYWHERE:
+        with contextlib.suppress(OSError):
+            return _towards(somewhere, 1)
+    found: dict[str, str] = {}
+    for _, interface in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            address = _of_interface(interface)
+            if not _is_loopback(address):
+                found[interface] = address
+    if len(found) > 1:
+        raise OSError(
+            f"{name} means {loopback} on this host, where no other node reaches it, and the host has several addresses "
+            f"({', '.join(f'{address} on {interface}' for interface, address in found.items())}); "
+            f"{_INTERFACE}=… names the interface to use"
+        )
+    return next(iter(found.values()), "")
 
 
 def _of_interface(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What ranks exchange besides gradients: small numbers to agree on, and copies of the state."""
+"""The ranks as peers: besides gradients they exchange small numbers to agree on, and copies of the state."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Peers(Ranks):
     """All ranks, also those that need regions of the state from each other. A process without a group has no peer.
 
     All ranks call `from_all` and `largest` together. For each `send` the receiver calls `length_from` and `receive`.
-    What several ranks need goes along a chain of them: each passes on to the next what it receives (`pass_on`), so
-    that n receivers take one transfer's time, not n times that.
+    A region that several ranks need goes along a chain of them: each receives it and passes it on to the next
+    (`pass_on`), so that n receivers take one transfer's time, not n times that.
     """
 
     def largest(self, values: Sequence[int]) -> list[int]:
@@ -46,7 +46,7 @@ class Peers(Ranks):
     def receive(self, region: Tensor, rank: int, *, pass_on: int | None = None) -> None:
         """Receive everything but the mark into `region`, whose length is what `length_from` returned.
 
-        What has arrived is sent on to rank `pass_on` while the rest arrives.
+        Each part is sent on to rank `pass_on` while the rest arrives.
         """
         self._channel.receive_into(_data_of(region), rank, pass_on=pass_on)
 

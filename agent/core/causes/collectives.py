@@ -71,15 +71,22 @@ RULES = (
     ),
     CauseRule(
         "the ranks cannot reach each other",
-        "gloo's workers could not connect to each other: open the ports between the nodes, and set GLOO_SOCKET_IFNAME"
-        " to the interface that connects them",
-        pattern=regex(r"connectFullMesh failed"),
+        "the workers could not connect to each other: open the ports between the nodes, and set GLOO_SOCKET_IFNAME to"
+        " the interface that connects them",
+        # Gloo's words, and those of the Keeper's own connections.
+        pattern=regex(
+            r"connectFullMesh failed|connection closed by peer \(Connection timed out, at [0-9a-f.:]+ port \d"
+        ),
     ),
     CauseRule(
-        "a collective of gloo timed out",
+        "a collective timed out",
         "one rank did not come to this collective: look at the rank whose output says nothing of it, and start with"
         " --hang-timeout, which shows the stacks",
-        pattern=regex(r"Timed out waiting (?P<ms>\d+)ms for (?:recv|send) operation"),
+        # Gloo's words, and those of the Keeper's own connections.
+        pattern=regex(
+            r"Timed out waiting \d+ms for (?:recv|send) operation"
+            r"|collective operation timeout: waited \d[\d.e+]{0,12} s for"
+        ),
     ),
     CauseRule(
         "not all ranks came to the process group",

@@ -469,4 +469,4 @@ def test_who_asks_at_every_third_call_only_hears_of_it_then(agent: socket.socket
     boundary = link._Boundary()
     boundary._ask("leave")
 
-    assert [boundary.check(3) for _ in range(5)] == [False, False, True, True, True]
+    assert [boundary.should_stop(3) for _ in range(5)] == [False, False, True, True, True]

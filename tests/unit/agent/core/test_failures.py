@@ -385,15 +385,26 @@ def test_a_lost_peer_is_told_with_the_call_that_waited_for_it(frames: list[tuple
     assert lost.message.startswith(f"lost a peer in {call} (" if call else "lost a peer (RuntimeError")
 
 
-def test_a_lost_peer_of_the_keepers_own_exchange_is_told_with_its_public_function() -> None:
-    ranks = '  File "/v/lib/python3.11/site-packages/elaunch/trainer/ranks/{}.py", line 83, in {}\n    wait()\n'
-    frames = [("agreement", "from_all"), ("agreement", "_channel"), ("channel", "__init__")]
-    stack = "".join(ranks.format(*frame) for frame in frames)
+@pytest.mark.parametrize(
+    ("frames", "call"),
+    [
+        (
+            [("ranks/agreement", "from_all"), ("ranks/agreement", "_channel"), ("ranks/channel", "all_gather")],
+            "from_all",
+        ),
+        ([("link", "should_stop"), ("link", "_any_asked"), ("ranks/channel", "largest")], "should_stop"),
+    ],
+)
+def test_a_lost_peer_of_the_ranks_own_exchange_is_told_with_its_public_function(
+    frames: list[tuple[str, str]], call: str
+) -> None:
+    line = '  File "/v/lib/python3.11/site-packages/elaunch/trainer/{}.py", line 83, in {}\n    wait()\n'
+    stack = "".join(line.format(*frame) for frame in frames)
     said = "elaunch.trainer.ranks.connections.PeerLost: connection closed by peer"
 
     lost = failure(1, tail=f"Traceback (most recent call last):\n{stack}{said}\n")
 
-    assert (lost.kind, lost.call) == (FailureKind.PEER_LOST, "from_all")
+    assert (lost.kind, lost.call) == (FailureKind.PEER_LOST, call)
 
 
 def test_a_survivor_that_nccls_watchdog_aborts_lost_a_peer() -> None:

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from elaunch.agent.core.failures import TIMED_OUT
+from elaunch.trainer.ranks import connections, tcp
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
-from tests.harness import DEADLINE_S
+from tests.harness import DEADLINE_S, wait_for
 from tests.unit.trainer.ranks.channels import begin, channels, on_all
 
 # Several times what the kernel takes of a connection at once.
@@ -179,6 +180,26 @@ def test_a_rank_that_does_nothing_is_an_error_after_the_timeout() -> None:
     assert re.search(TIMED_OUT, str(raised.value), re.IGNORECASE)
     with pytest.raises(PeerLost, match="is over: collective operation timeout"):
         ranks[0].largest([0])
+
+
+def test_a_rank_that_lives_and_is_too_busy_to_read_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "SILENT_S", 0.2)
+    monkeypatch.setattr(connections, "_LOOK_S", 0.05)
+    ranks = channels(2)
+    on_all(ranks, lambda channel, rank: channel.largest([rank]))
+    mine = pattern(3, 16 << 20)
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(lambda: (ranks[0].begin_send(1, memoryview(mine)), ranks[0].flush()))
+        # The kernel has taken what it can, and probes now and then whether there is room again.
+        wait_for(lambda: ranks[0]._connections._looked_s > began_s + 2, "looks for two seconds")
+        assert not sending.done()
+
+        region = bytearray(ranks[1].length_from(0))
+        ranks[1].receive_into(memoryview(region), 0)
+
+        assert sending.result(DEADLINE_S) == (None, None)
+    assert region == mine
 
 
 def test_ranks_that_call_different_collectives_get_an_error() -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from elaunch.trainer.ranks import connections
+from elaunch.trainer.ranks import listener
+from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
-from elaunch.trainer.ranks.greeting import HELLO_BYTES, Contact
+from elaunch.trainer.ranks.greeting import CONFIRMATION_BYTES, HELLO_BYTES, NONCE_BYTES, REPLY_BYTES, Contact
 from elaunch.trainer.ranks.own_address import own_address
 from tests.harness import DEADLINE_S
-from tests.unit.trainer.ranks.channels import Book, begin, channels, on_all
+from tests.unit.trainer.ranks.channels import Book, channels, on_all
 
+ASKED = b"a" * NONCE_BYTES
 CONTACT = Contact("job/peers", 0, "10.0.0.1", 4711, b"s" * 32)
 
 
@@ -26,17 +29,26 @@ def test_a_contact_is_read_as_it_was_written() -> None:
 
 
 def test_only_who_knows_the_secret_the_channel_and_the_receiver_is_taken_for_a_rank() -> None:
-    hello = CONTACT.hello(3)
+    hello, reply = CONTACT.hello(3, ASKED), CONTACT.reply(3, ASKED, b"b" * NONCE_BYTES)
 
-    assert len(hello) == HELLO_BYTES
-    assert CONTACT.sender_of(hello) == 3
+    assert (len(hello), len(reply)) == (HELLO_BYTES, REPLY_BYTES)
+    assert CONTACT.heard(hello) == (3, ASKED)
+    assert CONTACT.confirmation(3, ASKED, reply)
     for other in (replace(CONTACT, secret=b"t" * 32), replace(CONTACT, channel="job/mirror"), replace(CONTACT, rank=1)):
-        assert other.sender_of(hello) is None
-    assert CONTACT.secret not in hello
-    assert all(
-        CONTACT.sender_of(hello[:at] + bytes([hello[at] ^ 1]) + hello[at + 1 :]) is None for at in range(len(hello))
-    )
-    assert CONTACT.reply(3) != CONTACT.reply(4)
+        assert other.heard(hello) is None
+        assert other.confirmation(3, ASKED, reply) is None
+    assert CONTACT.secret not in hello + reply
+    for at in range(len(hello)):
+        assert CONTACT.heard(hello[:at] + bytes([hello[at] ^ 1]) + hello[at + 1 :]) is None
+
+
+def test_each_greeting_has_a_reply_and_a_confirmation_of_its_own() -> None:
+    other = b"c" * NONCE_BYTES
+    reply = CONTACT.reply(3, ASKED, other)
+
+    assert CONTACT.confirmation(3, other, reply) is None
+    assert CONTACT.confirmation(4, ASKED, reply) is None
+    assert CONTACT.confirmation(3, ASKED, reply) != CONTACT.confirmation(3, ASKED, CONTACT.reply(3, ASKED, ASKED))
 
 
 def dial(book: Book, *words: bytes) -> socket.socket:
@@ -47,66 +59,62 @@ def dial(book: Book, *words: bytes) -> socket.socket:
     return made
 
 
-def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HELLO_S", 0.2)
+def is_closed(stranger: socket.socket) -> bool:
+    """Whether the rank has closed the connection and said nothing."""
+    stranger.settimeout(DEADLINE_S)
+    # A connection that was closed with unread words is reset.
+    with stranger, contextlib.suppress(ConnectionResetError):
+        return stranger.recv(1) == b""
+    return True
+
+
+@contextlib.contextmanager
+def rank_0_waits(world_size: int) -> Iterator[tuple[Book, list[Channel]]]:
+    """Rank 0 waits in a collective for the others. They come at the end of the block, and all ranks get the answer."""
     book = Book()
-    ranks = channels(3, book)
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(ranks[0].largest, [0])
+    ranks = channels(world_size, book)
+    with ThreadPoolExecutor(world_size) as pool:
+        found = [pool.submit(ranks[0].largest, [0])]
+        yield book, ranks
+        assert not found[0].done()
+        found += [pool.submit(channel.largest, [rank]) for rank, channel in enumerate(ranks) if rank]
+        assert [each.result(DEADLINE_S) for each in found] == [[world_size - 1]] * world_size
+
+
+def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_HELLO_S", 0.2)
+    with rank_0_waits(3) as (book, ranks):
         strangers = [dial(book), dial(book, b"half"), dial(book, b"GET / HTTP/1.1\r\nHost: " + b"x" * HELLO_BYTES)]
         # A rank that is there says hello to another rank.
-        strangers.append(dial(book, replace(book.contact(0), rank=1).hello(2)))
-        others = [pool.submit(ranks[rank].largest, [rank]) for rank in (1, 2)]
+        strangers.append(dial(book, replace(book.contact(0), rank=1).hello(2, ASKED)))
 
-        assert [each.result(DEADLINE_S) for each in (first, *others)] == [[2]] * 3
-        # Some of them were closed with what they had said unread.
-        for stranger in strangers:
-            stranger.settimeout(DEADLINE_S)
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""
-            stranger.close()
-        assert on_all(ranks, lambda channel, rank: channel.largest([rank])) == [[2]] * 3
+    assert on_all(ranks, lambda channel, rank: channel.largest([rank])) == [[2]] * 3
+    assert all(map(is_closed, strangers))
 
 
 def test_a_stranger_that_says_nothing_is_closed_while_the_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_HELLO_S", 0.05)
-    book = Book()
-    ranks = channels(2, book)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(ranks[0].largest, [0])
-        with dial(book, b"half") as stranger:
-            assert stranger.recv(1) == b""
-        assert not first.done()
-
-        assert ranks[1].largest([1]) == [1]
-        assert first.result(DEADLINE_S) == [1]
+    monkeypatch.setattr(listener, "_HELLO_S", 0.05)
+    with rank_0_waits(2) as (book, _):
+        assert is_closed(dial(book, b"half"))
 
 
 def test_more_strangers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_UNKNOWN_MAX", 4)
-    book = Book()
-    ranks = channels(2, book)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(ranks[0].largest, [0])
-        strangers = [dial(book) for _ in range(20)]
-
-        assert ranks[1].largest([1]) == [1]
-        assert first.result(DEADLINE_S) == [1]
-    for stranger in strangers:
-        stranger.close()
+    monkeypatch.setattr(listener, "_UNKNOWN_MAX", 4)
+    with contextlib.ExitStack() as stack, rank_0_waits(2) as (book, _):
+        for _ in range(20):
+            stack.enter_context(dial(book))
 
 
 def test_a_hello_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
-    book = Book()
-    ranks = channels(3, book)
-    on_all(ranks[:2], lambda channel, rank: channel.meet([1 - rank]))
-    with dial(book, book.contact(0).hello(1)) as stranger, ThreadPoolExecutor(3) as pool:
-        found = begin(pool, ranks, lambda channel, rank: channel.largest([rank]))
+    with rank_0_waits(2) as (book, _), dial(book, book.contact(0).hello(1, ASKED)) as stranger:
+        # It has seen one greeting, and this one has another number.
+        seen = book.contact(0).confirmation(1, ASKED, book.contact(0).reply(1, ASKED, ASKED))
+        assert len(stranger.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
+        assert seen
+        assert len(seen) == CONFIRMATION_BYTES
+        stranger.sendall(seen)
 
-        assert [each.result(DEADLINE_S) for each in found] == [[2]] * 3
-        stranger.settimeout(DEADLINE_S)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
+        assert is_closed(stranger)
 
 
 def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port() -> None:

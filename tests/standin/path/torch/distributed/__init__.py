@@ -4,11 +4,13 @@ from torch.distributed.distributed_c10d import (
     ReduceOp,
     all_reduce,
     destroy_process_group,
+    get_backend_config,
+    get_rank,
+    get_world_size,
     group,
     init_process_group,
     is_available,
     is_initialized,
-    new_group,
 )
 from torch.distributed.tcp_store import TCPStore
 
@@ -17,9 +19,11 @@ __all__ = [
     "TCPStore",
     "all_reduce",
     "destroy_process_group",
+    "get_backend_config",
+    "get_rank",
+    "get_world_size",
     "group",
     "init_process_group",
     "is_available",
     "is_initialized",
-    "new_group",
 ]

@@ -8,6 +8,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from datetime import timedelta
 from enum import Enum
 from typing import IO
 
@@ -23,10 +24,31 @@ class ReduceOp(Enum):
     MAX = "max"
 
 
+class ProcessGroup:
+    """The default group: it has no backend of torch's, and so none of its timeouts."""
+
+    group_name = "0"
+    _device_types = ()
+
+
 class group:
     """Names the default group, as torch does."""
 
-    WORLD: object = None
+    WORLD: ProcessGroup | None = None
+
+
+class _Store:
+    """The default group's store, whose values are bytes."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.wait = client.wait
+
+    def set(self, key: str, value: bytes) -> None:
+        self._client.set(key, value.decode("latin-1"))
+
+    def get(self, key: str) -> bytes:
+        return self._client.get(key).encode("latin-1")
 
 
 class _Peer:
@@ -65,15 +87,18 @@ class _Peer:
 
 # At rank 0 the connections to all other ranks; at another rank the one to rank 0.
 _peers: list[_Peer] | None = None
+_store: _Store | None = None
+default_pg_timeout = timedelta(minutes=30)
 
 
 def init_process_group(backend: str) -> None:
     """Make the group. Returns when all ranks have come."""
-    global _peers
-    group.WORLD = object()
+    global _peers, _store
+    group.WORLD = ProcessGroup()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"]
     store = Client(address, int(os.environ["MASTER_PORT"]))
+    _store = _Store(store)
     if rank:
         _peers = [_Peer(connected(address, int(store.get("port"))))]
         _peers[0].hear()
@@ -93,12 +118,24 @@ def is_initialized() -> bool:
     return _peers is not None
 
 
-def new_group(backend: str) -> object:
-    """All ranks, over the default group's connections: all ranks use the groups in the same order."""
-    return group.WORLD
+def get_rank(among: ProcessGroup) -> int:
+    return int(os.environ["RANK"])
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, among: object = None) -> None:
+def get_world_size(among: ProcessGroup) -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def get_backend_config(among: ProcessGroup) -> str:
+    return ""
+
+
+def _get_default_store() -> _Store:
+    assert _store is not None
+    return _store
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
     """Reduce the tensor over all ranks, in place."""
     assert _peers is not None
     if os.environ["RANK"] != "0":

@@ -58,6 +58,11 @@ class Client:
         """The key's value, once somebody has set it."""
         return self._asked(key, None)
 
+    def wait(self, keys: list[str], timeout: object) -> None:
+        """Wait until somebody has set them, without a limit."""
+        for key in keys:
+            self.get(key)
+
     def _asked(self, key: str, value: str | None) -> str:
         self._stream.write(json.dumps([key, value]) + "\n")
         self._stream.flush()

@@ -91,6 +91,10 @@ EXCEPTIONS = [
      " interface found", "NCCL_SOCKET_IFNAME"),
     ("RuntimeError", "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
      " operation to complete", "did not come to this collective"),
+    ("elaunch.trainer.ranks.connections.PeerLost", "collective operation timeout: waited 1800 s for rank 1, channel"
+     " elaunch/0/0/ranks/0", "did not come to this collective"),
+    ("elaunch.trainer.ranks.connections.PeerLost", "rank 0 is gone or has failed: connection closed by peer (Connection"
+     " timed out, at 10.0.0.1 port 4711, 2 times), channel elaunch/0/0/ranks/0", "open the ports between the nodes"),
     ("RuntimeError", "[enforce fail at ../third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find"
      " address for: eth9", "GLOO_SOCKET_IFNAME"),
     ("torch.distributed.DistStoreError", "Timed out after 61 seconds waiting for clients. 2/4 clients joined.", "only 2 of 4"),
@@ -151,6 +155,10 @@ def test_a_known_exception_has_its_next_step(exception: str, message: str, words
         ("AttributeError", "module 'torch' has no attribute 'frobnicate'"),
         ("AttributeError", "'NoneType' object has no attribute 'shape'"),
         ("RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:31937."),
+        (
+            "elaunch.trainer.ranks.connections.PeerLost",
+            "rank 0 is gone or has failed: connection closed by peer, channel x",
+        ),
         ("KeyboardInterrupt", ""),
         ("ImportError", "cannot import name 'no_such' from 'os' (/usr/lib/python3.11/os.py)"),
         ("TypeError", "step() missing 1 required positional argument: 'x'"),

@@ -1,0 +1,143 @@
+"""The ranks' own connections on nodes: a host that is lost, a link that drops packets, and a node's own address."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import environment, script
+from tests.nodes import Node, Nodes, needs_nodes
+
+pytestmark = needs_nodes
+
+# Two ranks, whose store is a folder. Seconds of silence after which a host is lost are few, for a quick test.
+RANK = """
+import os, pathlib, sys, time
+from elaunch.trainer.ranks import connections, tcp
+from elaunch.trainer.ranks.channel import Channel
+
+class Folder:
+    may_be_old = False
+    def publish(self, rank, content):
+        pathlib.Path(f".{rank}").write_bytes(content)
+        pathlib.Path(f".{rank}").rename(f"contact-{rank}")
+    def find(self, rank, within_s):
+        end_s = time.monotonic() + within_s
+        while time.monotonic() < end_s:
+            if os.path.exists(f"contact-{rank}"):
+                return pathlib.Path(f"contact-{rank}").read_bytes()
+            time.sleep(0.01)
+
+tcp.SILENT_S = connections.SILENT_S = 4
+connections._LOOK_S = 0.2
+rank, region = int(sys.argv[1]), bytearray(int(sys.argv[2]))
+channel = Channel("test", rank, 2, Folder(), timeout_s=60)
+channel.largest([rank])
+print("ready", flush=True)
+sys.stdin.readline()
+began_s = time.monotonic()
+try:
+    if rank:
+        channel.receive_into(memoryview(region)[:channel.length_from(0)], 0)
+    else:
+        region[:] = b"x" * len(region)
+        channel.begin_send(1, memoryview(region))
+        channel.flush()
+    channel.largest([rank])
+    print("same" if region[-1:] == b"x" else "other")
+except connections.PeerLost as error:
+    print(f"{time.monotonic() - began_s:.1f} s: {error}")
+"""
+# With one of these a rank waits for an answer, with the other one for room to send more.
+SMALL, LARGE = 1000, 64 << 20
+
+
+def started(nodes: Nodes, folder: Path, size: int) -> list[subprocess.Popen[str]]:
+    """A rank on each of two nodes; they have met."""
+    program = str(script(folder, RANK))
+    env = environment({"GLOO_SOCKET_IFNAME": "eth0"})
+    ends = {"cwd": folder, "env": env, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    found = [node.popen(sys.executable, program, str(rank), str(size), **ends) for rank, node in enumerate(nodes)]
+    for each in found:
+        assert each.stdout
+        assert each.stdout.readline() == "ready\n"
+    return found
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+def test_a_host_that_is_lost_with_data_on_its_way_is_noticed_in_time(tmp_path: Path, size: int) -> None:
+    with Nodes(2) as nodes:
+        sends, _ = started(nodes, tmp_path, size)
+
+        nodes[1].unplug()
+        said, _ = sends.communicate("go\n", timeout=60)
+
+    assert "rank 1 is gone or has failed: connection closed by peer (its host has not answered for 4 s)" in said
+    assert 3 < float(said.split(" s: ")[0]) < 30, said
+
+
+def test_a_link_that_drops_packets_is_no_lost_host(tmp_path: Path) -> None:
+    with Nodes(2) as nodes:
+        ranks = started(nodes, tmp_path, 16 << 20)
+        nodes.lose(10)
+
+        for each in ranks:
+            assert each.stdin
+            each.stdin.write("go\n")
+            each.stdin.flush()
+
+        assert [each.communicate(timeout=60)[0] for each in ranks] == ["same\n"] * 2
+        assert nodes.lost() > 10
+
+
+ASKS = """
+import os, sys
+from elaunch.trainer.ranks.own_address import own_address
+words = dict(each.split("=") for each in sys.argv[1:])
+try:
+    print(own_address(words))
+except OSError as error:
+    print(error)
+"""
+
+
+def own_address(node: Node, folder: Path, **environ: str) -> str:
+    """The address that a rank on this node would tell the others, or why it has none."""
+    program = str(script(folder, ASKS))
+    return node.run(sys.executable, program, *(f"{name}={value}" for name, value in environ.items())).rstrip("\n")
+
+
+def test_a_rank_on_the_first_node_tells_an_address_that_the_others_reach(tmp_path: Path) -> None:
+    several = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    with Nodes(2, own_name_is_loopback=True) as nodes:
+        first, second = nodes
+        assert own_address(second, tmp_path, **several) in (second.ipv4, second.ipv6)
+        assert own_address(first, tmp_path, **several) == first.ipv4
+        # Nobody says whether there are other nodes: without a launcher, and without MASTER_ADDR.
+        assert own_address(first, tmp_path, MASTER_ADDR="node0", WORLD_SIZE="4") == first.ipv4
+        assert own_address(first, tmp_path) == first.ipv4
+        # All ranks are on this host.
+        assert own_address(first, tmp_path, **{**several, "LOCAL_WORLD_SIZE": "4"}) == "127.0.0.1"
+        assert own_address(first, tmp_path, **{**several, "MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1"
+
+        first.run("ip", "link", "add", "other0", "type", "veth", "peer", "name", "other1")
+        first.run("ip", "addr", "add", "192.168.7.1/24", "dev", "other0")
+        said = own_address(first, tmp_path, **several)
+        assert said.startswith("node0 means 127.0.0.1 on this host, where no other node reaches it")
+        assert f"{first.ipv4} on eth0" in said
+        assert "192.168.7.1 on other0" in said
+        assert "GLOO_SOCKET_IFNAME=" in said
+
+        first.run("ip", "route", "add", "default", "dev", "eth0")
+        assert own_address(first, tmp_path, **several) == first.ipv4
+
+
+def test_a_host_without_any_network_has_its_loopback_address(tmp_path: Path) -> None:
+    with Nodes(1, own_name_is_loopback=True) as nodes:
+        nodes[0].link_down()
+        nodes[0].run("ip", "addr", "flush", "dev", "eth0")
+
+        assert own_address(nodes[0], tmp_path, MASTER_ADDR="node0", WORLD_SIZE="2") == "127.0.0.1"
