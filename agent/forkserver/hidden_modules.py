@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver import after_fork, exit_report
-from elaunch.agent.forkserver.preload import Brought, hidden_packages
+from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
 
 
@@ -50,6 +50,15 @@ class Gate(MetaPathFinder):
         _set_filters([f for f in warnings.filters if f not in added])
         sys.meta_path.insert(0, self)
 
+    def lift(self) -> None:
+        """Hide nothing any more, and apply nothing: this process imports more, and is not going to run the program."""
+        for name, each in self._where.items():
+            sys.modules[name] = each.modules[name]
+            _bind(name, each.modules[name])
+        self._where = {}
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+
     def stand(self, link: int) -> None:
         """Begin in a worker that has this link. Only later changes of its environment are applied again."""
         self._environment = dict(os.environ)
@@ -75,6 +84,10 @@ class Gate(MetaPathFinder):
                 return
             back = self._put_back(name, brought)
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
+        # The import sets these variables in a fresh interpreter too.
+        own = {n: value for n, value in brought.sets.items() if n not in changed}
+        restore_environment(own)
+        self._environment |= {n: value for n, value in own.items() if value is not None}
         after_fork.set_threads(changed, back)
         self._tell(name, replay(changed, brought.readers, back))
 
@@ -82,9 +95,9 @@ class Gate(MetaPathFinder):
         package = name.partition(".")[0]
         whole = package in self._named
         back = {
-            n: brought.modules[n]
-            for n, each in self._where.items()
-            if each is brought and (whole or n.partition(".")[0] == package)
+            n: module
+            for n, module in brought.modules.items()
+            if self._where.get(n) is brought and (whole or n.partition(".")[0] == package)
         }
         for known, module in back.items():
             # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
@@ -132,6 +145,13 @@ def _unbind(name: str, module: ModuleType) -> None:
     parent = sys.modules.get(package)
     if child in getattr(parent, "_lazy_modules", ()) and vars(parent).get(child) is module:
         delattr(parent, child)
+
+
+def _bind(name: str, module: ModuleType) -> None:
+    package, _, child = name.rpartition(".")
+    parent = sys.modules.get(package)
+    if child in getattr(parent, "_lazy_modules", ()):
+        setattr(parent, child, module)
 
 
 def _set_filters(filters: list[Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+
+from elaunch import records
 
 
 @dataclass
@@ -28,22 +30,60 @@ class Load:
             yield from each.all()
 
 
-@dataclass(frozen=True)
+@records.dataclass(frozen=True)
+class Cost:
+    """How long the modules of a package took to import."""
+
+    package: str
+    seconds: float
+
+
+@records.dataclass(frozen=True)
 class Selection:
     """The imports that bring all suitable modules, in order, and those that are left out.
 
     `reasons` has a sentence for each module that is unsuitable itself. The others that are left out need one of these.
-    `left_out_s` is how long all that are left out took.
+    `left_out_s` is how long all that are left out took. `costs` are the packages of the others, the slowest first.
     """
 
     entries: tuple[str, ...] = ()
-    left_out: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     left_out_s: float = 0.0
+    costs: tuple[Cost, ...] = ()
+
+    @property
+    def saved_s(self) -> float:
+        """How long the modules that are not left out took."""
+        return sum(each.seconds for each in self.costs)
 
 
-def select(roots: Iterable[Load]) -> Selection:
-    """Leave out the unsuitable modules, and those that asked for one: directly, through others or by their package."""
+@records.dataclass(frozen=True)
+class Wanted:
+    """The modules that a program has imported, in that order, and what must not be preloaded of them.
+
+    `refused` are modules that are left out already. `variables` are set by the program: a module that keeps the value
+    of one is unsuitable.
+    """
+
+    names: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+
+
+@records.dataclass(frozen=True)
+class Answer:
+    """What a probe has found: `failed` says why nothing can be preloaded."""
+
+    selection: Selection = Selection()
+    failed: str = ""
+
+
+def select(roots: Iterable[Load], refused: Collection[str] = ()) -> Selection:
+    """Leave out the unsuitable modules, and those that asked for one: directly, through others or by their package.
+
+    `refused` are modules that are left out already.
+    """
     loads = {each.name: each for root in roots for each in root.all()}
     unsuitable = [each for each in loads.values() if each.why]
     users: dict[str, set[str]] = {}
@@ -51,7 +91,7 @@ def select(roots: Iterable[Load]) -> Selection:
         for asked in each.asked | {each.name.rpartition(".")[0]}:
             users.setdefault(asked, set()).add(each.name)
     left_out: set[str] = set()
-    found = [each.name for each in unsuitable]
+    found = [each.name for each in loads.values() if each.why or each.name in refused]
     while found:
         name = found.pop()
         if name not in left_out:
@@ -59,13 +99,37 @@ def select(roots: Iterable[Load]) -> Selection:
             found.extend(users.get(name, ()))
     return Selection(
         tuple(_entries(roots, left_out)),
-        frozenset(left_out),
+        tuple(sorted(left_out)),
         tuple(f"{each.name} {each.why}" for each in unsuitable),
         sum(loads[name].own_s for name in left_out),
+        _costs(each for each in loads.values() if each.name not in left_out),
     )
 
 
-def _entries(loads: Iterable[Load], left_out: set[str]) -> Iterator[str]:
+def together(first: Selection, second: Selection) -> Selection:
+    """The selection of the imports of both, one after the other."""
+    return Selection(
+        tuple(dict.fromkeys((*first.entries, *second.entries))),
+        tuple(sorted({*first.left_out, *second.left_out})),
+        (*first.reasons, *second.reasons),
+        first.left_out_s + second.left_out_s,
+        _added((*first.costs, *second.costs)),
+    )
+
+
+def _costs(loads: Iterable[Load]) -> tuple[Cost, ...]:
+    return _added(Cost(each.name.partition(".")[0], each.own_s) for each in loads)
+
+
+def _added(costs: Iterable[Cost]) -> tuple[Cost, ...]:
+    """One for each package, the slowest first."""
+    seconds: dict[str, float] = {}
+    for each in costs:
+        seconds[each.package] = seconds.get(each.package, 0.0) + each.seconds
+    return tuple(Cost(*item) for item in sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _entries(loads: Iterable[Load], left_out: Collection[str]) -> Iterator[str]:
     """The first modules on each way that are not left out: their imports load the rest, as the whole import did."""
     for each in loads:
         if each.name in left_out:
