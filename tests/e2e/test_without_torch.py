@@ -42,4 +42,6 @@ def test_a_program_that_has_not_imported_torch_is_known_by_that_at_its_next_star
         assert job.code == 0, job.stderr
         counts.append(len(list(tmp_path.glob("imported.*"))))
 
-    assert counts == [1, 1, 2]
+    assert counts[:2] == [1, 1]
+    # With other arguments it may be another program.
+    assert counts[2] > 1

@@ -74,7 +74,7 @@ def test_a_restart_and_the_next_start_have_what_is_slow_to_import(tmp_path: Path
     expected = {"early": False, "right": True, **ITSELF}
     assert [{**each, "pid": 0} for each in first] == [{**expected, "pid": 0}] * 2
     for each in (*restarted, *facts(again)):
-        assert {**each, "pid": 0} == {**expected, "heavy": True, "pid": 0}
+        assert {**each, "pid": 0} == {**expected, "heavy": True, "pid": 0}, job.output + again.output
     assert job.output.count("heavy runs") == 2
     assert "imported before the workers start, as this program imported it last time: heavy 0." in again.output
     assert [file.stat().st_mode & 0o777 for file in (tmp_path / "cache/elaunch/imports").iterdir()] == [0o600]
@@ -102,7 +102,8 @@ def test_what_does_not_suit_any_more_costs_no_worker_its_torch(tmp_path: Path) -
 def test_a_name_of_preload_is_tried_once_and_remembered(tmp_path: Path) -> None:
     """Each import of the module makes a file."""
     text = "import os\nopen(f'imported.{os.getpid()}', 'w').close()\n"
-    env = {**library(tmp_path, "noted", text), "XDG_CACHE_HOME": os.fspath(tmp_path / "cache")}
+    library(tmp_path, "noted", text)
+    env = {"PYTHONPATH": os.fspath(tmp_path / "lib"), "XDG_CACHE_HOME": os.fspath(tmp_path / "cache")}
     script(tmp_path, "import noted, gc\nprint('forked', gc.get_freeze_count() > 0)")
     counts = []
 
