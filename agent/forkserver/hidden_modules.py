@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -24,11 +23,11 @@ from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_e
 from elaunch.agent.forkserver.replay_environment import replay
 
 
-class Gate(MetaPathFinder):
+class Gate:
     """Hides torch, numpy and the packages that were preloaded by name, and puts each back when it is imported.
 
     The modules that came with a package come back with it. Another package, such as numpy, also comes back alone. The
-    gate is made once, before any fork.
+    gate is made once, before any fork. It has no base class: importlib.abc would bring thirty modules.
     """
 
     def __init__(self, brought: Sequence[Brought]) -> None:
@@ -120,7 +119,7 @@ class Gate(MetaPathFinder):
             exit_report.tell(self._link, {"event": "note", "text": f"{text}; set it in the shell, or use --no-preload"})
 
 
-class _Handover(Loader):
+class _Handover:
     """Loads a module by returning the one that was preloaded."""
 
     def __init__(self, gate: Gate, module: ModuleType) -> None:

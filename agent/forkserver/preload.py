@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
@@ -220,7 +219,7 @@ def _kept_out(names: Collection[str]) -> Iterator[None]:
     """Let no import run one of the modules `names`. Raises Unfaithful if one was asked for, also if that was caught."""
     asked: list[str] = []
 
-    class Guard(MetaPathFinder):
+    class Guard:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
             if name in names:
                 asked.append(name)
