@@ -150,7 +150,7 @@ class ForkServer:
     def probe(self, generation: int, fds: Fds) -> None:
         """Order a process that imports what a program has imported, to see what of it can be preloaded.
 
-        `fds` become its fds 0 to 4: from 3 it reads a `Wanted`, and to 4 it writes an `Answer` (see probe.py).
+        `fds` become its fds 0 to 4: from 3 it reads a `Wanted`, and to 4 it writes a `ProbeAnswer` (see probe.py).
         """
         self._order("probe", Home(generation), "probe", {}, fds)
 

@@ -158,7 +158,7 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
             elif question[:1] == b"e":
                 _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
             elif question == b"m":
-                _send_file(end, b"m", (imported.listed(environment),))
+                _send_file(end, b"m", (_imports(environment),))
     except Exception:
         # The agent is gone, or this torch has other functions under these names.
         return
@@ -169,6 +169,14 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
 def _entries_kept() -> int:
     """As torch reads it (FlightRecorder.hpp)."""
     return int(os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or 2000)
+
+
+def _imports(environment: dict[str, str]) -> bytes:
+    try:
+        return imported.listed(environment)
+    except RuntimeError:
+        # The program has just set a variable. The agent then learns nothing, and nothing else is lost.
+        return b""
 
 
 def _send_entries(end: Any, dumps: list[Any]) -> None:

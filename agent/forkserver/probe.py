@@ -21,7 +21,7 @@ from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver.fork_safety import cuda_is_on, open_files, shadows
 from elaunch.agent.forkserver.imported import is_installed
 from elaunch.agent.forkserver.lookups import keeper
-from elaunch.agent.forkserver.selection import Answer, Load, Selection, Wanted, select
+from elaunch.agent.forkserver.selection import Load, ProbeAnswer, Selection, Wanted, select
 from elaunch.agent.linux import die_with_parent
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.types import Program
@@ -53,14 +53,14 @@ def probe(name: str, program: Program, loaded_at_start: Collection[str]) -> Sele
     if not said:
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         raise Unsuited(f"the process that tried to import it {ended}")
-    told = decode(Answer, said.decode())
+    told = decode(ProbeAnswer, said.decode())
     if told.failed:
         raise Unsuited(told.failed)
     return told.selection
 
 
 def probe_for_agent(wanted_fd: int, answer_fd: int, program: Program, loaded_at_start: Collection[str]) -> NoReturn:
-    """In a child of the fork server: import what a `Wanted` names, and write an `Answer` for the agent."""
+    """In a child of the fork server: import what a `Wanted` names, and write a `ProbeAnswer` for the agent."""
     os.nice(_LOWEST_PRIORITY)
     with open(wanted_fd) as file:
         wanted = decode(Wanted, file.read())
@@ -86,11 +86,11 @@ def _be_the_probe(
 
 def _answer(write_fd: int, find: Callable[[], Selection]) -> None:
     try:
-        found = Answer(find())
+        found = ProbeAnswer(find())
     except Unsuited as error:
-        found = Answer(failed=str(error))
+        found = ProbeAnswer(failed=str(error))
     except BaseException as error:
-        found = Answer(failed=f"importing it failed: {type(error).__name__}: {error}")
+        found = ProbeAnswer(failed=f"importing it failed: {type(error).__name__}: {error}")
     with open(write_fd, "w") as answer:
         answer.write(encode(found))
 

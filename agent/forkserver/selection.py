@@ -72,7 +72,7 @@ class Wanted:
 
 
 @records.dataclass(frozen=True)
-class Answer:
+class ProbeAnswer:
     """What a probe has found: `failed` says why nothing can be preloaded."""
 
     selection: Selection = Selection()

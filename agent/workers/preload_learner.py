@@ -20,7 +20,7 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.imported import candidates
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.learned_file import state_of_command, write
-from elaunch.agent.forkserver.selection import Answer, Selection, Wanted, together
+from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted, together
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.rendezvous.codec import decode, encode
@@ -134,7 +134,7 @@ class PreloadLearner:
         self._probe = None
         probe.close()
         try:
-            selection = decode(Answer, probe.said.decode()).selection
+            selection = decode(ProbeAnswer, probe.said.decode()).selection
         except ValueError:
             # Its generation has ended, and the process with it. The workers of the next one can be asked again.
             self._is_done = False

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
-from tests.faults.processes import Watched, library
-from tests.harness import script
+import psutil
+import pytest
+
+from tests.faults.processes import Watched, described, is_alive, library
+from tests.harness import script, wait_for
 
 BY = "import os\nBY = os.getpid()\n"
 SLOW = "import time\nuntil_s = time.process_time() + 0.3\nwhile time.process_time() < until_s: pass\n"
@@ -114,3 +118,53 @@ def test_a_name_of_preload_is_tried_once_and_remembered(tmp_path: Path) -> None:
         counts.append(len(list(tmp_path.glob("imported.*"))))
 
     assert counts == [2, 3]
+
+
+def two_fork_servers(job: Watched) -> tuple[psutil.Process, psutil.Process] | None:
+    """The first one, and the one that imports beside the job; None before that one is there."""
+    children = {child.pid for child in psutil.Process(job.process.pid).children()}
+    servers = [each for each in job.processes() if described(each).startswith("elaunch: fork server")]
+    first, *others = sorted((each for each in servers if each.pid in children), key=lambda each: each.create_time())
+    return (first, others[0]) if others else None
+
+
+@pytest.mark.slow
+def test_a_restart_does_not_wait_for_the_fork_server_that_imports_beside_the_job(tmp_path: Path) -> None:
+    env = installed(tmp_path)
+    with Watched(tmp_path, "--nproc-per-node", "2", "train.py", env=env) as job:
+        job.wait_for_output(r"(?s)(found \{.*){2}")
+        first, second = wait_for(lambda: two_fork_servers(job), "a second fork server")
+        os.kill(facts(job)[0]["pid"], signal.SIGKILL)
+        job.wait_for_output(r"(?s)(found \{.*){4}", 120)
+        was_early = not re.search(LEARNED, job.output)
+        job.wait_for_output(LEARNED, 120)
+        os.kill(facts(job)[2]["pid"], signal.SIGKILL)
+        job.wait_for_output(r"(?s)(found \{.*){6}", 120)
+        (tmp_path / "end").touch()
+        assert job.wait() == 0, job.output
+        job.assert_nothing_is_left()
+
+    assert was_early, "the second fork server was ready before the restart: the test proves nothing"
+    assert [each["heavy"] for each in facts(job)] == [False] * 4 + [True] * 2
+    assert not is_alive(first)
+    assert not is_alive(second)
+
+
+@pytest.mark.slow
+def test_the_first_fork_server_stays_if_the_second_is_killed(tmp_path: Path) -> None:
+    env = installed(tmp_path)
+    with Watched(tmp_path, "--nproc-per-node", "2", "train.py", env=env) as job:
+        job.wait_for_output(r"(?s)(found \{.*){2}")
+        first, second = wait_for(lambda: two_fork_servers(job), "a second fork server")
+        second.kill()
+        wait_for(lambda: not is_alive(second), "its end")
+        os.kill(facts(job)[0]["pid"], signal.SIGKILL)
+        job.wait_for_output(r"(?s)(found \{.*){4}", 120)
+        is_first_there = is_alive(first)
+        (tmp_path / "end").touch()
+        assert job.wait() == 0, job.output
+        job.assert_nothing_is_left()
+
+    assert is_first_there
+    assert [each["heavy"] for each in facts(job)] == [False] * 4
+    assert [each["right"] for each in facts(job)] == [True] * 4
