@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver.fork_safety import cuda_is_on, open_files, shadows
 from elaunch.agent.forkserver.imported import is_installed
+from elaunch.agent.forkserver.loads import Load, select
 from elaunch.agent.forkserver.lookups import keeper
-from elaunch.agent.forkserver.selection import Load, ProbeAnswer, Selection, Wanted, select
+from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted
 from elaunch.agent.linux import die_with_parent
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.types import Program

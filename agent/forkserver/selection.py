@@ -1,36 +1,13 @@
-"""Which of the modules that an import loads a fork server may have, from what was seen of each (see probe.py)."""
+"""What of a package, or of a program's imports, a fork server imports, and what is left out (see loads.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from elaunch import records
-
-
-@dataclass
-class Load:
-    """One module that was loaded: what it loaded itself, in order, and the modules that it asked for meanwhile.
-
-    `why` says why workers must not be forked after it; empty if they may. `own_s` is without the modules that it
-    loaded. `is_gone` says that its import failed.
-    """
-
-    name: str
-    loads: list[Load] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)
-    why: str = ""
-    own_s: float = 0.0
-    is_gone: bool = False
-
-    def all(self) -> Iterator[Load]:
-        """This one, and all that were loaded for it."""
-        yield self
-        for each in self.loads:
-            yield from each.all()
+from elaunch.records import dataclass
 
 
-@records.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cost:
     """How long the modules of a package took to import."""
 
@@ -38,7 +15,7 @@ class Cost:
     seconds: float
 
 
-@records.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Selection:
     """The imports that bring all suitable modules, in order, and those that are left out.
 
@@ -58,7 +35,7 @@ class Selection:
         return sum(each.seconds for each in self.costs)
 
 
-@records.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Wanted:
     """The modules that a program has imported, in that order, and what must not be preloaded of them.
 
@@ -71,39 +48,12 @@ class Wanted:
     variables: tuple[str, ...] = ()
 
 
-@records.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ProbeAnswer:
     """What a probe has found: `failed` says why nothing can be preloaded."""
 
     selection: Selection = Selection()
     failed: str = ""
-
-
-def select(roots: Iterable[Load], refused: Collection[str] = ()) -> Selection:
-    """Leave out the unsuitable modules, and those that asked for one: directly, through others or by their package.
-
-    `refused` are modules that are left out already.
-    """
-    loads = {each.name: each for root in roots for each in root.all()}
-    unsuitable = [each for each in loads.values() if each.why]
-    users: dict[str, set[str]] = {}
-    for each in loads.values():
-        for asked in each.asked | {each.name.rpartition(".")[0]}:
-            users.setdefault(asked, set()).add(each.name)
-    left_out: set[str] = set()
-    found = [each.name for each in loads.values() if each.why or each.name in refused]
-    while found:
-        name = found.pop()
-        if name not in left_out:
-            left_out.add(name)
-            found.extend(users.get(name, ()))
-    return Selection(
-        tuple(_entries(roots, left_out)),
-        tuple(sorted(left_out)),
-        tuple(f"{each.name} {each.why}" for each in unsuitable),
-        sum(loads[name].own_s for name in left_out),
-        _costs(each for each in loads.values() if each.name not in left_out),
-    )
 
 
 def together(first: Selection, second: Selection) -> Selection:
@@ -113,26 +63,13 @@ def together(first: Selection, second: Selection) -> Selection:
         tuple(sorted({*first.left_out, *second.left_out})),
         (*first.reasons, *second.reasons),
         first.left_out_s + second.left_out_s,
-        _added((*first.costs, *second.costs)),
+        added((*first.costs, *second.costs)),
     )
 
 
-def _costs(loads: Iterable[Load]) -> tuple[Cost, ...]:
-    return _added(Cost(each.name.partition(".")[0], each.own_s) for each in loads)
-
-
-def _added(costs: Iterable[Cost]) -> tuple[Cost, ...]:
+def added(costs: Iterable[Cost]) -> tuple[Cost, ...]:
     """One for each package, the slowest first."""
     seconds: dict[str, float] = {}
     for each in costs:
         seconds[each.package] = seconds.get(each.package, 0.0) + each.seconds
     return tuple(Cost(*item) for item in sorted(seconds.items(), key=lambda item: -item[1]))
-
-
-def _entries(loads: Iterable[Load], left_out: Collection[str]) -> Iterator[str]:
-    """The first modules on each way that are not left out: their imports load the rest, as the whole import did."""
-    for each in loads:
-        if each.name in left_out:
-            yield from _entries(each.loads, left_out)
-        elif not each.is_gone:
-            yield each.name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elaunch.agent.forkserver.selection import Cost, Load, Selection, select, together
+from elaunch.agent.forkserver.loads import Load, select
+from elaunch.agent.forkserver.selection import Cost, Selection, together
 
 
 def package() -> list[Load]:
