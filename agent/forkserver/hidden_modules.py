@@ -69,7 +69,8 @@ class Gate:
         if module is None or module.__spec__ is None:
             return None
         known = module.__spec__
-        spec = ModuleSpec(name, _Handover(self, module), origin=known.origin)
+        loader: Any = _Handover(self, module)
+        spec = ModuleSpec(name, loader, origin=known.origin)
         spec.submodule_search_locations = known.submodule_search_locations
         spec.has_location = known.has_location
         return spec
