@@ -81,6 +81,9 @@ class OutputPlan:
     show_all_tracebacks: bool = False
 
 
+# What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
+DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+
 _TIMES = Times()
 
 
@@ -92,6 +95,7 @@ class AgentConfig:
     `store_prefix` is what all keys of the job in the store begin with.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter.
+    `imports_file` remembers what the program imports, so that the fork server imports that too; without it nothing is.
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
@@ -116,6 +120,7 @@ class AgentConfig:
     ignored: tuple[int, ...] = ()
     on_hang: OnHang = OnHang.OFF
     preload: tuple[str, ...] | None = None
+    imports_file: Path | None = None
     master_addr: str = "127.0.0.1"
     master_ports: tuple[int, ...] = ()
     numa_binding: NumaBinding | None = None

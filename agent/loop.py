@@ -138,7 +138,7 @@ class Loop:
             self._take_leave(outcome)
         finally:
             door.close()
-            self._fork_server.stop()
+            self._fork_server.close()
             self._session.close(_FAREWELL_S, _OUTLAST_S if self._served_pid is not None else 0.0)
         self._inbox.release()
         return outcome

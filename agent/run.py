@@ -15,7 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elaunch.agent.config import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.forkserver.learned_file import read, state_of_command
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.run_dir import Places, RunDir, new_places
 
@@ -52,9 +54,9 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         # Folders are made until the end; from the pump's start on its console has the word.
         run_dir = _run_dir(config, lambda trouble: warn(trouble), places)
         environment = guardian.environment(config.environment)
-        fork_server = ForkServer(config.spec.program, config.preload, environment, config.ignored)
+        fork_server = _fork_server(config, environment)
         # Also after the loop, which stops it: that makes no difference then.
-        cleanup.callback(fork_server.stop)
+        cleanup.callback(fork_server.close)
 
         # From here on the fork server imports torch on another core.
         from elaunch.agent.output.pump import Pump
@@ -76,6 +78,14 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
             # The pump's lines come before the error's text.
             pump.close(timeout_s=_LAST_WORDS_S)
             raise
+
+
+def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkServer:
+    program, preload = config.spec.program, config.preload
+    learned = read(config.imports_file)
+    if preload == DEFAULT_PRELOAD and learned.without_torch == state_of_command(program):
+        preload = ()
+    return ForkServer(program, preload, environment, config.ignored, learned)
 
 
 class AgentRun:

@@ -6,10 +6,11 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elaunch.agent.config import AgentConfig, OnHang, OutputPlan, StreamChoice, Streams
+from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, OnHang, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.launcher.cluster.cluster import Cluster, line
 from elaunch.launcher.errors import UsageError
+from elaunch.launcher.imports_file import imports_file
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
@@ -17,9 +18,6 @@ from elaunch.launcher.program_imports import may_import_torch
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import Planned
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-
-# What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
-DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
@@ -47,6 +45,9 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     environment, threads = worker_environment(environ, slots, host.cores)
     signals, notices, has_named_signals = _signals(options, cluster)
     interpreter = environ.get("PYTHON_EXEC") or host.python
+    preload = _preload(options, interpreter, host)
+    # Who names all modules gets these.
+    learns = preload is not None and options.preload_only is None
     return AgentConfig(
         spec=JobSpec(
             run_id=options.run_id,
@@ -69,7 +70,8 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         notices=notices,
         has_named_signals=has_named_signals,
         ignored=() if has_named_signals else _ignored(options, cluster, notices),
-        preload=_preload(options, interpreter, host),
+        preload=preload,
+        imports_file=imports_file(options, environ, host) if learns else None,
         master_addr=planned.plan.own_addr or "127.0.0.1",
         master_ports=master_ports(options, planned),
         on_hang=options.on_hang,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from elaunch.agent.forkserver.learned import Learned
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
@@ -26,9 +27,10 @@ class Boot:
 
     `preload` names the modules to import. None means that each worker execs a fresh interpreter; `fallback` is then
     the reason, unless the user asked for it. `left_out` has sentences on what of `preload` workers import themselves,
-    for the log. `pythonpath` is the user's PYTHONPATH. `ignored` are signals that workers
-    ignore from their start. `mask` is set in a fork server that has started anew: the signals that were blocked when
-    the agent started it.
+    for the log. `learned` is what earlier starts have shown. `is_paced` says that a job runs meanwhile: the imports
+    take a part of one CPU only. `pythonpath` is the user's PYTHONPATH. `ignored` are signals that workers ignore from
+    their start. `mask` is set in a fork server that has started anew: the signals that were blocked when the agent
+    started it.
     """
 
     agent_pid: int
@@ -39,6 +41,8 @@ class Boot:
     ignored: tuple[int, ...] = ()
     fallback: str = ""
     left_out: tuple[str, ...] = ()
+    learned: Learned = Learned()
+    is_paced: bool = False
     mask: tuple[int, ...] | None = None
 
     def memfd(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
+from elaunch.agent.forkserver.learned import NOTHING, Learned
 from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import Program
 
@@ -33,6 +34,7 @@ class Home:
 class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
+    `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
     Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
     wait in the socket. `fileno` is readable when `receive` has news.
     """
@@ -43,17 +45,47 @@ class ForkServer:
         preload: tuple[str, ...] | None,
         environment: Mapping[str, str],
         ignored: tuple[int, ...] = (),
+        learned: Learned = NOTHING,
+        *,
+        is_paced: bool = False,
     ) -> None:
         self._program = program
         self._environment = environment
         self._ignored = ignored
+        self._is_paced = is_paced
         self.preload = preload
+        self.learned = learned
+        self._successor: ForkServer | None = None
+        self._ended_before: list[subprocess.Popen[bytes]] = []
         self._whole_store = False
         self._socket, self._process = self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
         self._socket, self._process = self._start()
+
+    def prepare_successor(self, learned: Learned) -> ForkServer:
+        """Start another fork server beside this one, to take its place between two generations. Raises OSError."""
+        self.drop_successor()
+        environment, ignored = self._environment, self._ignored
+        self._successor = ForkServer(self._program, self.preload, environment, ignored, learned, is_paced=True)
+        return self._successor
+
+    def drop_successor(self) -> None:
+        """End the other fork server, if there is one."""
+        successor, self._successor = self._successor, None
+        if successor:
+            successor.stop()
+
+    def succeed(self) -> None:
+        """End this fork server, none of whose workers lives, and be the successor."""
+        successor, self._successor = self._successor, None
+        assert successor is not None
+        self._socket.close()
+        # The user waits for a restart. So the end of this process, which has much memory, is not waited for.
+        self._process.kill()
+        self._ended_before.append(self._process)
+        self._socket, self._process, self.learned = successor._socket, successor._process, successor.learned
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
@@ -66,15 +98,26 @@ class ForkServer:
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         environment, preload = self._environment, self.preload
         ours, theirs = wire.pair()
-        boot = Boot(os.getpid(), theirs.fileno(), self._program, preload, environment.get("PYTHONPATH"), self._ignored)
+        boot = Boot(
+            os.getpid(),
+            theirs.fileno(),
+            self._program,
+            preload,
+            environment.get("PYTHONPATH"),
+            self._ignored,
+            learned=self.learned,
+            is_paced=self._is_paced,
+        )
         boot_fd = boot.memfd()
         try:
             process = subprocess.Popen(
                 bare_command("server", "bare", str(boot_fd)) if preload is None else self._program.argv,
                 env=dict(environment) if preload is None else pausing(environment, boot_fd),
                 stdin=subprocess.DEVNULL,
-                # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data.
-                stdout=2,
+                # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data. Of what a
+                # program imports it has all been printed already.
+                stdout=subprocess.DEVNULL if self._is_paced else 2,
+                stderr=subprocess.DEVNULL if self._is_paced else None,
                 pass_fds=(boot_fd, theirs.fileno()),
                 start_new_session=True,
             )
@@ -88,6 +131,11 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """With that of the successor."""
+        return (self.pid, *(self._successor.pids if self._successor else ()))
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -98,6 +146,13 @@ class ForkServer:
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
         self._order("store", home, "store", {"host": host, "port": port, "whole": self._whole_store}, fds)
+
+    def probe(self, generation: int, fds: Fds) -> None:
+        """Order a process that imports what a program has imported, to see what of it can be preloaded.
+
+        `fds` become its fds 0 to 4: from 3 it reads a `Wanted`, and to 4 it writes a `ProbeAnswer` (see probe.py).
+        """
+        self._order("probe", Home(generation), "probe", {}, fds)
 
     def _order(self, op: str, home: Home, key: int | str, details: dict[str, Any], fds: Fds) -> None:
         order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
@@ -127,8 +182,14 @@ class ForkServer:
     def stop(self) -> None:
         """End the fork server and, by the kernel, all its children."""
         self._process.kill()
-        self._process.wait()
+        for process in (self._process, *self._ended_before):
+            process.wait()
         self._socket.close()
+
+    def close(self) -> None:
+        """`stop`, and the same for the successor."""
+        self.drop_successor()
+        self.stop()
 
     def lost(self) -> str:
         """Words that say how a lost fork server has ended."""

@@ -1,4 +1,4 @@
-"""Answers the agent's questions about a worker's collectives, in a thread, from torch's flight recorder.
+"""Answers the agent's questions about a worker in a thread: its collectives (torch's flight recorder), its imports.
 
 The thread runs while the program has a default process group, and sleeps until the agent asks. It also answers while
 the main thread waits in a collective. A fresh worker imports this before its program, so it imports as little as it
@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import sys
 
+from elaunch.agent.forkserver import imported
+
 # `typing` itself is not imported: a fresh worker imports this before its program.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
@@ -71,6 +73,7 @@ class _AnsweringThread:
         self._link = os.fstat(LINK_FD).st_ino
         self._end: Any = None
         self._closes_after_fork = False
+        self._environment = dict(os.environ)
 
     def follow(self, c10d: ModuleType) -> None:
         """Hear of every default process group from now on. torch has no public call for that."""
@@ -114,7 +117,7 @@ class _AnsweringThread:
         if not self._closes_after_fork:
             self._closes_after_fork = True
             os.register_at_fork(after_in_child=self._forked)
-        _thread.start_new_thread(_answer, (end, dumps))
+        _thread.start_new_thread(_answer, (end, dumps, self._environment))
 
     def _is_link(self) -> bool:
         try:
@@ -136,11 +139,12 @@ class _AnsweringThread:
             self._end = None
 
 
-def _answer(end: Any, dumps: list[Any]) -> None:
+def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
     """Answer until the agent, or the process group, is gone.
 
     The question `n` is for the numbers of each group's last collectives. `eMAX` is for the recorder's entries, if it
-    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python.
+    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python. `m` is for what the
+    program has imported, and is asked once.
     """
     import _signal  # type: ignore[import-not-found]
 
@@ -153,6 +157,8 @@ def _answer(end: Any, dumps: list[Any]) -> None:
                 end.send(b"n" + (texts if len(texts) < _PACKET_BYTES_MAX else b""))
             elif question[:1] == b"e":
                 _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
+            elif question == b"m":
+                _send_file(end, b"m", (_imports(environment),))
     except Exception:
         # The agent is gone, or this torch has other functions under these names.
         return
@@ -165,15 +171,27 @@ def _entries_kept() -> int:
     return int(os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or 2000)
 
 
-def _send_entries(end: Any, dumps: list[Any]) -> None:
-    """Send a file in memory with the entries: a packet holds only the last hundreds of them."""
-    fd = os.memfd_create("elaunch-collectives", os.MFD_CLOEXEC)
+def _imports(environment: dict[str, str]) -> bytes:
     try:
-        for dump in dumps:
-            text = memoryview(dump(True, False) + b"\n")
+        return imported.listed(environment)
+    except RuntimeError:
+        # The program has just set a variable. The agent then learns nothing, and nothing else is lost.
+        return b""
+
+
+def _send_entries(end: Any, dumps: list[Any]) -> None:
+    _send_file(end, b"e", (dump(True, False) + b"\n" for dump in dumps))
+
+
+def _send_file(end: Any, kind: bytes, texts: Iterable[bytes]) -> None:
+    """Send a file in memory: a packet holds only a small part of these texts."""
+    fd = os.memfd_create("elaunch-answer", os.MFD_CLOEXEC)
+    try:
+        for each in texts:
+            text = memoryview(each)
             while text:
                 text = text[os.write(fd, text) :]
         socket: Any = sys.modules["_socket"]
-        end.sendmsg([b"e"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
+        end.sendmsg([kind], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
     finally:
         os.close(fd)

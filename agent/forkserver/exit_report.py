@@ -71,8 +71,10 @@ def _report(link: int) -> None:
         # An import may run code by eval, after which Python has forgotten that it is to die of SIGINT (exit_sigint).
         if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
             _record(error)
-        raised, reached = ("true" if is_so else "false" for is_so in (error is not None, _reached_store()))
-        _send(link, f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}}}', last=True)
+        facts = (error is not None, _reached_store(), "torch" in sys.modules)
+        raised, reached, torch = ("true" if is_so else "false" for is_so in facts)
+        said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, "torch": {torch}}}'
+        _send(link, said, last=True)
     finally:
         sys.path = path
 

@@ -14,21 +14,20 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver import after_fork, exit_report
-from elaunch.agent.forkserver.preload import Brought, hidden_packages
+from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
 
 
-class Gate(MetaPathFinder):
+class Gate:
     """Hides torch, numpy and the packages that were preloaded by name, and puts each back when it is imported.
 
     The modules that came with a package come back with it. Another package, such as numpy, also comes back alone. The
-    gate is made once, before any fork.
+    gate is made once, before any fork. It has no base class: importlib.abc would bring thirty modules.
     """
 
     def __init__(self, brought: Sequence[Brought]) -> None:
@@ -50,6 +49,15 @@ class Gate(MetaPathFinder):
         _set_filters([f for f in warnings.filters if f not in added])
         sys.meta_path.insert(0, self)
 
+    def lift(self) -> None:
+        """Hide nothing any more, and apply nothing: this process imports more, and is not going to run the program."""
+        for name, each in self._where.items():
+            sys.modules[name] = each.modules[name]
+            _bind(name, each.modules[name])
+        self._where = {}
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+
     def stand(self, link: int) -> None:
         """Begin in a worker that has this link. Only later changes of its environment are applied again."""
         self._environment = dict(os.environ)
@@ -61,7 +69,8 @@ class Gate(MetaPathFinder):
         if module is None or module.__spec__ is None:
             return None
         known = module.__spec__
-        spec = ModuleSpec(name, _Handover(self, module), origin=known.origin)
+        loader: Any = _Handover(self, module)
+        spec = ModuleSpec(name, loader, origin=known.origin)
         spec.submodule_search_locations = known.submodule_search_locations
         spec.has_location = known.has_location
         return spec
@@ -75,6 +84,10 @@ class Gate(MetaPathFinder):
                 return
             back = self._put_back(name, brought)
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
+        # The import sets these variables in a fresh interpreter too.
+        own = {n: value for n, value in brought.sets.items() if n not in changed}
+        restore_environment(own)
+        self._environment |= {n: value for n, value in own.items() if value is not None}
         after_fork.set_threads(changed, back)
         self._tell(name, replay(changed, brought.readers, back))
 
@@ -82,9 +95,9 @@ class Gate(MetaPathFinder):
         package = name.partition(".")[0]
         whole = package in self._named
         back = {
-            n: brought.modules[n]
-            for n, each in self._where.items()
-            if each is brought and (whole or n.partition(".")[0] == package)
+            n: module
+            for n, module in brought.modules.items()
+            if self._where.get(n) is brought and (whole or n.partition(".")[0] == package)
         }
         for known, module in back.items():
             # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
@@ -107,7 +120,7 @@ class Gate(MetaPathFinder):
             exit_report.tell(self._link, {"event": "note", "text": f"{text}; set it in the shell, or use --no-preload"})
 
 
-class _Handover(Loader):
+class _Handover:
     """Loads a module by returning the one that was preloaded."""
 
     def __init__(self, gate: Gate, module: ModuleType) -> None:
@@ -132,6 +145,13 @@ def _unbind(name: str, module: ModuleType) -> None:
     parent = sys.modules.get(package)
     if child in getattr(parent, "_lazy_modules", ()) and vars(parent).get(child) is module:
         delattr(parent, child)
+
+
+def _bind(name: str, module: ModuleType) -> None:
+    package, _, child = name.rpartition(".")
+    parent = sys.modules.get(package)
+    if child in getattr(parent, "_lazy_modules", ()):
+        setattr(parent, child, module)
 
 
 def _set_filters(filters: list[Any]) -> None:

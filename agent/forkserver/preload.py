@@ -7,17 +7,18 @@ import gc
 import importlib
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.abc import MetaPathFinder
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
+from elaunch.agent.forkserver.learned import Named
 from elaunch.agent.forkserver.lookups import keeper
 from elaunch.agent.forkserver.selection import Selection
 
@@ -30,19 +31,24 @@ _UNLESS_SET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _KNOWN = ("torch", "elaunch")
 _REASONS_MAX = 3
 _WORTH_SAYING_S = 0.05
+# Of one CPU, for imports while a job runs: they wait three times as long as they work.
+_WAIT_PER_WORK = 3.0
+_WORK_S_MIN = 0.01
 
 
 @dataclass
 class Brought:
     """What the import of `name` added: modules, and warning filters in front of the others.
 
-    `looked_up` are the variables that were looked up. `readers` gives, for each that a module has kept, the names of
-    these modules. `at_exit` are the calls that hidden modules wanted at Python's end. They are not registered yet.
+    `sets` are the variables that it set or removed. `looked_up` are the variables that were looked up. `readers`
+    gives, for each that a module has kept, the names of these modules. `at_exit` are the calls that hidden modules
+    wanted at Python's end. They are not registered yet.
     """
 
     name: str
     modules: dict[str, ModuleType] = field(default_factory=dict)
     filters: list[Any] = field(default_factory=list)
+    sets: dict[str, str | None] = field(default_factory=dict)
     looked_up: set[str] = field(default_factory=set)
     readers: dict[str, set[str]] = field(default_factory=dict)
     at_exit: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
@@ -52,12 +58,15 @@ class Brought:
 class Preloaded:
     """The result of the imports. `restore` holds the variables that they changed, with the values from before.
 
-    `left_out` has a sentence for each name of which not all could be imported.
+    `left_out` has a sentence for each name of which not all could be imported. `tried` are the selections for names of
+    --preload. `has_programs` says that what the program imports was known, and is there.
     """
 
     restore: dict[str, str | None]
     brought: tuple[Brought, ...]
     left_out: tuple[str, ...] = ()
+    tried: tuple[Named, ...] = ()
+    has_programs: bool = False
 
     def module(self, name: str) -> Any:
         """The loaded module of that name, whether it is hidden now or not. None if there is none."""
@@ -81,7 +90,7 @@ class _LeftOut(BaseException):
 
 def hidden_packages(names: Collection[str]) -> set[str]:
     """The packages that a program is not to see before it imports them, where `names` are preloaded."""
-    return {name.partition(".")[0] for name in names} | {"torch", "numpy"}
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names | {"torch", "numpy"}
 
 
 def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> Preloaded:
@@ -99,34 +108,82 @@ def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[]
         os.environ.setdefault(variable, value)
     # Imported objects stay: a garbage collection would find nothing, and takes a third of the time.
     gc.disable()
-    hidden = hidden_packages(boot.preload)
-    known = tuple(name for name in boot.preload if _is_known(name))
-    others = [name for name in boot.preload if name not in known]
+    with _no_cache_folder(), _paced() if boot.is_paced else nullcontext():
+        told = _all_imports(boot, loaded_at_start, custom)
+    # Imports also set variables. After torch._dynamo's import a script's own setdefault would have no effect.
+    changed = {name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)}
+    return replace(told, restore={name: before.get(name) for name in changed})
+
+
+def _all_imports(boot: Boot, loaded_at_start: Collection[str], custom: Brought) -> Preloaded:
+    """Import what is known to suit, then what `boot` names, then what the program is known to import."""
+    names, programs = boot.preload or (), boot.learned.program
+    hidden = hidden_packages((*names, *programs.entries))
+    known = tuple(name for name in names if _is_known(name))
+    others = [name for name in names if name not in known]
     if others and find_spec("torch") is None:
         # The default, which nobody asked for: there is no torch to lose.
         known = tuple(name for name in known if name.partition(".")[0] != "torch")
-    with _no_cache_folder():
-        brought = [_import(name, (name,), hidden) for name in known]
-        _check(boot, loaded_at_start, (custom, *brought), None)
-        left_out = []
+    first = [custom, *(_import(name, (name,), hidden) for name in known)]
+    _check(boot, loaded_at_start, first, None)
+    more, tried, sentences, left_out = [], [], [], {*programs.left_out}
+    try:
         for name in others:
             selection, sentence = _chosen(name, boot, loaded_at_start)
-            left_out += [sentence] if sentence else []
+            sentences += [sentence] if sentence else []
             if selection.entries:
-                try:
-                    with _kept_out(selection.left_out):
-                        brought.append(_import(name, selection.entries, hidden))
-                except Unfaithful as error:
-                    raise Unfaithful(str(error), known) from error
-        if others:
-            _check(boot, loaded_at_start, (custom, *brought), known)
-    # Imports also set variables. After torch._dynamo's import a script's own setdefault would have no effect.
-    changed = {name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)}
-    return Preloaded({name: before.get(name) for name in changed}, tuple(brought), tuple(left_out))
+                tried.append(Named(name, selection))
+                left_out |= {*selection.left_out}
+                with _kept_out(left_out):
+                    more.append(_import(name, selection.entries, hidden))
+        for name in programs.entries:
+            if name not in sys.modules:
+                with _kept_out(left_out):
+                    more.append(_import(name, (name,), hidden))
+        if more:
+            _check(boot, loaded_at_start, (*first, *more), known)
+            _check_variables(boot.learned.variables, more)
+    except Unfaithful as error:
+        raise Unfaithful(str(error), known) from error
+    return Preloaded({}, (*first[1:], *more), tuple(sentences), tuple(tried), bool(programs.entries))
+
+
+def _check_variables(variables: Collection[str], brought: Iterable[Brought]) -> None:
+    """Raises Unfaithful if a module has kept the value of a variable that the program sets before its imports."""
+    own = {name for each in brought for name in each.sets}
+    for each in brought:
+        if kept := sorted(each.readers.keys() & set(variables) - own):
+            raise Unfaithful(f"{each.name} looks up {kept[0]}, which the program sets")
 
 
 def _is_known(name: str) -> bool:
     return name.partition(".")[0] in _KNOWN or name in sys.modules
+
+
+@contextmanager
+def _paced() -> Iterator[None]:
+    """Wait after each import for longer than it took: a job runs on these CPUs.
+
+    A lower priority would not do: the workers that are forked later could not have a higher one again.
+    """
+    system: Any = importlib._bootstrap
+    load_unlocked = system._load_unlocked
+    waited_s = time.process_time()
+
+    def paced(spec: Any) -> Any:
+        nonlocal waited_s
+        module = load_unlocked(spec)
+        work_s = time.process_time() - waited_s
+        if work_s > _WORK_S_MIN:
+            time.sleep(_WAIT_PER_WORK * work_s)
+            waited_s = time.process_time()
+        return module
+
+    system._load_unlocked = paced
+    try:
+        yield
+    finally:
+        system._load_unlocked = load_unlocked
 
 
 def _check(
@@ -143,7 +200,7 @@ def _chosen(name: str, boot: Boot, loaded_at_start: Collection[str]) -> tuple[Se
     from elaunch.agent.forkserver.probe import Unsuited, probe
 
     try:
-        selection = probe(name, boot.program, loaded_at_start)
+        selection = boot.learned.selection(name) or probe(name, boot.program, loaded_at_start)
     except Unsuited as error:
         return Selection(), f"{name} is not preloaded, each worker imports it itself: {error}"
     count = len(selection.left_out)
@@ -162,7 +219,7 @@ def _kept_out(names: Collection[str]) -> Iterator[None]:
     """Let no import run one of the modules `names`. Raises Unfaithful if one was asked for, also if that was caught."""
     asked: list[str] = []
 
-    class Guard(MetaPathFinder):
+    class Guard:
         def find_spec(self, name: str, path: object = None, target: object = None) -> None:
             if name in names:
                 asked.append(name)
@@ -182,7 +239,7 @@ def _kept_out(names: Collection[str]) -> Iterator[None]:
 
 def _import(name: str, entries: Iterable[str], hidden: Collection[str]) -> Brought:
     """Import `entries`, which are `name` itself or what of it can be preloaded. Raises Unfaithful."""
-    modules, filters = dict(sys.modules), list(warnings.filters)
+    modules, filters, before = dict(sys.modules), list(warnings.filters), dict(os.environ)
     brought = Brought(name)
     try:
         with _recorded(brought, hidden):
@@ -192,6 +249,9 @@ def _import(name: str, entries: Iterable[str], hidden: Collection[str]) -> Broug
         raise Unfaithful(f"importing {name} failed: {type(error).__name__}: {error}") from error
     brought.modules = {n: m for n, m in sys.modules.items() if n not in modules}
     brought.filters = [f for f in warnings.filters if f not in filters]
+    if name.partition(".")[0] not in _KNOWN:
+        now = dict(os.environ)
+        brought.sets = {n: now.get(n) for n in {*before, *now} if before.get(n) != now.get(n)}
     return brought
 
 

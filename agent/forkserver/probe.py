@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import importlib
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -20,9 +19,16 @@ from typing import Any, NoReturn
 
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver.fork_safety import cuda_is_on, open_files, shadows
-from elaunch.agent.forkserver.selection import Load, Selection, select
+from elaunch.agent.forkserver.imported import is_installed
+from elaunch.agent.forkserver.loads import Load, select
+from elaunch.agent.forkserver.lookups import keeper
+from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted
 from elaunch.agent.linux import die_with_parent
+from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
+
+# In the probe of a program that runs: it takes CPU time that nobody else wants.
+_LOWEST_PRIORITY = 19
 
 
 class Unsuited(Exception):
@@ -48,35 +54,46 @@ def probe(name: str, program: Program, loaded_at_start: Collection[str]) -> Sele
     if not said:
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         raise Unsuited(f"the process that tried to import it {ended}")
-    told = json.loads(said)
-    if "failed" in told:
-        raise Unsuited(told["failed"])
-    entries, left_out, reasons, left_out_s = told["selection"]
-    return Selection(tuple(entries), frozenset(left_out), tuple(reasons), left_out_s)
+    told = decode(ProbeAnswer, said.decode())
+    if told.failed:
+        raise Unsuited(told.failed)
+    return told.selection
+
+
+def probe_for_agent(wanted_fd: int, answer_fd: int, program: Program, loaded_at_start: Collection[str]) -> NoReturn:
+    """In a child of the fork server: import what a `Wanted` names, and write a `ProbeAnswer` for the agent."""
+    os.nice(_LOWEST_PRIORITY)
+    with open(wanted_fd) as file:
+        wanted = decode(Wanted, file.read())
+    _answer(answer_fd, lambda: _ImportWatch(wanted).selection_of_all(program, loaded_at_start))
+    # With the processes that modules have started.
+    os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def _be_the_probe(
     parent: int, name: str, program: Program, loaded_at_start: Collection[str], write_fd: int
 ) -> NoReturn:
-    try:
-        die_with_parent(parent, signal.SIGKILL)
-        os.setsid()
-        # What the module prints comes once, from the import that counts.
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        os.close(null)
-        selection = _ImportWatch().selection(name, program, loaded_at_start)
-        told: dict[str, Any] = {
-            "selection": (selection.entries, [*selection.left_out], selection.reasons, selection.left_out_s)
-        }
-    except Unsuited as error:
-        told = {"failed": str(error)}
-    except BaseException as error:
-        told = {"failed": f"importing it failed: {type(error).__name__}: {error}"}
-    with open(write_fd, "w") as answer:
-        json.dump(told, answer)
+    die_with_parent(parent, signal.SIGKILL)
+    os.setsid()
+    # What the module prints comes once, from the import that counts.
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
+    _answer(write_fd, lambda: _ImportWatch(Wanted((name,))).selection(name, program, loaded_at_start))
     os._exit(0)
+
+
+def _answer(write_fd: int, find: Callable[[], Selection]) -> None:
+    try:
+        found = ProbeAnswer(find())
+    except Unsuited as error:
+        found = ProbeAnswer(failed=str(error))
+    except BaseException as error:
+        found = ProbeAnswer(failed=f"importing it failed: {type(error).__name__}: {error}")
+    with open(write_fd, "w") as answer:
+        answer.write(encode(found))
 
 
 class _ImportWatch:
@@ -85,7 +102,12 @@ class _ImportWatch:
     It replaces functions of Python's import system, and does not put them back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._environment = dict(os.environ)
+        self._origins: dict[str, str] = {}
+        # Modules that keep the value of a variable, by that variable.
+        self._keepers: dict[str, set[str]] = {}
         self._root = Load("")
         self._running = [self._root]
         # Threads and open files that were there when somebody last looked, and who has begun those that came later.
@@ -98,6 +120,20 @@ class _ImportWatch:
     def selection(self, name: str, program: Program, loaded_at_start: Collection[str]) -> Selection:
         """Import `name`. Raises Unsuited, and what the import raises."""
         importlib.import_module(name)
+        return self._selected(program, loaded_at_start)
+
+    def selection_of_all(self, program: Program, loaded_at_start: Collection[str]) -> Selection:
+        """Import all that is wanted, where that can be done here. Raises Unsuited."""
+        for name in self._wanted.names:
+            # A program may import a module in its own way, which fails here.
+            with suppress(Exception, SystemExit):
+                importlib.import_module(name)
+        for load in (each for root in self._root.loads for each in root.all()):
+            if not is_installed(load.name, self._origins[load.name]):
+                load.why = "is not of an installed package"
+        return self._selected(program, loaded_at_start)
+
+    def _selected(self, program: Program, loaded_at_start: Collection[str]) -> Selection:
         self._look()
         still = _kept()
         for what, load in self._begun.items():
@@ -107,7 +143,12 @@ class _ImportWatch:
         for shadowed, file in shadows(program, loaded_at_start):
             if shadowed in loads:
                 loads[shadowed].why = f"has the name of {file}"
-        selection = select(self._root.loads)
+        for variable, keepers in self._keepers.items():
+            # A variable that an import sets has the same value for those that are imported later.
+            if os.environ.get(variable) == self._environment.get(variable):
+                for name in keepers & loads.keys():
+                    loads[name].why = loads[name].why or f"looks up {variable}, which the program sets"
+        selection = select(self._root.loads, {*self._wanted.refused})
         if self._root.why or (cuda_is_on() and not selection.reasons):
             raise Unsuited(f"it {self._root.why or 'starts CUDA'}")
         return selection
@@ -126,17 +167,20 @@ class _ImportWatch:
         def watched(spec: Any) -> Any:
             self._look()
             load = Load(spec.name)
+            # A package without a text of its own is where its modules are.
+            places = spec.submodule_search_locations or ()
+            self._origins[spec.name] = spec.origin or next((f"{place}/" for place in places), "")
             self._running[-1].asked.add(spec.name)
             self._running[-1].loads.append(load)
             self._running.append(load)
-            begun_s = time.monotonic()
+            begun_s = time.process_time()
             try:
                 return load_unlocked(spec)
             except BaseException:
                 load.is_gone = True
                 raise
             finally:
-                took_s = time.monotonic() - begun_s
+                took_s = time.process_time() - begun_s
                 load.own_s += took_s
                 self._look()
                 self._running.pop()
@@ -178,6 +222,8 @@ class _ImportWatch:
         def watched(variables: Any, name: str) -> str:
             if name in RANK_VARIABLES:
                 self._running[-1].why = f"looks up {name}, which is another one in each worker"
+            if name in self._wanted.variables and (reader := keeper(name, sys._getframe(1))):
+                self._keepers.setdefault(name, set()).add(reader)
             return lookup(variables, name)
 
         environ.__getitem__ = watched

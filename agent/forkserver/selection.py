@@ -1,31 +1,18 @@
-"""Which of the modules that an import loads a fork server may have, from what was seen of each (see probe.py)."""
+"""What of a package, or of a program's imports, a fork server imports, and what is left out (see loads.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+
+from elaunch.records import dataclass
 
 
-@dataclass
-class Load:
-    """One module that was loaded: what it loaded itself, in order, and the modules that it asked for meanwhile.
+@dataclass(frozen=True)
+class Cost:
+    """How long the modules of a package took to import."""
 
-    `why` says why workers must not be forked after it; empty if they may. `own_s` is without the modules that it
-    loaded. `is_gone` says that its import failed.
-    """
-
-    name: str
-    loads: list[Load] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)
-    why: str = ""
-    own_s: float = 0.0
-    is_gone: bool = False
-
-    def all(self) -> Iterator[Load]:
-        """This one, and all that were loaded for it."""
-        yield self
-        for each in self.loads:
-            yield from each.all()
+    package: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -33,42 +20,56 @@ class Selection:
     """The imports that bring all suitable modules, in order, and those that are left out.
 
     `reasons` has a sentence for each module that is unsuitable itself. The others that are left out need one of these.
-    `left_out_s` is how long all that are left out took.
+    `left_out_s` is how long all that are left out took. `costs` are the packages of the others, the slowest first.
     """
 
     entries: tuple[str, ...] = ()
-    left_out: frozenset[str] = frozenset()
+    left_out: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     left_out_s: float = 0.0
+    costs: tuple[Cost, ...] = ()
+
+    @property
+    def saved_s(self) -> float:
+        """How long the modules that are not left out took."""
+        return sum(each.seconds for each in self.costs)
 
 
-def select(roots: Iterable[Load]) -> Selection:
-    """Leave out the unsuitable modules, and those that asked for one: directly, through others or by their package."""
-    loads = {each.name: each for root in roots for each in root.all()}
-    unsuitable = [each for each in loads.values() if each.why]
-    users: dict[str, set[str]] = {}
-    for each in loads.values():
-        for asked in each.asked | {each.name.rpartition(".")[0]}:
-            users.setdefault(asked, set()).add(each.name)
-    left_out: set[str] = set()
-    found = [each.name for each in unsuitable]
-    while found:
-        name = found.pop()
-        if name not in left_out:
-            left_out.add(name)
-            found.extend(users.get(name, ()))
+@dataclass(frozen=True)
+class Wanted:
+    """The modules that a program has imported, in that order, and what must not be preloaded of them.
+
+    `refused` are modules that are left out already. `variables` are set by the program: a module that keeps the value
+    of one is unsuitable.
+    """
+
+    names: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """What a probe has found: `failed` says why nothing can be preloaded."""
+
+    selection: Selection = Selection()
+    failed: str = ""
+
+
+def together(first: Selection, second: Selection) -> Selection:
+    """The selection of the imports of both, one after the other."""
     return Selection(
-        tuple(_entries(roots, left_out)),
-        frozenset(left_out),
-        tuple(f"{each.name} {each.why}" for each in unsuitable),
-        sum(loads[name].own_s for name in left_out),
+        tuple(dict.fromkeys((*first.entries, *second.entries))),
+        tuple(sorted({*first.left_out, *second.left_out})),
+        (*first.reasons, *second.reasons),
+        first.left_out_s + second.left_out_s,
+        added((*first.costs, *second.costs)),
     )
 
 
-def _entries(loads: Iterable[Load], left_out: set[str]) -> Iterator[str]:
-    """The first modules on each way that are not left out: their imports load the rest, as the whole import did."""
-    for each in loads:
-        if each.name in left_out:
-            yield from _entries(each.loads, left_out)
-        elif not each.is_gone:
-            yield each.name
+def added(costs: Iterable[Cost]) -> tuple[Cost, ...]:
+    """One for each package, the slowest first."""
+    seconds: dict[str, float] = {}
+    for each in costs:
+        seconds[each.package] = seconds.get(each.package, 0.0) + each.seconds
+    return tuple(Cost(*item) for item in sorted(seconds.items(), key=lambda item: -item[1]))

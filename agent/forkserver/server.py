@@ -19,13 +19,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
+from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.records import dataclass
+from elaunch.rendezvous.codec import encode
 
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
+
+# What is larger does not go into one packet. The next start finds it out again.
+_NAMED_BYTES_MAX = 64 << 10
 
 # An order from the agent, the descriptors that came with it, and the pid of the fork server.
 Asked = tuple[dict[str, Any], tuple[int, ...], int]
@@ -41,6 +46,7 @@ class Child:
     template_pid: int
     restore_mask: frozenset[int]
     preloaded: Preloaded | None = None
+    loaded_at_start: Collection[str] = ()
     gate: Gate | None = None
 
 
@@ -54,10 +60,19 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     try:
         preloaded = preload(boot, loaded_at_start, customise)
     except Unfaithful as error:
+        if boot.learned.is_used:
+            _start_without_learned(boot, mask, environment, str(error))
         told = (f"only {', '.join(error.rest)} can be preloaded: {error}",) if error.rest else ()
         fallback = "" if error.rest else str(error)
         _start_anew(
-            replace(boot, preload=error.rest or None, fallback=fallback, left_out=told, mask=tuple(mask)), environment
+            replace(
+                boot,
+                preload=error.rest or None,
+                fallback=fallback,
+                left_out=(*boot.left_out, *told),
+                mask=tuple(mask),
+            ),
+            environment,
         )
     # Before any fork: otherwise each worker would have to import and make the same itself.
     from elaunch.agent.forkserver import child, exit_report
@@ -68,7 +83,8 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     gc.freeze()
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
-    child.become(Child(boot, *_serve(boot, control), mask, preloaded, gate))
+    asked = _serve(boot, control, preloaded)
+    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
 
 
 def bare(boot_fd: str) -> None:
@@ -95,6 +111,15 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     return mask, control
 
 
+def _start_without_learned(boot: Boot, mask: Collection[int], environment: dict[str, str], why: str) -> NoReturn:
+    """What an earlier start has shown does not hold any more, so do as if there had been none."""
+    if boot.is_paced:
+        # The fork server that it was to replace stays.
+        os._exit(1)
+    told = f"what the last start needed is not imported as it was remembered: {why}"
+    _start_anew(replace(boot, learned=Learned(), left_out=(told,), mask=tuple(mask)), environment)
+
+
 def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
     """Exec a fork server that imports what `boot` names, or a bare one. The signals stay blocked meanwhile."""
     os.set_inheritable(boot.control_fd, True)
@@ -111,9 +136,13 @@ def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
     os.execvpe(command[0], command, environment)
 
 
-def _serve(boot: Boot, control: socket.socket) -> Asked:
+def _serve(boot: Boot, control: socket.socket, preloaded: Preloaded | None = None) -> Asked:
     """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
-    _tell(control, {"event": "ready", "reason": boot.fallback, "left_out": boot.left_out})
+    ready: dict[str, Any] = {"event": "ready", "reason": boot.fallback, "left_out": boot.left_out}
+    if preloaded:
+        named = Learned(preloaded.tried) if len(encode(Learned(preloaded.tried))) < _NAMED_BYTES_MAX else Learned()
+        ready |= {"tried": encode(named), "has_programs": preloaded.has_programs}
+    _tell(control, ready)
     asked = _fork_as_asked(control)
     if asked is None:
         os._exit(0)

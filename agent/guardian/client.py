@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from elaunch.agent.guardian.cgroup import JobCgroup
@@ -77,12 +77,12 @@ class GuardianClient:
         """`inherited` for a command that the agent runs: it ends with the agent, but not with a generation."""
         return _marked(inherited, marker_beside(self.marker))
 
-    def end_generation(self, generation: int, fork_server: int, meanwhile: Callable[[], None]) -> None:
-        """End every process of a generation, whoever its parent is now, except the fork server (a pid).
+    def end_generation(self, generation: int, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
+        """End every process of a generation, whoever its parent is now, except the fork servers (their pids).
 
         A process that waits for a disk ends only seconds after its signal. `meanwhile` is called again and again then.
         """
-        sweep(self._kin, (fork_server,), meanwhile)
+        sweep(self._kin, spare, meanwhile)
         self.cgroup.end(generation, meanwhile)
 
     def finish(self) -> None:

@@ -52,6 +52,9 @@ class FlightRecorder:
         self._asked = 0
         # Begins and ends of answers with entries: odd while the worker writes one. The second is the newest one told.
         self._turns, self._turns_told = 0, 0
+        self._has_asked_imports = False
+        self._imports: bytes | None = None
+        self._newest: bytes | None = None
 
     def close(self) -> None:
         """The worker's thread ends."""
@@ -70,15 +73,8 @@ class FlightRecorder:
             self._lock.release()
 
     def _look(self, now_s: float) -> Counts | None:
-        newest = None
-        for _ in range(_PACKETS_MAX):
-            packet = self._receive()
-            if packet is None:
-                break
-            kind, fds = packet
-            _close(fds)
-            if kind[:1] == b"n":
-                newest = kind[1:]
+        self._take_packets()
+        newest, self._newest = self._newest, None
         if newest is not None:
             self._answered_s = now_s
             if newest != self._text:
@@ -88,6 +84,34 @@ class FlightRecorder:
             self._asked += 1
             self._end.send(b"n", socket.MSG_NOSIGNAL)
         return None if newest is None else self.counts
+
+    def _take_packets(self) -> None:
+        for _ in range(_PACKETS_MAX):
+            packet = self._receive()
+            if packet is None:
+                break
+            kind, fds = packet
+            if kind == b"m" and fds:
+                self._imports = _read(fds[0])
+                continue
+            _close(fds)
+            if kind[:1] == b"n":
+                self._newest = kind[1:]
+
+    def imports(self) -> bytes | None:
+        """What the program has imported (`forkserver/imported.py`): asks at the first call, and never waits."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if not self._has_asked_imports:
+                self._has_asked_imports = True
+                self._end.send(b"m", socket.MSG_NOSIGNAL)
+            self._take_packets()
+            return self._imports
+        except OSError:
+            return None
+        finally:
+            self._lock.release()
 
     def is_stalled(self, now_s: float) -> bool:
         """Whether since the last call a collective has not ended, and the worker has entered and ended none."""

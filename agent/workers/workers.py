@@ -23,6 +23,7 @@ from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.master_port import MasterPort
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.oom import OutOfMemoryWatch, counter_files
+from elaunch.agent.workers.preload_learner import PreloadLearner
 from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.spawner import Spawner
@@ -58,7 +59,9 @@ class Workers:
         self._log, self._kill_counters = KernelLog(), counter_files()
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
         self._exits = ExitReader(socket.gethostname(), oom, keeps_files=run_dir.logs is not None)
-        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
+        program, file = config.spec.program, config.imports_file
+        self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, services.pump.do)
+        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
         self._prompts = PromptWatch(reporter)
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
@@ -80,6 +83,7 @@ class Workers:
         self._observers.tick(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
         self._prompts.tick(now_s)
+        self._learner.tick(now_s)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
@@ -129,6 +133,7 @@ class Workers:
         )
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
         self._current.begin(group)
+        self._monitor.begin_generation()
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self._port.close()
@@ -222,9 +227,10 @@ class Workers:
         if group.store:
             group.reached_store, group.store = group.store.end(), None
         self._links.end(group)
+        self._learner.end(group)
         self._observers.end()
         group.close_crash_files()
-        self._guardian.end_generation(generation, self._fork_server.pid, meanwhile)
+        self._guardian.end_generation(generation, self._fork_server.pids, meanwhile)
         reached, progressed = group.reached_store, group.progressed or group.lasted
 
         def drained(tails: dict[int, str], folded: dict[int, int]) -> None:

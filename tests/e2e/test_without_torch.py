@@ -26,3 +26,22 @@ def test_torch_is_not_imported_for_a_program_that_does_not_name_it(tmp_path: Pat
     assert len(list(tmp_path.glob("imported.*"))) == (1 if imports else 0)
     assert "found False" not in job.stdout
     assert "interpreter" not in job.stderr
+
+
+def test_a_program_that_has_not_imported_torch_is_known_by_that_at_its_next_start(tmp_path: Path) -> None:
+    """Its text does not say it: it imports a package that might import torch."""
+    (tmp_path / "lib").mkdir()
+    script(tmp_path / "lib", "import os\nopen(f'imported.{os.getpid()}', 'w').close()\n", "torch.py")
+    script(tmp_path / "lib", "", "harmless.py")
+    script(tmp_path, "import sys, harmless\nif sys.argv[1:]: import torch\n")
+    env = {"PYTHONPATH": os.fspath(tmp_path / "lib"), "XDG_CACHE_HOME": os.fspath(tmp_path / "cache")}
+    counts = []
+
+    for arguments in ([], [], ["with torch"]):
+        job = finished(tmp_path, "train.py", *arguments, env=env)
+        assert job.code == 0, job.stderr
+        counts.append(len(list(tmp_path.glob("imported.*"))))
+
+    assert counts[:2] == [1, 1]
+    # With other arguments it may be another program.
+    assert counts[2] > 1

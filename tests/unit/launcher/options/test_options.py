@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.config import AgentConfig, NumaBinding, StreamChoice, Streams
-from elaunch.launcher.agent_config import DEFAULT_PRELOAD, RANK_VARIABLES, agent_config, with_network
+from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, NumaBinding, StreamChoice, Streams
+from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.options.help import help_text, markdown
 from elaunch.launcher.options.options import HelpRequested, Options, UsageError, parse
 from elaunch.launcher.options.secret_file import read_secret

@@ -1,0 +1,46 @@
+"""What earlier starts have shown of a program's imports, so that a fork server can have them from the start.
+
+All of it is a hint: the fork server checks itself, after its imports, that workers may be forked from it. So a hint
+that does not hold any more costs time, and nothing else.
+"""
+
+from __future__ import annotations
+
+from elaunch.agent.forkserver.selection import Selection
+from elaunch.records import dataclass
+
+
+@dataclass(frozen=True)
+class Named:
+    """What may be imported for one name of --preload."""
+
+    name: str
+    selection: Selection
+
+
+@dataclass(frozen=True)
+class Learned:
+    """`named` are selections for names of --preload, `program` is that for the program's own imports.
+
+    `variables` are those that the program sets itself: no module that keeps the value of one may be preloaded.
+    `without_torch` is the `state_of_command` in which the program has ended without having imported torch, or empty.
+    `packages` is the state of the installed packages in which all this was seen.
+    """
+
+    named: tuple[Named, ...] = ()
+    program: Selection = Selection()
+    variables: tuple[str, ...] = ()
+    without_torch: str = ""
+    packages: str = ""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a fork server imports anything because of it."""
+        return bool(self.named or self.program.entries)
+
+    def selection(self, name: str) -> Selection | None:
+        """What is known of that name of --preload."""
+        return next((each.selection for each in self.named if each.name == name), None)
+
+
+NOTHING = Learned()

@@ -1,0 +1,83 @@
+"""Keeps what was learned of a program's imports between jobs: one small file for each program, the user's own.
+
+A file that is damaged, or that cannot be written, is no error: the next start learns it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from elaunch.agent.forkserver.learned import Learned
+from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.job_spec import Program
+
+_BYTES_MAX = 4 << 20
+_FILES_MAX = 200
+# The installer's record of a package; its version is in the name.
+_RECORDS = (".dist-info", ".egg-info")
+
+
+def state_of_packages() -> str:
+    """A word that is another one when packages have been installed, upgraded or removed."""
+    places = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    seen: list[object] = [sys.version, sys.executable]
+    for place in places:
+        with suppress(OSError):
+            # Not the folder's time: Python's own caches change that.
+            seen.append(sorted(name for name in os.listdir(place) if name.endswith(_RECORDS)))  # noqa: PTH208
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def state_of_command(program: Program) -> str:
+    """A word that is another one when the program's text or its arguments have changed."""
+    seen: list[object] = [program.args]
+    with suppress(OSError):
+        status = os.stat(program.target)  # noqa: PTH116
+        seen += [status.st_mtime_ns, status.st_size]
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def read(file: Path | None) -> Learned:
+    """What is remembered in `file` of the packages that are installed now; nothing if it cannot be read."""
+    packages = state_of_packages() if file else ""
+    with suppress(OSError, ValueError):
+        status = file.stat() if file else None
+        if file and status and status.st_uid == os.geteuid() and status.st_size <= _BYTES_MAX:
+            learned = decode(Learned, file.read_text())
+            if learned.packages == packages:
+                return learned
+    return Learned(packages=packages)
+
+
+def write(file: Path, learned: Learned) -> None:
+    """Remember it. If that cannot be, the next start learns it again."""
+    # Imported here: most starts learn nothing new.
+    import tempfile
+
+    with suppress(OSError):
+        file.parent.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (file.parent.parent, file.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        if file.parent.stat().st_uid != os.geteuid():
+            # sudo keeps HOME: a file of root's would stand in the user's way.
+            return
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as draft:
+            try:
+                draft.write(encode(learned))
+                draft.close()
+                os.replace(draft.name, file)  # noqa: PTH105
+            except BaseException:
+                Path(draft.name).unlink()
+                raise
+        _remove_oldest(file.parent)
+
+
+def _remove_oldest(folder: Path) -> None:
+    files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
+    for file in files[:-_FILES_MAX]:
+        file.unlink()

@@ -1,0 +1,223 @@
+"""Learns from the first workers what their program imports, and prepares a fork server that has imported it.
+
+Once the workers have run for some seconds, one of them lists its modules. A process of the lowest priority tries which
+of these can be preloaded, and what that saves. If it is worth it, a second fork server imports them beside the job, and
+takes the place of the first one before the next generation. All of it happens once. If it fails, all is as before.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.forkserver.imported import candidates
+from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.forkserver.learned_file import state_of_command, write
+from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted, together
+from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
+from elaunch.agent.workers.reporter import Reporter
+from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.job_spec import Program
+
+# A program imports more in its first steps, which come after its process group.
+_SETTLED_S = 5.0
+# What saves less is not worth a second fork server, and its memory.
+_WORTH_S = 0.1
+_COSTS_SHOWN = 4
+_COST_SHOWN_S = 0.05
+_READ_BYTES = 1 << 16
+
+
+class PreloadLearner:
+    """`file` keeps what is learned for the next start; without it nothing is learned. `later` works in another thread.
+
+    The agent's loop calls all methods.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        program: Program,
+        current: CurrentGroup,
+        reporter: Reporter,
+        selector: selectors.BaseSelector,
+        file: Path | None,
+        later: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._server = server
+        self._program = program
+        self._current = current
+        self._reporter = reporter
+        self._selector = selector
+        self._file = file
+        self._later = later
+        # What is remembered. The fork server of this job keeps what it has begun with.
+        self._learned = server.learned
+        self._is_done = file is None
+        self._since_s: float | None = None
+        self._probe: _Probe | None = None
+        self._successor: ForkServer | None = None
+        self._is_successor_ready = False
+
+    @property
+    def has_successor(self) -> bool:
+        """Whether a fork server is ready that has imported more."""
+        return self._is_successor_ready
+
+    def take_successor(self) -> None:
+        """Put it in the place of the first one, none of whose workers lives."""
+        assert self._successor is not None
+        self._selector.unregister(self._successor)
+        self._successor, self._is_successor_ready = None, False
+        self._server.succeed()
+
+    def ready(self, news: dict[str, Any]) -> None:
+        """Hear what the fork server has imported: what was remembered, and what was tried for names of --preload."""
+        if "tried" not in news:
+            return
+        named = decode(Learned, news["tried"]).named
+        if news["has_programs"]:
+            listed = _in_words(self._server.learned.program)
+            self._reporter.say(f"imported before the workers start, as this program imported it last time: {listed}")
+            self._remember(replace(self._learned, named=named))
+        elif self._server.learned.program.entries:
+            # It does not suit any more, and the log says why. The next start learns it anew.
+            self._is_done = True
+            self._remember(Learned(named, packages=self._learned.packages))
+        else:
+            self._remember(replace(self._learned, named=named))
+
+    def tick(self, now_s: float) -> None:
+        """Ask a worker what it has imported, once it has run for some seconds. Call it about once a second."""
+        group = self._current.latest
+        if self._is_done or self._probe or group is None or self._server.preload is None:
+            return
+        link = group.links.get(0)
+        recorder = link.recorder if link else None
+        if recorder is None:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now_s
+        elif now_s - self._since_s >= _SETTLED_S and (text := recorder.imports()) is not None:
+            self._begin_probe(group, text)
+
+    def end(self, group: WorkerGroup) -> None:
+        """At a generation's end: note whether the program has imported torch, if all its workers have returned."""
+        self._since_s = None
+        said = {link.imported_torch if link.has_returned else None for link in group.links.values()}
+        if said and None not in said:
+            without_torch = "" if True in said else state_of_command(self._program)
+            self._remember(replace(self._learned, without_torch=without_torch))
+
+    def _begin_probe(self, group: WorkerGroup, text: bytes) -> None:
+        known = self._learned
+        refused = {*known.program.left_out, *(name for each in known.named for name in each.selection.left_out)}
+        names, variables = candidates(text, refused)
+        wanted = Wanted(names, tuple(sorted(refused)), variables)
+        self._is_done = True
+        with suppress(OSError):
+            self._probe = _Probe(self._server, group.generation, wanted)
+            self._selector.register(self._probe, selectors.EVENT_READ, self._read_probe)
+
+    def _read_probe(self) -> None:
+        probe = self._probe
+        if probe is None or not probe.read():
+            return
+        self._selector.unregister(probe)
+        self._probe = None
+        probe.close()
+        try:
+            selection = decode(ProbeAnswer, probe.said.decode()).selection
+        except ValueError:
+            # Its generation has ended, and the process with it. The workers of the next one can be asked again.
+            self._is_done = False
+            return
+        if selection.saved_s >= _WORTH_S:
+            variables = tuple(sorted({*self._learned.variables, *probe.wanted.variables}))
+            program = together(self._learned.program, selection)
+            self._prepare(replace(self._learned, program=program, variables=variables))
+
+    def _prepare(self, learned: Learned) -> None:
+        with suppress(OSError):
+            self._successor = self._server.prepare_successor(learned)
+            self._selector.register(self._successor, selectors.EVENT_READ, self._read_successor)
+
+    def _read_successor(self) -> None:
+        successor = self._successor
+        if successor is None:
+            return
+        try:
+            news = successor.receive()
+        except BlockingIOError:
+            return
+        if news and news["event"] == "ready" and news.get("has_programs"):
+            self._is_successor_ready = True
+            # The names of --preload were tried by the first one.
+            self._remember(successor.learned)
+            program = successor.learned.program
+            self._reporter.say(
+                f"the program spent {program.saved_s:.1f} s on imports that can be made ahead ({_in_words(program)});"
+                " workers have them from the beginning after a restart, and at the next start"
+            )
+        else:
+            # It has ended, or its imports do not suit. The first one stays.
+            self._selector.unregister(successor)
+            self._successor, self._is_successor_ready = None, False
+            self._server.drop_successor()
+
+    def _remember(self, learned: Learned) -> None:
+        if self._file and learned != self._learned:
+            self._learned = learned
+            # A home may be on a disk that hangs.
+            self._later(partial(write, self._file, learned))
+
+
+class _Probe:
+    """A process that tries what is `wanted`, and the pipe on which it answers. Raises OSError."""
+
+    def __init__(self, server: ForkServer, generation: int, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.said = b""
+        text_fd = os.memfd_create("elaunch-wanted", os.MFD_CLOEXEC)
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self._fd, answer_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            with open(text_fd, "w", closefd=False) as text:
+                text.write(encode(wanted))
+            os.lseek(text_fd, 0, os.SEEK_SET)
+            os.set_blocking(answer_fd, True)
+            server.probe(generation, (null, null, null, text_fd, answer_fd))
+        except OSError:
+            os.close(self._fd)
+            raise
+        finally:
+            for fd in (text_fd, null, answer_fd):
+                os.close(fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read(self) -> bool:
+        """Read what has come. Returns whether that was all."""
+        with suppress(BlockingIOError):
+            while data := os.read(self._fd, _READ_BYTES):
+                self.said += data
+            return True
+        return False
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _in_words(program: Selection) -> str:
+    """The slowest packages, as "transformers 1.2 s, accelerate 0.3 s"."""
+    shown = [each for each in program.costs if each.seconds >= _COST_SHOWN_S][:_COSTS_SHOWN]
+    words = [f"{each.package} {each.seconds:.1f} s" for each in shown]
+    return ", ".join([*words, *(["others"] if len(shown) < len(program.costs) else [])])

@@ -1,0 +1,33 @@
+"""Where it is remembered what a program imports: one file for each program and user, in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from elaunch.launcher.options.options import Options
+from elaunch.launcher.resources import HostResources
+from elaunch.rendezvous.job_spec import ProgramKind
+
+
+def imports_file(options: Options, environ: Mapping[str, str], host: HostResources) -> Path | None:
+    """The file of this command, which need not exist. None for a user without a home.
+
+    The program's arguments do not matter: most of them are a run's name or its settings.
+    """
+    cache = environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # noqa: PTH117
+        home = environ.get("HOME", "")
+        if not os.path.isabs(home):  # noqa: PTH117
+            return None
+        cache = f"{home}/.cache"
+    try:
+        place = os.getcwd() if options.kind is ProgramKind.MODULE else os.path.realpath(options.target)  # noqa: PTH109
+    except OSError:
+        return None
+    module = options.target if options.kind is ProgramKind.MODULE else ""
+    command = [host.python, host.python_options, options.kind.value, place, module, options.preload]
+    return Path(cache, "elaunch", "imports", hashlib.sha256(json.dumps(command).encode()).hexdigest()[:32])
