@@ -240,6 +240,15 @@ class WorkersAtPrompt:
 
 
 @dataclass(frozen=True)
+class WorkersStuck:
+    """Workers that got SIGTERM after a failure can do nothing with it: they wait in `collective` for the failed rank."""
+
+    generation: int
+    local_ranks: frozenset[int]
+    collective: str
+
+
+@dataclass(frozen=True)
 class ServiceLost:
     """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
 
@@ -288,6 +297,7 @@ WorkerEvent = (
     | StacksTaken
     | WorkersHung
     | WorkersAtPrompt
+    | WorkersStuck
     | ServiceLost
     | Cleared
 )

@@ -19,6 +19,7 @@ from elaunch.agent.core.events import (
     WorkerSaved,
     WorkerSaving,
     WorkerStopped,
+    WorkersStuck,
 )
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.messages import StopReason
@@ -155,6 +156,18 @@ def workers_at_prompt(agent: Agent, stopping: Stopping, event: WorkersAtPrompt, 
         return agent, ()
     said = Say(f"local rank {ranks(waiting)} waits at a prompt; SIGTERM")
     return agent, (said, SignalWorkers(event.generation, waiting, SIGTERM))
+
+
+def workers_stuck(agent: Agent, stopping: Stopping, event: WorkersStuck, now_s: float) -> Step:
+    """Kill them, if no other worker of this node runs: one that saves may free its peers when it ends."""
+    left, mode = stopping.live - stopping.spent, stopping.mode
+    if not isinstance(mode, Broken) or not left or not left <= event.local_ranks & mode.signalled:
+        return agent, ()
+    text = (
+        f"local rank {ranks(left)} cannot act on SIGTERM: the main thread waits in a collective ({event.collective}) for"
+        f" a rank that has failed; SIGKILL now, not after {stopping.grace_s:g} s"
+    )
+    return _kill(agent, stopping, now_s, Say(text))
 
 
 def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:

@@ -25,6 +25,8 @@ _NATIVE = "torch._C._distributed_c10d"
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _QUESTION_BYTES_MAX = 32
 _PACKET_BYTES_MAX = 64 << 10
+_FRAMES_MAX = 12
+_LOADER = "torch.utils.data._utils.worker"
 
 
 def prepare(c10d: ModuleType | None) -> None:
@@ -139,8 +141,9 @@ class _AnsweringThread:
 def _answer(end: Any, dumps: list[Any]) -> None:
     """Answer until the agent, or the process group, is gone.
 
-    The question `n` is for the numbers of each group's last collectives. `eMAX` is for the recorder's entries, if it
-    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python.
+    The question `n` is for the numbers of each group's last collectives, `t` also for what the threads do. `eMAX` is
+    for the recorder's entries, if it keeps at most MAX: to write them takes 30 µs for each, in which no other thread
+    runs Python.
     """
     import _signal  # type: ignore[import-not-found]
 
@@ -148,9 +151,10 @@ def _answer(end: Any, dumps: list[Any]) -> None:
         # Signals are the program's.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
         while question := end.recv(_QUESTION_BYTES_MAX):
-            if question == b"n":
-                texts = b"\n".join(dump(False, False) for dump in dumps)
-                end.send(b"n" + (texts if len(texts) < _PACKET_BYTES_MAX else b""))
+            if question in (b"n", b"t"):
+                texts = [_threads()] if question == b"t" else []
+                text = b"\n".join((*texts, *(dump(False, False) for dump in dumps)))
+                end.send(question + (text if len(text) < _PACKET_BYTES_MAX else b""))
             elif question[:1] == b"e":
                 _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
     except Exception:
@@ -177,3 +181,45 @@ def _send_entries(end: Any, dumps: list[Any]) -> None:
         end.sendmsg([b"e"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
     finally:
         os.close(fd)
+
+
+def _threads() -> bytes:
+    """What Python's threads do, and what else tells whether the main thread waits in vain, as one line of JSON.
+
+    To be in the same frame at the same instruction twice means that no Python ran between. Raises an exception if this
+    torch has other functions under these names.
+    """
+    import _thread
+
+    modules: Any = sys.modules
+    main, mine = modules["threading"].main_thread().ident, _thread.get_ident()
+    found = sys._current_frames()
+    group = modules[C10D].GroupMember.WORLD
+    timeout = group._get_backend(modules["torch"].device("cpu")).options._timeout
+    told = {
+        "at": [id(found[main]), found[main].f_lasti],
+        "main": _calls(found[main]),
+        "others": [_calls(frame) for ident, frame in found.items() if ident not in (main, mine)],
+        "helpers": _helpers(modules),
+        "ranks": group.size(),
+        "timeout_s": timeout.total_seconds(),
+    }
+    return modules["json"].dumps(told).encode()
+
+
+def _calls(frame: Any) -> list[list[str]]:
+    """The function and the file of each frame, innermost first."""
+    calls: list[list[str]] = []
+    while frame is not None and len(calls) < _FRAMES_MAX:
+        calls.append([frame.f_code.co_name, frame.f_code.co_filename])
+        frame = frame.f_back
+    return calls
+
+
+def _helpers(modules: Any) -> list[int]:
+    """The child processes that only load data, or wait for this one to end."""
+    process, tracker = modules.get("multiprocessing.process"), modules.get("multiprocessing.resource_tracker")
+    children = list(process._children) if process else []
+    loaders = [child for child in children if getattr(getattr(child, "_target", None), "__module__", "") == _LOADER]
+    pids = [child.pid for child in loaders]
+    return [*pids, tracker._resource_tracker._pid] if tracker else pids

@@ -1,0 +1,58 @@
+"""What becomes of those that outlive a failure: one that saves has its grace, one that can do nothing does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.harness import Job, script
+
+# Longer than the test's deadline.
+GRACE = ("--failure-grace", "600", "--max-restarts", "1")
+OPTIONS = ("--preload", "torch.distributed", "--nproc-per-node", "3", *GRACE)
+
+# Rank 2 fails. Rank 1 waits for rank 0 in a collective, and its handler never runs. Rank 0's handler saves in the first
+# generation, and in the second one it does as Lightning's: it enters a collective.
+PROGRAM = """
+import os, signal, time
+import torch, torch.distributed as dist
+from elaunch.agent.linux import thread_call
+RANK, GENERATION = int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"])
+def handle(*_):
+    print("handler of rank", RANK, "runs", flush=True)
+    if GENERATION == 1:
+        dist.broadcast(torch.ones(1), src=1)
+    for part in range(10):
+        time.sleep(0.05)
+    print("rank", RANK, "has saved", flush=True)
+    os._exit(0)
+dist.init_process_group("gloo")
+signal.signal(signal.SIGTERM, handle)
+pids = torch.zeros(3, dtype=torch.int64)
+pids[RANK] = os.getpid()
+dist.all_reduce(pids)
+comes = f"rank-1-comes-{GENERATION}"
+if RANK == 1:
+    open(comes, "x").close()
+    dist.broadcast(torch.ones(1), src=0)
+while RANK == 0:
+    time.sleep(0.01)
+while not os.path.exists(comes) or thread_call(int(pids[1]), int(pids[1]))[0] != "futex":
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_survivor_that_saves_has_its_grace_and_those_that_only_wait_are_killed_at_once(tmp_path: Path) -> None:
+    script(tmp_path, PROGRAM)
+
+    with Job(tmp_path, *OPTIONS, "train.py") as job:
+        assert job.wait() == 1, job.output
+
+    assert job.stdout.count("handler of rank 0 runs") == 2
+    assert job.stdout.count("rank 0 has saved") == 1
+    assert "handler of rank 1" not in job.stdout
+    said = re.findall(r"local rank ([\d, ]+) cannot act on SIGTERM: .* collective \(broadcast\)", job.stderr)
+    assert said == ["1", "0, 1"]
+    # Not before rank 0, which may free its peers, had ended.
+    assert job.output.index("rank 0 has saved") < job.output.index("cannot act on SIGTERM")
