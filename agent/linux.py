@@ -86,8 +86,8 @@ _CALLS = {
 def thread_call(pid: int, tid: int) -> tuple[str, str]:
     """The name of the system call in which a thread sleeps, and its arguments, stack and place as the kernel has them.
 
-    Both are empty where the thread runs, is gone, or may not be looked into. The name alone is empty for a call in which
-    threads seldom sleep.
+    Both are empty where the thread runs, is gone, or may not be looked into. The name alone is empty for a call in
+    which threads seldom sleep.
     """
     try:
         # Without pathlib, which takes ten times as long: a process may have a hundred threads.
@@ -116,6 +116,11 @@ def waits_for_terminal(pid: int) -> bool:
 def state(pid: int) -> str:
     """The letter of that process's state in /proc: R, S, D, T, t, Z; empty where the process is gone."""
     return _status(pid, "State")[:1]
+
+
+def name(pid: int) -> str:
+    """The name of that process's main thread, of 15 bytes at most; empty where the process is gone."""
+    return _status(pid, "Name")
 
 
 def children(pid: int) -> list[int]:

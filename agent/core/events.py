@@ -241,7 +241,7 @@ class WorkersAtPrompt:
 
 @dataclass(frozen=True)
 class WorkersStuck:
-    """Workers that got SIGTERM after a failure can do nothing with it: they wait in `collective` for the failed rank."""
+    """Workers that got SIGTERM after a failure cannot act on it: they wait in `collective` for the failed rank."""
 
     generation: int
     local_ranks: frozenset[int]

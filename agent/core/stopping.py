@@ -18,8 +18,8 @@ from elaunch.agent.core.events import (
     WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
-    WorkerStopped,
     WorkersStuck,
+    WorkerStopped,
 )
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.messages import StopReason
@@ -164,8 +164,8 @@ def workers_stuck(agent: Agent, stopping: Stopping, event: WorkersStuck, now_s: 
     if not isinstance(mode, Broken) or not left or not left <= event.local_ranks & mode.signalled:
         return agent, ()
     text = (
-        f"local rank {ranks(left)} cannot act on SIGTERM: the main thread waits in a collective ({event.collective}) for"
-        f" a rank that has failed; SIGKILL now, not after {stopping.grace_s:g} s"
+        f"local rank {ranks(left)} cannot act on SIGTERM: the main thread waits in a collective ({event.collective})"
+        f" for a rank that has failed; SIGKILL now, not after {stopping.grace_s:g} s"
     )
     return _kill(agent, stopping, now_s, Say(text))
 

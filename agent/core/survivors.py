@@ -47,6 +47,8 @@ _IDLE_IN = {
     ("do_one_step", "torch/utils/data/_utils/pin_memory.py"),
     ("_run", "tensorboard/summary/writer/event_file_writer.py"),
 }
+# What torch calls the processes of a DataLoader.
+_LOADER = "pt_data_worker"
 # How they wait there. A threading.Timer has no other frame, and does something when its time has come.
 _WAITS = ("threading.py", "queue.py", "selectors.py", "multiprocessing/connection.py", "multiprocessing/queues.py")
 
@@ -56,14 +58,14 @@ class Inside:
     """What a worker's own thread says of the others, at one moment.
 
     `at` is the instruction of the main thread's innermost frame, and `main` that frame. `others` are the frames of the
-    other threads that run Python, innermost first. `helpers` are the children that only load data. `ranks` and
-    `timeout_s` are those of the default group, `counts` those of all groups.
+    other threads that run Python, innermost first. `tracker` is the pid of Python's resource tracker, -1 for none.
+    `ranks` and `timeout_s` are those of the default group, `counts` those of all groups.
     """
 
     at: tuple[int, int]
     main: Frame
     others: tuple[tuple[Frame, ...], ...]
-    helpers: frozenset[int]
+    tracker: int
     ranks: int
     timeout_s: float
     counts: Counts
@@ -74,12 +76,13 @@ class Outside:
     """What the kernel says of a worker.
 
     `calls` are the system calls in which its threads sleep, by thread id, with their arguments: empty for a thread that
-    runs, or that may not be looked into. `is_pending` says that its SIGTERM has not been delivered.
+    runs, or that may not be looked into. `children` are the names of its child processes, by pid. `is_pending` says
+    that its SIGTERM has not been delivered.
     """
 
     main: int
     calls: Mapping[int, tuple[str, str]]
-    children: frozenset[int]
+    children: Mapping[int, str]
     written_bytes: int
     cpu_s: float
     is_pending: bool = False
@@ -95,7 +98,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Stillness:
-    """A worker has waited in vain from `since_s`, when it was as `look` says, to `until_s`, the time of the last look."""
+    """A worker has waited in vain from `since_s`, when it was as `look` says, to `until_s`, when it was seen last."""
 
     since_s: float
     until_s: float
@@ -109,9 +112,9 @@ def read_inside(text: bytes) -> Inside | None:
         told: dict[str, Any] = parse_json(line)
         frame, instruction = told["at"]
         others = tuple(tuple(_frame(call) for call in calls) for calls in told["others"])
-        helpers = frozenset(int(pid) for pid in told["helpers"] if pid is not None)
+        tracker = int(told["tracker"] or -1)
         at, main = (int(frame), int(instruction)), _frame(told["main"][0])
-        return Inside(at, main, others, helpers, int(told["ranks"]), float(told["timeout_s"]), read_counts(dumps))
+        return Inside(at, main, others, tracker, int(told["ranks"]), float(told["timeout_s"]), read_counts(dumps))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
 
@@ -158,7 +161,7 @@ def _is_asleep(look: Look) -> bool:
     return (
         main == _MAIN_WAITS_IN
         and all(call in _WAITS_IN for call, _ in outside.calls.values())
-        and outside.children <= look.inside.helpers
+        and all(pid == look.inside.tracker or name == _LOADER for pid, name in outside.children.items())
         and not outside.is_pending
     )
 

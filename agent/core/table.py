@@ -51,8 +51,8 @@ from elaunch.agent.core.events import (
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
-    WorkerStopped,
     WorkersStuck,
+    WorkerStopped,
 )
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Mode, Phase, Running, Stopping
 from elaunch.agent.core.state import Agent, Step

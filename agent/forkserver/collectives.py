@@ -26,7 +26,6 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _QUESTION_BYTES_MAX = 32
 _PACKET_BYTES_MAX = 64 << 10
 _FRAMES_MAX = 12
-_LOADER = "torch.utils.data._utils.worker"
 
 
 def prepare(c10d: ModuleType | None) -> None:
@@ -195,12 +194,14 @@ def _threads() -> bytes:
     main, mine = modules["threading"].main_thread().ident, _thread.get_ident()
     found = sys._current_frames()
     group = modules[C10D].GroupMember.WORLD
+    # A process of Python's own, which waits for this one to end.
+    tracker = getattr(modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
     timeout = group._get_backend(modules["torch"].device("cpu")).options._timeout
     told = {
         "at": [id(found[main]), found[main].f_lasti],
         "main": _calls(found[main]),
         "others": [_calls(frame) for ident, frame in found.items() if ident not in (main, mine)],
-        "helpers": _helpers(modules),
+        "tracker": getattr(tracker, "_pid", None),
         "ranks": group.size(),
         "timeout_s": timeout.total_seconds(),
     }
@@ -214,12 +215,3 @@ def _calls(frame: Any) -> list[list[str]]:
         calls.append([frame.f_code.co_name, frame.f_code.co_filename])
         frame = frame.f_back
     return calls
-
-
-def _helpers(modules: Any) -> list[int]:
-    """The child processes that only load data, or wait for this one to end."""
-    process, tracker = modules.get("multiprocessing.process"), modules.get("multiprocessing.resource_tracker")
-    children = list(process._children) if process else []
-    loaders = [child for child in children if getattr(getattr(child, "_target", None), "__module__", "") == _LOADER]
-    pids = [child.pid for child in loaders]
-    return [*pids, tracker._resource_tracker._pid] if tracker else pids

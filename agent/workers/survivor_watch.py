@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Collection
-from contextlib import suppress
 
 from elaunch.agent import linux
 from elaunch.agent.core import survivors
@@ -93,5 +92,5 @@ def _outside(pid: int) -> Outside | None:
         cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS
     except (OSError, ValueError, IndexError, StopIteration):
         return None
-    children = frozenset(linux.children(pid))
+    children = {child: linux.name(child) for child in linux.children(pid)}
     return Outside(pid, calls, children, written, cpu_s, linux.is_pending(pid, signal.SIGTERM))

@@ -30,7 +30,7 @@ INSIDE = Inside(
     at=(7, 24),
     main=frame("broadcast", C10D),
     others=(),
-    helpers=frozenset({201}),
+    tracker=202,
     ranks=WORLD_SIZE,
     timeout_s=1800.0,
     counts={(0, 0): Count(6, -1, 5), (0, 1): Count(4, -1, 4), (0, 2): Count(-1, -1, -1)},
@@ -38,7 +38,7 @@ INSIDE = Inside(
 OUTSIDE = Outside(
     main=PID,
     calls={PID: ("futex", "0x1 0x2"), 101: ("epoll_wait", "0x3"), 102: ("recvfrom", "0x5")},
-    children=frozenset({201}),
+    children={201: "pt_data_worker", 202: "python"},
     written_bytes=500,
     cpu_s=3.14,
 )
@@ -97,7 +97,7 @@ def test_one_that_was_not_seen_since_is_not_stuck_by_the_passing_of_time() -> No
         thread(frame("_answer", f"{SITE}/elaunch/agent/forkserver/collectives.py")),
         # A GPU's recorder counts nothing on a CPU.
         inside(counts={**INSIDE.counts, (1, 0): Count(-1, -1, -1)}),
-        outside(children=frozenset()),
+        outside(children={}),
     ],
 )
 def test_what_most_programs_have_besides_changes_nothing(look: Look) -> None:
@@ -131,7 +131,7 @@ def test_what_most_programs_have_besides_changes_nothing(look: Look) -> None:
         thread(*WAITS, frame("run", f"{PYTHON}/threading.py")),
         thread(frame("select", f"{PYTHON}/selectors.py"), frame("_run_once", f"{PYTHON}/asyncio/base_events.py")),
         # A child process is not known to only load data.
-        outside(children=frozenset({201, 202})),
+        outside(children={**OUTSIDE.children, 203: "python"}),
         # A thread runs, or is in a call that is no wait; or the kernel does not say.
         outside(calls={**OUTSIDE.calls, 103: ("", "")}),
         outside(calls={**OUTSIDE.calls, 103: ("fsync", "0x4")}),
@@ -160,7 +160,7 @@ def test_whatever_else_it_may_be_doing_gives_it_its_whole_grace(look: Look) -> N
         outside(calls={**OUTSIDE.calls, 103: ("futex", "0x1")}),
         outside(written_bytes=501),
         outside(cpu_s=3.17),
-        outside(children=frozenset()),
+        outside(children={}),
     ],
 )
 def test_whatever_moves_begins_the_time_anew(look: Look) -> None:
@@ -179,7 +179,7 @@ ANSWER = {
     "at": [7, 24],
     "main": [["broadcast", C10D], ["handler", "/home/me/train.py"]],
     "others": [[["wait", f"{PYTHON}/threading.py"]]],
-    "helpers": [201, None],
+    "tracker": 202,
     "ranks": 3,
     "timeout_s": 1800.0,
 }
@@ -205,7 +205,7 @@ def test_an_answer_is_read() -> None:
         lambda answer: answer.update(main=[]),
         lambda answer: answer.update(main=[["broadcast"]]),
         lambda answer: answer.update(others=7),
-        lambda answer: answer.update(helpers=["x"]),
+        lambda answer: answer.update(tracker="x"),
         lambda answer: answer.update(ranks=None),
         lambda answer: answer.update(timeout_s="soon"),
     ],

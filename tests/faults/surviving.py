@@ -1,15 +1,18 @@
-"""Ranks of a gloo group that get SIGTERM, each in another state; run by test_survivor_watch.py.
+"""Ranks of a gloo group that get SIGTERM, each in another state; run by each rank.
 
-`survivors.py FOLDER SECONDS FD…` forks one rank for each kind in `KINDS`, with the end of its link as that descriptor.
-Each rank writes its pid to FOLDER/KIND.pid when it is in its state. FOLDER/begun is there before the signals are sent.
-A rank that saves takes SECONDS for that, then makes FOLDER/KIND.saved and stays: an end would free its peers.
+The variables SURVIVORS_FOLDER and SURVIVORS_SAVE_S are FOLDER and SECONDS. The rank of a kind is its place in `KINDS`,
+and the agent's end of its link listens at FOLDER/link. Each rank writes its pid to FOLDER/KIND.pid when it is in its
+state. FOLDER/begun is there before the signals are sent. A rank that saves takes SECONDS for that, then makes
+FOLDER/KIND.saved and stays: an end would free its peers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,11 +30,12 @@ STUCK = ("in_collective", "in_handler", "in_backward", "with_helpers")
 # These save, each in another way.
 SAVES = (
     *("writes", "sleeps", "waits_for_lock", "computes", "computes_in_c", "reads_pipe", "waits_for_child", "syncs"),
-    *("in_group", "receives", "timed_barrier", "thread_saves", "thread_wakes_up", "timer_saves", "child_saves"),
+    *("in_group", "receives", "thread_saves", "thread_wakes_up", "timer_saves", "child_saves"),
     *("thread_waits_for_signal", "partner"),
 )
-KINDS = (*STUCK, *SAVES)
-FOLDER, SECONDS = Path(sys.argv[1]) if len(sys.argv) > 2 else Path(), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+# Rank 0 alone ends a monitored barrier by its timeout.
+KINDS = ("timed_barrier", *STUCK, *SAVES)
+FOLDER, SECONDS = Path(os.environ.get("SURVIVORS_FOLDER", "")), float(os.environ.get("SURVIVORS_SAVE_S", "0"))
 PARTNER = KINDS.index("partner")
 
 
@@ -132,7 +136,7 @@ def in_background(kind: str) -> None:
         saved(kind)
 
 
-def prepare(kind: str, model: Any, torch: Any) -> Handler:
+def prepare(kind: str, torch: Any) -> Handler:
     """What the process has before its signal; the handler of the signal."""
     dist = torch.distributed
     if kind in ("in_collective", "in_backward", "with_helpers"):
@@ -152,7 +156,6 @@ def prepare(kind: str, model: Any, torch: Any) -> Handler:
         threading.Thread(target=lambda: (os.read(read, 1), slowly(kind), saved(kind))).start()
         return lambda *_: None
     if kind == "thread_waits_for_signal":
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=lambda: (signal.sigwait({signal.SIGTERM}), slowly(kind), saved(kind))).start()
         return lambda *_: None
     group = dist.new_group([KINDS.index("in_group"), PARTNER], use_local_synchronization=True) if kind in (
@@ -187,29 +190,22 @@ def main() -> None:
 
     from elaunch.agent.forkserver import collectives
 
-    torch.set_num_threads(1)
-    fds = [int(fd) for fd in sys.argv[3:]]
-    pids = []
-    for rank, fd in enumerate(fds):
-        pid = os.fork()
-        if pid:
-            pids.append(pid)
-            continue
-        os.setpgid(0, 0)
-        os.dup2(fd, 3)
-        for each in fds:
-            os.close(each)
-        collectives.prepare(sys.modules[collectives.C10D])
-        dist.init_process_group("gloo", rank=rank, world_size=len(KINDS))
-        model = DistributedDataParallel(torch.nn.Linear(1, 1))
-        kind = KINDS[rank]
-        signal.signal(signal.SIGTERM, prepare(kind, model, torch))
-        # All of them are here: nobody enters another collective before.
-        dist.barrier()
-        ready(kind)
-        wait_for_signal(kind, model, torch)
-    for pid in pids:
-        os.waitpid(pid, 0)
+    kind = KINDS[int(os.environ["RANK"])]
+    if kind == "thread_waits_for_signal":
+        # Before there is another thread, which would take it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(str(FOLDER / "link"))
+        link.sendall(json.dumps({"event": "phase", "name": kind}).encode() + b"\n")
+        os.dup2(link.fileno(), collectives.LINK_FD)
+    collectives.prepare(sys.modules[collectives.C10D])
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    signal.signal(signal.SIGTERM, prepare(kind, torch))
+    # All of them are here: nobody enters another collective before.
+    dist.barrier()
+    ready(kind)
+    wait_for_signal(kind, model, torch)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""agent.workers.survivor_watch: real ranks in every state; no handler that does something is taken for a stuck one."""
+"""Real ranks in every state after a failure: no handler that does something is taken for one that waits in vain."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,38 +21,38 @@ from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.survivor_watch import SurvivorWatch
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.types import RankTable
-from tests.harness import environment, free_ports, wait_for
-from tests.unit.agent.workers import survivors
-from tests.unit.agent.workers.survivors import KINDS, SAVES, STUCK
+from tests.faults import surviving
+from tests.faults.surviving import KINDS, STUCK
+from tests.harness import wait_for
+from tests.ranks import RankForker, Ranks
 
+SAVES = tuple(kind for kind in KINDS if kind not in STUCK)
 # Many times as long as a survivor needs to be known as stuck.
 SAVE_S = 0.6
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[WorkerGroup]:
-    (port,) = free_ports(1)
-    seats = seats_of([("a", len(KINDS), "default")])
-    group = WorkerGroup(RankTable(0, seats, "127.0.0.1", port, ""), 0)
-    fds: list[int] = []
-    for rank in range(len(KINDS)):
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        group.links[rank] = Link(0, rank, ours)
-        fds.append(theirs.detach())
-    program = subprocess.Popen(
-        [sys.executable, str(survivors.__file__), str(tmp_path), str(SAVE_S), *map(str, fds)],
-        env=environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}),
-        pass_fds=fds,
-    )
-    for fd in fds:
-        os.close(fd)
-    yield group
-    for pid in group.pids.values():
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    program.kill()
-    program.wait()
+def group(forker: RankForker, tmp_path: Path) -> Iterator[WorkerGroup]:
+    """The ranks, all of them in their states, as their agent knows them."""
+    group = WorkerGroup(RankTable(0, seats_of([("a", len(KINDS), "default")]), "127.0.0.1", 1, ""), 0)
+    env = {"SURVIVORS_FOLDER": str(tmp_path), "SURVIVORS_SAVE_S": str(SAVE_S)}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "link"))
+        listener.listen(len(KINDS))
+        with Ranks(forker, len(KINDS), Path(surviving.__file__), env=env) as ranks:
+            for _ in KINDS:
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                link = Link(0, -1, connection)
+                wait_for(lambda link=link: link.read() and link.phase, "the rank's name")
+                group.links[KINDS.index(link.phase)] = link
+            try:
+                wait_for(lambda: read(group, tmp_path), "all ranks are in their states")
+                yield group
+            finally:
+                for pid in ranks.pids:
+                    with suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
     for link in group.links.values():
         link.forget_recorder()
         link.socket.close()
@@ -70,7 +68,6 @@ def read(group: WorkerGroup, folder: Path) -> bool:
 
 
 def test_only_those_that_wait_in_vain_are_told_from_those_that_save(group: WorkerGroup, tmp_path: Path) -> None:
-    wait_for(lambda: read(group, tmp_path), "all ranks are in their states")
     posted: list[Event] = []
     no_failure: Any = None
     quiet = Timeline(None, lambda _: None, lambda _: None)
@@ -90,5 +87,9 @@ def test_only_those_that_wait_in_vain_are_told_from_those_that_save(group: Worke
             stuck.update(KINDS[rank] for rank in event.local_ranks)
         return stuck >= set(STUCK) and all((tmp_path / f"{kind}.saved").exists() for kind in SAVES)
 
-    wait_for(all_told, f"{STUCK} are told, and {SAVES} have saved")
+    try:
+        wait_for(all_told, "those that wait in vain are told, and the others have saved")
+    finally:
+        left = [kind for kind in SAVES if not (tmp_path / f"{kind}.saved").exists()]
+        print(f"told: {sorted(stuck)}; not saved: {left}")
     assert stuck == set(STUCK)
