@@ -241,7 +241,10 @@ class WorkersAtPrompt:
 
 @dataclass(frozen=True)
 class WorkersStuck:
-    """Workers that got SIGTERM after a failure cannot act on it: they wait in `collective` for the failed rank."""
+    """Workers that got SIGTERM after a failure cannot act on it: they wait in `collective` for the failed rank.
+
+    Or their program has ended, and Python shuts down without a handler: `collective` is empty if none of them waits.
+    """
 
     generation: int
     local_ranks: frozenset[int]
