@@ -89,7 +89,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Look:
+class SurvivorLook:
     """A worker at one moment."""
 
     inside: Inside
@@ -102,7 +102,7 @@ class Stillness:
 
     since_s: float
     until_s: float
-    look: Look
+    look: SurvivorLook
 
 
 def read_inside(text: bytes) -> Inside | None:
@@ -142,7 +142,7 @@ def collective(frame: Frame) -> str:
     return frame.function if is_one else ""
 
 
-def after(before: Stillness | None, look: Look, world_size: int, now_s: float) -> Stillness | None:
+def after(before: Stillness | None, look: SurvivorLook, world_size: int, now_s: float) -> Stillness | None:
     """The state after another look. None while the worker may be doing something."""
     if not (waits_in_collective(look.inside, world_size) and _is_asleep(look)):
         return None
@@ -155,7 +155,7 @@ def is_stuck(state: Stillness | None) -> bool:
     return state is not None and state.until_s - state.since_s >= STUCK_S
 
 
-def _is_asleep(look: Look) -> bool:
+def _is_asleep(look: SurvivorLook) -> bool:
     outside = look.outside
     main, _ = outside.calls.get(outside.main, ("", ""))
     return (
@@ -166,7 +166,7 @@ def _is_asleep(look: Look) -> bool:
     )
 
 
-def _is_unchanged(first: Look, now: Look) -> bool:
+def _is_unchanged(first: SurvivorLook, now: SurvivorLook) -> bool:
     before, after_it = first.outside, now.outside
     return (
         first.inside == now.inside

@@ -205,7 +205,8 @@ def _threads() -> bytes:
         "ranks": group.size(),
         "timeout_s": timeout.total_seconds(),
     }
-    return modules["json"].dumps(told).encode()
+    text: str = modules["json"].dumps(told)
+    return text.encode()
 
 
 def _calls(frame: Any) -> list[list[str]]:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from elaunch.agent import linux
 from elaunch.agent.core import survivors
 from elaunch.agent.core.events import WorkersStuck
-from elaunch.agent.core.survivors import LOOK_EVERY_S, Inside, Look, Outside, Stillness
+from elaunch.agent.core.survivors import LOOK_EVERY_S, Inside, Outside, Stillness, SurvivorLook
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 
@@ -73,7 +73,7 @@ class SurvivorWatch:
         if inside is None or outside is None:
             self._still[rank] = None
         else:
-            self._still[rank] = survivors.after(state, Look(inside, outside), world_size, now_s)
+            self._still[rank] = survivors.after(state, SurvivorLook(inside, outside), world_size, now_s)
 
     def _shuts_down(self, rank: int) -> bool:
         """Whether its program has ended and Python is past `atexit` and the last thread: it has removed all handlers.

@@ -61,6 +61,11 @@ def ready(kind: str) -> None:
     part.rename(FOLDER / f"{kind}.pid")
 
 
+def broadcast(torch: Any) -> None:
+    """Wait for a rank that does not come. An all-reduce would get the data of `in_backward`, which is of another size."""
+    torch.distributed.broadcast(torch.ones(1), src=KINDS.index("sleeps"))
+
+
 def begun() -> None:
     while not (FOLDER / "begun").exists():
         time.sleep(0.005)
@@ -166,7 +171,7 @@ def prepare(kind: str, torch: Any) -> Handler:
         if kind in ("in_handler", "timer_saves", "child_saves"):
             in_background(kind)
             # As Lightning's handler does.
-            dist.broadcast(torch.ones(1), src=KINDS.index("sleeps"))
+            broadcast(torch)
         else:
             do_save(kind, dist, torch, group)
             saved(kind)
@@ -178,7 +183,7 @@ def wait_for_signal(kind: str, model: Any, torch: Any) -> None:
     if kind == "in_backward":
         model(torch.ones(1, 1)).sum().backward()
     elif kind in ("in_collective", "with_helpers", "thread_saves", "thread_wakes_up", "thread_waits_for_signal"):
-        torch.distributed.all_reduce(torch.ones(1))
+        broadcast(torch)
     while True:
         time.sleep(0.005)
 

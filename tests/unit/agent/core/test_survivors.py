@@ -12,7 +12,7 @@ import pytest
 from elaunch.agent.core import survivors
 from elaunch.agent.core.collectives import Count
 from elaunch.agent.core.stack_groups import Frame
-from elaunch.agent.core.survivors import STUCK_S, Inside, Look, Outside, Stillness, after, is_stuck, read_inside
+from elaunch.agent.core.survivors import STUCK_S, Inside, Outside, Stillness, SurvivorLook, after, is_stuck, read_inside
 
 WORLD_SIZE = 3
 PID = 100
@@ -42,22 +42,22 @@ OUTSIDE = Outside(
     written_bytes=500,
     cpu_s=3.14,
 )
-LOOK = Look(INSIDE, OUTSIDE)
+LOOK = SurvivorLook(INSIDE, OUTSIDE)
 
 
-def inside(**changes: Any) -> Look:
-    return Look(replace(INSIDE, **changes), OUTSIDE)
+def inside(**changes: Any) -> SurvivorLook:
+    return SurvivorLook(replace(INSIDE, **changes), OUTSIDE)
 
 
-def outside(**changes: Any) -> Look:
-    return Look(INSIDE, replace(OUTSIDE, **changes))
+def outside(**changes: Any) -> SurvivorLook:
+    return SurvivorLook(INSIDE, replace(OUTSIDE, **changes))
 
 
-def thread(*frames: Frame) -> Look:
+def thread(*frames: Frame) -> SurvivorLook:
     return inside(others=((*frames, *BEGINS),))
 
 
-def state_after(*looks: Look) -> Stillness | None:
+def state_after(*looks: SurvivorLook) -> Stillness | None:
     state: Stillness | None = None
     for number, look in enumerate(looks):
         state = after(state, look, WORLD_SIZE, number * STUCK_S / 2)
@@ -100,7 +100,7 @@ def test_one_that_was_not_seen_since_is_not_stuck_by_the_passing_of_time() -> No
         outside(children={}),
     ],
 )
-def test_what_most_programs_have_besides_changes_nothing(look: Look) -> None:
+def test_what_most_programs_have_besides_changes_nothing(look: SurvivorLook) -> None:
     assert is_stuck(state_after(look, look, look))
 
 
@@ -144,7 +144,7 @@ def test_what_most_programs_have_besides_changes_nothing(look: Look) -> None:
         outside(is_pending=True),
     ],
 )
-def test_whatever_else_it_may_be_doing_gives_it_its_whole_grace(look: Look) -> None:
+def test_whatever_else_it_may_be_doing_gives_it_its_whole_grace(look: SurvivorLook) -> None:
     assert state_after(LOOK, LOOK, look) is None
 
 
@@ -163,7 +163,7 @@ def test_whatever_else_it_may_be_doing_gives_it_its_whole_grace(look: Look) -> N
         outside(children={}),
     ],
 )
-def test_whatever_moves_begins_the_time_anew(look: Look) -> None:
+def test_whatever_moves_begins_the_time_anew(look: SurvivorLook) -> None:
     moved = state_after(LOOK, LOOK, look)
 
     assert moved is not None
