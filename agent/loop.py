@@ -36,7 +36,7 @@ from elaunch.agent.core.actions import (
 )
 from elaunch.agent.core.entries import NO_GENERATION, SCHEMA_VERSION, Entry, entries
 from elaunch.agent.core.events import Event, OwnStoreLost, Signalled, Tag, Tick
-from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
+from elaunch.agent.core.phases import Broken, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import Inbox, LookAgain
@@ -260,7 +260,7 @@ class Loop:
             case Spawn(table, group_rank):
                 self._workers.spawn(table, group_rank)
             case SignalWorkers():
-                self._workers.signal(action, is_ending=self._is_ending)
+                self._workers.signal(action, is_ending=self._is_ending, is_broken=self._is_broken)
             case TellWorkers():
                 self._workers.tell(action)
             case TakeStacks():
@@ -302,6 +302,10 @@ class Loop:
     @property
     def _is_ending(self) -> bool:
         return isinstance(self._agent.phase, (Stopping, Clearing)) and self._agent.phase.then is not None
+
+    @property
+    def _is_broken(self) -> bool:
+        return isinstance(self._agent.phase, Stopping) and isinstance(self._agent.phase.mode, Broken)
 
     def _node_failure(self, kind: FailureKind, generation: int, message: str) -> Failure:
         me = self._agent.me

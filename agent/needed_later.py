@@ -20,6 +20,7 @@ MODULES = (
     "elaunch.agent.core.node_report",
     "elaunch.agent.core.pace_watch",
     "elaunch.agent.core.stack_answer",
+    "elaunch.agent.core.survivors",
     "elaunch.agent.core.wait_shares",
     "elaunch.agent.workers.flight_recorder",
     "elaunch.agent.workers.hang_monitor",
@@ -28,6 +29,7 @@ MODULES = (
     "elaunch.agent.workers.slow_monitor",
     "elaunch.agent.workers.software",
     "elaunch.agent.workers.stacks",
+    "elaunch.agent.workers.survivor_watch",
     "elaunch.rendezvous.rules.reports",
     "elaunch.rendezvous.rules.software",
 )

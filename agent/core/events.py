@@ -240,6 +240,18 @@ class WorkersAtPrompt:
 
 
 @dataclass(frozen=True)
+class WorkersStuck:
+    """Workers that got SIGTERM after a failure cannot act on it: they wait in `collective` for the failed rank.
+
+    Or their program has ended, and Python shuts down without a handler: `collective` is empty if none of them waits.
+    """
+
+    generation: int
+    local_ranks: frozenset[int]
+    collective: str
+
+
+@dataclass(frozen=True)
 class ServiceLost:
     """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
 
@@ -288,6 +300,7 @@ WorkerEvent = (
     | StacksTaken
     | WorkersHung
     | WorkersAtPrompt
+    | WorkersStuck
     | ServiceLost
     | Cleared
 )

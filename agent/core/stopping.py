@@ -18,6 +18,7 @@ from elaunch.agent.core.events import (
     WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
+    WorkersStuck,
     WorkerStopped,
 )
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
@@ -155,6 +156,17 @@ def workers_at_prompt(agent: Agent, stopping: Stopping, event: WorkersAtPrompt, 
         return agent, ()
     said = Say(f"local rank {ranks(waiting)} waits at a prompt; SIGTERM")
     return agent, (said, SignalWorkers(event.generation, waiting, SIGTERM))
+
+
+def workers_stuck(agent: Agent, stopping: Stopping, event: WorkersStuck, now_s: float) -> Step:
+    """Kill them, if no other worker of this node runs: one that saves may free its peers when it ends."""
+    left, mode = stopping.live - stopping.spent, stopping.mode
+    if not isinstance(mode, Broken) or not left or not left <= event.local_ranks & mode.signalled:
+        return agent, ()
+    why = f"the main thread waits in a collective ({event.collective}) for a rank that has failed"
+    why = why if event.collective else "the program has ended, and Python shuts down"
+    text = f"local rank {ranks(left)} cannot act on SIGTERM: {why}; SIGKILL now, not after {stopping.grace_s:g} s"
+    return _kill(agent, stopping, now_s, Say(text))
 
 
 def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:

@@ -40,11 +40,11 @@ class Doing(Enum):
 _RENDEZVOUS_FUNCTIONS = {"init_process_group", "rendezvous", "_store_based_barrier", "new_group", "init_device_mesh"}
 _RENDEZVOUS_FILE = "torch/distributed/rendezvous.py"
 # A backward pass that sleeps: on a CPU it runs in this thread, and DDP waits there for the gradients' all-reduce.
-_BACKWARD = ("_engine_run_backward", "torch/autograd/graph.py")
-_COLLECTIVES_FILE = "torch/distributed/distributed_c10d.py"
+BACKWARD = ("_engine_run_backward", "torch/autograd/graph.py")
+COLLECTIVES_FILE = "torch/distributed/distributed_c10d.py"
 # Not torch/distributed/checkpoint/, which waits for files.
 _COLLECTIVE_FILES = (
-    _COLLECTIVES_FILE,
+    COLLECTIVES_FILE,
     "torch/nn/parallel/distributed.py",
     *(f"torch/distributed/{name}" for name in ("_functional_collectives", "nn/", "fsdp/", "_composable/", "tensor/")),
     *(f"torch/distributed/{name}" for name in ("algorithms/", "optim/", "pipelining/", "rpc/", "device_mesh.py")),
@@ -171,7 +171,7 @@ def _by_frames(thread: ThreadStack) -> Doing | None:
         return any(file.startswith(begins) for file in files)
 
     # A GPU's collective may wait on a core: then only its innermost frame says what it does.
-    if not thread.is_active or files[:1] == [_COLLECTIVES_FILE]:
+    if not thread.is_active or files[:1] == [COLLECTIVES_FILE]:
         if calls(_RENDEZVOUS_FILE) or (names & _RENDEZVOUS_FUNCTIONS and calls(*_COLLECTIVE_FILES)):
             return Doing.RENDEZVOUS
         if calls(*_COLLECTIVE_FILES) or _is_backward(thread):
@@ -190,7 +190,7 @@ def _by_frames(thread: ThreadStack) -> Doing | None:
 
 
 def _is_backward(thread: ThreadStack) -> bool:
-    return any((frame.function, frame.short_file) == _BACKWARD for frame in thread.frames[:1])
+    return any((frame.function, frame.short_file) == BACKWARD for frame in thread.frames[:1])
 
 
 def _is_at_prompt(thread: ThreadStack) -> bool:

@@ -27,6 +27,7 @@ _NATIVE = "torch._C._distributed_c10d"
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _QUESTION_BYTES_MAX = 32
 _PACKET_BYTES_MAX = 64 << 10
+_FRAMES_MAX = 12
 
 
 def prepare(c10d: ModuleType | None) -> None:
@@ -142,9 +143,9 @@ class _AnsweringThread:
 def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
     """Answer until the agent, or the process group, is gone.
 
-    The question `n` is for the numbers of each group's last collectives. `eMAX` is for the recorder's entries, if it
-    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python. `m` is for what the
-    program has imported, and is asked once.
+    The question `n` is for the numbers of each group's last collectives, `t` also for what the threads do. `eMAX` is
+    for the recorder's entries, if it keeps at most MAX: to write them takes 30 µs for each, in which no other thread
+    runs Python. `m` is for what the program has imported, and is asked once.
     """
     import _signal  # type: ignore[import-not-found]
 
@@ -152,9 +153,10 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
         # Signals are the program's.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
         while question := end.recv(_QUESTION_BYTES_MAX):
-            if question == b"n":
-                texts = b"\n".join(dump(False, False) for dump in dumps)
-                end.send(b"n" + (texts if len(texts) < _PACKET_BYTES_MAX else b""))
+            if question in (b"n", b"t"):
+                texts = [_threads()] if question == b"t" else []
+                text = b"\n".join((*texts, *(dump(False, False) for dump in dumps)))
+                end.send(question + (text if len(text) < _PACKET_BYTES_MAX else b""))
             elif question[:1] == b"e":
                 _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
             elif question == b"m":
@@ -195,3 +197,39 @@ def _send_file(end: Any, kind: bytes, texts: Iterable[bytes]) -> None:
         end.sendmsg([kind], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
     finally:
         os.close(fd)
+
+
+def _threads() -> bytes:
+    """What Python's threads do, and what else tells whether the main thread waits in vain, as one line of JSON.
+
+    To be in the same frame at the same instruction twice means that no Python ran between. Raises an exception if this
+    torch has other functions under these names.
+    """
+    import _thread
+
+    modules: Any = sys.modules
+    main, mine = modules["threading"].main_thread().ident, _thread.get_ident()
+    found = sys._current_frames()
+    group = modules[C10D].GroupMember.WORLD
+    # A process of Python's own, which waits for this one to end.
+    tracker = getattr(modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    timeout = group._get_backend(modules["torch"].device("cpu")).options._timeout
+    told = {
+        "at": [id(found[main]), found[main].f_lasti],
+        "main": _calls(found[main]),
+        "others": [_calls(frame) for ident, frame in found.items() if ident not in (main, mine)],
+        "tracker": getattr(tracker, "_pid", None),
+        "ranks": group.size(),
+        "timeout_s": timeout.total_seconds(),
+    }
+    text: str = modules["json"].dumps(told)
+    return text.encode()
+
+
+def _calls(frame: Any) -> list[list[str]]:
+    """The function and the file of each frame, innermost first."""
+    calls: list[list[str]] = []
+    while frame is not None and len(calls) < _FRAMES_MAX:
+        calls.append([frame.f_code.co_name, frame.f_code.co_filename])
+        frame = frame.f_back
+    return calls

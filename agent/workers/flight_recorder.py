@@ -42,8 +42,11 @@ class FlightRecorder:
         end.setblocking(False)
         self._end = end
         self._lock = threading.Lock()
+        # Answers that nobody has taken yet, by question.
+        self._answers: dict[bytes, bytes] = {}
         # When the question was sent that has no answer yet.
         self._asked_s: float | None = None
+        self._has_asked_threads = False
         self._text = b""
         self._answered_s = 0.0
         self.counts: Counts = {}
@@ -54,7 +57,6 @@ class FlightRecorder:
         self._turns, self._turns_told = 0, 0
         self._has_asked_imports = False
         self._imports: bytes | None = None
-        self._newest: bytes | None = None
 
     def close(self) -> None:
         """The worker's thread ends."""
@@ -74,7 +76,7 @@ class FlightRecorder:
 
     def _look(self, now_s: float) -> Counts | None:
         self._take_packets()
-        newest, self._newest = self._newest, None
+        newest = self._answers.pop(b"n", None)
         if newest is not None:
             self._answered_s = now_s
             if newest != self._text:
@@ -84,19 +86,6 @@ class FlightRecorder:
             self._asked += 1
             self._end.send(b"n", socket.MSG_NOSIGNAL)
         return None if newest is None else self.counts
-
-    def _take_packets(self) -> None:
-        for _ in range(_PACKETS_MAX):
-            packet = self._receive()
-            if packet is None:
-                break
-            kind, fds = packet
-            if kind == b"m" and fds:
-                self._imports = _read(fds[0])
-                continue
-            _close(fds)
-            if kind[:1] == b"n":
-                self._newest = kind[1:]
 
     def imports(self) -> bytes | None:
         """What the program has imported (`forkserver/imported.py`): asks at the first call, and never waits."""
@@ -112,6 +101,35 @@ class FlightRecorder:
             return None
         finally:
             self._lock.release()
+
+    def look_at_threads(self) -> bytes | None:
+        """What the worker's threads did after the last call, if the answer has come; then ask again. It never waits."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            self._take_packets()
+            newest = self._answers.pop(b"t", None)
+            if newest is not None or not self._has_asked_threads:
+                self._has_asked_threads = True
+                self._end.send(b"t", socket.MSG_NOSIGNAL)
+            return newest
+        except OSError:
+            return None
+        finally:
+            self._lock.release()
+
+    def _take_packets(self) -> None:
+        for _ in range(_PACKETS_MAX):
+            packet = self._receive()
+            if packet is None:
+                return
+            answer, fds = packet
+            if answer == b"m" and fds:
+                self._imports = _read(fds[0])
+                continue
+            _close(fds)
+            if answer[:1] in (b"n", b"t"):
+                self._answers[answer[:1]] = answer[1:]
 
     def is_stalled(self, now_s: float) -> bool:
         """Whether since the last call a collective has not ended, and the worker has entered and ended none."""
@@ -157,6 +175,8 @@ class FlightRecorder:
             _close(fds)
             if kind[:1] == b"n":
                 self._asked_s = None
+            elif kind[:1] == b"t":
+                self._answers[b"t"] = kind[1:]
         return ()
 
     def _is_readable(self, within_s: float) -> bool:

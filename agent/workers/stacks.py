@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -43,21 +42,7 @@ _FRAMES_MAX = 200
 _TEXT_MAX = 300
 _OUTPUT_BYTES_MAX = 8 << 20
 
-# Calls in which a thread sleeps. The first of their arguments is a file descriptor where `_OF_A_FILE` has them.
-_CALLS = {
-    "x86_64": {
-        0: "read", 1: "write", 7: "poll", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 23: "select",
-        35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg",
-        61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 202: "futex", 230: "clock_nanosleep",
-        232: "epoll_wait", 247: "waitid", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4",
-    },
-    "aarch64": {
-        22: "epoll_pwait", 25: "fcntl", 32: "flock", 63: "read", 64: "write", 65: "readv", 66: "writev",
-        67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 82: "fsync", 83: "fdatasync", 95: "waitid",
-        98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept", 203: "connect", 206: "sendto",
-        207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 242: "accept4", 260: "wait4",
-    },
-}.get(platform.machine(), {})  # fmt: skip
+# The first argument of these system calls is a file descriptor.
 _OF_A_FILE = {
     *("read", "write", "readv", "writev", "pread64", "pwrite64", "fsync", "fdatasync", "flock", "fcntl"),
     *("connect", "accept", "accept4", "sendto", "recvfrom", "sendmsg", "recvmsg"),
@@ -214,13 +199,9 @@ def _text(value: object) -> str:
 
 def _sleeps_in(pid: int, tid: int) -> tuple[str, str]:
     """The system call in which a thread sleeps and the file of that call; both empty where they cannot be told."""
-    words: Sequence[str] = ()
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/task/{tid}/syscall").read_text().split()
-    # A thread that runs has the one word "running".
-    call = _CALLS.get(int(words[0]), "") if len(words) > 1 else ""
+    call, rest = linux.thread_call(pid, tid)
     if call not in _OF_A_FILE:
         return call, ""
     with suppress(OSError, ValueError):
-        return call, _text(Path(f"/proc/{pid}/fd/{int(words[1], 16)}").readlink())
+        return call, _text(Path(f"/proc/{pid}/fd/{int(rest.partition(' ')[0], 16)}").readlink())
     return call, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
@@ -33,6 +33,7 @@ from elaunch.rendezvous.types import Failure, RankTable
 if TYPE_CHECKING:
     from elaunch.agent.core.causes.cause import Facts
     from elaunch.agent.core.node_report import WorkersSeen
+    from elaunch.agent.workers.survivor_watch import SurvivorWatch
     from elaunch.rendezvous.rules.pace import SlowNode
 
 _RANKS_SHOWN = 8
@@ -63,6 +64,7 @@ class Workers:
         self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, services.pump.do)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
         self._prompts = PromptWatch(reporter)
+        self._survivors: SurvivorWatch | None = None
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
         hang_after_s = config.times.hang_after_s
@@ -74,7 +76,8 @@ class Workers:
         """When `tick` is due, on the monotonic clock."""
         # A look at the processes waits for the look at the links, which is due once a second.
         looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
-        timers_s = (looks_s, self._monitor.due_s, self._prompts.due_s)
+        survivors_s = self._survivors.due_s if self._survivors and not self._monitor.awaits_answer else None
+        timers_s = (looks_s, self._monitor.due_s, self._prompts.due_s, survivors_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
@@ -84,6 +87,10 @@ class Workers:
         self._monitor.tick(now_s, is_quiet=is_quiet)
         self._prompts.tick(now_s)
         self._learner.tick(now_s)
+        # The fork server answers in order: the signal has been sent then.
+        if self._survivors and not self._monitor.awaits_answer:
+            self._links.read_all()
+            self._survivors.tick(now_s)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
@@ -152,8 +159,11 @@ class Workers:
         self._observers.begin()
         self._monitor.watch_store(group)
 
-    def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
-        """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
+    def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:
+        """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server.
+
+        `is_broken` says that a rank has failed: posts `WorkersStuck` if workers can do nothing with their SIGTERM.
+        """
         stage = "killing" if order.signum == signal.SIGKILL else "stopping"
         name, count = signal_name(-order.signum), len(order.local_ranks)
         self._timeline.stamp(order.generation, stage, signal=name, workers=count)
@@ -169,6 +179,16 @@ class Workers:
                 return
         if order.signum != signal.SIGKILL:
             self._let_go_on(order.local_ranks)
+        if is_broken and order.signum == signal.SIGTERM:
+            self._watch_survivors(order.local_ranks)
+
+    def _watch_survivors(self, local_ranks: Collection[int]) -> None:
+        # Not imported before the first failure: see needed_later.py.
+        from elaunch.agent.workers.survivor_watch import SurvivorWatch
+
+        self._survivors = self._survivors or SurvivorWatch(self._current.group, self._reporter)
+        self._survivors.add(local_ranks)
+        self._monitor.check()
 
     def tell(self, order: TellWorkers) -> None:
         """Send workers a message on their links."""
@@ -229,6 +249,7 @@ class Workers:
         self._links.end(group)
         self._learner.end(group)
         self._observers.end()
+        self._survivors = None
         group.close_crash_files()
         self._guardian.end_generation(generation, self._fork_server.pids, meanwhile)
         reached, progressed = group.reached_store, group.progressed or group.lasted

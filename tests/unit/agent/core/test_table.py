@@ -37,6 +37,7 @@ from elaunch.agent.core.events import (
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
+    WorkersStuck,
     WorkerStopped,
 )
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Phase, Running, Stopping
@@ -106,6 +107,7 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         StacksTaken(0, (Stack(0, 4711, trouble="it is gone"),)),
         WorkersHung(0, failure(0, 0, None, FailureKind.HANG)),
         WorkersAtPrompt(0, frozenset({0})),
+        WorkersStuck(0, frozenset({0}), "broadcast"),
         lost(0, workers_too=True),
         cleared(0),
         Signalled(TERM, "SIGTERM"),

@@ -1,0 +1,63 @@
+"""What becomes of those that outlive a failure: one that saves has its grace, one that can do nothing does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.harness import Job, script
+
+# Longer than the test's deadline.
+GRACE = ("--failure-grace", "600", "--max-restarts", "2")
+OPTIONS = ("--preload", "torch.distributed", "--nproc-per-node", "3", *GRACE)
+
+# Rank 2 fails, and rank 1 waits for rank 0 in a collective. In the first generation rank 0's handler saves. Its end
+# frees rank 1, whose handler runs then. In the second one rank 0's handler enters a collective, as Lightning's does. In
+# the last one both programs end, and Python takes long to shut down.
+PROGRAM = """
+import os, signal, time
+import torch, torch.distributed as dist
+from elaunch.agent.linux import thread_call
+RANK, GENERATION = int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"])
+class Slow:
+    def __del__(self, sleep=time.sleep): sleep(600)
+def handle(*_):
+    if GENERATION == 2:
+        raise SystemExit("the program ends")
+    print("handler of rank", RANK, "runs", flush=True)
+    if GENERATION == 1:
+        dist.broadcast(torch.ones(1), src=1)
+    for part in range(10):
+        time.sleep(0.05)
+    print("rank", RANK, "has saved", flush=True)
+    os._exit(0)
+dist.init_process_group("gloo")
+signal.signal(signal.SIGTERM, handle)
+pids = torch.zeros(3, dtype=torch.int64)
+pids[RANK] = os.getpid()
+dist.all_reduce(pids)
+comes = f"rank-1-comes-{GENERATION}"
+if RANK == 1:
+    open(comes, "x").close()
+    if GENERATION < 2:
+        dist.broadcast(torch.ones(1), src=0)
+slow = Slow() if RANK < 2 else None
+while RANK < 2:
+    time.sleep(0.01)
+while not os.path.exists(comes) or (GENERATION < 2 and thread_call(int(pids[1]), int(pids[1]))[0] != "futex"):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_survivor_that_saves_has_its_grace_and_those_that_only_wait_are_killed_at_once(tmp_path: Path) -> None:
+    script(tmp_path, PROGRAM)
+
+    with Job(tmp_path, *OPTIONS, "train.py") as job:
+        assert job.wait() == 1, job.output
+
+    assert [job.stdout.count(f"handler of rank {rank} runs") for rank in range(2)] == [2, 1]
+    assert [job.stdout.count(f"rank {rank} has saved") for rank in range(2)] == [1, 1]
+    said = re.findall(r"local rank ([\d, ]+) cannot act on SIGTERM: .* (collective \(\w+\)|shuts down)", job.stderr)
+    assert said == [("0, 1", "collective (broadcast)"), ("0, 1", "shuts down")]
+    assert "still ran after" not in job.stderr
