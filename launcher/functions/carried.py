@@ -127,8 +127,8 @@ def name_of(entrypoint: Callable[..., Any] | str) -> str:
 def _can_import_main() -> bool:
     """Whether `spawn.prepare` would make `__main__` in a worker: from a module's name, or from a script."""
     main = sys.modules["__main__"]
-    if spec := getattr(main, "__spec__", None):
-        return spec.name.rpartition(".")[2] != "__main__"
+    if main.__spec__:
+        return main.__spec__.name.rpartition(".")[2] != "__main__"
     return os.path.isfile(getattr(main, "__file__", None) or "")  # noqa: PTH113
 
 

@@ -19,7 +19,8 @@ class JobFailed(Exception):
     """The job did not succeed. `exit_code` is what the command `elaunch` would have ended with."""
 
     def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text, exit_code)
+        # Not `super()`: that may be torch's class, which makes a text of its own.
+        Exception.__init__(self, text, exit_code)
         self.text = text
         self.exit_code = exit_code
 

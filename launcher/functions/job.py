@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from elaunch.agent.linux import die_with_parent
 from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.functions.worker import VARIABLE
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
@@ -38,18 +39,22 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
     die_with_parent(int(parent), signal.SIGTERM)
     for fd in (answer, *filter(None, (call, *results.split(",")))):
         os.set_inheritable(int(fd), False)
+    places = ""
     if call:
-        own_files = f"/proc/{os.getpid()}/fd"
-        words = (*words, "-m", "elaunch.launcher.functions.worker", own_files, call, results, "${local_rank}")
-    as_command(partial(_run, words, int(answer), name))
+        places = f"/proc/{os.getpid()}/fd,{call},{results}"
+        # Nodes compare their programs and arguments, so places of this node are not among them.
+        words = (*words, "--module", "elaunch.launcher.functions.worker", name, "${local_rank}")
+    as_command(partial(_run, words, places, int(answer), name))
 
 
-def _run(words: tuple[str, ...], answer: int, name: str) -> int:
+def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
     from elaunch.launcher.options.options import HelpRequested, parse
     from elaunch.launcher.resources import as_started
 
     # A failure is the caller's to report to a launcher above it, if it does not handle it.
     environ = {key: value for key, value in as_started(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
+    if places:
+        environ[VARIABLE] = places
     try:
         # The configuration is whole: the command's variables (PET_…) do not change it, as in torch.
         options = parse(words, {})
@@ -78,7 +83,7 @@ def _tell(answer: int, name: str, outcome: Outcome, config: AgentConfig, agent: 
 
 
 def _write(answer: int, told: Mapping[str, object]) -> None:
-    with open(answer, "w", closefd=False) as file:  # noqa: PTH123
+    with open(answer, "w", closefd=False) as file:
         json.dump(told, file)
 
 

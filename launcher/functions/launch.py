@@ -142,7 +142,7 @@ class _Forwarding:
 
 
 def _unnamed_file(name: str) -> IO[bytes]:
-    return open(os.memfd_create(f"elaunch-{name}"), "w+b")  # noqa: PTH123, SIM115
+    return open(os.memfd_create(f"elaunch-{name}"), "w+b")  # noqa: PTH123
 
 
 def _told(answer: IO[bytes]) -> dict[str, Any]:

@@ -7,10 +7,17 @@ import sys
 
 from elaunch.launcher.functions.carried import read_call, write_start, write_value
 
+# Where the call and the values are on this node. The arguments are the same on all nodes.
+VARIABLE = "ELAUNCH_CALL"
 
-def main(folder: str, call: str, results: str, local_rank: str) -> None:
-    """`folder` has the open files of the job's process; `call` and `results` are their names, the latter by comma."""
-    result = f"{folder}/{results.split(',')[int(local_rank)]}"
+
+def main(name: str, local_rank: str) -> None:
+    """Make the call. The variable has the folder of the agent's open files, the call's and the values' names there."""
+    places = os.environ.pop(VARIABLE, "").split(",")
+    if places == [""]:
+        sys.exit(f"elaunch: {name} is a function, which only elaunch.launch can run; make the same call on this node")
+    folder, call, *results = places
+    result = f"{folder}/{results[int(local_rank)]}"
     with open(result, "wb") as file:  # noqa: PTH123
         write_start(file, int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"]))
     with open(f"{folder}/{call}", "rb") as file:  # noqa: PTH123

@@ -65,7 +65,7 @@ def test_it_goes_through_a_pickle() -> None:
 
 @pytest.mark.parametrize(("outcome", "expected"), [("UsageError", UsageError), ("SiteError", SiteError)])
 def test_what_never_began_is_the_commands_own_error(outcome: str, expected: type[Exception]) -> None:
-    with pytest.raises(expected, match="^use another$"):
+    with pytest.raises(expected, match=r"^use another$"):
         check({"outcome": outcome, "exit_code": 2, "text": "use another"}, 2, "train")
 
 
