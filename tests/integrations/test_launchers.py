@@ -127,7 +127,7 @@ def test_accelerates_configuration_reaches_the_workers_as_the_page_says(tmp_path
 
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
-        cwd=tmp_path, env={**environment(), "PATH": path}, capture_output=True, text=True, timeout=300,
+        cwd=tmp_path, env={**environment(), "PATH": path, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

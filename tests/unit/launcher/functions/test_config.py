@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ import pytest
 
 from elaunch.launcher.functions.config import LaunchConfig, option_words
 from elaunch.launcher.options.options import Options, parse
+
+
+@pytest.fixture(autouse=True)
+def torchs_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a folder for each of its configurations, and leaves it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def options(**fields: Any) -> Options:
