@@ -66,7 +66,7 @@ if __name__ == "__main__":
     main()
 """
 WAITS = """
-import os, sys, time
+import os, sys, threading, time
 from pathlib import Path
 from elaunch import LaunchConfig, launch
 
@@ -75,7 +75,13 @@ def train(folder):
     time.sleep(600)
 
 if __name__ == "__main__":
-    launch(LaunchConfig(1, 1, 2, max_restarts=0, shutdown_timeout=5), train)(sys.argv[1])
+    call = launch(LaunchConfig(1, 1, 2, max_restarts=0, shutdown_timeout=5), train)
+    if sys.argv[2] == "main":
+        call(sys.argv[1])
+    else:
+        thread = threading.Thread(target=call, args=sys.argv[1:2])
+        thread.start()
+        thread.join()
 """
 WITHOUT_GUARD = """
 from elaunch import LaunchConfig, launch
@@ -205,11 +211,11 @@ def test_it_runs_in_any_thread_and_twice_at_once() -> None:
 
 
 @contextmanager
-def waiting(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def waiting(folder: Path, thread: str = "main") -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A program whose two workers wait, with all processes below it."""
     program = script(folder, WAITS, "program.py")
     with subprocess.Popen(
-        [sys.executable, str(program), str(folder)], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(program), str(folder), thread], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
             wait_for(lambda: len([path for path in folder.glob("pid-*") if path.read_text()]) == 2, "two workers")
@@ -224,9 +230,11 @@ def all_gone(processes: Sequence[psutil.Process]) -> bool:
     return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
 
 
-def test_ctrl_c_ends_the_job_and_is_a_keyboard_interrupt(tmp_path: Path) -> None:
-    with waiting(tmp_path) as (process, below):
-        process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_ctrl_c_ends_the_job_and_is_a_keyboard_interrupt(tmp_path: Path, thread: str) -> None:
+    with waiting(tmp_path, thread) as (process, below):
+        # A terminal signals the whole process group.
+        os.killpg(process.pid, signal.SIGINT)
 
         stderr = process.communicate(timeout=30)[1]
 
@@ -234,6 +242,8 @@ def test_ctrl_c_ends_the_job_and_is_a_keyboard_interrupt(tmp_path: Path) -> None
         assert process.returncode == -signal.SIGINT
         assert all_gone([each for each in below if each.pid in pids(tmp_path)])
         assert "KeyboardInterrupt" in stderr
+        # A second one would kill the workers at once.
+        assert "SIGINT again" not in stderr
         wait_for(lambda: all_gone(below), "the job's processes are gone")
 
 

@@ -124,10 +124,11 @@ def test_accelerates_configuration_reaches_the_workers_as_the_page_says(tmp_path
     script(tmp_path, ACCELERATE)
     commands = f"accelerate{printing}\n{launching.replace('-node 8', '-node 2')}"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**environment(), "PATH": path, "TMPDIR": str(tmp_path)}
 
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
-        cwd=tmp_path, env={**environment(), "PATH": path, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=300,
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr
