@@ -242,7 +242,9 @@ def test_ctrl_c_ends_the_job_and_is_a_keyboard_interrupt(tmp_path: Path, thread:
         assert process.returncode == -signal.SIGINT
         assert all_gone([each for each in below if each.pid in pids(tmp_path)])
         assert "KeyboardInterrupt" in stderr
-        # A second one would kill the workers at once.
+        # It reached the job, not only the program, whose end the job would hear of by SIGTERM. A second one would kill
+        # the workers at once.
+        assert "SIGINT: stopping 2 workers" in stderr
         assert "SIGINT again" not in stderr
         wait_for(lambda: all_gone(below), "the job's processes are gone")
 
