@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -35,6 +35,11 @@ def main() -> NoReturn:
 
     Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address was not to be had, 128 + n ended by signal n.
     """
+    as_command(_main)
+
+
+def as_command(work: Callable[[], int]) -> NoReturn:
+    """Do `work` as the whole of this process, which ends with the exit code that `work` returns."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -46,7 +51,7 @@ def main() -> NoReturn:
 
         stand_in()
     try:
-        code = _main()
+        code = work()
     except (KeyboardInterrupt, RuntimeError) as error:
         # Before Python 3.12 what interrupts the making of a class is only the cause of what is raised.
         if isinstance(error, RuntimeError) and not isinstance(error.__cause__, KeyboardInterrupt):
@@ -117,24 +122,41 @@ def _doctor(argv: list[str]) -> int:
     return command.main(argv, environ, _cluster(asked, environ), asked)
 
 
-def run(options: Options, environ: Mapping[str, str]) -> int:
+def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
+    """Write the report about the job's end to stderr."""
+    from elaunch.launcher.report import record, report
+
+    text = report(outcome, config.spec, agent.logs, agent.is_log_incomplete)
+    agent.write_report(text, record(outcome, agent.logs))
+
+
+def run(
+    options: Options,
+    environ: Mapping[str, str],
+    tell: Callable[[Outcome, AgentConfig, AgentRun], None] = show_report,
+) -> int:
     """Run the job that `options` ask for; its exit code. Raises UsageError where it cannot start as asked.
 
-    Whatever is raised, no process and no folder of ours is left.
+    `tell` is called once with the job's end. Whatever is raised, no process and no folder of ours is left.
     """
     cluster = _cluster(options, environ)
     if cluster is None or cluster.tasks == 1:
-        return _run_agent(options, environ, cluster)
+        return _run_agent(options, environ, cluster, tell)
     from elaunch.launcher.cluster.other_tasks import seen_by_others, wait_for_agent
 
     say = partial(_say_in, options.log_format)
     if cluster.task > 0:
         return wait_for_agent(cluster, say)
     with seen_by_others(cluster, say):
-        return _run_agent(options, environ, cluster)
+        return _run_agent(options, environ, cluster, tell)
 
 
-def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | None) -> int:
+def _run_agent(
+    options: Options,
+    environ: Mapping[str, str],
+    cluster: Cluster | None,
+    tell: Callable[[Outcome, AgentConfig, AgentRun], None],
+) -> int:
     options, planned, config = _prepared(options, environ, cluster)
 
     from elaunch.agent.run import CannotRun, begin
@@ -146,11 +168,10 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
             if health:
                 health.done(agent.warn)
             # From here on the fork server imports torch on another core.
-            from elaunch.launcher.report import record, report, write_error_file
+            from elaunch.launcher.report import write_error_file
 
             outcome = _outcome(options, planned, config, agent)
-            text = report(outcome, config.spec, agent.logs, agent.is_log_incomplete)
-            agent.write_report(text, record(outcome, agent.logs))
+            tell(outcome, config, agent)
             write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"), agent.error_file)
             agent.finish_output(outcome)
     except CannotRun as error:

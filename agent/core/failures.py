@@ -14,8 +14,8 @@ from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 # Files that are not the user's: an error's place is looked for in the frames outside of them.
 NOT_USER_CODE = re.compile(
     r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen "
-    # Where the trainer's ranks wait for each other, also in a checkout.
-    r"|[/\\]elaunch[/\\]trainer[/\\]ranks[/\\]"
+    # Where the trainer's ranks wait for each other, and what calls a job's function; also in a checkout.
+    r"|[/\\]elaunch[/\\](?:trainer[/\\]ranks|launcher[/\\]functions)[/\\]"
 )
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"

@@ -93,6 +93,13 @@ ELSEWHERE = {
     "elaunch status night --rdzv-endpoint node0:2379 --token-file ~/job.token": (
         "test_two_nodes_are_asked_from_a_third_place_with_the_token"
     ),
+    "accelerate launch --config_file accelerate.yaml --num_processes 1 --no_python env"
+    " | grep -E '^(ACCELERATE|FSDP|PARALLELISM)_' > accelerate.env": (
+        "test_accelerates_configuration_reaches_the_workers_as_the_page_says"
+    ),
+    "env $(cat accelerate.env) elaunch --nproc-per-node 8 train.py": (
+        "test_accelerates_configuration_reaches_the_workers_as_the_page_says"
+    ),
     "flux run -N 4 elaunch train.py": "test_flux_run_elaunch_needs_no_flag_and_ranks_follow_the_nodes",
     "pip install .": "test_every_module_is_in_the_wheel_and_can_be_imported_from_it",
     "pip install elaunch    # not on an index yet: until then `pip install .` in a checkout": (

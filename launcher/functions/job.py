@@ -1,0 +1,91 @@
+"""The process that runs a function's job: the command `elaunch`, with its outcome for the process that called.
+
+It has a process of its own because the agent takes over signals, forks, and ends when the job does.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and sys.path and not getattr(sys.flags, "safe_path", False):
+    # Python put the current folder first; a json.py of the user's there is not ours to import.
+    del sys.path[0]
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from elaunch.agent.linux import die_with_parent
+from elaunch.launcher.cli import as_command, run
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.functions.worker import VARIABLE
+
+if TYPE_CHECKING:
+    from elaunch.agent.config import AgentConfig
+    from elaunch.agent.run import AgentRun
+    from elaunch.rendezvous.types import Outcome
+
+
+def main(parent: str, name: str, answer: str, call: str, results: str, *words: str) -> NoReturn:
+    """Run the job that `words` ask for, which end with the program unless `call` is given.
+
+    `answer`, `call` and `results` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's.
+    """
+    # SIGTERM, so that workers can save. The agent's own death ends the workers in any case.
+    die_with_parent(int(parent), signal.SIGTERM)
+    for fd in (answer, *filter(None, (call, *results.split(",")))):
+        os.set_inheritable(int(fd), False)
+    places = ""
+    if call:
+        places = f"/proc/{os.getpid()}/fd,{call},{results}"
+        # Nodes compare their programs and arguments, so places of this node are not among them.
+        words = (*words, "--module", "elaunch.launcher.functions.worker", name, "${local_rank}")
+    as_command(partial(_run, words, places, int(answer), name))
+
+
+def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
+    from elaunch.launcher.options.options import HelpRequested, parse
+    from elaunch.launcher.resources import as_started
+
+    # A failure is the caller's to report to a launcher above it, if it does not handle it.
+    environ = {key: value for key, value in as_started(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
+    if places:
+        environ[VARIABLE] = places
+    try:
+        # The configuration is whole: the command's variables (PET_…) do not change it, as in torch.
+        options = parse(words, {})
+        if isinstance(options, HelpRequested):
+            raise UsageError("LaunchConfig.options asks for a text, not for a job; leave --help and --version out")
+        return run(options, environ, partial(_tell, answer, name))
+    except (UsageError, SiteError) as error:
+        code = 2 if isinstance(error, UsageError) else 3
+        _write(answer, {"outcome": type(error).__name__, "text": str(error), "exit_code": code})
+        return code
+
+
+def _tell(answer: int, name: str, outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
+    from elaunch.launcher.report import record, report
+    from elaunch.rendezvous.types import ProgramKind
+
+    # The report is about the function. That the program is a module of elaunch's is nobody's concern.
+    program = replace(config.spec.program, kind=ProgramKind.SCRIPT, target=name)
+    spec = replace(config.spec, program=program)
+    text = report(outcome, spec, agent.logs, agent.is_log_incomplete)
+    told = record(outcome, agent.logs)
+    if outcome.exit_code == 0:
+        # Any other text is in the exception that the caller raises.
+        agent.write_report(text, told)
+    _write(answer, {**told, "text": text})
+
+
+def _write(answer: int, told: Mapping[str, object]) -> None:
+    with open(answer, "w", closefd=False) as file:
+        json.dump(told, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

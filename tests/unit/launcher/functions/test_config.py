@@ -1,0 +1,123 @@
+"""A function's configuration has torch's fields, and becomes options that the command takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.launcher.functions.config import LaunchConfig, option_words
+from elaunch.launcher.options.options import Options, parse
+
+
+@pytest.fixture(autouse=True)
+def torchs_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a folder for each of its configurations, and leaves it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def options(**fields: Any) -> Options:
+    given = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, **fields}
+    parsed = parse([*option_words(LaunchConfig(**given)), "train.py"], {})
+    assert isinstance(parsed, Options)
+    return parsed
+
+
+def test_the_fields_their_order_and_their_defaults_are_those_of_torch() -> None:
+    from torch.distributed.launcher.api import LaunchConfig as Torchs
+
+    ours, theirs = (
+        {field.name: (field.default, field.default_factory) for field in dataclasses.fields(config)}
+        for config in (LaunchConfig, Torchs)
+    )
+
+    # A newer torch may have more. They are asked for by name, and refused then.
+    assert list(ours)[:-1] == [name for name in theirs if name in ours]
+    assert {name: default for name, default in ours.items() if name in theirs}.items() <= theirs.items()
+    assert list(ours)[-1] == "options"
+
+
+@pytest.mark.parametrize("shutdown_timeout", [None, 7])
+@pytest.mark.parametrize("rdzv_timeout", [-1, 60])
+def test_what_is_left_out_is_filled_in_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, shutdown_timeout: int | None, rdzv_timeout: int
+) -> None:
+    from torch.distributed.launcher.api import LaunchConfig as Torchs
+
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "11")
+    ours, theirs = (
+        made(1, 2, 3, shutdown_timeout=shutdown_timeout, rdzv_timeout=rdzv_timeout) for made in (LaunchConfig, Torchs)
+    )
+
+    assert ours.shutdown_timeout == theirs.shutdown_timeout
+    assert ours.rdzv_configs == theirs.rdzv_configs
+
+
+def test_a_configuration_of_torchs_own_means_the_same() -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig as Torchs
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    fields: dict[str, Any] = {
+        "min_nodes": 2,
+        "max_nodes": 4,
+        "nproc_per_node": 3,
+        "logs_specs": DefaultLogsSpecs(log_dir=os.devnull, redirects=Std.OUT, tee={0: Std.ERR}, local_ranks_filter={0}),
+        "run_id": "job",
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "node0:29400",
+        "numa_options": NumaOptions(AffinityMode.CORE_COMPLEX),
+    }
+
+    assert option_words(Torchs(**fields)) == option_words(LaunchConfig(**fields))
+    read = options(**fields)
+    assert read.numa_binding is not None
+    assert read.numa_binding.value == "core-complex"
+    assert read.local_ranks_filter == {0}
+    assert read.log_dir is None
+
+
+def test_one_node_has_nobody_to_meet() -> None:
+    read = options(rdzv_backend="c10d", rdzv_endpoint="localhost:0", rdzv_configs={"store_type": "file"}, run_id="job")
+
+    assert not {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"} & set(read.given)
+    assert (read.nnodes, read.nproc_per_node, read.run_id, read.max_restarts) == ((1, 1), 2, "job", 3)
+
+
+def test_a_static_endpoint_is_the_master_also_of_one_node() -> None:
+    read = options(rdzv_backend="static", rdzv_endpoint="127.0.0.1:29500", rdzv_configs={"rank": 0})
+
+    assert read.rdzv_backend == "static"
+    assert str(read.rdzv_endpoint[0]) == "127.0.0.1:29500"
+    assert read.node_rank == 0
+
+
+def test_several_nodes_meet_at_the_endpoint() -> None:
+    read = options(max_nodes=3, rdzv_backend="c10d", rdzv_endpoint="node0:29400", rdzv_configs={"is_host": "1"})
+
+    assert read.nnodes == (1, 3)
+    assert read.rdzv_conf == {"is_host": "1", "timeout": "900"}
+
+
+def test_further_options_win() -> None:
+    read = options(max_restarts=0, options=("--max-restarts", "5", "--failure-grace", "1.5"))
+
+    assert (read.max_restarts, read.failure_grace) == (5, 1.5)
+
+
+def test_log_folder_and_streams(tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+    read = options(logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path), tee={0: Std.ALL, 1: Std.OUT}))
+
+    assert read.log_dir == tmp_path
+    assert [read.tee.of(rank).value for rank in (0, 1)] == [3, 1]
+
+
+def test_a_negative_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="shutdown_timeout is -1"):
+        LaunchConfig(1, 1, 1, shutdown_timeout=-1)

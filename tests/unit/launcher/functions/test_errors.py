@@ -1,0 +1,95 @@
+"""A job's answer becomes the exception that fits."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from elaunch import ChildFailedError, JobFailed
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.functions.errors import check
+
+FAILURE = {
+    "kind": "exception",
+    "sentence": "rank 1 (local rank 1 on host, pid 9) raised ValueError: no in generation 0",
+    "message": "raised ValueError: no",
+    "host": "host",
+    "failed_at": 5.5,
+    "rank": 1,
+    "local_rank": 1,
+    "pid": 9,
+    "code": 1,
+    "traceback": "Traceback (most recent call last):\nValueError: no\n",
+}
+
+
+def failed(**fields: Any) -> ChildFailedError:
+    told = {"outcome": "failed", "exit_code": 1, "text": "train FAILED", "failure": {**FAILURE, **fields}}
+    with pytest.raises(ChildFailedError) as raised:
+        check(told, 1, "train")
+    return raised.value
+
+
+def test_a_success_raises_nothing() -> None:
+    check({"outcome": "succeeded", "exit_code": 0, "text": ""}, 0, "train")
+
+
+def test_a_failed_rank_has_its_traceback() -> None:
+    error = failed()
+
+    rank, failure = error.get_first_failure()
+    assert (rank, failure.local_rank, failure.pid, failure.exitcode) == (1, 1, 9, 1)
+    assert failure.message["extraInfo"]["py_callstack"] == FAILURE["traceback"]
+    assert (str(error), error.name, error.exit_code) == ("train FAILED", "train", 1)
+
+
+def test_it_is_found_by_an_except_that_was_written_for_torch() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError as Torchs
+
+    assert isinstance(failed(), Torchs)
+
+
+def test_it_goes_through_a_pickle() -> None:
+    error = failed(traceback="")
+
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert str(copy) == str(error)
+    assert copy.failures == error.failures
+    assert copy.failures[1].message == "raised ValueError: no"
+
+
+@pytest.mark.parametrize(("outcome", "expected"), [("UsageError", UsageError), ("SiteError", SiteError)])
+def test_what_never_began_is_the_commands_own_error(outcome: str, expected: type[Exception]) -> None:
+    with pytest.raises(expected, match=r"^use another$"):
+        check({"outcome": outcome, "exit_code": 2, "text": "use another"}, 2, "train")
+
+
+@pytest.mark.parametrize("outcome", ["interrupted", "refused", "unknown"])
+def test_a_job_that_no_rank_failed_is_no_failure_of_a_rank(outcome: str) -> None:
+    with pytest.raises(JobFailed, match=r"^elaunch: stopped$") as raised:
+        check({"outcome": outcome, "exit_code": 143, "text": "elaunch: stopped\n", "failure": FAILURE}, 143, "train")
+
+    assert type(raised.value) is JobFailed
+    assert raised.value.exit_code == 143
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "was ended by SIGKILL"), (1, "ended with exit code 1")])
+def test_a_job_that_could_not_answer_is_said_so(code: int, words: str) -> None:
+    with pytest.raises(JobFailed, match=f"elaunch {words} before the outcome of train was known"):
+        check({}, code, "train")
+
+
+def test_to_import_the_package_imports_nothing_and_to_launch_imports_no_torch() -> None:
+    program = (
+        "import sys; before = set(sys.modules); import elaunch; print(sorted(set(sys.modules) - before));"
+        "from elaunch import ChildFailedError, LaunchConfig, elastic_launch, launch; print('torch' in sys.modules)"
+    )
+
+    printed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    assert printed.splitlines() == ["['elaunch']", "False"]
