@@ -89,6 +89,11 @@ def state(pid: int) -> str:
     return _status(pid, "State")[:1]
 
 
+def parent(pid: int) -> int:
+    """The pid of that process's parent; 0 where it is gone."""
+    return int(_status(pid, "PPid") or "0")
+
+
 def children(pid: int) -> list[int]:
     """The processes that this process's threads have begun and that still run; none where it is gone."""
     found: list[int] = []

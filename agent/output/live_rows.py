@@ -6,11 +6,11 @@ Another rank's line between two states of a bar would stand in the bar, or be er
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 
 from elaunch.agent.output.lines import leaves_open, prefixed
+from elaunch.agent.terminal import can_move_cursor, terminal_size
 
 # The cursor goes up, is shown (h) or hidden (l). rich hides it as long as its rows live.
 _MARK = re.compile(rb"\x1b\[(?:\d*A|\?25([hl]))")
@@ -114,18 +114,7 @@ class LiveRows:
 
 def live_rows_of(fd: int) -> LiveRows | None:
     """Live rows for a terminal that can move its cursor; None for a file, a pipe and a dumb terminal."""
-    if not os.isatty(fd) or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
-        return None
-    return LiveRows(lambda: terminal_size(fd))
-
-
-def terminal_size(fd: int) -> tuple[int, int]:
-    """Columns and rows of a terminal; the usual ones if it does not know them."""
-    try:
-        columns, rows = os.get_terminal_size(fd)
-    except OSError:
-        columns, rows = 0, 0
-    return columns or 80, rows or 24
+    return LiveRows(lambda: terminal_size(fd)) if can_move_cursor(fd) else None
 
 
 def _width(row: bytes) -> int:

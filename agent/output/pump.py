@@ -15,8 +15,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_one_terminal, is_pipe
+from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
 from elaunch.agent.own_lines import OwnLines
+from elaunch.agent.terminal import is_one_terminal
 
 _READ_BYTES = 256 << 10
 

@@ -230,11 +230,6 @@ def is_pipe(fd: int) -> bool:
     return stat.S_ISFIFO(os.fstat(fd).st_mode)
 
 
-def is_one_terminal(one: int, other: int) -> bool:
-    """Whether both descriptors are the same terminal."""
-    return os.isatty(one) and os.isatty(other) and os.path.samestat(os.fstat(one), os.fstat(other))
-
-
 def is_one_pipe(one: int, other: int) -> bool:
     """Whether both descriptors are the same pipe."""
     return is_pipe(one) and os.path.samestat(os.fstat(one), os.fstat(other))

@@ -9,10 +9,10 @@ from string import Template
 from elaunch.agent.config import AgentConfig, Streams
 from elaunch.agent.core.failures import tells_of_lost_peer
 from elaunch.agent.output.folding import TracebackFold
-from elaunch.agent.output.live_rows import terminal_size
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
+from elaunch.agent.terminal import terminal_size
 from elaunch.agent.workers.group import WorkerGroup
 
 

@@ -41,7 +41,7 @@ else:
         print("line", step, flush=True)
 """
 
-# The width as shutil and tqdm (utils._screen_shape_linux) find it, and rich's.
+# The width as shutil, tqdm before 4.70 (utils._screen_shape_linux) and rich find it.
 WIDTHS = """
 import os, shutil
 from rich.console import Console
@@ -49,6 +49,7 @@ from rich.console import Console
 console = Console()
 tqdm = [int(os.environ[name]) - 1 for name in ("COLUMNS", "LINES")] if "LINES" in os.environ else None
 print("rank", os.environ["RANK"], shutil.get_terminal_size((1, 1)), tqdm, console.width, console.is_terminal)
+print("tqdm", os.environ.get("TQDM_NCOLS"), flush=True)
 """
 
 
@@ -81,6 +82,7 @@ def test_workers_know_the_terminals_width_less_their_prefix(tmp_path: Path) -> N
     width = COLUMNS - len("[0] ")
     told = f"os.terminal_size(columns={width}, lines=40) [{width - 1}, 39] {width} True"
     assert sorted(line for line in terminal.shown() if "rank" in line) == [f"[{r}] rank {r} {told}" for r in range(2)]
+    assert terminal.text.count(f"tqdm {width - 1}") == 2
 
 
 def test_the_users_own_variables_stay(tmp_path: Path) -> None:
@@ -95,7 +97,8 @@ def test_the_users_own_variables_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["a pipe", "json", "a dumb terminal"])
 def test_without_a_terminal_workers_are_told_nothing_of_one(form: str, tmp_path: Path) -> None:
-    script(tmp_path, "import os\nprint('told', [n for n in ('COLUMNS', 'LINES', 'TTY_COMPATIBLE') if n in os.environ])")
+    names = ("COLUMNS", "LINES", "TTY_COMPATIBLE", "TQDM_NCOLS")
+    script(tmp_path, f"import os\nprint('told', [name for name in {names} if name in os.environ])")
 
     if form == "a pipe":
         shown = finished(tmp_path, *LIGHT, "train.py").stdout
