@@ -16,6 +16,13 @@ _LOOK_S = 0.1
 _SAY_AFTER_S = 1.0
 _SHOWN_MAX = 4
 _COMMAND_MAX = 100
+# Processes that Python and torch start for a worker, and that are of no use without it.
+_HELPERS = (
+    b"multiprocessing.spawn",
+    b"multiprocessing.forkserver",
+    b"torch/_inductor/compile_worker",
+    b"torch._inductor",
+)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,6 +59,12 @@ class Leftovers:
             )
 
 
+def is_helper(pid: int) -> bool:
+    """Whether the process serves its worker alone: one of a pool of compilers, a data loader that was spawned."""
+    command = _arguments(pid)
+    return any(name in command for name in _HELPERS)
+
+
 def named(pids: list[int]) -> str:
     """The processes in words: whose they are, and what they run."""
     words = [f"pid {pid} of rank {_rank(pid)} ({_command(pid)})" for pid in pids[:_SHOWN_MAX]]
@@ -67,12 +80,15 @@ def _rank(pid: int) -> str:
 
 
 def _command(pid: int) -> str:
+    # In one line: an argument may be a whole script.
+    words = " ".join(_arguments(pid).replace(b"\0", b" ").decode(errors="replace").split())
+    return words if len(words) <= _COMMAND_MAX else f"{words[:_COMMAND_MAX]}…"
+
+
+def _arguments(pid: int) -> bytes:
     with suppress(OSError):
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        # In one line: an argument may be a whole script.
-        words = " ".join(arguments.split())
-        return words if len(words) <= _COMMAND_MAX else f"{words[:_COMMAND_MAX]}…"
-    return "?"
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _uses(pids: list[int]) -> dict[int, Use]:

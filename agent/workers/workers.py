@@ -276,11 +276,15 @@ class Workers:
 
     def _find_leftovers(self, generation: int) -> list[int]:
         fork_server = self._fork_server.pid
+        if not (found := self._guardian.left_of(generation, fork_server)):
+            return []
+        # Imported here: most jobs leave nothing behind.
+        from elaunch.agent.workers.leftovers import is_helper
+
         # The store of the generation is a child of the fork server, and about to end.
-        return [pid for pid in self._guardian.left_of(generation, fork_server) if linux.parent(pid) != fork_server]
+        return [pid for pid in found if linux.parent(pid) != fork_server and not is_helper(pid)]
 
     def _name_leftovers(self, pids: list[int], why: str) -> None:
-        # Imported here: most jobs leave nothing behind.
         from elaunch.agent.workers.leftovers import named
 
         if pids:
