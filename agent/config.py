@@ -100,6 +100,7 @@ class AgentConfig:
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
     `ignored` are signals that the scheduler may send to workers too; workers ignore them from their start.
+    `children_grace_s` is how long processes that workers leave behind at the end of a successful job may be idle.
     `on_event` is the command that is told what becomes of the job. `metrics` is the host and the port of the metrics.
     `notes` are sentences that the command line wants said once in the log.
     """
@@ -125,6 +126,7 @@ class AgentConfig:
     master_ports: tuple[int, ...] = ()
     numa_binding: NumaBinding | None = None
     virtual_local_rank: bool = False
+    children_grace_s: float = 60.0
     on_event: tuple[str, ...] = ()
     metrics: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()

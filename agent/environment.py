@@ -81,6 +81,21 @@ def rank_variables(
     }
 
 
+def extensions_root(environ: Mapping[str, str]) -> str:
+    """Where torch builds extensions (torch/utils/cpp_extension.py, torch/_appdirs.py); empty if that is not known."""
+    cache = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else "")
+    return environ.get("TORCH_EXTENSIONS_DIR") or (f"{cache}/torch_extensions" if cache else "")
+
+
+def terminal_variables(inherited: Mapping[str, str], columns: int, rows: int) -> dict[str, str]:
+    """For a worker whose pipes end at a terminal of that size: rich and tqdm draw as they do on a terminal.
+
+    tqdm asks for both sizes. TTY_COMPATIBLE is rich's (since 14). The user's own come first.
+    """
+    ours = {"COLUMNS": str(columns), "LINES": str(rows), "TTY_COMPATIBLE": "1"}
+    return {name: value for name, value in ours.items() if name not in inherited}
+
+
 def one_gpu(inherited: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """--virtual-local-rank: every worker is local rank 0 and sees the one GPU that would have been its own."""
     visible = inherited.get("CUDA_VISIBLE_DEVICES")

@@ -123,6 +123,11 @@ def name(pid: int) -> str:
     return _status(pid, "Name")
 
 
+def parent(pid: int) -> int:
+    """The pid of that process's parent; 0 where it is gone."""
+    return int(_status(pid, "PPid") or "0")
+
+
 def children(pid: int) -> list[int]:
     """The processes that this process's threads have begun and that still run; none where it is gone."""
     found: list[int] = []

@@ -61,6 +61,7 @@ _GUARDIANS_MAX = 20
 _FAREWELL_S = 2.0
 # A store that ends with this agent stays this long, so that the other agents read how the job ended.
 _OUTLAST_S = 3.0
+_IDLE = "no work for the time of --children-grace, or work for 60 times as long"
 # epoll refuses a wait of more than 24 days.
 _WAIT_MAX_S = 86_400.0
 
@@ -136,6 +137,7 @@ class Loop:
         try:
             outcome = self._live()
             self._take_leave(outcome)
+            self._await_leftovers(outcome)
         finally:
             door.close()
             self._fork_server.close()
@@ -151,6 +153,24 @@ class Loop:
         why = f"{self._agent.me.host}, which served the job's store, has ended its part: {outcome.reason}"
         told = replace(outcome, kind=OutcomeKind.UNKNOWN, reason=why, failure=None)
         self._session.commit(end_job(snapshot, told), None)
+
+    def _await_leftovers(self, outcome: Outcome) -> None:
+        """Let what the workers have left behind go on, if the job has succeeded; each signal ends it.
+
+        All nodes know the outcome already.
+        """
+        why = "" if outcome.kind is OutcomeKind.SUCCEEDED else "the job has not ended well"
+        while not why and self._workers.leftovers_go_on(time.monotonic()):
+            event = self._inbox.take()
+            if isinstance(event, Signalled):
+                why = event.name
+            elif event is None:
+                self._wait()
+        self._workers.end_leftovers(why or _IDLE, self._keep_session)
+
+    def _keep_session(self) -> None:
+        """What takes seconds calls this again and again: the lease must be renewed meanwhile."""
+        self._session.tick(time.monotonic())
 
     def _live(self) -> Outcome:
         while not isinstance(self._agent.phase, Exited):
@@ -258,6 +278,7 @@ class Loop:
             case Widen():
                 self._session.widen()
             case Spawn(table, group_rank):
+                self._workers.end_leftovers("the workers start again", self._keep_session)
                 self._workers.spawn(table, group_rank)
             case SignalWorkers():
                 self._workers.signal(action, is_ending=self._is_ending, is_broken=self._is_broken)
@@ -273,9 +294,8 @@ class Loop:
                 self._workers.blame(action)
             case NameSlow(slow):
                 self._workers.name_slow(slow)
-            case Clear(generation):
-                # Clearing may take seconds, and the lease must be renewed meanwhile: this loop lives.
-                self._workers.clear(generation, lambda: self._session.tick(time.monotonic()))
+            case Clear():
+                self._workers.clear(action, self._keep_session)
             case ReplaceForkServer(generation):
                 self._workers.replace_fork_server(generation)
             case Say(text, level):

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, OnHang, OutputPlan, StreamChoice, Streams
+from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, LogFormat, OnHang, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.launcher.cluster.cluster import Cluster, line
 from elaunch.launcher.errors import UsageError
@@ -43,6 +43,9 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     if planned.plan.is_alone:
         _check_filters(options, slots)
     environment, threads = worker_environment(environ, slots, host.cores)
+    output = output_plan(options, environ)
+    if width := _bar_width(options, output, slots, host.columns):
+        environment.setdefault("TQDM_NCOLS", str(width))
     signals, notices, has_named_signals = _signals(options, cluster)
     interpreter = environ.get("PYTHON_EXEC") or host.python
     preload = _preload(options, interpreter, host)
@@ -62,7 +65,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         environment=environment,
         worker_env=worker_env(options, signals),
         role=options.role,
-        output=output_plan(options, environ),
+        output=output,
         times=planned.plan.times,
         store_prefix=planned.plan.prefix,
         node_rank=_seat(planned),
@@ -77,6 +80,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         on_hang=options.on_hang,
         numa_binding=options.numa_binding,
         virtual_local_rank=options.virtual_local_rank,
+        children_grace_s=options.children_grace,
         on_event=options.on_event or (),
         metrics=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
         notes=(
@@ -178,6 +182,19 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
     threads = max(1, cores // slots)
     environment["OMP_NUM_THREADS"] = str(threads)
     return environment, threads
+
+
+def _bar_width(options: Options, output: OutputPlan, slots: int, columns: int) -> int:
+    """The width of tqdm's bars on the terminal, less the longest prefix; 0 where workers have no prefix or no terminal.
+
+    tqdm reads it when it is imported, and so in the fork server. Since 4.70 it asks for no other variable.
+    """
+    ranks = slots * options.nnodes[1]
+    if ranks == 1 or output.log_format is LogFormat.JSON or _any_stream(output.redirects):
+        return 0
+    prefix = output.prefix_template or f"[{ranks - 1}] "
+    # tqdm leaves the last column free.
+    return max(0, columns - len(prefix) - 1)
 
 
 def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:

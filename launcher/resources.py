@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from elaunch.agent.terminal import can_move_cursor, is_one_terminal, terminal_size
 from elaunch.agent.workers.gpus import read_gpus, visible
 from elaunch.records import dataclass
 
@@ -16,6 +17,7 @@ class HostResources:
     """The resources of this host.
 
     `cpus` counts the logical CPUs in this process's affinity, `cores` the physical cores within its CPU quota.
+    `columns` is the width of the terminal that shows this process's stdout and stderr, 0 without one.
     `python` is this process's interpreter. `python_options` are its options that workers inherit.
     """
 
@@ -24,6 +26,7 @@ class HostResources:
     gpus: int
     python: str
     python_options: tuple[str, ...] = ()
+    columns: int = 0
 
 
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
@@ -35,6 +38,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
         gpus=len(visible(read_gpus(root), environ)),
         python=sys.executable,
         python_options=interpreter_options(sys.orig_argv[1:]),
+        columns=terminal_size(1)[0] if is_one_terminal(1, 2) and can_move_cursor(1) else 0,
     )
 
 

@@ -126,9 +126,13 @@ class NameSlow:
 
 @dataclass(frozen=True)
 class Clear:
-    """End what is left of a generation on this node and collect its output; answered by `Cleared`."""
+    """End what is left of a generation on this node and collect its output; answered by `Cleared`.
+
+    With `is_done`, all workers exited with 0: what they have left behind may go on until the agent's end.
+    """
 
     generation: int
+    is_done: bool = False
 
 
 @dataclass(frozen=True)

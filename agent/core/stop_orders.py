@@ -7,7 +7,17 @@ from dataclasses import replace
 from elaunch.agent.core.actions import Action, Clear, Say, SignalWorkers, TellWorkers
 from elaunch.agent.core.events import WorkerListens
 from elaunch.agent.core.messages import Message, PeerFailed, StopAtStepBoundary, StopReason
-from elaunch.agent.core.phases import AtBoundary, Broken, Clearing, LinkWords, Mode, Noticed, Stopping, WorkersStopped
+from elaunch.agent.core.phases import (
+    AtBoundary,
+    Broken,
+    Clearing,
+    LinkWords,
+    Mode,
+    Noticed,
+    Stopping,
+    WorkersDone,
+    WorkersStopped,
+)
 from elaunch.agent.core.signals import SIGKILL, SIGTERM
 from elaunch.agent.core.state import Agent, Step
 
@@ -117,7 +127,8 @@ def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...]
 
 
 def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ()) -> Step:
-    return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation))
+    is_done = isinstance(clearing.ended, WorkersDone)
+    return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, is_done))
 
 
 def wishes_of(words: LinkWords, event: WorkerListens) -> LinkWords:

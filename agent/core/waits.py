@@ -54,6 +54,8 @@ _COLLECTIVE_FILES = (
 # Where the Keeper polls the GPU, asleep between two looks: for the gradients of a step, and so for their all-reduce.
 _GPU_FILE = "elaunch/trainer/memory/device_copy.py"
 _LOADER_FILES = ("torch/utils/data/dataloader.py",)
+# The lock of torch.utils.cpp_extension: whoever does not build sleeps until the file is gone.
+_BATON_FILE = "torch/utils/file_baton.py"
 _PROMPT_FILES = ("pdb.py", "bdb.py", "cmd.py", "code.py", "IPython/", "prompt_toolkit/")
 _CHILD_FILES = ("subprocess.py", "multiprocessing/popen_")
 _LOCK_FILES = ("threading.py", "queue.py", "concurrent/futures/", "multiprocessing/queues.py", "multiprocessing/synch")
@@ -109,6 +111,8 @@ def doing_words(stack: Stack) -> str:
     what, main = doing(stack), stack.main
     if main and what is Doing.COLLECTIVE:
         return f"waits in {'the all-reduce of a backward pass' if _is_backward(main) else called_frame(main).function}"
+    if main and what is Doing.SLEEP and any(frame.short_file == _BATON_FILE for frame in main.frames):
+        return "waits for the lock of a torch extension's build"
     if main and what is Doing.FILE and main.target:
         return f"waits for {main.target}"
     return what.value

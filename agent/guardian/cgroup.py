@@ -41,6 +41,15 @@ class JobCgroup:
             return ""
         return str(leaf)
 
+    def pids(self, generation: int) -> list[int]:
+        """The processes of a generation; none without a cgroup."""
+        if not self.path:
+            return []
+        try:
+            return [int(pid) for pid in Path(self.path, f"generation_{generation}", "cgroup.procs").read_text().split()]
+        except (OSError, ValueError):
+            return []
+
     def end(self, generation: int, meanwhile: Callable[[], None]) -> None:
         """End all processes of a generation; `meanwhile` as in `kill_cgroup`."""
         if self.path:

@@ -11,7 +11,16 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from elaunch.agent.guardian.cgroup import JobCgroup
-from elaunch.agent.guardian.guardian import RUN_DIRS, VARIABLE, Kin, clean_up, marker_beside, sweep
+from elaunch.agent.guardian.guardian import (
+    RUN_DIRS,
+    VARIABLE,
+    Kin,
+    clean_up,
+    is_cleaner,
+    living,
+    marker_beside,
+    sweep,
+)
 
 
 class GuardianClient:
@@ -76,6 +85,14 @@ class GuardianClient:
     def command_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """`inherited` for a command that the agent runs: it ends with the agent, but not with a generation."""
         return _marked(inherited, marker_beside(self.marker))
+
+    def left_of(self, generation: int, spare: Collection[int]) -> list[int]:
+        """The processes of a generation that live, except fork servers (`spare`) and helpers that end by themselves.
+
+        The store of a generation, a child of the fork server, is one of them.
+        """
+        found = {*living(self._kin, spare), *self.cgroup.pids(generation)}
+        return sorted(pid for pid in found if not is_cleaner(pid))
 
     def end_generation(self, generation: int, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
         """End every process of a generation, whoever its parent is now, except the fork servers (their pids).

@@ -192,7 +192,7 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
     while (found := living(kin, spare)) and now_s < start_s + SWEEP_S_MAX:
         patient = now_s < start_s + CLEANERS_S
         for pid in found:
-            if not (patient and _is_cleaner(pid)) and _kill(pid, kin):
+            if not (patient and is_cleaner(pid)) and _kill(pid, kin):
                 ended.add(pid)
         meanwhile()
         # Killed processes leave /proc in their own time; a look every millisecond is soon enough.
@@ -229,7 +229,8 @@ def _wait_until_empty(path: str, wait_s: float, meanwhile: Callable[[], None]) -
         time.sleep(0.0005)
 
 
-def _is_cleaner(pid: int) -> bool:
+def is_cleaner(pid: int) -> bool:
+    """Whether it is a helper that cleans up after other processes."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-_END = re.compile(rb"\r\n|\n|\r")
+# A line's end that another line follows, and the moves and erasures with which a progress bar begins that line.
+_MOVES = rb"(?:\x1b\[\d*[AGJK]|\x1b\[\?25[hl])*"
+_BETWEEN = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?!" + _MOVES + rb"\Z)" + _MOVES)
+_FIRST = re.compile(_MOVES)
 # A line longer than this is passed on in pieces: no buffer is without a bound.
 LINE_BYTES_MAX = 1 << 20
 
@@ -41,14 +44,32 @@ class LineSplitter:
         return rest
 
 
-def prefixed(lines: bytes, prefix: bytes, *, continued: bool) -> bytes:
-    """`lines` with `prefix` before each. `continued` says that the first line continues a line printed before."""
+def prefixed(lines: bytes, prefix: bytes, *, continued: bool, instead_of: bytes = b"") -> bytes:
+    """`lines` with `prefix` before each. `continued` says that the first line continues a line printed before.
+
+    The prefix of a progress bar comes after what erases the bar's last state. Where a line begins with `instead_of`,
+    the prefix takes its place.
+    """
     if not prefix:
         return lines
-    if b"\r" in lines:
-        body = _END.sub(lambda end: end[0] + prefix, lines[:-1]) + lines[-1:]
-        if lines.endswith(b"\r\n"):
-            body = _END.sub(lambda end: end[0] + prefix, lines[:-2]) + lines[-2:]
-    else:
-        body = lines[:-1].replace(b"\n", b"\n" + prefix) + lines[-1:]
+    if instead_of and instead_of in lines:
+        lines = lines.replace(b"\n" + instead_of, b"\n")
+        lines = lines if continued else lines.removeprefix(instead_of)
+    if b"\r" in lines or b"\x1b[" in lines:
+        body = _BETWEEN.sub(lambda between: between[0] + prefix, lines)
+        first = _moves(lines)
+        return body if continued or first == len(lines) else body[:first] + prefix + body[first:]
+    body = lines[:-1].replace(b"\n", b"\n" + prefix) + lines[-1:]
     return body if continued else prefix + body
+
+
+def leaves_open(lines: bytes) -> bool:
+    """Whether the last line has begun and has no end."""
+    last = lines[max(lines.rfind(b"\n"), lines.rfind(b"\r")) + 1 :]
+    return _moves(last) < len(last)
+
+
+def _moves(line: bytes) -> int:
+    """How many bytes of moves and erasures the line begins with."""
+    found = _FIRST.match(line)
+    return found.end() if found else 0

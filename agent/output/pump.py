@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
 from elaunch.agent.own_lines import OwnLines
+from elaunch.agent.terminal import is_one_terminal
 
 _READ_BYTES = 256 << 10
 
@@ -35,7 +36,11 @@ class Pump:
         self.lines = lines
         self.stdout = Console(1, self._stdout_gone)
         # The agent's own lines may go where stdout goes (2>&1).
-        self.stderr = Console(2, lambda error: self._stdout_gone(error) if is_one_pipe(1, 2) else None)
+        self.stderr = (
+            self.stdout
+            if is_one_terminal(1, 2)
+            else Console(2, lambda error: self._stdout_gone(error) if is_one_pipe(1, 2) else None)
+        )
         self._when_closed: Callable[[], None] = lambda: None
         self._is_closed = threading.Event()
         self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()

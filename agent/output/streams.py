@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from elaunch.agent.output.folding import TracebackFold
-from elaunch.agent.output.lines import LineSplitter, prefixed
+from elaunch.agent.output.lines import LineSplitter, leaves_open, prefixed
+from elaunch.agent.output.live_rows import live_rows_of
 from elaunch.records import dataclass
 
 TAIL_BYTES_MAX = 64 << 10
@@ -30,17 +31,40 @@ class Console:
         self._fd = fd
         self._gone = gone
         self._open_line_of: WorkerStream | None = None
+        self._live = live_rows_of(fd)
 
-    def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"") -> None:
-        """Write `data`, each line with `prefix`. An open line of `writer` goes on, one of another writer is ended."""
+    @property
+    def is_terminal(self) -> bool:
+        """Whether it is a terminal that can move its cursor."""
+        return self._live is not None
+
+    def is_moving(self, writer: WorkerStream) -> bool:
+        """Whether the writer has a progress bar here, so that each of its states is to be seen at once."""
+        return self._live is not None and self._live.is_moving(writer)
+
+    def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"", instead_of: bytes = b"") -> None:
+        """Write `data`, each line with `prefix` (see `prefixed`).
+
+        An open line of `writer` goes on, one of another writer is ended. A terminal has progress bars below the lines
+        of others.
+        """
         if not data or self._fd < 0:
             return
+        if self._live:
+            self._send(self._live.put(data, writer, prefix, instead_of))
+            return
         continued = writer is not None and self._open_line_of is writer
-        if self._open_line_of is not None and not continued:
-            data = b"\n" + prefixed(data, prefix, continued=False)
-        else:
-            data = prefixed(data, prefix, continued=continued)
-        self._open_line_of = None if data.endswith((b"\n", b"\r")) else writer
+        ended = b"\n" if self._open_line_of is not None and not continued else b""
+        data = ended + prefixed(data, prefix, continued=continued, instead_of=instead_of)
+        self._open_line_of = writer if leaves_open(data) else None
+        self._send(data)
+
+    def leave(self, writer: WorkerStream) -> None:
+        """Hear that the writer is gone."""
+        if self._live and self._fd >= 0:
+            self._send(self._live.leave(writer))
+
+    def _send(self, data: bytes) -> None:
         try:
             write_all(self._fd, data)
         except OSError as error:
@@ -84,6 +108,8 @@ class LogFile:
 class Route:
     """Where a worker's stream goes: all of it to `console`, each line with `prefix`, and to `file`.
 
+    On the console `prefix` takes the place of `instead_of` at the begin of a line.
+
     With `file_first` the console gets only what the file does not take. Lines with one of `needles` are also copied to
     `needle_file`. With `whole_lines` partial lines are held back, since other workers write to the console too. `fold`
     holds back tracebacks on the console, `frame` makes the console's form of lines.
@@ -91,6 +117,7 @@ class Route:
 
     console: Console | None
     prefix: bytes = b""
+    instead_of: bytes = b""
     whole_lines: bool = False
     file: LogFile | None = None
     file_first: bool = False
@@ -147,6 +174,8 @@ class WorkerStream:
             return
         whole = self._splitter.whole(data)
         self._pass(whole, now_s)
+        if self._splitter.pending and self._route.console and self._route.console.is_moving(self):
+            self._pass(self._splitter.rest(), now_s)
         waits_s = None if whole else self._partial_at_s
         self._partial_at_s = (waits_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
 
@@ -166,6 +195,8 @@ class WorkerStream:
         self._pass(self._splitter.rest(), 0.0)
         if self._fold:
             self._show_on_console(self._fold.end())
+        if self._route.console:
+            self._route.console.leave(self)
         os.close(self.fd)
         for file in (self._route.file, self._route.needle_file):
             if file:
@@ -185,7 +216,7 @@ class WorkerStream:
     def _show_on_console(self, data: bytes) -> None:
         route = self._route
         if route.console and data:
-            route.console.write(route.frame(data) if route.frame else data, self, route.prefix)
+            route.console.write(route.frame(data) if route.frame else data, self, route.prefix, route.instead_of)
 
     def _remember(self, data: bytes) -> None:
         self._tail.append(data[-TAIL_BYTES_MAX:])

@@ -109,6 +109,8 @@ class Spawner:
         )
         if config.virtual_local_rank:
             env |= environment.one_gpu(config.environment, local_rank)
+        if size := self._stdio.terminal_size(group, local_rank):
+            env |= environment.terminal_variables(config.environment, *size)
         return {**config.worker_env, **env, "ELAUNCH_LINK": "3"}
 
     def _cpus(self, local_rank: int) -> list[int] | None:

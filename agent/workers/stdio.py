@@ -12,6 +12,7 @@ from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
+from elaunch.agent.terminal import terminal_size
 from elaunch.agent.workers.group import WorkerGroup
 
 
@@ -29,6 +30,21 @@ class Stdio:
         """The worker's fds 0, 1 and 2; the caller closes them once the worker has them."""
         return self._stdin(local_rank), *self._out_and_err(group, local_rank)
 
+    def terminal_size(self, group: WorkerGroup, local_rank: int) -> tuple[int, int] | None:
+        """The columns and rows of the terminal that shows all output of a worker, less its prefix.
+
+        None if some of it goes elsewhere, or if the worker has the terminal itself.
+        """
+        is_shown = self._on_console(group, local_rank) and self._pump.stdout is self._pump.stderr
+        in_files_only = self._plan.redirects.of(local_rank) & ~self._plan.tee.of(local_rank)
+        if not is_shown or not self._pump.stdout.is_terminal or self._pump.lines.is_json or in_files_only:
+            return None
+        if self._may_share_console(group, local_rank):
+            return None
+        columns, rows = terminal_size(1)
+        prefix = len(self._prefix(group, local_rank).decode())
+        return (columns - prefix, rows) if columns > prefix else None
+
     def _stdin(self, local_rank: int) -> int:
         """The worker's stdin. Every worker gets a terminal, so that a debugger works in any.
 
@@ -42,9 +58,7 @@ class Stdio:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _out_and_err(self, group: WorkerGroup, local_rank: int) -> tuple[int, int]:
-        planned = self._plan.redirects.of(local_rank) | self._plan.tee.of(local_rank)
-        is_alone = group.table.world_size == 1 and not self._pump.lines.is_json
-        if is_alone and not planned and self._on_console(group, local_rank):
+        if self._may_share_console(group, local_rank):
             is_one = os.path.samestat(os.fstat(1), os.fstat(2))
             if os.isatty(2) or not is_one:
                 # A pipe goes through the pump: if its reader goes (`| head`), the worker must not see an error.
@@ -55,6 +69,12 @@ class Stdio:
             both = self._pipe(group, local_rank, Streams.ERR)
             return both, os.dup(both)
         return self._pipe(group, local_rank, Streams.OUT), self._pipe(group, local_rank, Streams.ERR)
+
+    def _may_share_console(self, group: WorkerGroup, local_rank: int) -> bool:
+        """Whether the worker is the only one of its job, and all that it writes goes to the console as it is."""
+        planned = self._plan.redirects.of(local_rank) | self._plan.tee.of(local_rank)
+        is_alone = group.table.world_size == 1 and not self._pump.lines.is_json
+        return is_alone and not planned and self._on_console(group, local_rank)
 
     def _pipe(self, group: WorkerGroup, local_rank: int, which: Streams) -> int:
         """The writing end of a new pipe, whose reading end the pump has."""
@@ -72,6 +92,8 @@ class Stdio:
         route = Route(
             console,
             b"" if frame else self._prefix(group, local_rank),
+            # torch puts this before each line of an uncaught exception (its sys.excepthook).
+            instead_of=b"" if self._plan.prefix_template else f"[rank{group.rank(local_rank)}]: ".encode(),
             whole_lines=group.slots > 1,
             file=file,
             file_first=in_file_only,

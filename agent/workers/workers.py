@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
-from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
+from elaunch.agent.core.actions import Blame, Clear, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
 from elaunch.agent.core.failures import with_tail
 from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReason
+from elaunch.agent.environment import extensions_root
 from elaunch.agent.services import Services
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
@@ -33,6 +36,7 @@ from elaunch.rendezvous.types import Failure, RankTable
 if TYPE_CHECKING:
     from elaunch.agent.core.causes.cause import Facts
     from elaunch.agent.core.node_report import WorkersSeen
+    from elaunch.agent.workers.leftovers import Leftovers
     from elaunch.agent.workers.survivor_watch import SurvivorWatch
     from elaunch.rendezvous.rules.pace import SlowNode
 
@@ -69,6 +73,10 @@ class Workers:
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
         hang_after_s = config.times.hang_after_s
         self._observers = Observers(self._current, reporter, run_dir, hang_after_s, services.pump.do)
+        self._environment = {**config.environment, **config.worker_env}
+        self._children_grace_s = config.children_grace_s
+        self._spares_leftovers = False
+        self._leftovers: Leftovers | None = None
         selector.register(self._links, selectors.EVENT_READ, self._links.read_ready)
 
     @property
@@ -77,7 +85,8 @@ class Workers:
         # A look at the processes waits for the look at the links, which is due once a second.
         looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
         survivors_s = self._survivors.due_s if self._survivors and not self._monitor.awaits_answer else None
-        timers_s = (looks_s, self._monitor.due_s, self._prompts.due_s, survivors_s)
+        left_s = self._leftovers.due_s if self._leftovers else None
+        timers_s = (looks_s, self._monitor.due_s, self._prompts.due_s, survivors_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
@@ -141,6 +150,7 @@ class Workers:
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
         self._current.begin(group)
         self._monitor.begin_generation()
+        self._remove_dead_locks()
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self._port.close()
@@ -158,6 +168,14 @@ class Workers:
         self._links.begin(group)
         self._observers.begin()
         self._monitor.watch_store(group)
+
+    def _remove_dead_locks(self) -> None:
+        root = extensions_root(self._environment)
+        if os.path.isdir(root):  # noqa: PTH112
+            # Imported here: most users build no extension.
+            from elaunch.agent.workers.build_locks import remove_dead
+
+            remove_dead(root, self._reporter.warn)
 
     def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server.
@@ -236,11 +254,12 @@ class Workers:
         """End a fork server that does not answer, and start another; posts `ServiceLost`."""
         self._monitor.replace(generation, "did not answer")
 
-    def clear(self, generation: int, meanwhile: Callable[[], None]) -> None:
+    def clear(self, order: Clear, meanwhile: Callable[[], None]) -> None:
         """End what is left of the generation and collect its output; posts `Cleared`.
 
         It may take seconds: `meanwhile` is called again and again then.
         """
+        generation = order.generation
         self._timeline.stamp(generation, "stopped")
         group = self._current.group
         self._monitor.unwatch_store(group)
@@ -251,13 +270,17 @@ class Workers:
         self._observers.end()
         self._survivors = None
         group.close_crash_files()
-        self._guardian.end_generation(generation, self._fork_server.pids, meanwhile)
         reached, progressed = group.reached_store, group.progressed or group.lasted
+        if order.is_done and self._spare_leftovers(generation):
+            # Their output goes on.
+            self._timeline.stamp(generation, "cleared")
+            self._reporter.post(Cleared(generation, {}, reached, progressed))
+            return
+        self._guardian.end_generation(generation, self._fork_server.pids, meanwhile)
 
         def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
             self._timeline.stamp(generation, "cleared")
-            if folded:
-                self._reporter.say(_said_of_folded({group.rank(rank): lines for rank, lines in folded.items()}))
+            self._say_folded(group, folded)
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
                 self._look_into(
@@ -269,6 +292,56 @@ class Workers:
                 raise
 
         self._pump.drain(generation, drained)
+
+    def _spare_leftovers(self, generation: int) -> bool:
+        """Whether something is left of a generation that has ended well, and may go on."""
+        left = self._find_leftovers(generation)
+        if left and not self._children_grace_s:
+            self._name_leftovers(left, "left behind at the end of the program (--children-grace 0)")
+        self._spares_leftovers = bool(left and self._children_grace_s)
+        return self._spares_leftovers
+
+    def _find_leftovers(self, generation: int) -> list[int]:
+        fork_servers = self._fork_server.pids
+        if not (found := self._guardian.left_of(generation, fork_servers)):
+            return []
+        # Imported here: most jobs leave nothing behind.
+        from elaunch.agent.workers.leftovers import is_helper
+
+        # The store of the generation is a child of the fork server, and about to end.
+        return [pid for pid in found if linux.parent(pid) not in fork_servers and not is_helper(pid)]
+
+    def _name_leftovers(self, pids: list[int], why: str) -> None:
+        from elaunch.agent.workers.leftovers import named
+
+        if pids:
+            self._reporter.say(f"ending {named(pids)}: {why}")
+
+    def leftovers_go_on(self, now_s: float) -> bool:
+        """Whether what the workers have left behind still may go on. The loop asks again and again after a success."""
+        if not self._spares_leftovers:
+            return False
+        if not self._leftovers:
+            from elaunch.agent.workers.leftovers import Leftovers
+
+            find = partial(self._find_leftovers, self._current.generation)
+            self._leftovers = Leftovers(find, self._children_grace_s, now_s, self._reporter)
+        self._leftovers.tick(now_s)
+        return self._leftovers.due_s is not None
+
+    def end_leftovers(self, why: str, meanwhile: Callable[[], None]) -> None:
+        """End what workers of a generation that has ended well have left behind, and collect its output."""
+        if not self._spares_leftovers:
+            return
+        group = self._current.group
+        self._name_leftovers(self._find_leftovers(group.generation), why)
+        self._spares_leftovers, self._leftovers = False, None
+        self._guardian.end_generation(group.generation, self._fork_server.pids, meanwhile)
+        self._pump.drain(group.generation, lambda _, folded: self._say_folded(group, folded))
+
+    def _say_folded(self, group: WorkerGroup, folded: Mapping[int, int]) -> None:
+        if folded:
+            self._reporter.say(_said_of_folded({group.rank(rank): lines for rank, lines in folded.items()}))
 
     def _look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
         if not failures:

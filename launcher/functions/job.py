@@ -69,7 +69,7 @@ def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
 
 def _tell(answer: int, name: str, outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     from elaunch.launcher.report import record, report
-    from elaunch.rendezvous.types import ProgramKind
+    from elaunch.rendezvous.job_spec import ProgramKind
 
     # The report is about the function. That the program is a module of elaunch's is nobody's concern.
     program = replace(config.spec.program, kind=ProgramKind.SCRIPT, target=name)

@@ -62,6 +62,7 @@ class Options:
     exclude_after: int
     stop_grace: float
     failure_grace: float
+    children_grace: float
     hang_timeout: float
     health_check: str
     on_hang: OnHang

@@ -115,6 +115,10 @@ _RESTARTS = (
         values.seconds, default=2.0, default_text="2",
     ),
     OptionSpec(
+        "children-grace", Group.RESTARTS, "SECONDS", "after success, from children's last work to SIGKILL",
+        values.seconds, default=60.0, default_text="60",
+    ),
+    OptionSpec(
         "hang-timeout", Group.RESTARTS, "SECONDS", "workers silent so long after a report hang",
         values.seconds, default=0.0, default_text="0, never",
     ),

@@ -175,7 +175,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     script(folder, LEAVES)
     began_s = time.monotonic()
 
-    run = worker(folder, "train.py", how=(*request.param, "--nproc-per-node", "4"))
+    run = worker(folder, "train.py", how=(*request.param, "--children-grace", "0.5", "--nproc-per-node", "4"))
 
     assert run.code == 0, str(run)
     return Left(run, folder, time.monotonic() - began_s)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
 import os
 import pty
 import re
-import select
 import subprocess
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +19,7 @@ import psutil
 import pytest
 
 from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, free_ports, script, slow, wait_for
+from tests.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -765,46 +763,6 @@ def killed_at_deadline(process: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         timer.cancel()
         process.kill()
-
-
-class Terminal:
-    """A command with a controlling terminal of its own. `text` is what the terminal has shown."""
-
-    def __init__(self, folder: Path, *args: str) -> None:
-        self._main, follower = pty.openpty()
-        self.text = ""
-        self.process = subprocess.Popen(
-            [*COMMAND, *args],
-            cwd=folder,
-            env=environment(),
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        os.close(follower)
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._main)
-
-    def type(self, keys: str) -> None:
-        os.write(self._main, keys.encode())
-
-    def read_until(self, words: str) -> None:
-        end_s = time.monotonic() + DEADLINE_S
-        while words not in self.text:
-            ready, _, _ = select.select([self._main], [], [], max(0.0, end_s - time.monotonic()))
-            assert ready, f"not within {DEADLINE_S:g} s: {words!r}\n{self.text}"
-            try:
-                self.text += os.read(self._main, 4096).decode()
-            except OSError:
-                raise AssertionError(f"everybody has left this terminal without {words!r}\n{self.text}") from None
 
 
 def _children(process: subprocess.Popen[bytes]) -> list[str]:

@@ -52,7 +52,10 @@ os.waitpid(between, 0)
 
 
 class Watched(Job):
-    """A job whose every process carries a tag of the test's own, and whose temporary folder is the test's own."""
+    """A job whose every process carries a tag of the test's own, and whose temporary folder is the test's own.
+
+    What its workers leave running (`CHILDREN`) has no time to end by itself, also after a success.
+    """
 
     def __init__(self, folder: Path, *args: str, env: dict[str, str] | None = None, **popen: object) -> None:
         self.tag = secrets.token_hex(8)
@@ -60,7 +63,8 @@ class Watched(Job):
         self.tmp.mkdir(exist_ok=True)
         self._guardians: set[psutil.Process] = set()
         self._memory_dirs: set[Path] = set()
-        super().__init__(folder, *args, env={TAG: self.tag, "TMPDIR": str(self.tmp), **(env or {})}, **popen)
+        own = {TAG: self.tag, "TMPDIR": str(self.tmp), "PET_CHILDREN_GRACE": "0"}
+        super().__init__(folder, *args, env={**own, **(env or {})}, **popen)
 
     def __exit__(self, *_: object) -> None:
         self.processes()

@@ -62,7 +62,7 @@ def ready(kind: str) -> None:
 
 
 def broadcast(torch: Any) -> None:
-    """Wait for a rank that does not come. An all-reduce would get the data of `in_backward`, which is of another size."""
+    """Wait for a rank that does not come. An all-reduce would get the data of `in_backward`, of another size."""
     torch.distributed.broadcast(torch.ones(1), src=KINDS.index("sleeps"))
 
 

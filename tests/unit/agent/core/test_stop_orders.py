@@ -436,7 +436,7 @@ def test_where_nothing_is_heard_an_exit_with_nought_is_what_it_is() -> None:
     done = driver.happen(Tick())
     driver.happen(cleared(0))
 
-    assert done == [Clear(0)]
+    assert done == [Clear(0, is_done=True)]
     assert isinstance(driver.agent.phase, Finished)
 
 

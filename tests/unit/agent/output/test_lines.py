@@ -117,3 +117,28 @@ def test_there_is_one_prefix_at_each_lines_start_and_nowhere_else(seed: int) -> 
     assert out.replace(PREFIX, b"") == data, f"seed {seed}"
     lines = [line for line in re.split(rb"(?<=\n)|(?<=\r)(?!\n)", out) if line]
     assert all(line.startswith(PREFIX) and line.count(PREFIX) == 1 for line in lines), f"seed {seed}: {out!r}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (b"\r\x1b[2K10%", b"[7] \r\x1b[2K[7] 10%"),
+        (b"a\n\x1b[1A\x1b[2Kb\n", b"[7] a\n\x1b[1A\x1b[2K[7] b\n"),
+        (b"\x1b[?25l", b"\x1b[?25l"),
+        (b"\x1b[?25l10%", b"\x1b[?25l[7] 10%"),
+        (b"end\n\x1b[?25h", b"[7] end\n\x1b[?25h"),
+        (b"\x1b[31mred\x1b[0m\n", b"[7] \x1b[31mred\x1b[0m\n"),
+    ],
+)
+def test_the_prefix_comes_after_what_erases_the_bars_last_state(lines: bytes, expected: bytes) -> None:
+    assert prefixed(lines, PREFIX, continued=False) == expected
+
+
+def test_the_prefix_takes_the_place_of_torchs_own() -> None:
+    lines = b"[rank7]: Traceback\n\n[rank7]: [rank7]: twice\n[rank70]: other\n"
+
+    out = prefixed(lines, PREFIX, continued=False, instead_of=b"[rank7]: ")
+
+    assert out == b"[7] Traceback\n[7] \n[7] [rank7]: twice\n[7] [rank70]: other\n"
+    assert prefixed(b"[rank7]: x", PREFIX, continued=True, instead_of=b"[rank7]: ") == b"[rank7]: x"
+    assert prefixed(b"[rank7]: x", b"", continued=False, instead_of=b"[rank7]: ") == b"[rank7]: x"

@@ -47,6 +47,24 @@ def sentence_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> s
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "width"),
+    [
+        (("--nproc-per-node", "2"), "95"),
+        (("--nproc-per-node", "2", "--nnodes", "8", "--rdzv-endpoint", "localhost:1"), "94"),
+        (("--nproc-per-node", "1"), None),
+        (("--nproc-per-node", "2", "--log-format", "json"), None),
+        (("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "2"), None),
+    ],
+)
+def test_tqdm_knows_the_width_of_a_terminal_where_lines_have_a_prefix(words: tuple[str, ...], width: str) -> None:
+    host = dataclasses.replace(CPU_HOST, columns=100)
+
+    assert config_of(*words, "t.py", host=host).environment.get("TQDM_NCOLS") == width
+    assert "TQDM_NCOLS" not in config_of(*words, "t.py").environment
+    assert config_of(*words, "t.py", host=host, TQDM_NCOLS="50").environment["TQDM_NCOLS"] == "50"
+
+
 # --- forms of the command
 
 

@@ -1,0 +1,110 @@
+"""The processes that workers of a successful generation have left behind: an upload, a daemon."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from elaunch.agent import linux
+from elaunch.agent.core.idleness import Idleness, Use
+from elaunch.agent.workers.reporter import Reporter
+
+_LOOK_S = 0.1
+# A process that ends with its worker may take a moment; it is not worth a line.
+_SAY_AFTER_S = 1.0
+_SHOWN_MAX = 4
+_COMMAND_MAX = 100
+# Processes that Python and torch start for a worker, and that are of no use without it.
+_HELPERS = (
+    b"multiprocessing.spawn",
+    b"multiprocessing.forkserver",
+    b"torch/_inductor/compile_worker",
+    b"torch._inductor",
+)
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Leftovers:
+    """Waits for the processes that `find` lists by pid, as long as one of them works.
+
+    `due_s` is when `tick` is due, None if the wait is over: all have ended, or do nothing.
+    """
+
+    def __init__(self, find: Callable[[], list[int]], grace_s: float, now_s: float, reporter: Reporter) -> None:
+        self._find = find
+        self._grace_s = grace_s
+        self._reporter = reporter
+        self._say_s: float | None = now_s + _SAY_AFTER_S
+        self._pids = find()
+        self._idleness = Idleness(grace_s, now_s, _uses(self._pids))
+        self.due_s: float | None = now_s + _LOOK_S
+
+    def tick(self, now_s: float) -> None:
+        """Look whether they have ended, or do nothing."""
+        if self.due_s is None or now_s < self.due_s:
+            return
+        is_due = now_s >= self._idleness.due_s
+        # A host has many processes, and few of them are known: all are listed only now and then.
+        if is_due or not any(linux.state(pid) not in ("", "Z", "X") for pid in self._pids):
+            self._pids = self._find()
+        is_over = not self._pids or (is_due and self._idleness.is_over(now_s, _uses(self._pids)))
+        self.due_s = None if is_over else now_s + _LOOK_S
+        if self._say_s is not None and now_s >= self._say_s and self._pids:
+            self._say_s = None
+            self._reporter.say(
+                f"the job has ended well; still running: {named(self._pids)}; waiting until they end, or have done"
+                f" nothing for {self._grace_s:g} s (--children-grace); Ctrl-C ends them now"
+            )
+
+
+def is_helper(pid: int) -> bool:
+    """Whether the process serves its worker alone: one of a pool of compilers, a data loader that was spawned."""
+    command = _arguments(pid)
+    return any(name in command for name in _HELPERS)
+
+
+def named(pids: list[int]) -> str:
+    """The processes in words: whose they are, and what they run."""
+    words = [f"pid {pid} of rank {_rank(pid)} ({_command(pid)})" for pid in pids[:_SHOWN_MAX]]
+    return ", ".join([*words, *([f"{len(pids) - _SHOWN_MAX} more"] if len(pids) > _SHOWN_MAX else [])])
+
+
+def _rank(pid: int) -> str:
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                return entry[5:].decode(errors="replace")
+    return "?"
+
+
+def _command(pid: int) -> str:
+    # In one line: an argument may be a whole script.
+    words = " ".join(_arguments(pid).replace(b"\0", b" ").decode(errors="replace").split())
+    return words if len(words) <= _COMMAND_MAX else f"{words[:_COMMAND_MAX]}…"
+
+
+def _arguments(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def _uses(pids: list[int]) -> dict[int, Use]:
+    uses: dict[int, Use] = {}
+    for pid in pids:
+        with suppress(OSError):
+            # utime, stime, cutime, cstime
+            ticks = sum(map(int, linux.stat_fields(pid)[11:15]))
+            uses[pid] = Use(ticks / _TICKS_PER_S, _moved_bytes(pid))
+    return uses
+
+
+def _moved_bytes(pid: int) -> int:
+    """What it has read and written, sockets included."""
+    # A process of another user does not show it.
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
+    return 0

@@ -1,0 +1,101 @@
+"""agent.workers.build_locks: the lock of a torch extension's build, with torch's own code for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.workers import build_locks
+from elaunch.agent.workers.build_locks import remove_dead
+
+
+def _baton() -> str:
+    """torch's file, without an import of torch."""
+    torch = find_spec("torch")
+    assert torch
+    assert torch.origin
+    return str(Path(torch.origin).parent / "utils" / "file_baton.py")
+
+
+BUILD = """
+import runpy, sys, time
+baton = runpy.run_path(sys.argv[1])["FileBaton"](sys.argv[2])
+assert baton.try_acquire()
+print("builds", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    folder = tmp_path / "py311_cpu" / "fused_adam"
+    folder.mkdir(parents=True)
+    return folder / "lock"
+
+
+@pytest.fixture
+def builder(lock: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", BUILD, _baton(), str(lock)], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"builds\n"
+        yield process
+        process.kill()
+
+
+def test_the_lock_of_a_builder_that_lives_stays(tmp_path: Path, lock: Path, builder: subprocess.Popen[bytes]) -> None:
+    said: list[str] = []
+
+    remove_dead(str(tmp_path), said.append)
+
+    assert builder.poll() is None
+    assert lock.exists()
+    assert said == []
+
+
+def test_the_lock_of_a_builder_that_was_killed_is_removed_and_named(
+    tmp_path: Path, lock: Path, builder: subprocess.Popen[bytes]
+) -> None:
+    said: list[str] = []
+    builder.kill()
+    builder.wait()
+    assert lock.exists()
+
+    remove_dead(str(tmp_path), said.append)
+
+    assert not lock.exists()
+    (sentence,) = said
+    assert sentence.startswith(f"removed {lock}: ")
+
+
+def test_a_lock_on_a_disk_that_hosts_share_is_only_named_and_only_if_it_is_old(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    lock.touch()
+    monkeypatch.setattr(build_locks, "_LOCAL", frozenset())
+
+    remove_dead(str(tmp_path), said.append)
+    assert said == []
+
+    hour_ago_s = time.time() - 3600
+    os.utime(lock, (hour_ago_s, hour_ago_s))
+    remove_dead(str(tmp_path), said.append)
+
+    assert lock.exists()
+    (sentence,) = said
+    assert "60 minutes old" in sentence
+
+
+def test_a_file_that_is_no_lock_of_torchs_stays(tmp_path: Path, lock: Path) -> None:
+    lock.write_text("a program's own")
+
+    remove_dead(str(tmp_path), lambda sentence: pytest.fail(sentence))
+
+    assert lock.exists()
