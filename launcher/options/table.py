@@ -220,7 +220,7 @@ _RENDEZVOUS = (
     ),
     OptionSpec(
         "rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "settings, see docs/options.md", values.key_values,
-        default={}, default_text="none", peer="rdzv-conf", differs="other keys, see below",
+        default={}, default_text="none", peer="rdzv-conf", differs="other keys; unknown ones are ignored",
     ),
     OptionSpec(
         "store", Group.RENDEZVOUS, "KIND", "a node serves: auto, memory, etcd", values.one_of("auto", "memory", "etcd"),
