@@ -21,6 +21,8 @@ from tests.standin import WITHOUT_TORCH
 TORCHRUN, ELAUNCH = "torchrun", "elaunch"
 # Each process of a job inherits it, whatever becomes of its parents.
 _TAG = "CONFORMANCE_JOB"
+# torchrun's lines about its rendezvous. LOGLEVEL does not reach them.
+RENDEZVOUS_LINES = {"TORCH_LOGS": "+torch.distributed.elastic.rendezvous"}
 # What elaunch's guardian may need to end the last process. torchrun has no guardian.
 _GONE_S = 5.0
 _DEADLINE_S = 120.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.conformance.behaviours.behaviour import Behaviour
 from tests.conformance.behaviours.restarts import GRACE
 from tests.conformance.behaviours.workers import MEETING, TWO
-from tests.conformance.trial import MEET, Expected, Trial
+from tests.conformance.trial import MEET, RENDEZVOUS_LINES, Expected, Trial
 
 _PLAN = "tests/unit/launcher/store/test_plan.py"
 _OPTIONS = "tests/unit/launcher/options/test_options.py"
@@ -70,7 +70,7 @@ BEHAVIOURS = (
                 program=_UNTIL_SPARE,
                 args=_LATE,
                 also=(_LATE, _LATE),
-                env={"LOGLEVEL": "DEBUG"},
+                env=RENDEZVOUS_LINES,
                 when="redundancy list|waiting as a spare",
                 touch="spare-is-there",
                 torchrun=Expected(codes=(0, 0, 1)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.conformance.behaviours.behaviour import Behaviour
 from tests.conformance.behaviours.workers import JOIN, JOIN_WITH_SWITCH, MEETING, TWO
-from tests.conformance.trial import MEET, Expected, Trial
+from tests.conformance.trial import MEET, RENDEZVOUS_LINES, Expected, Trial
 
 _LIFE = "tests/e2e/test_life.py"
 _SIGNALS = "tests/faults/test_signals.py"
@@ -40,7 +40,7 @@ RESTARTS = Trial(
     ),
 )
 # The first agent hosts the store: torchrun's others end when that agent does.
-HOST_FIRST: Any = {"env": {"LOGLEVEL": "INFO"}, "after": "hosts the TCP store|serves the job's store"}
+HOST_FIRST: Any = {"env": RENDEZVOUS_LINES, "after": "hosts the TCP store|serves the job's store"}
 # The node of two workers spends the budget. The other one is healthy until that node's agent is gone.
 _SPENT = f"""{MEET}
 if os.environ["LOCAL_WORLD_SIZE"] == "2":
