@@ -91,7 +91,7 @@ class Expected:
 class Trial:
     """One job. `args` is what is typed after the launcher's name; {folder} and {port} in it are filled in.
 
-    `also` are the command lines of further agents on this host, started with the first or once the output has `after`.
+    `also` are the command lines of further agents on this host. The last of them waits until the output has `after`.
     `send` is a signal to the agent with the index `to`, and `touch` the name of a file that is made; both wait until
     the output has `when`. `program` is the text of train.py, `files` are others, all of them executable.
     """
@@ -154,7 +154,7 @@ def run(trial: Trial, launcher: str, folder: Path) -> Ended:
     with ExitStack() as stack:
         stack.callback(_end_all, tag)
         for index, args in enumerate((trial.args, *trial.also)):
-            if index and trial.after:
+            if trial.after and index == len(trial.also):
                 wait_for_output(trial.after)
             words = [word.replace("{folder}", str(folder)).replace("{port}", str(port)) for word in shlex.split(args)]
             stdin = stack.enter_context((folder / "stdin").open())

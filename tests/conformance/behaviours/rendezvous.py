@@ -70,6 +70,7 @@ BEHAVIOURS = (
                 program=_UNTIL_SPARE,
                 args=_LATE,
                 also=(_LATE, _LATE),
+                after="all ready",
                 env=RENDEZVOUS_LINES,
                 when="redundancy list|waiting as a spare",
                 touch="spare-is-there",

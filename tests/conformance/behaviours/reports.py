@@ -50,7 +50,7 @@ BEHAVIOURS = (
                 env={"TORCHELASTIC_ERROR_FILE": "{folder}/reply.json"},
                 torchrun=Expected(
                     code=1,
-                    says=("ValueError: too large",),
+                    says=(r"exitcode +: 1 \(pid",),
                     leaves={"reply.json": r'ValueError: too large.*"errorCode": 1'},
                 ),
             ),
