@@ -13,7 +13,7 @@ JOBS_UNIT ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
 	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
-.PHONY: demo check test test-slow integrations control-plane tools bench docs release lint clean
+.PHONY: demo check test test-slow conformance integrations control-plane tools bench docs release lint clean
 
 demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twice, the same one left alone, and the report
 	rm -rf runs/demo
@@ -26,10 +26,13 @@ check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import ru
 # are five times as many, import torch, and keep a core busy each. The others do not import torch, and mostly wait.
 test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
 	@($(call PYTEST,-n $(JOBS_UNIT) tests/sim tests/unit)); unit=$$?; \
-	($(call PYTEST,-n $(JOBS) tests/e2e tests/faults)); exit $$(($$? | unit))
+	($(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/conformance)); exit $$(($$? | unit))
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
+
+conformance: $(VENV)/.installed-dev  ## torchrun's behaviours against torchrun and elaunch: each trial of the list, minutes
+	$(call PYTEST,-n $$(nproc) --dist load -m '' tests/conformance)
 
 integrations: $(VENV)/.installed-dev  ## The trainer with other libraries (Lightning, transformers, torchao, TensorBoard): installs them, and runs their slow tests
 	$(BIN)/pip install --quiet --editable '.[integrations]'

@@ -9,7 +9,7 @@ from dataclasses import replace
 from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, LogFormat, OnHang, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.launcher.cluster.cluster import Cluster, line
-from elaunch.launcher.errors import UsageError
+from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.imports_file import imports_file
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.options.signal_names import signal_number
@@ -89,6 +89,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
             *planned.notes,
             *_without_effect(options, (*planned.ignored, *_lonely(options))),
             *_warnings(options, interpreter, host),
+            *_misspelt_variables(environ),
         ),
     )
 
@@ -317,6 +318,20 @@ def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[
     if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
         notes.append(f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it")
     return tuple(notes)
+
+
+def _misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """A note for each PET_ variable that no option reads, if its name is nearly that of one that is read.
+
+    The value is not shown: it may be a secret (`PET_TOKEN`).
+    """
+    known = {name for spec in TABLE for name in spec.variables}
+    unknown = sorted(name for name in environ if name.startswith("PET_") and name not in known)
+    # Without the prefix, which would make all of them similar.
+    meant = {name: nearest(name[4:], (other[4:] for other in known if other.startswith("PET_"))) for name in unknown}
+    return tuple(
+        f"{name} is set, and no option reads it; did you mean PET_{near}?" for name, near in meant.items() if near
+    )
 
 
 def _any_stream(choice: StreamChoice) -> bool:

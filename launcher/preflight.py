@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _ast
 import importlib.util
 import os
 import resource
 import shutil
 import sys
+import warnings
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,6 +17,9 @@ from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options.options import Options
 from elaunch.rendezvous.job_spec import ProgramKind
 
+_SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
+_ELF = b"\x7fELF"
+
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
     """Raises UsageError if the program cannot start on this host."""
@@ -22,6 +27,8 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
         _check_program(options)
         if options.kind is not ProgramKind.COMMAND:
             _check_interpreter(environ.get("PYTHON_EXEC"))
+        if options.kind is ProgramKind.SCRIPT and not environ.get("PYTHON_EXEC"):
+            _check_is_python(Path(options.target))
         option = "--preload" if options.preload else "--preload-only"
         named = options.preload or options.preload_only or ()
         flags = sys.flags
@@ -187,6 +194,35 @@ def check_script(target: str) -> None:
         )
     if not os.access(script, os.R_OK):
         raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")
+
+
+def _check_is_python(script: Path) -> None:
+    """Raises UsageError for a shell script or a compiled program. What Python can read is never refused.
+
+    Only files that look like a command are read: a script with a syntax error fails with Python's own words.
+    """
+    if not script.is_file():
+        return
+    with script.open("rb") as file:
+        first = file.readline(256)
+        is_shell = script.suffix in _SHELL_SUFFIXES or (first.startswith(b"#!") and b"python" not in first)
+        text = first + file.read() if is_shell else first
+    if not first.startswith(_ELF) and not (is_shell and not _is_python(text)):
+        return
+    start = str(script) if os.sep in str(script) else f"./{script}"
+    command = start if os.access(script, os.X_OK) else f"sh {script}" if is_shell else f"{start}, after chmod +x"
+    raise UsageError(f"{script} is a command and no Python script; start it with --no-python {command}")
+
+
+def _is_python(text: bytes) -> bool:
+    with warnings.catch_warnings():
+        # Python says these when it runs the program.
+        warnings.simplefilter("ignore")
+        try:
+            compile(text, "", "exec", _ast.PyCF_ONLY_AST)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+    return True
 
 
 def _hint(target: str) -> str:

@@ -74,8 +74,10 @@ class Job:
     """One run of `elaunch` with its output; use it as a context manager, so that nothing outlives the test.
 
     `output` is stdout and stderr in the order of arrival; `stdout` and `stderr` are each alone. `prefix` goes before
-    the command and becomes it: where it runs (tests/nodes.py).
+    the command and becomes it: where it runs (tests/nodes.py). A subclass may run another launcher's `command`.
     """
+
+    command: Sequence[str] = COMMAND
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Job:
     ) -> None:
         options: dict[str, object] = {"stdin": subprocess.DEVNULL, "start_new_session": True, **popen}
         self.process = subprocess.Popen(
-            [*prefix, *COMMAND, *args],
+            [*prefix, *self.command, *args],
             cwd=folder,
             env=environment(env),
             stdout=subprocess.PIPE,

@@ -207,6 +207,7 @@ def _value(spec: OptionSpec, item: _Given | None) -> object:
 
 # Pairs of which only one can be meant.
 _EXCLUSIVE = (
+    ("standalone", "nnodes", "a standalone job has one node; drop one of them"),
     ("module", "no_python", "a module always runs in Python; drop one of them"),
     ("preload", "no_preload", "drop one of them"),
     ("preload_only", "no_preload", "drop one of them"),
@@ -222,8 +223,11 @@ def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
     """
     defaults = {spec.dest: spec.default for spec in TABLE}
     lost: set[str] = set()
+    if fields["standalone"] and fields["nnodes"][0] == 1:
+        # The range allows one node, and no other can come.
+        fields["nnodes"] = (1, 1)
     for first, second, way_out in _EXCLUSIVE:
-        if not (_is_on(fields[first]) and _is_on(fields[second])):
+        if fields[first] == defaults[first] or fields[second] == defaults[second]:
             continue
         if items[first].source == items[second].source:
             raise UsageError(f"{_said(items[first])} contradicts {_said(items[second])}: {way_out}")
@@ -233,10 +237,6 @@ def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
     if fields["standalone"]:
         fields["run_id"] = None
     return lost
-
-
-def _is_on(value: object) -> bool:
-    return value is not None and value is not False
 
 
 def _said(item: _Given) -> str:

@@ -65,8 +65,10 @@ class OptionSpec:
         return tuple(f"PET_{name.replace('-', '_').upper()}" for name in self.names) + self.environment
 
 
-def _switch(name: str, group: Group, help: str, short: str = "", peer: str | None = None) -> OptionSpec:
-    return OptionSpec(name, group, "", help, values.switch, default=False, short=short, peer=peer)
+def _switch(
+    name: str, group: Group, help: str, short: str = "", peer: str | None = None, differs: str = ""
+) -> OptionSpec:
+    return OptionSpec(name, group, "", help, values.switch, default=False, short=short, peer=peer, differs=differs)
 
 
 def _accepted(name: str, metavar: str, why: str, convert: values.Convert = values.text) -> OptionSpec:
@@ -211,7 +213,10 @@ _RENDEZVOUS = (
         "run-id", Group.RENDEZVOUS, "ID", "the job's name", values.name(RUN_ID_BYTES_MAX),
         default_text="a new one; of several nodes: none", peer="rdzv-id", differs="default none, the same for all jobs",
     ),
-    _switch("standalone", Group.RENDEZVOUS, "one node, with a new id; --rdzv-* are ignored", peer="standalone"),
+    _switch(
+        "standalone", Group.RENDEZVOUS, "one node, with a new id; --rdzv-* are ignored", peer="standalone",
+        differs="with --nnodes 2 it waits for another node, which cannot come",
+    ),
     OptionSpec(
         "rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: a node, or an etcd", endpoints,
         default=(), default_text="none", peer="rdzv-endpoint",
@@ -224,7 +229,7 @@ _RENDEZVOUS = (
     ),
     OptionSpec(
         "rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "settings, see docs/options.md", values.key_values,
-        default={}, default_text="none", peer="rdzv-conf", differs="other keys, see below",
+        default={}, default_text="none", peer="rdzv-conf", differs="other keys; unknown ones are ignored",
     ),
     OptionSpec(
         "store", Group.RENDEZVOUS, "KIND", "a node serves: auto, memory, etcd", values.one_of("auto", "memory", "etcd"),

@@ -35,6 +35,7 @@ HERE = {
     "elaunch --nproc-per-node 3 script.py": "rank 2 of 3",
     "elaunch --no-preload --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --max-restarts 0 --nproc-per-node 1 train.py": "rank 0 of 1",
+    "OMP_NUM_THREADS=1 elaunch --nproc-per-node 1 --max-restarts 0 train.py": "rank 0 of 1",
     "elaunch --max-restarts 0 --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --on-hang restart --log-dir logs --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --hang-timeout 120 --nproc-per-node 2 train.py": "rank 1 of 2",

@@ -250,6 +250,10 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
             "--signals-to-handle SIGKILL names SIGKILL, which no process can handle; leave it out",
         ),
         (["-m", "--no-python"], "--module contradicts --no-python: a module always runs in Python; drop one of them"),
+        (
+            ["--standalone", "--nnodes", "2"],
+            "--standalone contradicts --nnodes 2: a standalone job has one node; drop one of them",
+        ),
         (["--preload", "a", "--no-preload"], "--preload a contradicts --no-preload: drop one of them"),
         (["--preload-only", "a", "--no-preload"], "--preload-only a contradicts --no-preload: drop one of them"),
         (
@@ -271,6 +275,12 @@ def test_no_program_is_a_sentence_that_names_help() -> None:
 def test_of_two_contradicting_options_the_stronger_source_stays() -> None:
     assert config_of("--port-range", "5:6", "t.py", PET_MASTER_PORT="29500").master_ports == (5, 6)
     assert config_of("--no-python", "prog", PET_MODULE="1").spec.program.kind is ProgramKind.COMMAND
+    assert options_of("--standalone", "t.py", PET_NNODES="2").nnodes == (1, 1)
+    assert not options_of("--nnodes", "2", "t.py", PET_STANDALONE="1").standalone
+
+
+def test_a_standalone_job_waits_for_no_second_node_of_a_range() -> None:
+    assert options_of("--standalone", "--nnodes", "1:4", "t.py").nnodes == (1, 1)
 
 
 @pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:3", "0:3,1:0,2:1,3:2"])
@@ -512,6 +522,15 @@ def test_output_that_is_kept_nowhere_is_said() -> None:
     assert notes == ("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it",)
 
 
+def test_a_misspelt_variable_is_named_with_the_one_that_is_meant() -> None:
+    chosen = ("--nproc", "1", "--max-restarts", "0", "t.py")
+    foreign = {"PET_QQQ": "1", "PET_STANDALONE": "1", "MAX_RESTART": "2"}
+
+    notes = config_of(*chosen, OMP_NUM_THREADS="1", PET_MAX_RESTART="hush", **foreign).notes
+
+    assert notes == ("PET_MAX_RESTART is set, and no option reads it; did you mean PET_MAX_RESTARTS?",)
+
+
 # --- what must be there on the host
 
 
@@ -562,6 +581,46 @@ def test_a_script_a_directory_with_main_and_a_command_on_path_can_start(tmp_path
     check_program(options_of(str(package / "__main__.py")), {})
     check_program(options_of("-m", "json.no_matter"), {})
     check_program(options_of("--no-python", "sh"), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "mode", "way_out"),
+    [
+        ("x.sh", b"set -e\necho $HOME\n", 0o755, "--no-python ./x.sh"),
+        ("x.sh", b"set -e\necho $HOME\n", 0o644, "--no-python sh x.sh"),
+        ("run", b"#!/usr/bin/env bash\nif true; then echo; fi\n", 0o755, "--no-python ./run"),
+        ("a.out", b"\x7fELF\x02\x01\x01\x00", 0o755, "--no-python ./a.out"),
+        ("a.out", b"\x7fELF\x02\x01\x01\x00", 0o644, "--no-python ./a.out, after chmod +x"),
+    ],
+)
+def test_a_command_that_is_given_as_a_script_is_told_how_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: bytes, mode: int, way_out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(text)
+    Path(name).chmod(mode)
+
+    with pytest.raises(UsageError) as caught:
+        check_program(options_of(name), {})
+
+    assert str(caught.value) == f"{name} is a command and no Python script; start it with {way_out}"
+    # Another interpreter may be the shell.
+    check_program(options_of(name), {"PYTHON_EXEC": "sh"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.sh", "print('Python all the same')\n"),
+        ("tool", "#!/opt/ours/run-with-modules\nprint(1)\n"),
+        ("tool", "#!/usr/bin/python3\nprint(\n"),
+        ("t.py", "print(\n"),
+    ],
+)
+def test_what_python_may_read_is_left_to_python(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+
+    check_program(options_of(str(tmp_path / name)), {})
 
 
 def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path: Path) -> None:
