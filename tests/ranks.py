@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import DEADLINE_S, environment, free_ports, wait_for
+from tests.standin import WITH_TORCH
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class RankForker:
             if not self._connect(place):
                 place.unlink(missing_ok=True)
                 command = [sys.executable, "-m", "tests.rank_forker", str(place), *modules]
-                variables = environment({"OMP_NUM_THREADS": "1", **(env or {})})
+                # The first test to need it may be one whose jobs have a stand-in for torch.
+                variables = environment({"OMP_NUM_THREADS": "1", **WITH_TORCH, **(env or {})})
                 self._process = subprocess.Popen(
                     command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
                 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, finished, script, slow
+from tests.ranks import RankForker, Ranks
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -203,6 +204,16 @@ class TestReport:
         assert "exited with code 7" not in failed.stderr
 
 
+READS_ERROR_FILE = """
+import json, sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=sys.argv[1])
+message = ChildFailedError("elaunch", {0: read}).format_msg()
+print(json.dumps({"message": message, "timestamp": read.timestamp}))
+"""
+
+
 class TestErrorFileOfTheAgent:
     def test_it_is_the_first_failures_record_with_the_exit_code(self, failed: Job, folder: Path) -> None:
         message = json.loads((folder / "error.json").read_text())["message"]
@@ -211,16 +222,13 @@ class TestErrorFileOfTheAgent:
         assert "in load" in message["extraInfo"]["py_callstack"]
         assert message["errorCode"] == 1
 
-    def test_torch_reads_it(self, failed: Job, folder: Path) -> None:
-        # Not at the top: every process of a test run would import torch to collect this file.
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    def test_torch_reads_it(self, failed: Job, folder: Path, forker: RankForker) -> None:
+        with Ranks(forker, 1, script(folder, READS_ERROR_FILE, "reads.py"), str(folder / "error.json")) as ranks:
+            (read,) = ranks.answers()
 
-        read = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(folder / "error.json"))
-
-        box = ChildFailedError("elaunch", {0: read}).format_msg()
-        assert "in load" in box
-        assert "RuntimeError: shard 29 is torn" in box
-        assert read.timestamp > 1_700_000_000
+        assert "in load" in read["message"]
+        assert "RuntimeError: shard 29 is torn" in read["message"]
+        assert read["timestamp"] > 1_700_000_000
 
     def test_a_worker_that_left_no_record_is_in_it_too(self, tmp_path: Path) -> None:
         script(tmp_path, "import os; os.kill(os.getpid(), 9)")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.habits import TORCH, Run, fresh, worker
-from tests.harness import script, slow
+from tests.harness import script
 
 PROGRAMS = """
 import json, os, sys
@@ -76,15 +76,18 @@ SETS = {
     " TORCH_DISTRIBUTED_DEBUG='DETAIL', TORCH_LOGS='+dynamo', TORCHDYNAMO_SUPPRESS_ERRORS='1',"
     " TORCHINDUCTOR_MAX_AUTOTUNE='1', PYTORCH_JIT='0', CUDA_VISIBLE_DEVICES='7', TORCH_CPP_LOG_LEVEL='ERROR',"
     " TORCH_SHOW_CPP_STACKTRACES='1')",
-    "OMP alone, numpy first": "as_asked(OMP_NUM_THREADS='1'); import numpy",
     "MKL alone, by torch.nn": "as_asked(MKL_NUM_THREADS='1')\n" + ASKS,
     "level and logs by a module": "sys.path.insert(0, 'mine'); import settings; import torch.utils.data",
     "nothing": "",
     "what is there already": "as_asked(**{n: v for n, v in os.environ.items() if 'THREADS' in n or 'TORCH' in n})\n"
     "os.environ.setdefault('OMP_NUM_THREADS', '64'); os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')",
+    "forbids": "sys.modules['numpy'] = None\nimport torch\nfound(sys.modules['numpy'])\nsys.exit()",
+}
+# For the slow suite.
+MORE = {
+    "OMP alone, numpy first": "as_asked(OMP_NUM_THREADS='1'); import numpy",
     "too late": "import torch\nas_asked(OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', PYTORCH_JIT='0',"
     " TORCHDYNAMO_SUPPRESS_ERRORS='1', TORCHINDUCTOR_MAX_AUTOTUNE='1')",
-    "forbids": "sys.modules['numpy'] = None\nimport torch\nfound(sys.modules['numpy'])\nsys.exit()",
 }
 QUIET = ("nothing", "what is there already")
 # In the first generation only the last rank runs its program, and ends the generation.
@@ -175,14 +178,29 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, 
     return (folder, *launched(folder, SETS, {}))
 
 
-@pytest.mark.parametrize(
-    "name", ["all of them", slow("OMP alone, numpy first"), "MKL alone, by torch.nn", slow("too late")]
-)
+@pytest.fixture(scope="module")
+def other_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("more")
+    return (folder, *launched(folder, MORE, {}))
+
+
+@pytest.mark.parametrize("name", ["all of them", "MKL alone, by torch.nn"])
 def test_what_a_script_sets_before_import_torch_has_its_effect_or_is_told(
     job: tuple[Path, Run, dict[str, Any]], name: str
 ) -> None:
+    assert_as_alone(job, list(SETS).index(name), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_so_has_what_it_sets_after_numpy_and_what_it_sets_too_late_is_told(
+    other_job: tuple[Path, Run, dict[str, Any]], name: str
+) -> None:
+    assert_as_alone(other_job, list(MORE).index(name), name)
+
+
+def assert_as_alone(job: tuple[Path, Run, dict[str, Any]], rank: int, name: str) -> None:
     folder, run, found = job
-    rank = list(SETS).index(name)
 
     expected = alone(folder, rank, {})
     # A variable that is too late for torch is in time for its compiler, which torch imports when it is first used.

@@ -14,7 +14,7 @@ from tests.harness import Job, on_two_nodes, script
 # A second is the shortest time between two looks at a worker.
 AFTER_S = "3"
 # torch._dynamo is not used here.
-OPTIONS = ("--preload", "torch.distributed", "--hang-after", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
+OPTIONS = ("--preload-only", "torch.distributed", "--hang-after", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
 
 # In each generation rank ONE hangs in another way, and the others wait for it in a collective.
 PROGRAM = """

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from elaunch.agent.guardian.guardian import RUN_DIRS
-from tests.harness import Job, wait_for
+from tests.harness import Job, wait_for, with_environment
 from tests.standin import WITHOUT_TORCH
 
 TAG = "FAULT_TEST_JOB"
@@ -81,12 +81,7 @@ class Watched(Job):
         """All living processes of the job but the agent, whoever their parent is; no zombies."""
         self._guardians |= set(self._guardians_now())
         found = [p for p in self._guardians if is_alive(p)]
-        for process in psutil.process_iter():
-            try:
-                if process.pid != self.process.pid and process.environ().get(TAG) == self.tag and is_alive(process):
-                    found.append(process)
-            except psutil.Error:
-                continue
+        found += [p for p in with_environment(self.tag) if p.pid != self.process.pid and is_alive(p)]
         return found
 
     def guardian(self) -> psutil.Process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -25,10 +26,26 @@ PREFIX = "/elaunch/watch/"
 A, B = f"{PREFIX}a", f"{PREFIX}b"
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
-def etcd(request: pytest.FixtureRequest) -> Iterator[Etcd]:
-    with Etcd(request.param) as server:
+# Each version and each transport once; the slow suite has all pairs.
+PAIRS = list(zip(VERSIONS, TRANSPORTS, strict=True))
+OTHERS = [pair for pair in itertools.product(VERSIONS, TRANSPORTS) if pair not in PAIRS]
+
+
+@pytest.fixture(scope="module", params=[*PAIRS, *map(slow, OTHERS)], ids="-".join)
+def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A version of etcd, and the transport of the client that watches."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def etcd(pair: tuple[str, str]) -> Iterator[Etcd]:
+    with Etcd(pair[0]) as server:
         yield server
+
+
+@pytest.fixture
+def transport(pair: tuple[str, str]) -> str:
+    return pair[1]
 
 
 @pytest.fixture
@@ -38,9 +55,9 @@ def way(etcd: Etcd) -> Iterator[Listener]:
         yield listener
 
 
-@pytest.fixture(params=TRANSPORTS)
-def watching(way: Listener, request: pytest.FixtureRequest) -> Iterator[EtcdStore]:
-    with closing(client([way.endpoint], request.param, deadline_s=10)) as store:
+@pytest.fixture
+def watching(way: Listener, transport: str) -> Iterator[EtcdStore]:
+    with closing(client([way.endpoint], transport, deadline_s=10)) as store:
         yield store
 
 
@@ -200,7 +217,6 @@ def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
 
 
 @pytest.mark.parametrize("begins_now", [False, True])
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_watch_goes_on_from_a_member_that_never_answers_to_one_that_does(
     etcd: Etcd, direct: EtcdStore, transport: str, begins_now: bool
 ) -> None:

@@ -426,7 +426,9 @@ class Checks:
         agent, living = process.agent, process.living
         if isinstance(event, (WorkerExited, WorkerRaised, ServiceLost, Cleared)):
             is_old = event.generation < max(process.node_of, default=-1)
-            self._require(not is_old or agent == before, "stale", f"{event} changed {before} into {agent}")
+            # The words of an agent's whole state take longer than the check.
+            text = f"{event} changed {before} into {agent}" if is_old and agent != before else ""
+            self._require(not text, "stale", text)
         match agent.phase:
             case Running(table=table, live=live) | Stopping(table=table, live=live):
                 ranks = {w.local_rank for w in living if w.generation == table.generation}

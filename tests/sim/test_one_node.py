@@ -123,6 +123,7 @@ class World:
         self.interrupted = False
         self.told: list[Event] = []
         self.cleared: set[int] = set()
+        self.checked = 0
         self.exits = 0
         self.history: list[str] = []
         self.store.grant(LEASE, TIMES.lease_ttl_s)
@@ -346,6 +347,16 @@ class World:
     # The checks after every action, and at the end.
 
     def check(self) -> None:
+        if self.checked != self.store.engine.revision:
+            self.checked = self.store.engine.revision
+            self.check_store()
+        if isinstance(self.agent.phase, (Running, Stopping)):
+            live = {worker.local_rank for worker in self.living if worker.generation == self.generation}
+            assert live <= self.agent.phase.live, "the agent forgot a worker that runs"
+        if isinstance(self.agent.phase, Clearing):
+            assert not self.living, "workers run while the agent clears up after them"
+
+    def check_store(self) -> None:
         view = self.store.read(KEYS.root)
         entries, snapshot = view.entries, self.reader.read(view, whole=True)
         for generation, table in snapshot.tables.items():
@@ -361,11 +372,6 @@ class World:
             self.ended = entries[KEYS.ended].value
         else:
             assert self.ended is None, "`ended` was taken back"
-        if isinstance(self.agent.phase, (Running, Stopping)):
-            live = {worker.local_rank for worker in self.living if worker.generation == self.generation}
-            assert live <= self.agent.phase.live, "the agent forgot a worker that runs"
-        if isinstance(self.agent.phase, Clearing):
-            assert not self.living, "workers run while the agent clears up after them"
 
     def check_end(self) -> None:
         assert isinstance(self.agent.phase, Exited)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fidelity import probe, probe_process
-from tests.e2e.fidelity.ways import EXECED, FORKED, HERE, LIGHT, look, looks, share, with_crash_stack, without_launchers
+from tests.e2e.fidelity.ways import EXECED, HERE, LIGHT, look, looks, share, with_crash_stack, without_launchers
 from tests.harness import COMMAND, environment, script
 
 ARGS = ("--lr", "0.1", "two words", "", "ü")
@@ -29,9 +29,11 @@ FORMS = {
     "folder": ("pack",),
     "zip": ("pack.zip",),
 }
-# One way to name a program is tested with torch preloaded. The other ways preload a light module.
+# One way to name a program is tested with torch preloaded, as test_torch.py has it by default. The other ways preload a
+# light module.
+TORCH = ("--preload-only", "torch")
 RUNS = {
-    ("forked", "script"): FORKED,
+    ("forked", "script"): TORCH,
     **{("light", form): LIGHT for form in FORMS if form != "script"},
     **{("execed", form): EXECED for form in ("script", "module")},
 }
@@ -151,7 +153,7 @@ def test_what_is_drawn_differs_between_ranks_and_jobs(seen: Seen, name: str) -> 
 
 
 def test_the_launchers_variables_are_there(seen: Seen) -> None:
-    found = seen.worker(FORKED, "script")[1]["environ"]
+    found = seen.worker(TORCH, "script")[1]["environ"]
 
     assert found.keys() - without_launchers(found).keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "ELAUNCH_LINK"}
 

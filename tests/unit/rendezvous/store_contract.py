@@ -109,7 +109,7 @@ class StoreContract:
     def elapse(self) -> Callable[[float], None]:
         def passed(seconds: float) -> None:
             end_s = time.monotonic() + seconds
-            wait_for(lambda: time.monotonic() >= end_s, f"{seconds} s to pass")
+            wait_for(lambda: time.monotonic() >= end_s, f"{seconds} s to pass", every_s=0.01)
 
         return passed
 

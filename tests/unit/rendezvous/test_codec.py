@@ -115,19 +115,19 @@ def test_a_field_of_another_kind_is_refused(old: str, new: str) -> None:
         decode(Program, text.replace(old, new))
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_a_torn_or_scribbled_record_is_read_or_refused_never_worse(seed: int) -> None:
-    rng = random.Random(seed)
-    record = rng.choice(RECORDS)
-    text = encode(record)
-    at = rng.randrange(len(text))
+def test_a_torn_or_scribbled_record_is_read_or_refused_never_worse() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        record = rng.choice(RECORDS)
+        text = encode(record)
+        at = rng.randrange(len(text))
 
-    for broken in (text[:at], text[:at] + rng.choice('{}[],:"0xn') + text[at + 1 :]):
-        try:
-            found = decode(type(record), broken)
-        except ValueError:
-            continue
-        assert isinstance(found, type(record)), f"seed {seed}"
+        for broken in (text[:at], text[:at] + rng.choice('{}[],:"0xn') + text[at + 1 :]):
+            try:
+                found = decode(type(record), broken)
+            except ValueError:
+                continue
+            assert isinstance(found, type(record)), f"seed {seed}"
 
 
 def test_what_has_no_json_form_is_not_written() -> None:

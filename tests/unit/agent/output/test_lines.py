@@ -24,34 +24,34 @@ def random_pieces(rng: random.Random, data: bytes) -> list[bytes]:
     return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_what_comes_out_is_joined_what_went_in(seed: int) -> None:
-    rng = random.Random(seed)
-    data = random_bytes(rng)
-    splitter = LineSplitter()
+def test_what_comes_out_is_joined_what_went_in() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        data = random_bytes(rng)
+        splitter = LineSplitter()
 
-    out = [splitter.whole(piece) for piece in random_pieces(rng, data)]
-    rest = splitter.rest()
+        out = [splitter.whole(piece) for piece in random_pieces(rng, data)]
+        rest = splitter.rest()
 
-    assert b"".join(out) + rest == data, f"seed {seed}"
-    assert all(not run or run.endswith((b"\n", b"\r")) for run in out), f"seed {seed}: {out}"
-    assert not LINE_END.search(rest[:-1]), f"seed {seed}: a whole line was left waiting: {rest!r}"
-    assert not splitter.pending
+        assert b"".join(out) + rest == data, f"seed {seed}"
+        assert all(not run or run.endswith((b"\n", b"\r")) for run in out), f"seed {seed}: {out}"
+        assert not LINE_END.search(rest[:-1]), f"seed {seed}: a whole line was left waiting: {rest!r}"
+        assert not splitter.pending
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_giving_up_on_partial_lines_at_any_moment_loses_nothing(seed: int) -> None:
-    rng = random.Random(seed)
-    data = random_bytes(rng)
-    splitter = LineSplitter()
+def test_giving_up_on_partial_lines_at_any_moment_loses_nothing() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        data = random_bytes(rng)
+        splitter = LineSplitter()
 
-    out = b""
-    for piece in random_pieces(rng, data):
-        out += splitter.whole(piece)
-        if rng.random() < 0.5:
-            out += splitter.rest()
+        out = b""
+        for piece in random_pieces(rng, data):
+            out += splitter.whole(piece)
+            if rng.random() < 0.5:
+                out += splitter.rest()
 
-    assert out + splitter.rest() == data, f"seed {seed}"
+        assert out + splitter.rest() == data, f"seed {seed}"
 
 
 def test_a_line_waits_for_its_end() -> None:
@@ -108,15 +108,15 @@ def test_an_empty_prefix_changes_nothing() -> None:
     assert prefixed(b"a\r\nb\rc", b"", continued=False) == b"a\r\nb\rc"
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_there_is_one_prefix_at_each_lines_start_and_nowhere_else(seed: int) -> None:
-    data = random_bytes(random.Random(seed)) or b"\n"
+def test_there_is_one_prefix_at_each_lines_start_and_nowhere_else() -> None:
+    for seed in range(300):
+        data = random_bytes(random.Random(seed)) or b"\n"
 
-    out = prefixed(data, PREFIX, continued=False)
+        out = prefixed(data, PREFIX, continued=False)
 
-    assert out.replace(PREFIX, b"") == data, f"seed {seed}"
-    lines = [line for line in re.split(rb"(?<=\n)|(?<=\r)(?!\n)", out) if line]
-    assert all(line.startswith(PREFIX) and line.count(PREFIX) == 1 for line in lines), f"seed {seed}: {out!r}"
+        assert out.replace(PREFIX, b"") == data, f"seed {seed}"
+        lines = [line for line in re.split(rb"(?<=\n)|(?<=\r)(?!\n)", out) if line]
+        assert all(line.startswith(PREFIX) and line.count(PREFIX) == 1 for line in lines), f"seed {seed}: {out!r}"
 
 
 @pytest.mark.parametrize(

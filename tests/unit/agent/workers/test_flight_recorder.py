@@ -31,6 +31,7 @@ from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.types import RankTable
 from tests.harness import environment, free_ports, wait_for
 
+LOOK_S = 0.005
 REST = b'"last_started_collective": -1, "last_completed_collective": 0}}}'
 # Rank 1 sleeps before each collective: it uses no CPU, so nothing but the numbers shows that the other waits for it.
 # At a line on stdin it enters none, and at the next one it goes on.
@@ -143,7 +144,7 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
     monitor = SlowMonitor(Reporter(posted.append, lambda text, _: ranks.said.append(text), timeline, no_failure))
     wait_for(ranks.read, "both process groups")
 
-    # A look each few milliseconds, in place of one each second.
+    # A look each LOOK_S, in place of one each second.
     def looks() -> bool:
         counts = {rank: recorder.look(time.monotonic()) for rank, recorder in ranks.recorders.items()}
         known = {rank: each for rank, each in counts.items() if each}
@@ -151,7 +152,7 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
             monitor.counted(group, known)
         return bool(ranks.said)
 
-    wait_for(looks, f"a slow rank is named after {LOOKS * WINDOWS} looks")
+    wait_for(looks, f"a slow rank is named after {LOOKS * WINDOWS} looks", every_s=LOOK_S)
     (said,) = ranks.said
     assert said.startswith("rank 1 is slower than the other ranks of this node: they wait for ")
     assert " s; it enters a collective " in said
@@ -161,7 +162,7 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
         looks()
         return posted[-1].shares if posted and isinstance(posted[-1], Paced) else None
 
-    found_shares = wait_for(shares, f"the shares of {wait_shares.LOOKS} looks")
+    found_shares = wait_for(shares, f"the shares of {wait_shares.LOOKS} looks", every_s=LOOK_S)
     assert found_shares[0] > 0.5 > found_shares[1], "rank 0 waits for rank 1"
 
     worker: Any = ranks.processes[1].stdin

@@ -131,15 +131,15 @@ def test_a_newer_writers_fields_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("table", [TABLE, of_nodes(300)], ids=["plain", "packed"])
-@pytest.mark.parametrize("seed", range(100))
-def test_a_torn_or_scribbled_table_is_read_or_refused_never_worse(seed: int, table: RankTable) -> None:
-    rng = random.Random(seed)
-    text = encode_table(table)
-    at = rng.randrange(len(text))
+def test_a_torn_or_scribbled_table_is_read_or_refused_never_worse(table: RankTable) -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        text = encode_table(table)
+        at = rng.randrange(len(text))
 
-    for broken in (text[:at], text[:at] + rng.choice('{}[],:"0xn ') + text[at + 1 :]):
-        try:
-            found = decode_table(broken)
-        except ValueError:
-            continue
-        assert isinstance(found, RankTable), f"seed {seed}"
+        for broken in (text[:at], text[:at] + rng.choice('{}[],:"0xn ') + text[at + 1 :]):
+            try:
+                found = decode_table(broken)
+            except ValueError:
+                continue
+            assert isinstance(found, RankTable), f"seed {seed}"
