@@ -41,7 +41,7 @@ def sentence_of(*argv: str, **environ: str) -> str:
     "argv",
     [
         (),
-        ("--standalone", "--nnodes", "2", "--rdzv-endpoint", "a:1"),
+        ("--standalone", "--rdzv-endpoint", "a:1"),
         ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
         ("--rdzv-backend", "etcd", "--rdzv-endpoint", "a:2379", "--rdzv-conf", "nobody=knows"),
         ("--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1"),
