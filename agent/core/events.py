@@ -241,10 +241,7 @@ class WorkersAtPrompt:
 
 @dataclass(frozen=True)
 class WorkersStuck:
-    """Workers that got SIGTERM after a failure cannot act on it: they wait in `collective` for the failed rank.
-
-    Or their program has ended, and Python shuts down without a handler: `collective` is empty if none of them waits.
-    """
+    """Workers that got SIGTERM after a failure cannot act on it: they wait in `collective` for the failed rank."""
 
     generation: int
     local_ranks: frozenset[int]

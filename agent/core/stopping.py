@@ -163,9 +163,10 @@ def workers_stuck(agent: Agent, stopping: Stopping, event: WorkersStuck, now_s: 
     left, mode = stopping.live - stopping.spent, stopping.mode
     if not isinstance(mode, Broken) or not left or not left <= event.local_ranks & mode.signalled:
         return agent, ()
-    why = f"the main thread waits in a collective ({event.collective}) for a rank that has failed"
-    why = why if event.collective else "the program has ended, and Python shuts down"
-    text = f"local rank {ranks(left)} cannot act on SIGTERM: {why}; SIGKILL now, not after {stopping.grace_s:g} s"
+    text = (
+        f"local rank {ranks(left)} cannot act on SIGTERM: the main thread waits in a collective ({event.collective})"
+        f" for a rank that has failed; SIGKILL now, not after {stopping.grace_s:g} s"
+    )
     return _kill(agent, stopping, now_s, Say(text))
 
 

@@ -29,7 +29,6 @@ class SurvivorWatch:
         self._group = group
         self._post = reporter.post
         self._ranks: set[int] = set()
-        self._interruptible: set[int] = set()
         self._still: dict[int, Stillness | None] = {}
         self._living: frozenset[int] = frozenset()
         self._posted: frozenset[int] = frozenset()
@@ -39,7 +38,6 @@ class SurvivorWatch:
         """These get SIGTERM now. One without a handler of its own ends by itself, or ignores the signal on purpose."""
         pids = self._group.pids
         self._ranks |= {rank for rank in local_ranks if linux.catches(pids.get(rank, -1), signal.SIGTERM)}
-        self._interruptible |= {rank for rank in self._ranks if linux.catches(pids[rank], signal.SIGINT)}
 
     def tick(self, now_s: float) -> None:
         """Look, if that is due."""
@@ -52,11 +50,10 @@ class SurvivorWatch:
             self._still.clear()
         for rank in self._ranks & living:
             self._look(rank, now_s)
-        waiting = frozenset(rank for rank in living if survivors.is_stuck(self._still.get(rank)))
-        stuck = waiting | {rank for rank in living if self._shuts_down(rank)}
+        stuck = frozenset(rank for rank in living if survivors.is_stuck(self._still.get(rank)))
         if stuck and stuck != self._posted:
             self._posted = stuck
-            names = dict.fromkeys(survivors.collective(self._inside(rank).main) for rank in sorted(waiting))
+            names = dict.fromkeys(survivors.collective(self._inside(rank).main) for rank in sorted(stuck))
             self._post(WorkersStuck(self._group.generation, stuck, ", ".join(names)))
         self.due_s = now_s + LOOK_EVERY_S
 
@@ -74,17 +71,6 @@ class SurvivorWatch:
             self._still[rank] = None
         else:
             self._still[rank] = survivors.after(state, SurvivorLook(inside, outside), world_size, now_s)
-
-    def _shuts_down(self, rank: int) -> bool:
-        """Whether its program has ended and Python is past `atexit` and the last thread: it has removed all handlers.
-
-        SIGINT has one in each Python. One that saves may reset SIGTERM's, to send itself that signal again.
-        """
-        link, pid = self._group.links.get(rank), self._group.pids[rank]
-        has_ended = link is not None and link.reached_store is not None
-        if rank not in self._interruptible or not has_ended:
-            return False
-        return not linux.catches(pid, signal.SIGINT) and not linux.catches(pid, signal.SIGTERM)
 
     def _inside(self, rank: int) -> Inside:
         state = self._still[rank]

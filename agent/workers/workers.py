@@ -98,7 +98,6 @@ class Workers:
         self._learner.tick(now_s)
         # The fork server answers in order: the signal has been sent then.
         if self._survivors and not self._monitor.awaits_answer:
-            self._links.read_all()
             self._survivors.tick(now_s)
 
     def read_links(self) -> None:
