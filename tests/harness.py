@@ -30,6 +30,8 @@ DEADLINE_S = 60.0
 _NOT_FOR_JOBS = (
     *("ELAUNCH_", "PET_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "LSB_", "PBS_", "FLUX_", "JOB_COMPLETION_"),
     *("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"),
+    # Those of the terminal in which the tests run.
+    *("COLUMNS", "LINES"),
 )
 COMMAND = (sys.executable, "-m", "elaunch")
 REPOSITORY = Path(__file__).parents[1]

@@ -103,9 +103,7 @@ ELSEWHERE = {
     ),
     "flux run -N 4 elaunch train.py": "test_flux_run_elaunch_needs_no_flag_and_ranks_follow_the_nodes",
     "pip install .": "test_every_module_is_in_the_wheel_and_can_be_imported_from_it",
-    "pip install elaunch    # not on an index yet: until then `pip install .` in a checkout": (
-        "test_every_module_is_in_the_wheel_and_can_be_imported_from_it"
-    ),
+    "pip install elaunch": "test_every_module_is_in_the_wheel_and_can_be_imported_from_it",
     'ps -efww --forest | grep -A 5 "[e]launch"': "test_a_running_jobs_processes_are_shown",
     "elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/first": "test_the_first_training_of_the_documentation",
     "python -m elaunch.trainer.ledger runs/x/ledger --steps 400": (

@@ -67,6 +67,7 @@ def read(group: WorkerGroup, folder: Path) -> bool:
     return len(group.pids) == len(group.recorders) == len(KINDS)
 
 
+@pytest.mark.slow
 def test_only_those_that_wait_in_vain_are_told_from_those_that_save(group: WorkerGroup, tmp_path: Path) -> None:
     posted: list[Event] = []
     no_failure: Any = None
