@@ -11,8 +11,8 @@ from tests.harness import Job, script
 GRACE = ("--failure-grace", "600", "--max-restarts", "1")
 OPTIONS = ("--preload", "torch.distributed", "--nproc-per-node", "3", *GRACE)
 
-# Rank 2 fails, and rank 1 waits for rank 0 in a collective. In the first generation rank 0's handler saves. Its end frees
-# rank 1, whose handler runs then. In the second one rank 0's handler enters a collective, as Lightning's does.
+# Rank 2 fails, and rank 1 waits for rank 0 in a collective. In the first generation rank 0's handler saves. Its end
+# frees rank 1, whose handler runs then. In the second one rank 0's handler enters a collective, as Lightning's does.
 PROGRAM = """
 import os, signal, time
 import torch, torch.distributed as dist
