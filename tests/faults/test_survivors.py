@@ -37,7 +37,10 @@ if RANK == 1:
     dist.broadcast(torch.ones(1), src=0)
 while RANK == 0:
     time.sleep(0.01)
-while not os.path.exists(comes) or thread_call(int(pids[1]), int(pids[1]))[0] != "futex":
+# A thread may wait so for a moment before it is in its collective.
+looks = 0
+while looks < 20:
+    looks = looks + 1 if os.path.exists(comes) and thread_call(int(pids[1]), int(pids[1]))[0] == "futex" else 0
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)
 """
