@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
-from elaunch.agent.core.causes.cause import CauseRule, Evidence, FullDisks, Question, SpaceOf, Values, regex
+from elaunch.agent.core.causes.cause import CauseRule, Evidence, FullDisks, Question, Space, SpaceOf, Values, regex
 from elaunch.agent.core.sizes import bytes_text
 
 _QUOTED = regex(r"\[Errno \d+\][^\n]*?: (?P<quote>['\"])(?P<path>.*?)(?P=quote)")
+# At most so many full file systems are named.
+_NAMED_DISKS = 3
 _WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
 
 
@@ -22,20 +24,28 @@ def _ask_space(evidence: Evidence, _values: Values) -> tuple[Question, ...]:
 
 
 def _full(evidence: Evidence, _values: Values) -> Values | None:
-    """Which file system is full. It may have room again: another process may have removed its files by now."""
+    """Which file systems are full. The one of the path may have room again: another process may have removed files."""
     facts, path = evidence.facts, _path(evidence)
-    # Of several that are full, an error without a path may be about any.
-    spaces = (*facts.spaces.values(), *(facts.full if len(facts.full) == 1 else ()))
-    for space in spaces:
-        if space.is_without_files:
-            return {"where": f"no more files can be made on {space.mount}", "what": f"remove files on {space.mount}"}
-        if space.is_full:
-            text = f"{space.mount} has {bytes_text(space.free)} free of {bytes_text(space.total)}"
-            return {"where": text, "what": f"make room on {space.mount}"}
+    # An error without a path may be about any of those that are full.
+    spaces = [each for each in (*facts.spaces.values(), *facts.full) if each.is_full or each.is_without_files]
+    if spaces:
+        named = spaces[:_NAMED_DISKS]
+        where = ", or ".join(map(_lack, named)) + (", or another one" if spaces[_NAMED_DISKS:] else "")
+        return {"where": where, "what": " or ".join(map(_remedy, named))}
     if "No space left" in evidence.words:
         at = f" at {path}" if path else ""
         return {"where": "", "what": f"make room on the file system that the program writes to{at}"}
     return None
+
+
+def _lack(space: Space) -> str:
+    if space.is_full:
+        return f"{space.mount} has {bytes_text(space.free)} free of {bytes_text(space.total)}"
+    return f"no more files can be made on {space.mount}"
+
+
+def _remedy(space: Space) -> str:
+    return f"make room on {space.mount}" if space.is_full else f"remove files on {space.mount}"
 
 
 def _relative(evidence: Evidence, values: Values) -> Values | None:

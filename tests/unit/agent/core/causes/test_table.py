@@ -306,7 +306,17 @@ def test_a_writer_that_fails_is_a_full_disk_only_where_one_is_full() -> None:
     one, other = Space("/", 1 << 40, 0), Space("/data", 1 << 40, 0)
     assert questions_about(torn) == {FullDisks()}
     assert advice(torn, Facts(full=(one,))) == "make room on /, or write somewhere else"
-    assert advice(torn, Facts(full=(one, other))) == "", "any of both may be meant"
+
+
+def test_an_error_without_a_path_names_each_file_system_that_is_full() -> None:
+    full = raised("OSError", OOM)
+    spaces = [Space(mount, 1 << 40, 0) for mount in ("/", "/data", "/scratch", "/more")]
+
+    assert explained(full, Facts(full=tuple(spaces[:2]))).message.endswith(
+        "(/ has 0 B free of 1 TiB, or /data has 0 B free of 1 TiB)"
+    )
+    assert advice(full, Facts(full=tuple(spaces[:2]))) == "make room on / or make room on /data, or write somewhere else"
+    assert explained(full, Facts(full=tuple(spaces))).message.endswith("/scratch has 0 B free of 1 TiB, or another one)")
 
 
 def test_a_file_that_hides_a_module_is_named() -> None:
