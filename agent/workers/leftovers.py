@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,7 +59,13 @@ class Leftovers:
             )
 
 
-def is_helper(pid: int) -> bool:
+def of_workers(pids: Iterable[int], fork_servers: Collection[int]) -> list[int]:
+    """Those of `pids` that are alive, and that workers have started for more than themselves."""
+    # A process that has ended has no parent. The generation's store is a child of the fork server, and about to end.
+    return [pid for pid in pids if linux.parent(pid) not in {0, *fork_servers} and not _is_helper(pid)]
+
+
+def _is_helper(pid: int) -> bool:
     """Whether the process serves its worker alone: one of a pool of compilers, a data loader that was spawned."""
     command = _arguments(pid)
     return any(name in command for name in _HELPERS)

@@ -305,10 +305,9 @@ class Workers:
         if not (found := self._guardian.left_of(generation, fork_servers)):
             return []
         # Imported here: most jobs leave nothing behind.
-        from elaunch.agent.workers.leftovers import is_helper
+        from elaunch.agent.workers.leftovers import of_workers
 
-        # The store of the generation is a child of the fork server, and about to end.
-        return [pid for pid in found if linux.parent(pid) not in fork_servers and not is_helper(pid)]
+        return of_workers(found, fork_servers)
 
     def _name_leftovers(self, pids: list[int], why: str) -> None:
         from elaunch.agent.workers.leftovers import named

@@ -303,9 +303,8 @@ def test_a_writer_that_fails_is_a_full_disk_only_where_one_is_full() -> None:
     torn = raised("RuntimeError", "[enforce fail at inline_container.cc:595] . unexpected pos 64 vs 0")
 
     assert advice(torn) == ""
-    one, other = Space("/", 1 << 40, 0), Space("/data", 1 << 40, 0)
     assert questions_about(torn) == {FullDisks()}
-    assert advice(torn, Facts(full=(one,))) == "make room on /, or write somewhere else"
+    assert advice(torn, Facts(full=(Space("/", 1 << 40, 0),))) == "make room on /, or write somewhere else"
 
 
 def test_an_error_without_a_path_names_each_file_system_that_is_full() -> None:
