@@ -314,8 +314,12 @@ def test_an_error_without_a_path_names_each_file_system_that_is_full() -> None:
     assert explained(full, Facts(full=tuple(spaces[:2]))).message.endswith(
         "(/ has 0 B free of 1 TiB, or /data has 0 B free of 1 TiB)"
     )
-    assert advice(full, Facts(full=tuple(spaces[:2]))) == "make room on / or make room on /data, or write somewhere else"
-    assert explained(full, Facts(full=tuple(spaces))).message.endswith("/scratch has 0 B free of 1 TiB, or another one)")
+    assert (
+        advice(full, Facts(full=tuple(spaces[:2]))) == "make room on / or make room on /data, or write somewhere else"
+    )
+    assert explained(full, Facts(full=tuple(spaces))).message.endswith(
+        "/scratch has 0 B free of 1 TiB, or another one)"
+    )
 
 
 def test_a_file_that_hides_a_module_is_named() -> None:
