@@ -10,7 +10,7 @@ JOBS ?= $(shell echo $$(($$(nproc) + 4)))
 JOBS_UNIT ?= $(shell echo $$(($$(nproc) + 1)))
 # The folder has a short name: tests make sockets in it, and a socket's path has at most 107 characters. A file of tests
 # stays on one worker, since its tests share servers and recorded runs.
-PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
+PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(NICE) $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
 	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
 .PHONY: demo check test test-slow conformance integrations control-plane tools bench docs release lint clean
@@ -22,11 +22,19 @@ demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twic
 check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import rules, a part of the simulation, the unit tests without a server
 	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers and not thorough" tests/sim tests/unit)
 
-# Two runs, of which either may fail: each process of a run collects all of its tests. The simulation and the unit tests
-# are five times as many, import torch, and keep a core busy each. The others do not import torch, and mostly wait.
+# Two runs at the same time, of which either may fail. The simulation and the unit tests are five times as many, import
+# torch, and keep the cores busy that the others leave idle: those mostly wait, so they go first. Their lines are shown
+# at their end, since both runs would write into one line.
 test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
-	@($(call PYTEST,-n $(JOBS_UNIT) tests/sim tests/unit)); unit=$$?; \
-	($(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/conformance)); exit $$(($$? | unit))
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-jobs test-units
+
+.PHONY: test-units test-jobs
+test-units: NICE = nice -n 10
+test-units:
+	@log=$$(mktemp); ($(call PYTEST,-n $(JOBS_UNIT) tests/sim tests/unit)) >$$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
+
+test-jobs:
+	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/conformance)
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
