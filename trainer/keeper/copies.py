@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     # This imports torch.distributed.checkpoint, which takes long. A replicated state does not need it.
     from elaunch.trainer.memory.sharded import ShardedMemory
 
+# How long a part may take to be written: a first copy takes 2 s per GB, since the kernel clears its pages.
+_WRITE_S = 1.0
+_WRITE_S_PER_BYTE = 4e-9
+
 
 class Copies:
     """Keeps the state of `training`. `folder` is the node's memory; `storage`, if any, holds the checkpoints.
@@ -309,6 +313,15 @@ class Copies:
     def can_rescue(self) -> bool:
         """Whether `save_replicated` can store a state, as far as is known."""
         return self._node_memory is not None and not self._training.is_in_parts and self._has_room
+
+    def wait_for_part(self, say_first: Callable[[], None]) -> None:
+        """If a thread is writing this rank's part of the state, `say_first`, and wait until it is written.
+
+        Only for as long as writing takes: on a GPU it may wait for a peer that has failed.
+        """
+        for slot in () if self._parts is None else self._parts.being_written:
+            say_first()
+            slot.wait_until_settled(_WRITE_S + _WRITE_S_PER_BYTE * slot.size)
 
     @property
     def kept_step(self) -> int:

@@ -167,11 +167,15 @@ class GuardedState:
     def rescue(self) -> None:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
-        If the state is in parts, this rank's part of the last step is in memory already. Nothing is saved without a
-        memory or room in it, if the state has changed outside of a commit, or if a commit does not end: it waits for a
-        peer that has failed.
+        If the state is in parts, this rank's part of the last copy is in memory already, or is being written: then this
+        waits for it, since all parts of a copy count or none. Nothing is saved without a memory or room in it, if the
+        state has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
         """
-        if not self._is_restored or not self._copies.can_rescue:
+        if not self._is_restored:
+            return
+        # The agent ends this process as soon as it hears that all is saved.
+        self._copies.wait_for_part(lambda: link.saving(self.version.step))
+        if not self._copies.can_rescue:
             return
         # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
         link.saving(self.version.step)

@@ -213,6 +213,11 @@ class ShardedMemory:
         return own[0][0].version if own else None
 
     @property
+    def being_written(self) -> list[Slot]:
+        """The slots in which a thread of this process is writing this rank's piece. Any thread may ask."""
+        return [slot for slot in {*self._slots.slots, *self._copy_slots.slots} if slot.is_being_written]
+
+    @property
     def has_base(self) -> bool:
         """Whether the next copy may overwrite an older version. The same on all ranks."""
         return not self._is_alone or self._was_whole

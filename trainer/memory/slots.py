@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class Slot:
         self._fixed: list[int] = []
         self._next_fixed: list[int] = []
         self._fixed_checksum: int | None = None
+        self._is_settled = threading.Event()
+        self._is_settled.set()
 
     @property
     def size(self) -> int:
@@ -127,8 +130,13 @@ class Slot:
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
-        first = packed.fixed if self.prepare(packed) else 0
-        copy(self.places(packed)[first:], packed.tensors[first:])
+        self._is_settled.clear()
+        try:
+            first = packed.fixed if self.prepare(packed) else 0
+            copy(self.places(packed)[first:], packed.tensors[first:])
+        except BaseException:
+            self._is_settled.set()
+            raise
 
     def prepare(self, packed: Packed) -> bool:
         """Tear the slot before it is written. Returns whether the tensors that do not change are there already."""
@@ -160,11 +168,23 @@ class Slot:
 
     def finish(self, piece: Piece, packed: Packed) -> Header:
         """Declare the slot whole, after `begin`."""
-        if self._fixed_checksum is None:
-            self._fixed_checksum = checksum_of_fixed(self.region(), packed)
-        header = finish(self.region(), self._layout, piece, packed, self._fixed_checksum)
-        self.remember()
+        try:
+            if self._fixed_checksum is None:
+                self._fixed_checksum = checksum_of_fixed(self.region(), packed)
+            header = finish(self.region(), self._layout, piece, packed, self._fixed_checksum)
+            self.remember()
+        finally:
+            self._is_settled.set()
         return header
+
+    @property
+    def is_being_written(self) -> bool:
+        """Whether a thread of this process is between `begin` and the end of `finish`."""
+        return not self._is_settled.is_set()
+
+    def wait_until_settled(self, limit_s: float) -> None:
+        """Wait until no thread of this process is between `begin` and the end of `finish`; `limit_s` at most."""
+        self._is_settled.wait(limit_s)
 
     def forget(self) -> None:
         """Another worker has prepared the slot: this one does not know which of the tensors are here already."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer import Keeper, link
-from elaunch.trainer.memory import replicated, room
+from elaunch.trainer.keeper import copies
+from elaunch.trainer.memory import replicated, room, slots
 from elaunch.trainer.memory.records import Records
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.state.version import Piece, Version
 from tests.harness import free_ports
 from tests.unit.trainer.keeper.test_keeper import Feedback
 from tests.unit.trainer.keeper.test_keeper_words import said
@@ -122,10 +124,9 @@ def test_of_a_state_in_parts_the_step_of_the_last_copy_is_named(copy_every: int,
     assert trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 6, copy_every=copy_every) == [step]
 
 
-@pytest.mark.usefixtures("group", "agent")
-def test_the_step_that_is_named_of_a_state_in_parts_is_the_one_that_a_restart_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def no_record_of_step_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no room for the random state of that step, so the training goes on while its snapshot is written."""
     keep = Records.keep
 
     def keep_but_9(self: Records, version: Version, *rest: Any) -> torch.Tensor:
@@ -134,7 +135,11 @@ def test_the_step_that_is_named_of_a_state_in_parts_is_the_one_that_a_restart_ta
         return keep(self, version, *rest)
 
     monkeypatch.setattr(Records, "keep", keep_but_9)
-    # Its optimizer lets it have snapshots only: of steps 1, 5 and 9. The last one lacks the record of the random state.
+
+
+def named_and_resumed(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The step that a rank of a state in parts names after a failure in step 11, and the one of the next start."""
+    # Its optimizer lets it have snapshots only: of steps 1, 5 and 9.
     job = Job(Counting, snapshot_every=4)
     with pytest.raises(RuntimeError, match="asked for by the test"):
         job.train(11, fails_in=11)
@@ -142,4 +147,42 @@ def test_the_step_that_is_named_of_a_state_in_parts_is_the_one_that_a_restart_ta
 
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     with Job(Counting).keeper as resumed:
-        assert (named, resumed.step) == (9, 9)
+        return named, resumed.step
+
+
+@pytest.mark.usefixtures("group", "agent", "no_record_of_step_9")
+def test_the_step_that_is_named_of_a_state_in_parts_is_the_one_that_a_restart_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert named_and_resumed(monkeypatch) == (9, 9)
+
+
+@pytest.mark.usefixtures("group", "agent", "no_record_of_step_9")
+def test_a_rank_says_that_it_saves_and_waits_while_its_part_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, has_said = slots.finish, threading.Event()
+
+    def finish_late(region: torch.Tensor, layout: bytes, piece: Piece, *rest: Any) -> Any:
+        if threading.current_thread().name == "mirror" and piece.version == Version(0, 9):
+            assert has_said.wait(5)
+        return finish(region, layout, piece, *rest)
+
+    monkeypatch.setattr(slots, "finish", finish_late)
+    monkeypatch.setattr(link, "saving", lambda step: has_said.set())
+
+    assert named_and_resumed(monkeypatch) == (9, 9)
+
+
+@pytest.mark.usefixtures("group", "agent", "no_record_of_step_9")
+def test_a_part_that_nobody_completes_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, is_over = slots.finish, threading.Event()
+
+    def finish_too_late(region: torch.Tensor, layout: bytes, piece: Piece, *rest: Any) -> Any:
+        if threading.current_thread().name == "mirror" and piece.version == Version(0, 9):
+            is_over.wait()
+        return finish(region, layout, piece, *rest)
+
+    monkeypatch.setattr(slots, "finish", finish_too_late)
+    monkeypatch.setattr(copies, "_WRITE_S", 0.01)
+
+    assert named_and_resumed(monkeypatch) == (5, 5)
+    is_over.set()
