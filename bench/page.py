@@ -9,7 +9,7 @@ from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, sta
 from bench.contenders import ELAUNCH
 from bench.manytables import idle, rendezvous
 from bench.samples import Results, failures, subset
-from bench.statetables import copies, pairs, parts, restarts_beside, windows
+from bench.statetables import copies, pairs, parts, restarts_beside, restarts_of_parts, windows
 from bench.stats import ratio, summarize
 from bench.tables import NOTHING, seconds, stages, table, timed, without_a_time
 from bench.targets import verdicts
@@ -22,8 +22,8 @@ WATCH_BEGIN, WATCH_END = "<!-- bench:watch:begin -->", "<!-- bench:watch:end -->
 # The page has four parts: one node, several nodes, the training's state, what is told. One with samples is made anew.
 NODES_SECTIONS = (nodes.SECTION, nodes.LOSS_SECTION, scale.FIRST, scale.RESTART, scale.IDLE)
 STATE_SECTIONS = (
-    *(staterestart.SECTION, statecost.SECTION, statecost.PARTS_SECTION, statecost.STEADY_SECTION),
-    ettr.SECTION,
+    *(staterestart.SECTION, staterestart.PARTS_SECTION),
+    *(statecost.SECTION, statecost.PARTS_SECTION, statecost.STEADY_SECTION, ettr.SECTION),
 )
 WATCH_SECTIONS = (told.SECTION, watching.SECTION)
 # A new page, before its first tables.
@@ -141,7 +141,8 @@ def _nodes(results: Results) -> list[str]:
 
 
 def _state(results: Results) -> list[str]:
-    return [*restarts_beside(results), *copies(results), *parts(results), *pairs(results), *windows(results)]
+    killed = (*restarts_beside(results), *restarts_of_parts(results))
+    return [*killed, *copies(results), *parts(results), *pairs(results), *windows(results)]
 
 
 def _watch(results: Results) -> list[str]:

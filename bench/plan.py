@@ -10,11 +10,11 @@ from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, sta
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
 from bench.fleet import RANKS
 from bench.samples import Sample
-from bench.sides import KEPT, SIDES, Side
+from bench.sides import KEPT, PART_SIDES, SIDES, Side
 
 ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "lines")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
-STATE_SECTIONS = ("state-restart", "state-cost", "state-ettr")
+STATE_SECTIONS = ("state-restart", "state-parts", "state-cost", "state-ettr")
 WATCH_SECTIONS = ("told", "watching")
 # The parts of the page. Each part is made anew as a whole.
 PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS, WATCH_SECTIONS)
@@ -23,7 +23,7 @@ SECTIONS = tuple(section for part in PARTS for section in part)
 RESTARTS_PER_JOB = 5
 # A round of many agents, with its windows of training, counts as this many samples of the other kinds.
 SAMPLES_PER_ROUND = 4
-# The same for a window with failures, and for a copy of a gigabyte.
+# The same for a window with failures, or a turn of steps with a gigabyte; and for a copy of a gigabyte.
 SAMPLES_PER_WINDOW, SAMPLES_PER_GB = 4, 2
 
 
@@ -65,6 +65,7 @@ def plan(settings: Settings) -> list[Task]:
         "nodes-loss": _losses,
         "scale": _scale,
         "state-restart": _state_restarts,
+        "state-parts": _state_parts,
         "state-cost": _state_costs,
         "state-ettr": _state_windows,
         "told": _told,
@@ -240,15 +241,23 @@ def _sides(settings: Settings, sides: tuple[Side, ...] = SIDES) -> tuple[Side, .
 
 
 def _state_restarts(settings: Settings) -> Iterator[Task]:
+    return _state_kills(settings, staterestart.SECTION, _sides(settings))
+
+
+def _state_parts(settings: Settings) -> Iterator[Task]:
+    return _state_kills(settings, staterestart.PARTS_SECTION, _sides(settings, PART_SIDES))
+
+
+def _state_kills(settings: Settings, section: str, sides: tuple[Side, ...]) -> Iterator[Task]:
     rng, parts = random.Random(settings.seed), chunks(settings.samples, RESTARTS_PER_JOB)
     for number, count in enumerate(parts, 1):
-        for side in _sides(settings):
+        for side in sides:
 
             def run(side: Side = side, count: int = count) -> Iterator[Sample]:
-                return staterestart.restarts(side, count, settings.limit_s, rng)
+                return staterestart.restarts(side, count, settings.limit_s, rng, section)
 
-            guess_s = 5.0 + count * (3.0 if side == KEPT else 9.0)
-            yield Task(f"state: restart, round {number} of {len(parts)}", f"state: {side.name}", guess_s, run)
+            guess_s = 5.0 + count * (3.0 if side.contender == ELAUNCH else 9.0)
+            yield Task(f"{section}, round {number} of {len(parts)}", f"state: {side.name}", guess_s, run)
 
 
 def _state_costs(settings: Settings) -> Iterator[Task]:
@@ -261,14 +270,23 @@ def _state_costs(settings: Settings) -> Iterator[Task]:
             return statecost.copies(size_mb, count)
 
         yield Task("state: snapshots", f"state of {size_mb} MB", 10 + count * size_mb / 100, run)
-    for size_mb in statecost.PART_SIZES_MB:
+    for size_mb in statecost.SIZES_MB:
         for kind in statecost.KINDS:
+            if (kind, size_mb) in statecost.TOO_LARGE:
+                continue
 
             def each(kind: str = kind, size_mb: int = size_mb) -> Iterator[Sample]:
                 return statecost.parts(kind, size_mb, settings.samples)
 
             yield Task("state: each step", f"{kind}, {size_mb} MB", 10 + settings.samples * size_mb / 100, each)
-    yield Task("state: steady cost", "state: pairs", 3.0 * settings.samples, lambda: statecost.pairs(settings.samples))
+    for size_mb in statecost.SIZES_MB:
+        count = max(1, settings.samples // (SAMPLES_PER_WINDOW if size_mb >= 1000 else 1))
+
+        def pairs(size_mb: int = size_mb, count: int = count) -> Iterator[Sample]:
+            return statecost.pairs(size_mb, count)
+
+        guess_s = 10 + (2 * count + 3) * (8.0 if size_mb < 1000 else 65.0)
+        yield Task("state: steady cost", f"pairs of {size_mb} MB", guess_s, pairs)
 
 
 def _state_windows(settings: Settings) -> Iterator[Task]:

@@ -42,6 +42,18 @@ def usual(save_every: int) -> Side:
 SIDES = (KEPT, usual(10), usual(50))
 
 
+def kept_part(kind: str, copy_every: int | None) -> Side:
+    """The Keeper where each rank has a part of the state alone; without `copy_every` it measures the pace."""
+    variables = {"BENCH_KIND": kind.lower()} | ({} if copy_every is None else {"BENCH_COPY_EVERY": str(copy_every)})
+    return Side(
+        f"{kind}, {'by default' if copy_every is None else 'each step copied'}", ELAUNCH, "kept_part.py", variables
+    )
+
+
+PART_KINDS = ("FSDP2", "HSDP", "ZeRO-1", "PowerSGD")
+PART_SIDES = tuple(kept_part(kind, every) for kind in PART_KINDS for every in (1, None))
+
+
 def large(side: Side) -> Side:
     """The same side with a model of 100 MB in place of the bundled one's default size."""
     return replace(side, variables={**side.variables, "BENCH_LARGE": "1"})

@@ -26,8 +26,13 @@ _PARTS = f"""\
 it alone has (`copy_every=1`), and all ranks agree that they have. MB is what rank 0 copies. The cost is the copy as a
 share of the step without it. By default the Keeper copies so seldom that the cost is 1 %."""
 _PAIRS = f"""\
-{statecost.WORKERS} workers train the bundled model, in turns with the Keeper and without it. Each n is a pair of turns.
-The cost includes snapshots, the records of each step, and the question whether to stop."""
+{statecost.WORKERS} workers train a stack of linear layers with 64 samples each, in turns with the Keeper and without.
+Each n is a pair of turns of 40 steps, or of as many as the Keeper leaves between two snapshots if these are more. The
+cost includes snapshots, the records of each step, and the question whether to stop."""
+_KILLED_PARTS = f"""\
+As above, with the same model, where each rank has a part of the state alone: {WORKERS} workers with FSDP2, HSDP (two
+replicas), ZeRO-1, or DDP with PowerSGD. "Each step copied" is `copy_every=1`. By default copies take 1 % of the
+time."""
 _WINDOWS = f"""\
 {ettr.WORKERS} workers train a model of 100 MB, in windows of {ettr.WINDOW_S:g} s. A step that is lost is made again,
 and counts once. ETTR is the time that the counted steps take at the pace of undisturbed training, as a share of the
@@ -57,6 +62,23 @@ def restarts_beside(results: Results) -> list[str]:
         f"### A worker is killed\n\n{_RESTART}\n\n{table(heads, rows)}",
         *without_a_time(notes),
         *([f"#### Where the time goes\n\n{_STAGES}\n\n{table(('stage', *sides), staged)}"] if staged else []),
+    ]
+
+
+def restarts_of_parts(results: Results) -> list[str]:
+    """A table with a row per kind of state of which each rank has a part alone."""
+    section = staterestart.PARTS_SECTION
+    rows, notes = [], []
+    for side in results.contenders(section):
+        taken = results.of(section, side, WORKERS)
+        rows.append((side, _n(taken), *_lost(taken), *_two(_summary(taken, NEXT_STEP), seconds)))
+        notes += [f"- {side}: {failure}" for failure in failures(taken)]
+    if not rows:
+        return []
+    heads = ("", "n", "steps lost: median", "most", f"{NEXT_STEP}: median s", "p95 s")
+    return [
+        f"### A worker that has a part of the state alone is killed\n\n{_KILLED_PARTS}\n\n{table(heads, rows)}",
+        *without_a_time(notes),
     ]
 
 
@@ -108,26 +130,21 @@ def parts(results: Results) -> list[str]:
 
 
 def pairs(results: Results) -> list[str]:
-    """A table of the Keeper's cost while nothing fails."""
+    """A table with a row per size: the Keeper's cost while nothing fails."""
     section = statecost.STEADY_SECTION
-    taken = [s for s in results.samples if s.section == section]
-    if not taken:
+    steps = (statecost.PLAIN, statecost.PLAIN_P95, statecost.KEPT, statecost.KEPT_P95)
+    heads = ("state, MB", "n", *(f"{name}: median s" for name in steps), f"{statecost.COST}: median %", "p95 %")
+    rows, notes = [], []
+    for size_mb in results.workers(section):
+        taken = results.of(section, statecost.KEEPER, size_mb)
+        notes += [f"- {size_mb} MB: {failure}" for failure in failures(taken)]
+        if any(s.values for s in taken):
+            times = (_one(_summary(taken, name), lambda value: f"{value:.4f}") for name in steps)
+            cost = _two(_summary(taken, statecost.COST), lambda value: f"{value:.2f}")
+            rows.append((str(size_mb), _n(taken), *times, *cost))
+    if not rows and not notes:
         return []
-    heads = (
-        "",
-        "n",
-        f"{statecost.PLAIN}: median s",
-        f"{statecost.KEPT}: median s",
-        f"{statecost.COST}: median %",
-        "p95 %",
-    )
-    row = (
-        *(statecost.KEEPER, _n(taken)),
-        *(_one(_summary(taken, name), lambda value: f"{value:.4f}") for name in (statecost.PLAIN, statecost.KEPT)),
-        *_two(_summary(taken, statecost.COST), lambda value: f"{value:.2f}"),
-    )
-    notes = [f"- {failure}" for failure in failures(taken)]
-    return [f"### The Keeper while nothing fails\n\n{_PAIRS}\n\n{table(heads, [row])}", *without_a_time(notes)]
+    return [f"### The Keeper while nothing fails\n\n{_PAIRS}\n\n{table(heads, rows)}", *without_a_time(notes)]
 
 
 def windows(results: Results) -> list[str]:

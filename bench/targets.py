@@ -10,6 +10,7 @@ from functools import partial
 from bench import ettr, launches, nodes, restarts, scale, statecost, staterestart, steady
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, TORCHRUN
 from bench.samples import Results, Sample
+from bench.sides import PART_KINDS, WORKERS, kept_part
 from bench.stats import Summary, ratio, summarize
 
 # Start-up: nobody can avoid the import of the preloaded modules. Each of torchrun's workers pays for it.
@@ -145,17 +146,17 @@ def _many(results: Results) -> Iterator[Verdict]:
 
 
 def _state(results: Results) -> Iterator[Verdict]:
+    what = "steps lost by the SIGKILL of a worker"
     for workers in results.workers(staterestart.SECTION):
-        ours = results.of(staterestart.SECTION, ELAUNCH.name, workers)
-        if ours:
-            lost = [s.values[staterestart.LOST] for s in ours if staterestart.LOST in s.values]
-            measured = f"{max(lost):g} at most; {counted(ours)}" if lost else f"{_NOTHING}; {counted(ours)}"
-            kept = bool(lost) and max(lost) <= STEPS_LOST_MAX
-            yield _verdict("steps lost by the SIGKILL of a worker", f"{STEPS_LOST_MAX}", measured, ours, kept)
+        yield from _lost(results.of(staterestart.SECTION, ELAUNCH.name, workers), what)
+    for side in results.contenders(staterestart.PARTS_SECTION):
+        # By default copies cost 1 % of the time, and no number of steps is promised.
+        if side in {kept_part(kind, 1).name for kind in PART_KINDS}:
+            yield from _lost(results.of(staterestart.PARTS_SECTION, side, WORKERS), f"{what}, {side}")
     cost = f"median ≤ {STEADY_COST_MAX:g} %"
     for what, section, name in (
         ("snapshots of {} MB", statecost.SECTION, statecost.SHARE),
-        ("the Keeper while {} workers train", statecost.STEADY_SECTION, statecost.COST),
+        ("the Keeper while a state of {} MB is trained", statecost.STEADY_SECTION, statecost.COST),
     ):
         for number in results.workers(section):
             taken = results.of(section, ELAUNCH.name, number)
@@ -163,6 +164,14 @@ def _state(results: Results) -> Iterator[Verdict]:
     for every_s, least in ETTR_MIN.items():
         taken, what = results.of(ettr.SECTION, ELAUNCH.name, every_s), f"ETTR at one failure per {every_s} s"
         yield from _percent(taken, ettr.ETTR, what, f"median ≥ {least:g} %", partial(operator.le, least))
+
+
+def _lost(ours: Sequence[Sample], what: str) -> Iterator[Verdict]:
+    """The promise that no step is lost, if there are samples."""
+    if ours:
+        lost = [s.values[staterestart.LOST] for s in ours if staterestart.LOST in s.values]
+        measured = f"{max(lost):g} at most; {counted(ours)}" if lost else f"{_NOTHING}; {counted(ours)}"
+        yield _verdict(what, f"{STEPS_LOST_MAX}", measured, ours, bool(lost) and max(lost) <= STEPS_LOST_MAX)
 
 
 def _percent(

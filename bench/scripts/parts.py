@@ -9,13 +9,11 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
 
+import kinds
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
 
 from elaunch.trainer import Keeper
 
@@ -28,35 +26,13 @@ BYTES_PER_PARAMETER = {"fsdp2": 6, "zero-1": 8, "powersgd": 4}[KIND]
 FRESH = 6
 
 
-def spread(network: nn.Module) -> tuple[nn.Module, Any, Any]:
-    """The model, its optimizer and the state of its communication hook."""
-    if KIND == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in network.children():
-            fully_shard(layer)
-        fully_shard(network)
-        return network, AdamW(network.parameters(), lr=1e-6), None
-    if KIND == "powersgd":
-        # It reduces several buckets in any order, and gloo fails then.
-        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40  # type: ignore[attr-defined]
-    model = DistributedDataParallel(network, bucket_cap_mb=10_000 if KIND == "powersgd" else None)
-    if KIND == "zero-1":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return model, ZeroRedundancyOptimizer(network.parameters(), AdamW, lr=1e-6), None
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=3)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return model, AdamW(network.parameters(), lr=1e-6, fused=True), state
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     width = round(math.sqrt(int(os.environ["BENCH_STATE_BYTES"]) / BYTES_PER_PARAMETER / LAYERS))
     torch.manual_seed(0)
-    model, optimizer, hook_state = spread(nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))))
+    model, optimizer, hook_state = kinds.spread(
+        KIND, nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))), lr=1e-6
+    )
     notes = []
     with Keeper(model, optimizer, hook_state=hook_state, snapshot_every=10**6, copy_every=1) as keeper:
         for step in keeper.steps(FRESH + SAMPLES):

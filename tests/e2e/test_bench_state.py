@@ -69,8 +69,9 @@ def test_every_way_of_copying_is_measured() -> None:
 
 @pytest.mark.slow
 def test_the_keeper_is_measured_beside_the_same_steps_without_it() -> None:
-    (pair,) = statecost.pairs(1)
+    (pair,) = statecost.pairs(2, 1)
 
     assert not pair.why
     assert pair.values[statecost.PLAIN] > 0
     assert pair.values[statecost.KEPT] > 0
+    assert pair.values[statecost.KEPT_P95] > 0

@@ -1,10 +1,12 @@
-"""The training for tests of nodes that HSDP loses: four ranks, two replicas of two shards, each on a node of its own.
+"""The training for tests of nodes that HSDP loses: two replicas, of two shards each if there are four ranks.
 
-Run as `replicas.py FOLDER STEPS STRUCK [deaf]` by each rank. In generation 0 each rank kills itself in step STRUCK,
-once all ranks have come there. With `deaf` no rank receives what another node sends.
+Run as `replicas.py FOLDER STEPS STRUCK [held] [deaf]` by each rank. In generation 0 each rank kills itself in step
+STRUCK, once all ranks have come there, or with `held` waits there for the end. With `deaf` no rank receives what
+another node sends.
 
-Each rank prints lines of JSON: `step` and a digest of its own part of the state, for the restored step and for each one
-that it completes; at last `said`, `began` and `repeated`. Nothing in the state is drawn, so all runs are alike.
+Each rank prints lines of JSON: `step`, a digest of its own part of the state and of the `whole`, for the restored step
+and for each one that it completes; `held`; at last `said`, `began` and `repeated`. Nothing in the state is drawn, so
+all runs are alike.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ranks.peers import Peers
@@ -30,13 +34,23 @@ FOLDER, STEPS, STRUCK, *WORDS = sys.argv[1:]
 RANK, GENERATION = int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"])
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer, part: Callable[[Any], torch.Tensor]) -> str:
     found = hashlib.sha256()
     moments = [value for its in optimizer.state.values() for value in its.values()]
     for tensor in (*model.parameters(), *moments):
-        local = getattr(tensor, "_local_tensor", tensor).detach().contiguous()
+        local = part(tensor).detach().contiguous()
         found.update(local.flatten().view(torch.uint8).numpy().tobytes() if local.numel() else b"")
     return found.hexdigest()[:16]
+
+
+def own(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
 
 
 def be_deaf() -> None:
@@ -55,14 +69,17 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 8))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    fully_shard(
+        model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     said: list[str] = []
     if "deaf" in WORDS:
         be_deaf()
 
     def note(step: int) -> None:
-        print(json.dumps({"step": step, "digest": digest(model, optimizer)}), flush=True)
+        digests = {"digest": digest(model, optimizer, own), "whole": digest(model, optimizer, whole)}
+        print(json.dumps({"step": step, **digests}), flush=True)
 
     every = {"snapshot_every": 5, "copy_every": 1, "checkpoint_every": 8}
     with Keeper(model, optimizer, per_rank=(), checkpoints=f"{FOLDER}/checkpoints", say=said.append, **every) as keeper:
@@ -73,6 +90,9 @@ def main() -> None:
                 # What was sent has arrived, and what was written is durable.
                 keeper._copies.wait()
                 dist.barrier()
+                if "held" in WORDS:
+                    print(json.dumps({"held": step}), flush=True)
+                    signal.pause()
                 os.kill(os.getpid(), signal.SIGKILL)
             source = torch.Generator().manual_seed(100 * step + RANK)
             inputs = torch.randn(4, 8, generator=source)

@@ -212,6 +212,9 @@ class Connections:
             admitted = self._listener.admit(events)
         except OSError as error:
             raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
+        # A rank whose connection has failed would have tried again by now, and its last try may take long.
+        for rank in self._listener.left_before(time.monotonic() - 2 * _TRIES_S):
+            raise PeerLost(f"rank {rank} is gone or has failed: it left while it connected, channel {self._channel}")
         for rank, made in admitted:
             self._connected[rank] = RankConnection(rank, made)
         if self._listener.is_complete:

@@ -43,6 +43,8 @@ class RankListener:
         self._socket = listening(address)
         self.contact = Contact(channel, rank, address, self._socket.getsockname()[1], secrets.token_bytes(32))
         self._guests: list[_Guest] = []
+        # When a rank has left in the middle of its greeting, and has not begun another one.
+        self._left_s: dict[int, float] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -52,6 +54,10 @@ class RankListener:
     @property
     def descriptors(self) -> list[int]:
         return [self._socket.fileno(), *(guest.socket.fileno() for guest in self._guests)]
+
+    def left_before(self, at_s: float) -> list[int]:
+        """The ranks that had left by then, after their hello, and have not come again."""
+        return [rank for rank, left_s in self._left_s.items() if left_s < at_s]
 
     @property
     def until_s(self) -> float:
@@ -107,6 +113,8 @@ class RankListener:
             guest.heard = b""
         if guest.confirmation and hmac.compare_digest(guest.heard, guest.confirmation) and guest.rank in self._missing:
             return True
+        if guest.rank in self._missing:
+            self._left_s[guest.rank] = time.monotonic()
         self._turn_away(guest)
         return False
 
@@ -121,6 +129,7 @@ class RankListener:
         reply = self.contact.reply(rank, asked, secrets.token_bytes(NONCE_BYTES))
         if guest.socket.send(reply) < len(reply):
             raise ConnectionRefusedError
+        self._left_s.pop(rank, None)
         # It knows the secret, and has all the time it needs.
         guest.rank, guest.until_s, guest.heard = rank, math.inf, b""
         guest.confirmation = self.contact.confirmation(rank, asked, reply) or b""

@@ -12,7 +12,7 @@ from bench.marks import FIRST_STEP, NEXT_STEP, History, Resumed, Tail, Work, res
 from bench.page import EMPTY, STATE_BEGIN, STATE_END, render, update
 from bench.plan import STATE_SECTIONS, Settings, plan
 from bench.samples import Results, Run, Sample, combined
-from bench.sides import KEPT, SIDES, usual
+from bench.sides import KEPT, SIDES, kept_part, usual
 from bench.stamps import Stamp
 from bench.targets import verdicts
 
@@ -178,7 +178,7 @@ def test_sides_take_turns_and_large_copies_are_fewer() -> None:
     settings = Settings(20, (1,), (8,), tuple(ALL.values()), STATE_SECTIONS, limit_s=40, seed=1)
     tasks = plan(settings)
 
-    rounds = [t.key for t in tasks if t.round.startswith("state: restart")]
+    rounds = [t.key for t in tasks if t.round.startswith("state: restart,")]
     assert rounds == 4 * [f"state: {side.name}" for side in SIDES]
     assert [t.key for t in tasks if t.round == "state: snapshots"] == [f"state of {n} MB" for n in (10, 100, 1000)]
     windows = [t.key for t in tasks if t.round.startswith("state: failures")]
@@ -219,11 +219,30 @@ def test_a_copy_of_each_step_is_related_to_the_step_without_it_and_has_a_row() -
 
 
 def test_a_pair_says_how_much_longer_a_step_takes() -> None:
-    notes = statecost.read('{"way": "pair", "values": {"plain": 0.04, "kept": 0.0402}}\n')
+    values = '{"plain": 0.04, "plain_p95": 0.05, "kept": 0.0402, "kept_p95": 0.06}'
+    notes = statecost.read(f'{{"way": "pair", "values": {values}}}\n')
 
-    (pair,) = statecost.pair_samples(notes)
+    (pair,) = statecost.pair_samples(100, notes)
 
     assert pair.values[statecost.COST] == pytest.approx(0.5)
+    text = render(results(pair, Sample(statecost.STEADY_SECTION, statecost.KEEPER, 1000, why="hung")))
+    assert row(text, "100")[1:] == ["1", "0.0400", "0.0500", "0.0402", "0.0600", "0.50", "0.50"]
+    assert "- 1000 MB: 1 × hung" in text
+
+
+def test_of_a_part_that_one_rank_has_it_is_promised_that_no_step_is_lost_if_each_is_copied() -> None:
+    copied, by_default = (
+        Sample(staterestart.PARTS_SECTION, kept_part("FSDP2", every).name, 4, {staterestart.LOST: 3.0, NEXT_STEP: 1.0})
+        for every in (1, None)
+    )
+
+    text = render(results(copied, by_default))
+    (verdict,) = verdicts(results(copied, by_default))
+
+    assert row(text, "FSDP2, each step copied") == ["FSDP2, each step copied", "1", "3", "3", "1.00", "1.00"]
+    assert row(text, "FSDP2, by default")[2:4] == ["3", "3"]
+    assert verdict.what == "steps lost by the SIGKILL of a worker, FSDP2, each step copied"
+    assert verdict.kept is False
 
 
 def test_restarts_stand_beside_each_other_in_the_order_of_the_stages() -> None:
@@ -265,7 +284,7 @@ def test_what_was_promised_of_the_state_is_judged() -> None:
         restart("elaunch", 1, 0.5),
         Sample(statecost.SECTION, "elaunch", 10, snapshot),
         Sample(statecost.SECTION, statecost.SAVE, 10, {statecost.HELD: 9.0}),
-        Sample(statecost.STEADY_SECTION, "elaunch", 2, {statecost.COST: 1.5}),
+        Sample(statecost.STEADY_SECTION, "elaunch", 10, {statecost.COST: 1.5}),
         *(
             Sample(ettr.SECTION, side, every_s, {ettr.ETTR: 95.0})
             for side in ("elaunch", TORCH)
@@ -278,7 +297,7 @@ def test_what_was_promised_of_the_state_is_judged() -> None:
     assert said == {
         "steps lost by the SIGKILL of a worker": (False, "1 at most"),
         "snapshots of 10 MB": (True, "0.90 %"),
-        "the Keeper while 2 workers train": (False, "1.50 %"),
+        "the Keeper while a state of 10 MB is trained": (False, "1.50 %"),
         "ETTR at one failure per 60 s": (False, "95.00 %"),
         "ETTR at one failure per 15 s": (True, "95.00 %"),
     }

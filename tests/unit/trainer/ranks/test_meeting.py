@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ import pytest
 from elaunch.trainer.ranks import connections
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
-from elaunch.trainer.ranks.greeting import HELLO_BYTES, REPLY_BYTES, Contact
+from elaunch.trainer.ranks.greeting import HELLO_BYTES, NONCE_BYTES, REPLY_BYTES, Contact
 from tests.harness import DEADLINE_S, wait_for
 from tests.relay import Listener, silent
 from tests.unit.trainer.ranks.channels import NAME, Book, channels
@@ -169,6 +169,25 @@ def test_a_death_is_an_error_on_a_rank_that_still_waits_to_meet_another_one(
             waits.result(DEADLINE_S / 2)
         with pytest.raises(PeerLost):
             dies.result(DEADLINE_S)
+
+
+def test_a_rank_that_dies_while_it_connects_is_an_error_when_it_would_have_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_LOOK_S", 0.05)
+    monkeypatch.setattr(connections, "_TRIES_S", 0.1)
+    book = Book()
+    rank_0 = channels(2, book)[0]
+    with called(lambda: rank_0.largest([0])) as (waits,):
+        contact = book.contact(0)
+        with socket.create_connection((contact.address, contact.port), DEADLINE_S) as rank_1:
+            rank_1.sendall(contact.hello(1, bytes(NONCE_BYTES)))
+            assert rank_1.recv(REPLY_BYTES)
+            # It has all the time it needs as long as it lives.
+            assert not wait([waits], 0.5).done
+
+        with pytest.raises(PeerLost, match="rank 1 is gone or has failed: it left while it connected, channel test"):
+            waits.result(DEADLINE_S / 2)
 
 
 def test_a_rank_that_waits_for_another_one_to_connect_sends_on_meanwhile() -> None:

@@ -1,0 +1,203 @@
+"""The training for tests of kills inside the Keeper's own work: looks, comparisons, copies, exchanges, restores.
+
+Run as `paths.py FOLDER STEPS KIND [OPTION=VALUE …]` by each rank. KIND is `ddp` or `fsdp2`, the options are the
+Keeper's. See moments.py for FOLDER. Moments:
+
+    forward       before the forward pass
+    look          a leaf of the tree has said what it wants at a look after that step, and waits for what is agreed
+    agreed        the root has not heard of all ranks what they want
+    digests       this rank has its digests for a comparison, and has told nobody
+    forget        the ranks differ, and this one has not forgotten the steps that are given up
+    copied        this rank has copied its part of that step, and has told nobody
+    sending       the thread that sends snapshots has begun to
+    received      a snapshot of another node is there, and does not count yet
+
+and with step 0, at a start:
+
+    hello         another rank's first word has come
+    reply         another rank's proof has come, and this one's has not been sent
+    inventory     all ranks have said what they have
+    chain         a part of the state that goes from rank to rank has been passed on
+    part          this rank is about to load its part
+
+An empty file FOLDER/corrupt-<generation>-<step>-<rank> changes a bit of that rank's weights before that step.
+
+Each rank prints lines of JSON: `step` and a digest of the whole state, for each step that it completes; at last
+`began`, `repeated` and `said`. Nothing in the state is drawn, so all runs are alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from moments import GENERATION, RANK, Moments
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from elaunch.trainer.keeper import copies, verification
+from elaunch.trainer.keeper.boundary import Boundary
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.memory import mirror, sharded, slots
+from elaunch.trainer.ranks import connections
+from elaunch.trainer.ranks.channel import Channel
+from elaunch.trainer.ranks.connections import Connections
+from elaunch.trainer.ranks.greeting import Contact
+from elaunch.trainer.state.training_state import Training
+
+FOLDER, STEPS, KIND = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+OPTIONS = {name: int(value) for name, value in (word.split("=") for word in sys.argv[4:])}
+MOMENTS = Moments(FOLDER)
+# A chunk of what goes along a chain is 1 MiB at most, and the state is more than that.
+WIDTH = 360
+IN_THREAD = "mirror"
+keeper: Keeper
+
+
+def now() -> int:
+    """The last complete step; 0 while the Keeper is entered."""
+    return keeper.step if keeper._is_entered else 0
+
+
+def before(owner: Any, name: str, moment: str, step: Callable[[], int] = now) -> None:
+    """Strike at `moment` before each call of `owner.name`."""
+    real = getattr(owner, name)
+
+    def struck(*args: Any, **options: Any) -> Any:
+        MOMENTS.strike(moment, step())
+        return real(*args, **options)
+
+    setattr(owner, name, struck)
+
+
+def plant_at_starts() -> None:
+    before(Contact, "heard", "hello")
+    before(Contact, "confirmation", "reply")
+    before(copies, "decide", "inventory")
+    before(Training, "load_whole", "part")
+    arriving = Connections._arriving
+
+    def in_a_chain(self: Connections, source: Any, into: memoryview, waiting: Any) -> Iterator[memoryview]:
+        for part in arriving(self, source, into, waiting):
+            yield part
+            if len(into) > 1 << 20 and GENERATION:
+                MOMENTS.strike("chain", now())
+
+    Connections._arriving = in_a_chain  # type: ignore[method-assign]
+
+
+def plant_in_looks() -> None:
+    agreed, numbers = Boundary.agreed, Channel._numbers
+    is_looking = False
+
+    def look(self: Boundary, wants: Any) -> Any:
+        nonlocal is_looking
+        is_looking = True
+        try:
+            return agreed(self, wants)
+        finally:
+            is_looking = False
+
+    def in_a_look(self: Channel, *args: Any) -> list[int]:
+        if is_looking:
+            MOMENTS.strike("look" if RANK else "agreed", now())
+        return numbers(self, *args)
+
+    Boundary.agreed, Channel._numbers = look, in_a_look  # type: ignore[method-assign]
+
+
+def plant_in_copies() -> None:
+    before(verification, "total", "digests")
+    before(copies, "drop_newer", "forget")
+    write = sharded.ShardedMemory._write_copy
+
+    def copied(self: Any, version: Any, packed: Any) -> bool:
+        done = write(self, version, packed)
+        MOMENTS.strike("copied", version.step)
+        return done
+
+    sharded.ShardedMemory._write_copy = copied  # type: ignore[method-assign]
+    exchange, received = mirror.Mirror._exchange, slots.received
+
+    def exchanged(self: Any, channel: Any, ended: Any, region: Any, version: Any, spare: Any) -> None:
+        begin_send = channel.begin_send
+
+        def begun(image: Tensor, target: int) -> None:
+            begin_send(image, target)
+            MOMENTS.strike("sending", version.step)
+
+        channel.begin_send = begun
+        exchange(self, channel, ended, region, version, spare)
+
+    def arrived(region: Tensor, expected: Any) -> Any:
+        if threading.current_thread().name == IN_THREAD:
+            MOMENTS.strike("received", getattr(expected, "version", expected).step)
+        return received(region, expected)
+
+    mirror.Mirror._exchange = exchanged  # type: ignore[method-assign]
+    slots.received = arrived
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    moments = [value for its in optimizer.state.values() for value in its.values()]
+    for tensor in (*model.parameters(), *moments):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found.update(whole.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in keeper.steps(STEPS):
+        if MOMENTS.is_asked("corrupt", step):
+            # As a broken memory would: torch does not count it.
+            next(model.parameters()).data.view(-1).view(torch.int32)[5] ^= 1 << 12
+        MOMENTS.strike("forward", step)
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + RANK))
+        (model(inputs) - inputs.flip(1)).square().mean().backward()
+        with keeper.commit():
+            optimizer.step()
+            optimizer.zero_grad()
+        print(json.dumps({"step": step, "digest": digest(model, optimizer)}), flush=True)
+
+
+def main() -> None:
+    global keeper
+    verification._FIRST_S = 0.2
+    # A rank that dies in its greeting is given up after twice as long.
+    connections._TRIES_S = 5.0
+    dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    network: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    if KIND == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        model: Any = fully_shard(network)
+    else:
+        model = DistributedDataParallel(network)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    said: list[str] = []
+    warm_up = lambda: model(torch.zeros(4, WIDTH)).sum().backward()  # noqa: E731
+    keeper = Keeper(model, optimizer, per_rank=(), warm_up=warm_up, say=said.append, **OPTIONS)
+    plant_at_starts()
+    plant_in_looks()
+    plant_in_copies()
+    with keeper:
+        began = keeper.step
+        train(model, optimizer)
+    print(json.dumps({"began": began, "repeated": keeper.repeated, "said": said}), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
