@@ -28,6 +28,7 @@ from elaunch.rendezvous.codec import encode
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
+    from elaunch.agent.forkserver.quick_end import QuickEnd
 
 # What is larger does not go into one packet. The next start finds it out again.
 _NAMED_BYTES_MAX = 64 << 10
@@ -48,9 +49,10 @@ class Child:
     preloaded: Preloaded | None = None
     loaded_at_start: Collection[str] = ()
     gate: Gate | None = None
+    quick_end: QuickEnd | None = None
 
 
-def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
+def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     # A bare fork server is ready sooner without it.
     from elaunch.agent.forkserver.preload import Unfaithful, preload
@@ -84,7 +86,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
     asked = _serve(boot, control, preloaded)
-    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
+    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
 
 
 def bare(boot_fd: str) -> None:

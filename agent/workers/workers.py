@@ -189,6 +189,8 @@ class Workers:
             return
         if order.signum == signal.SIGINT:
             self._prompts.interrupt(self._current.group, order.local_ranks)
+        if is_broken and order.signum == signal.SIGTERM:
+            self._links.say_broken(self._current.group, order.local_ranks)
         for local_rank in order.local_ranks:
             try:
                 self._spawner.signal(self._current.group, local_rank, order.signum)
