@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elaunch.agent.core import crash
-from elaunch.agent.core.peer_lost import PEER_LOST, is_peer_lost
+from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind

@@ -20,9 +20,9 @@ from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from elaunch.agent.core.peer_lost import is_peer_lost
 from elaunch.agent.forkserver import exit_report
 from elaunch.agent.forkserver.imported import is_installed
+from elaunch.agent.peer_lost import is_peer_lost
 
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.preload import Preloaded
