@@ -19,7 +19,9 @@ SECTION = "restart"
 FAILURES_MAX = 3
 _START_LIMIT_S = 120.0
 _STEP_S = 0.02
-# A kill comes a random time after the start of training, up to this. It must not keep step with a launcher's polling.
+# A job trains for a while before a rank dies. elaunch forks the next workers ahead meanwhile, one after the other.
+_TRAINS_S, _TRAINS_PER_WORKER_S = 1.5, 0.1
+# Then a kill comes a random time later, up to this. It must not keep step with a launcher's polling.
 _DELAY_S_MAX = 0.3
 
 
@@ -42,7 +44,7 @@ def restarts(contender: Contender, workers: int, count: int, limit_s: float, rng
 def _restart(
     job: Job, contender: Contender, workers: int, generation: int, limit_s: float, rng: random.Random
 ) -> Sample:
-    time.sleep(rng.uniform(0, _DELAY_S_MAX))
+    time.sleep(_TRAINS_S + _TRAINS_PER_WORKER_S * workers + rng.uniform(0, _DELAY_S_MAX))
     rank = rng.randrange(workers)
     pid = at(job.stamps(), generation - 1, "training")[rank].pid
     killed_s = time.monotonic()

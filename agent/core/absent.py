@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, Say
 from elaunch.agent.core.collectives import DEFAULT_GROUP
-from elaunch.agent.core.failures import TIMED_OUT
 from elaunch.agent.core.phases import HeldEnd, Running
 from elaunch.agent.core.stack_groups import Stack, full_text, group_words, grouped, ranks_words
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.waits import Doing, does_where, doing
+from elaunch.agent.peer_lost import TIMED_OUT
 from elaunch.records import dataclass
 from elaunch.rendezvous.types import Failure
 

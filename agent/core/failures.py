@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elaunch.agent.core import crash
+from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
@@ -42,28 +43,7 @@ _NO_MODULE = re.compile(
 # Only blank lines stand between the sentence that joins two tracebacks and the second one.
 _CHAIN_CHARACTERS_MAX = 200
 
-# What gloo and the Keeper's connections say of a collective that timed out, and for how long they waited. Without case.
-TIMED_OUT = (
-    r"timed out waiting (?P<ms>\d{1,20})ms for (?:recv|send) operation"
-    r"|collective operation timeout: waited (?P<s>\d[\d.e+]{0,12}) s for"
-)
-# What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
-_PEER_LOST = re.compile(
-    r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
-    r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .{0,200} disconnected"
-    r"|so_error: connection refused|collective operation timeout"
-    r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients"
-    # The Keeper's words for the status of a group.
-    r"|\((?:TIMEOUT|COMM_ERROR|REMOTE_ERROR), group \w"
-    rf"|{TIMED_OUT}",
-    re.IGNORECASE,
-)
 _OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPUAllocator: can't allocate memory")
-# Raised by Python's own sockets and pipes: an upload, a closed terminal. torch has types of its own for its peers.
-_PYTHON_SOCKET_TYPES = {
-    *("ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError"),
-    *("BrokenPipeError", "TimeoutError"),
-}
 # Where torch, the Keeper and the link wait for other ranks. A backward pass waits there for the gradients' all-reduce.
 _COLLECTIVES = re.compile(
     r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)"
@@ -196,7 +176,7 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     """
     progressed = reached_store if failure.progressed is None else failure.progressed
     failure = replace(failure, tail=_kept(tail, failure.traceback), progressed=progressed)
-    if failure.code == -_SIGABRT and _PEER_LOST.search(tail):
+    if failure.code == -_SIGABRT and PEER_LOST.search(tail):
         # NCCL's watchdog ends a survivor so.
         return replace(failure, kind=FailureKind.PEER_LOST)
     if failure.code is not None and failure.code < 0:
@@ -346,7 +326,7 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
-        kind = FailureKind.PEER_LOST if _PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
+        kind = FailureKind.PEER_LOST if PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
         return kind, f"exited with code {code}"
     if raised.exception.rpartition(".")[2] == _DEBUGGER_LEFT:
         return FailureKind.DEBUGGER, "left its debugger (BdbQuit)"
@@ -365,7 +345,7 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
 
 
 def _is_lost_peer(raised: Raised) -> bool:
-    return raised.exception not in _PYTHON_SOCKET_TYPES and bool(_PEER_LOST.search(raised.message))
+    return is_peer_lost(raised.exception, raised.message)
 
 
 def _essence(message: str) -> str:

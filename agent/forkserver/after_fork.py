@@ -13,8 +13,7 @@ from elaunch.agent.forkserver.preload import Preloaded
 
 
 def refresh(preloaded: Preloaded) -> None:
-    """Renew the streams, `__main__`, random seeds and keys, and forget values that come from the old environment."""
-    _standard_streams()
+    """Renew `__main__`, random seeds and keys, and forget values that come from the old environment."""
     _main_module()
     if threading := sys.modules.get("threading"):
         # Python does not renew the main thread's native id after a fork (CPython, threading._after_fork).
@@ -89,7 +88,7 @@ def _main_module() -> None:
     sys.modules["__main__"] = main
 
 
-def _standard_streams() -> None:
+def standard_streams() -> None:
     """New sys.stdin, stdout and stderr on fds 0 to 2, as `python -u` makes them (CPython, create_stdio)."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)

@@ -10,13 +10,16 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from elaunch.agent.environment import arguments
 from elaunch.agent.forkserver.boot import NEEDED, hooked
 from elaunch.agent.forkserver.server import Child
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
 from elaunch.rendezvous.job_spec import Program, ProgramKind
+
+if TYPE_CHECKING:
+    from elaunch.agent.forkserver.preload import Preloaded
 
 # The number of the crash file among the descriptors that came with the order.
 _CRASH_FD = 4
@@ -26,14 +29,26 @@ _WANTED_FD, _ANSWER_FD = 3, 4
 _HIGH_FD = 1023
 
 
-def become(child: Child) -> None:
-    """Become the process that `child` describes. Returns only if Python itself is to start the program now."""
-    die_with_parent(child.template_pid, signal.SIGKILL)
+def settle(agent_pid: int, template_pid: int) -> None:
+    """Right after the fork: have a session and a parent, and not the parent's signals."""
+    die_with_parent(template_pid, signal.SIGKILL)
     # Its py-spy is this process's cousin.
-    allow_tracer(child.boot.agent_pid)
+    allow_tracer(agent_pid)
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def warm(preloaded: Preloaded) -> None:
+    """Ahead of the order: what does not depend on it. A worker's start then finds memory of its own where it writes."""
+    from elaunch.agent.forkserver import after_fork
+
+    after_fork.refresh(preloaded)
+    after_fork.standard_streams()
+
+
+def become(child: Child) -> None:
+    """Become the process that `child` describes. Returns only if Python itself is to start the program now."""
     _take_fds(child.fds)
     crash_fd = _put_away(_CRASH_FD) if child.order["op"] == "worker" else -1
     _enter(child.order["cgroup"])
@@ -65,12 +80,16 @@ def become(child: Child) -> None:
         sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
     from elaunch.agent.forkserver import after_fork, collectives, crash_stack, exit_report
 
-    after_fork.refresh(child.preloaded)
+    if not child.is_warm:
+        after_fork.refresh(child.preloaded)
+    after_fork.standard_streams()
     crash_stack.enable(crash_fd)
     link = exit_report.promise()
     collectives.prepare(child.preloaded.module(collectives.C10D))
     if child.gate:
         child.gate.stand(link)
+    if child.quick_end:
+        child.quick_end.arm(link, child.preloaded)
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # The pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -7,6 +7,7 @@ import select
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import Program
 
 _ORDER_WAIT_S = 60.0
+_END_AHEAD_S = 0.2
 
 
 Fds = tuple[int, ...]
@@ -58,11 +60,14 @@ class ForkServer:
         self._successor: ForkServer | None = None
         self._ended_before: list[subprocess.Popen[bytes]] = []
         self._whole_store = False
+        # Of processes that it has forked ahead, which wait for an order.
+        self._ahead: set[int] = set()
         self._socket, self._process = self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
         self._socket, self._process = self._start()
+        self._ahead = set()
 
     def prepare_successor(self, learned: Learned) -> ForkServer:
         """Start another fork server beside this one, to take its place between two generations. Raises OSError."""
@@ -86,6 +91,7 @@ class ForkServer:
         self._process.kill()
         self._ended_before.append(self._process)
         self._socket, self._process, self.learned = successor._socket, successor._process, successor.learned
+        self._ahead = successor._ahead
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
@@ -133,8 +139,8 @@ class ForkServer:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """With that of the successor."""
-        return (self.pid, *(self._successor.pids if self._successor else ()))
+        """With those of processes that it has forked ahead, and of the successor."""
+        return (self.pid, *self._ahead, *(self._successor.pids if self._successor else ()))
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -146,6 +152,16 @@ class ForkServer:
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
         self._order("store", home, "store", {"host": host, "port": port, "whole": self._whole_store}, fds)
+
+    def fork_ahead(self, count: int) -> None:
+        """Have so many processes wait for the orders of the next workers, forked one after the other. 0 ends them."""
+        self._send({"op": "ahead", "count": count})
+
+    def fork_ahead_in_successor(self, count: int) -> None:
+        """The same in the successor, which takes this one's place before the next workers. Raises OSError."""
+        assert self._successor is not None
+        self._successor.fork_ahead(count)
+        self.fork_ahead(0)
 
     def probe(self, generation: int, fds: Fds) -> None:
         """Order a process that imports what a program has imported, to see what of it can be preloaded.
@@ -177,14 +193,32 @@ class ForkServer:
     def receive(self) -> dict[str, Any] | None:
         """The next piece of news, or None where the fork server is gone. Raises BlockingIOError where there is none."""
         packet = wire.receive(self._socket)
-        return packet[0] if packet else None
+        if packet is None:
+            return None
+        news = packet[0]
+        if news["event"] == "forked" and news["key"] == "ahead":
+            self._ahead.add(news["pid"])
+        elif news["event"] in ("forked", "exited"):
+            self._ahead.discard(news["pid"])
+        return news
 
     def stop(self) -> None:
         """End the fork server and, by the kernel, all its children."""
+        self._end_ahead()
         self._process.kill()
         for process in (self._process, *self._ended_before):
             process.wait()
         self._socket.close()
+
+    def _end_ahead(self) -> None:
+        """Let it end and reap what it has forked ahead: in a container there may be nobody else to reap them."""
+        until_s = time.monotonic() + _END_AHEAD_S
+        with suppress(OSError):
+            if self._ahead:
+                self.fork_ahead(0)
+            while self._ahead and select.select([self._socket], [], [], max(until_s - time.monotonic(), 0.0))[0]:
+                if self.receive() is None:
+                    return
 
     def close(self) -> None:
         """`stop`, and the same for the successor."""

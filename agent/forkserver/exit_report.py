@@ -67,7 +67,7 @@ def _report(link: int) -> None:
     # A file beside the script may have the name of a module that is needed here.
     sys.path = [_STANDARD, os.path.join(_STANDARD, "lib-dynload")]  # noqa: PTH118
     try:
-        error = _fatal()
+        error = fatal()
         # An import may run code by eval, after which Python has forgotten that it is to die of SIGINT (exit_sigint).
         if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
             _record(error)
@@ -100,7 +100,7 @@ def _send(link: int, line: str, *, last: bool = False) -> None:
         end.close()
 
 
-def _fatal() -> BaseException | None:
+def fatal() -> BaseException | None:
     """The exception that ended the program, if one did.
 
     Python leaves it in `sys.last_value`. Consoles, debuggers and pytest also leave exceptions there that they have

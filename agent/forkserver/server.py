@@ -15,12 +15,14 @@ import signal
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.reaper import Children
+from elaunch.agent.forkserver.standbys import Standbys, wait
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import encode
@@ -28,12 +30,19 @@ from elaunch.rendezvous.codec import encode
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
+    from elaunch.agent.forkserver.quick_end import QuickEnd
 
 # What is larger does not go into one packet. The next start finds it out again.
 _NAMED_BYTES_MAX = 64 << 10
 
-# An order from the agent, the descriptors that came with it, and the pid of the fork server.
-Asked = tuple[dict[str, Any], tuple[int, ...], int]
+# The key of processes that were forked ahead, and the generation that none of them has yet.
+_AHEAD, _NO_GENERATION = "ahead", -1
+
+# What a process does right after the fork, with the pid of the fork server, and what it does ahead of its order.
+Settle = Callable[[int], None]
+Warm = Callable[[], None]
+# An order from the agent, the descriptors that came with it, the pid of the fork server, and whether `Warm` was done.
+Asked = tuple[dict[str, Any], tuple[int, ...], int, bool]
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,15 @@ class Child:
     order: dict[str, Any]
     fds: tuple[int, ...]
     template_pid: int
+    is_warm: bool
     restore_mask: frozenset[int]
     preloaded: Preloaded | None = None
     loaded_at_start: Collection[str] = ()
     gate: Gate | None = None
+    quick_end: QuickEnd | None = None
 
 
-def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
+def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     # A bare fork server is ready sooner without it.
     from elaunch.agent.forkserver.preload import Unfaithful, preload
@@ -83,8 +94,9 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     gc.freeze()
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
-    asked = _serve(boot, control, preloaded)
-    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
+    settle, warm = partial(child.settle, boot.agent_pid), partial(child.warm, preloaded)
+    asked = _serve(boot, control, settle, preloaded, warm)
+    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
 
 
 def bare(boot_fd: str) -> None:
@@ -93,7 +105,7 @@ def bare(boot_fd: str) -> None:
 
     boot = Boot.read(int(boot_fd))
     mask, control = _settle(boot)
-    child.become(Child(boot, *_serve(boot, control), mask))
+    child.become(Child(boot, *_serve(boot, control, partial(child.settle, boot.agent_pid)), mask))
 
 
 def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
@@ -136,14 +148,19 @@ def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
     os.execvpe(command[0], command, environment)
 
 
-def _serve(boot: Boot, control: socket.socket, preloaded: Preloaded | None = None) -> Asked:
-    """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
+def _serve(
+    boot: Boot, control: socket.socket, settle: Settle, preloaded: Preloaded | None = None, warm: Warm | None = None
+) -> Asked:
+    """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it.
+
+    Without `warm` nothing is forked ahead.
+    """
     ready: dict[str, Any] = {"event": "ready", "reason": boot.fallback, "left_out": boot.left_out}
     if preloaded:
         named = Learned(preloaded.tried) if len(encode(Learned(preloaded.tried))) < _NAMED_BYTES_MAX else Learned()
         ready |= {"tried": encode(named), "has_programs": preloaded.has_programs}
     _tell(control, ready)
-    asked = _fork_as_asked(control)
+    asked = _fork_as_asked(control, settle, warm)
     if asked is None:
         os._exit(0)
     # The program may reuse this fd from here on. If the socket object closed it, it would close the program's file.
@@ -151,7 +168,7 @@ def _serve(boot: Boot, control: socket.socket, preloaded: Preloaded | None = Non
     return asked
 
 
-def _fork_as_asked(control: socket.socket) -> Asked | None:
+def _fork_as_asked(control: socket.socket, settle: Settle, warm: Warm | None) -> Asked | None:
     """Fork, signal and reap. Returns its order, fds and parent in each child; None here when the agent is gone."""
     wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -159,15 +176,26 @@ def _fork_as_asked(control: socket.socket) -> Asked | None:
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(wake_r, selectors.EVENT_READ)
-    children = Children()
+    children, standbys = Children(), Standbys()
     template_pid = os.getpid()
     while True:
-        ready = [key.fileobj for key, _ in selector.select(children.look_s)]
+        waits_s = [wait_s for wait_s in (children.look_s, standbys.wait_s) if wait_s is not None]
+        ready = [key.fileobj for key, _ in selector.select(min(waits_s, default=None))]
         if wake_r in ready:
             os.read(wake_r, 4096)
         for news in children.ended():
+            if news["key"] == _AHEAD:
+                standbys.forget(news["pid"])
             _tell(control, news)
         if control not in ready:
+            if warm and standbys.wait_s == 0 and (end := _fork_ahead(control, children, standbys)):
+                selector.close()
+                os.close(wake_r)
+                os.close(wake_w)
+                os.close(control.detach())
+                settle(template_pid)
+                warm()
+                return *wait(end), template_pid, True
             continue
         packet = wire.receive(control)
         if packet is None:
@@ -176,22 +204,38 @@ def _fork_as_asked(control: socket.socket) -> Asked | None:
         match order["op"]:
             case "ask":
                 _tell(control, {"event": "here"})
+            case "ahead":
+                standbys.want(order["count"] if warm else 0)
             case "signal":
                 children.signal((order["generation"], order["key"]), order["signum"], order["group"])
             case _:
                 news = {"generation": order["generation"], "key": order["key"]}
                 try:
-                    pid = os.fork()
+                    pid = (order["op"] != "probe" and standbys.give(order, fds)) or os.fork()
                 except OSError as error:
                     _tell(control, {**news, "event": "unstarted", "why": error.strerror})
                 else:
                     if pid == 0:
                         selector.close()
-                        return order, fds, template_pid
+                        settle(template_pid)
+                        return order, fds, template_pid, False
                     children.add(pid, (order["generation"], order["key"]))
                     _tell(control, {**news, "event": "forked", "pid": pid})
                 for fd in fds:
                     os.close(fd)
+
+
+def _fork_ahead(control: socket.socket, children: Children, standbys: Standbys) -> socket.socket | None:
+    """Fork a process that waits for its order. Returns in that process the socket for it, else None."""
+    try:
+        pid, end = standbys.fork()
+    except OSError:
+        # The next generation's workers are forked when they are needed, and the log has the reason then.
+        return None
+    if pid:
+        children.add(pid, (_NO_GENERATION, _AHEAD))
+        _tell(control, {"event": "forked", "generation": _NO_GENERATION, "key": _AHEAD, "pid": pid})
+    return end
 
 
 def _tell(control: socket.socket, news: dict[str, Any]) -> None:

@@ -146,8 +146,8 @@ class ForkServerMonitor:
             case "here":
                 self._questions -= 1
                 self._answer_due_s = None
-            case "forked" | "unstarted" | "exited" if news["key"] == "probe":
-                # The learner hears of it from the pipe.
+            case "forked" | "unstarted" | "exited" if news["key"] in ("probe", "ahead"):
+                # The learner hears of a probe from its pipe. The client keeps who was forked ahead.
                 pass
             case "forked" if group:
                 self._stamp_process(group, "forked", news)

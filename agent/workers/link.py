@@ -25,7 +25,7 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtStepBoundary
+from elaunch.agent.core.messages import GroupBroken, Message, PeerFailed, ShowStacks, StopAtStepBoundary
 from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.workers.step_times import StepTimes
 from elaunch.rendezvous.codec import parse_json
@@ -204,6 +204,8 @@ def line_of(message: Message) -> bytes:
             said: dict[str, object] = {"event": "stop_at_step_boundary", "reason": reason.value}
         case PeerFailed(generation):
             said = {"event": "peer_failed", "generation": generation}
+        case GroupBroken(generation):
+            said = {"event": "group_broken", "generation": generation}
         case ShowStacks():
             said = {"event": "stacks"}
     return json.dumps(said).encode() + b"\n"

@@ -157,7 +157,10 @@ class PreloadLearner:
             news = successor.receive()
         except BlockingIOError:
             return
-        if news and news["event"] == "ready" and news.get("has_programs"):
+        if news and news["event"] != "ready":
+            # It has forked the next workers ahead.
+            return
+        if news and news.get("has_programs"):
             self._is_successor_ready = True
             # The names of --preload were tried by the first one.
             self._remember(successor.learned)

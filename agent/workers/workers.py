@@ -6,6 +6,7 @@ import os
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from elaunch.agent.core.failures import with_tail
 from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.environment import extensions_root
 from elaunch.agent.services import Services
+from elaunch.agent.workers.ahead import ForksAhead
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
@@ -67,6 +69,7 @@ class Workers:
         program, file = config.spec.program, config.imports_file
         self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, services.pump.do)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
+        self._ahead = ForksAhead(fork_server, self._learner, is_wanted=config.spec.max_restarts > 0)
         self._prompts = PromptWatch(reporter)
         self._survivors: SurvivorWatch | None = None
         hang_timeout_s = config.times.hang_timeout_s
@@ -86,7 +89,7 @@ class Workers:
         looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
         survivors_s = self._survivors.due_s if self._survivors and not self._monitor.awaits_answer else None
         left_s = self._leftovers.due_s if self._leftovers else None
-        timers_s = (looks_s, self._monitor.due_s, self._prompts.due_s, survivors_s, left_s)
+        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, self._prompts.due_s, survivors_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
@@ -96,6 +99,7 @@ class Workers:
         self._monitor.tick(now_s, is_quiet=is_quiet)
         self._prompts.tick(now_s)
         self._learner.tick(now_s)
+        self._ahead.tick(now_s)
         # The fork server answers in order: the signal has been sent then.
         if self._survivors and not self._monitor.awaits_answer:
             self._survivors.tick(now_s)
@@ -164,6 +168,7 @@ class Workers:
         finally:
             self._port.release()
         self._timeline.stamp(generation, "ordered")
+        self._ahead.begin(group, time.monotonic())
         self._links.begin(group)
         self._observers.begin()
         self._monitor.watch_store(group)
@@ -189,6 +194,8 @@ class Workers:
             return
         if order.signum == signal.SIGINT:
             self._prompts.interrupt(self._current.group, order.local_ranks)
+        if is_broken and order.signum == signal.SIGTERM:
+            self._links.say_broken(self._current.group, order.local_ranks)
         for local_rank in order.local_ranks:
             try:
                 self._spawner.signal(self._current.group, local_rank, order.signum)

@@ -19,7 +19,7 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.core.messages import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
+from elaunch.agent.core.messages import GroupBroken, PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.workers.link import Link, Links
 
 
@@ -230,11 +230,14 @@ def test_that_a_program_ended_without_an_exception_is_news_once(pair: tuple[Link
     [
         (StopAtStepBoundary(StopReason.JOIN), {"event": "stop_at_step_boundary", "reason": "join"}),
         (PeerFailed(3), {"event": "peer_failed", "generation": 3}),
+        (GroupBroken(3), {"event": "group_broken", "generation": 3}),
         (ShowStacks(), {"event": "stacks"}),
     ],
 )
 def test_who_is_told_something_is_heard_at_once_from_then_on(
-    pair: tuple[Link, socket.socket], message: StopAtStepBoundary | PeerFailed | ShowStacks, line: dict[str, object]
+    pair: tuple[Link, socket.socket],
+    message: StopAtStepBoundary | PeerFailed | GroupBroken | ShowStacks,
+    line: dict[str, object],
 ) -> None:
     link, worker = pair
     links = Links()

@@ -1,0 +1,147 @@
+"""Lets a forked worker that has lost a peer end at once, with its memory left to the kernel.
+
+The program ends as ever: Python prints its exception, joins its threads and calls its exit functions. Then it would
+free each object by itself, and C++ its own. That takes a program with torch 0.3 s of CPU time, while the restart waits.
+
+The exit code is decided then, and only Python knows it. So Python goes on with its end, but finds little to free:
+`sys.modules` has only the program's own modules, and the others have a reference for ever. Then `exit` calls `_exit`
+first, before the destructors of C++.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import os
+import socket
+import sys
+from contextlib import suppress
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from elaunch.agent.forkserver import exit_report
+from elaunch.agent.forkserver.imported import is_installed
+from elaunch.agent.peer_lost import is_peer_lost
+
+if TYPE_CHECKING:
+    from elaunch.agent.forkserver.preload import Preloaded
+
+# A line that the agent sends before its SIGTERM; see `agent/workers/link.py`.
+BROKEN = b'{"event": "group_broken"'
+_LINK_BYTES = 1 << 16
+# Longer than the rest of Python's end: no other thread is to run between two lines, and to import what was taken away.
+_NO_SWITCH_S = 600.0
+_PYTHONS_OWN = ("builtins", "sys")
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
+class QuickEnd:
+    """The last exit function of the interpreter: make it before any other one is registered.
+
+    It does nothing in the process that made it. `arm` makes a forked worker use it.
+    """
+
+    def __init__(self) -> None:
+        self._pid = -1
+        self._link = -1
+        self._kept: list[object] = []
+        self._ctypes: Any = None
+        atexit.register(self._end)
+
+    def arm(self, link: int, preloaded: Preloaded) -> None:
+        """This process is a worker whose link is the socket with that inode."""
+        self._pid, self._link = os.getpid(), link
+        # Those that the program never imports are not in sys.modules.
+        self._kept.append(preloaded)
+        # The program may put anything in its place. It comes with torch; without torch there is not much to free.
+        self._ctypes = sys.modules.get("ctypes")
+
+    def _end(self) -> None:
+        # A child that the program forked runs this too.
+        if os.getpid() != self._pid or self._ctypes is None:
+            return
+        try:
+            if self._has_lost_peer():
+                self._leave_memory()
+        except Exception:
+            # The program may have broken anything in this interpreter. Then Python frees what it can, as ever.
+            return
+
+    def _has_lost_peer(self) -> bool:
+        error = exit_report.fatal()
+        if error is not None:
+            kind = type(error)
+            name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+            if is_peer_lost(name, str(error)):
+                return True
+        return self._was_told()
+
+    def _was_told(self) -> bool:
+        """Whether the agent has said that the group is broken. A program that reads its link has taken that away."""
+        if os.fstat(exit_report.LINK_FD).st_ino != self._link:
+            return False
+        with socket.socket(fileno=os.dup(exit_report.LINK_FD)) as link:
+            try:
+                return BROKEN in link.recv(_LINK_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+
+    def _leave_memory(self) -> None:
+        libc, python = self._ctypes.CDLL(None), self._ctypes.pythonapi
+        # Calls are made in the reverse order. glibc calls _exit with the exit code.
+        if libc.on_exit(self._ctypes.cast(libc._exit, self._ctypes.c_void_p), None) == 0:
+            libc["__cxa_atexit"](self._ctypes.cast(libc.fflush, self._ctypes.c_void_p), None, None)
+        if _flush_files():
+            gc.freeze()
+        own = {name: module for name, module in sys.modules.items() if _is_own(name, module)}
+        self._kept += [module for name, module in sys.modules.items() if name not in own]
+        for name, module in own.items():
+            if name not in _PYTHONS_OWN and isinstance(module, ModuleType):
+                _end_globals(module)
+        python.Py_IncRef(self._ctypes.py_object(self._kept))
+        sys.setswitchinterval(_NO_SWITCH_S)
+        sys.modules.clear()
+        sys.modules.update(own)
+
+
+def _flush_files() -> bool:
+    """Write what open files still hold. Returns whether nothing is left that would write more at its own end.
+
+    Such an object ends when nothing refers to it any more, and the garbage collector may have to find that out.
+    """
+    objects = gc.get_objects()
+    kinds = {id(kind): kind for kind in map(type, objects)}
+    # Each flush goes through all files below it.
+    files = {key for key, kind in kinds.items() if issubclass(kind, _BUFFERED)}
+    for each in [each for each in objects if id(type(each)) in files] if files else ():
+        with suppress(Exception):
+            # Closed, or no room: Python would not say so either.
+            each.flush()
+    return not any(map(_writes_at_end, kinds.values()))
+
+
+def _writes_at_end(kind: type) -> bool:
+    """Whether objects of that class may write at their end: files of a kind of their own, and the program's objects."""
+    if issubclass(kind, io.IOBase):
+        return kind.__module__ != "_io"
+    for each in kind.__mro__:
+        finalizer = vars(each).get("__del__")
+        if isinstance(finalizer, FunctionType):
+            return each.__module__ == "zipfile" or not is_installed(each.__module__, finalizer.__code__.co_filename)
+    return False
+
+
+def _end_globals(module: ModuleType) -> None:
+    """Let go of those globals that may write at their end: a library's reference to the module would keep them."""
+    names = vars(module)
+    for name in [name for name, value in names.items() if _writes_at_end(type(value))]:
+        del names[name]
+
+
+def _is_own(name: str, module: object) -> bool:
+    """Whether a module is of the program itself, and ends as ever."""
+    if name == "__main__" or name in _PYTHONS_OWN:
+        return True
+    origin = getattr(vars(module).get("__spec__"), "origin", None) if isinstance(module, ModuleType) else None
+    return isinstance(origin, str) and not is_installed(name, origin) and name.partition(".")[0] != "elaunch"

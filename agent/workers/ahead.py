@@ -1,0 +1,66 @@
+"""Decides when the next generation's workers are forked ahead, and by which fork server."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.workers.group import WorkerGroup
+from elaunch.agent.workers.preload_learner import PreloadLearner
+
+# The program's own start has the CPUs first.
+_AFTER_S = 1.0
+
+
+class ForksAhead:
+    """Orders processes that wait for the next generation of `server`'s workers. The agent's loop calls all methods.
+
+    Without `is_wanted` there is no next generation to wait for.
+    """
+
+    def __init__(self, server: ForkServer, learner: PreloadLearner, *, is_wanted: bool) -> None:
+        self._server = server
+        self._learner = learner
+        self._is_wanted = is_wanted
+        self._group: WorkerGroup | None = None
+        self._due_s: float | None = None
+        self._is_successor_asked = False
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` is due, on the monotonic clock."""
+        return self._due_s
+
+    def begin(self, group: WorkerGroup, now_s: float) -> None:
+        """A generation begins. Its workers take the processes that wait."""
+        self._group, self._is_successor_asked = group, False
+        self._due_s = now_s + _AFTER_S if self._is_wanted else None
+
+    def tick(self, now_s: float) -> None:
+        """Order processes, some time after all workers of the generation were forked."""
+        group = self._group
+        if group is None or not self._is_wanted or self._server.preload is None:
+            self._due_s = None
+            return
+        if self._due_s is not None and now_s >= self._due_s:
+            is_forked = len(group.pids) >= group.slots
+            # Else the fork server still imports.
+            self._due_s = None if is_forked else now_s + _AFTER_S
+            if is_forked:
+                self._order(_count(group))
+        elif self._due_s is None and self._learner.has_successor and not self._is_successor_asked:
+            self._order(_count(group))
+
+    def _order(self, count: int) -> None:
+        # A fork server that is gone is replaced, and the workers are forked when they are needed.
+        with suppress(OSError):
+            if self._learner.has_successor:
+                self._is_successor_asked = True
+                self._server.fork_ahead_in_successor(count)
+            else:
+                self._server.fork_ahead(count)
+
+
+def _count(group: WorkerGroup) -> int:
+    """One for each worker, and one for the worker store, which is likely to stay on this node."""
+    return group.slots + (group.store is not None)

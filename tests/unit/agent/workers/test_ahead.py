@@ -1,0 +1,87 @@
+"""When the next generation's workers are forked ahead, and by which fork server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.workers.ahead import ForksAhead
+from elaunch.agent.workers.group import WorkerGroup
+from elaunch.agent.workers.preload_learner import PreloadLearner
+from elaunch.rendezvous.types import RankTable, Seat
+
+
+@dataclass
+class Server:
+    preload: tuple[str, ...] | None = ("torch",)
+    said: list[tuple[str, int]] = field(default_factory=list)
+
+    def fork_ahead(self, count: int) -> None:
+        self.said.append(("first", count))
+
+    def fork_ahead_in_successor(self, count: int) -> None:
+        self.said.append(("successor", count))
+
+
+@dataclass
+class Learner:
+    has_successor: bool = False
+
+
+def group() -> WorkerGroup:
+    return WorkerGroup(RankTable(0, (Seat("a-00000001", 2, 0),), "127.0.0.1", 1, "the job starts"), 0)
+
+
+def ahead(server: Server, learner: Learner, *, is_wanted: bool = True) -> ForksAhead:
+    return ForksAhead(cast(ForkServer, server), cast(PreloadLearner, learner), is_wanted=is_wanted)
+
+
+def test_they_are_ordered_some_time_after_the_last_worker_was_forked() -> None:
+    server, workers = Server(), group()
+    forks = ahead(server, Learner())
+
+    forks.begin(workers, 10.0)
+    forks.tick(10.5)
+    early = [*server.said]
+    forks.tick(11.5)
+    while_importing = [*server.said]
+    workers.pids.update({0: 71, 1: 72})
+    due_s = forks.due_s
+    forks.tick(13.0)
+    forks.tick(14.0)
+
+    assert (early, while_importing, due_s) == ([], [], 12.5)
+    assert server.said == [("first", 2)]
+    assert forks.due_s is None
+
+
+def test_a_fork_server_that_has_imported_more_forks_them_once_it_is_ready() -> None:
+    server, learner, workers = Server(), Learner(), group()
+    workers.pids.update({0: 71, 1: 72})
+    forks = ahead(server, learner)
+
+    forks.begin(workers, 10.0)
+    forks.tick(11.0)
+    learner.has_successor = True
+    forks.tick(12.0)
+    forks.tick(13.0)
+    learner.has_successor = False
+    forks.begin(workers, 20.0)
+    forks.tick(21.0)
+
+    assert server.said == [("first", 2), ("successor", 2), ("first", 2)]
+
+
+@pytest.mark.parametrize(("server", "is_wanted"), [(Server(preload=None), True), (Server(), False)])
+def test_without_preloading_or_restarts_nothing_is_forked_ahead(server: Server, is_wanted: bool) -> None:
+    workers = group()
+    workers.pids.update({0: 71, 1: 72})
+    forks = ahead(server, Learner(), is_wanted=is_wanted)
+
+    forks.begin(workers, 10.0)
+    forks.tick(12.0)
+
+    assert (server.said, forks.due_s) == ([], None)
