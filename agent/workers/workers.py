@@ -7,10 +7,12 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
+from elaunch.agent.at_once import at_once
 from elaunch.agent.core.actions import Blame, Clear, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.rules.pace import SlowNode
 
 _RANKS_SHOWN = 8
+# The loop waits no longer for a folder: the lease has to be renewed.
+_LOCKS_S = 0.5
 
 
 class Workers:
@@ -69,6 +73,7 @@ class Workers:
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
         self._prompts = PromptWatch(reporter)
         self._survivors: SurvivorWatch | None = None
+        self._looks_for_locks = True
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
         hang_after_s = config.times.hang_after_s
@@ -169,12 +174,18 @@ class Workers:
         self._monitor.watch_store(group)
 
     def _remove_dead_locks(self) -> None:
+        """Before workers start: a rank that waits for a lock believes that the extension is built when it is gone."""
         root = extensions_root(self._environment)
-        if os.path.isdir(root):  # noqa: PTH112
-            # Imported here: most users build no extension.
-            from elaunch.agent.workers.build_locks import remove_dead
-
-            remove_dead(root, self._reporter.warn)
+        if not self._looks_for_locks or not root:
+            return
+        # A thread, because the folder may be on a disk that hangs.
+        work = partial(_remove_dead_locks, root, self._reporter.warn)
+        if not at_once((work,), _LOCKS_S, "elaunch-locks", 1):
+            self._looks_for_locks = False
+            self._reporter.warn(
+                f"{root} does not answer within {_LOCKS_S:g} s: dead builders' locks of torch extensions are not looked"
+                " for any more"
+            )
 
     def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server.
@@ -349,6 +360,15 @@ class Workers:
         from elaunch.agent.workers.investigator import Investigator
 
         Investigator(self._log, self._kill_counters).look_into(failures, found)
+
+
+def _remove_dead_locks(root: str, say: Callable[[str], None]) -> None:
+    with suppress(OSError):
+        if os.path.isdir(root):  # noqa: PTH112
+            # Imported here: most users build no extension.
+            from elaunch.agent.workers.build_locks import remove_dead
+
+            remove_dead(root, say)
 
 
 def _said_of_folded(lines: dict[int, int]) -> str:
