@@ -1,0 +1,59 @@
+"""What a call does while its job begins and ends."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from elaunch.launcher.functions.launch import _Forwarding, _told
+
+
+class Job:
+    """Takes signals in place of a process."""
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def send_signal(self, signum: int) -> None:
+        self.got.append(signum)
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_a_signal_that_comes_while_the_job_begins_reaches_it_once(moment: int) -> None:
+    """Another signal comes at each line of `begin` in turn."""
+    lines: list[int] = []
+
+    def at_line(frame: FrameType, event: str, _argument: Any) -> Any:
+        if frame.f_code.co_name != "begin":
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == moment:
+                signal.raise_signal(signal.SIGUSR1)
+        return at_line
+
+    job: Any = Job()
+    before = sys.gettrace()
+    with _Forwarding(["SIGTERM", "SIGUSR1"]) as forwarding:
+        signal.raise_signal(signal.SIGTERM)
+        sys.settrace(at_line)
+        try:
+            forwarding.begin(job)
+        finally:
+            sys.settrace(before)
+        if moment not in range(1, len(lines) + 1):
+            signal.raise_signal(signal.SIGUSR1)
+
+    assert Counter(job.got) == {signal.SIGTERM: 1, signal.SIGUSR1: 1}
+    assert Counter(forwarding.seen) == Counter(job.got)
+
+
+def test_the_answer_of_a_job_that_was_killed_while_it_wrote_is_none() -> None:
+    assert _told(io.BytesIO(b'{"outcome": "fai')) == {}
+    assert _told(io.BytesIO(b"")) == {}
