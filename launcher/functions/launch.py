@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.functions import carried, errors
-from elaunch.launcher.functions.config import LaunchConfig, option_words
+from elaunch.launcher.functions.config import LaunchConfig, as_ours, option_words
 from elaunch.launcher.resources import interpreter_options
 
 
@@ -41,7 +41,7 @@ class launch:
                 f"nproc_per_node is {config.nproc_per_node!r} and a function needs a whole number of workers;"
                 " give one, for example torch.cuda.device_count()"
             )
-        self._config = config
+        self._config = as_ours(config)
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
@@ -114,7 +114,8 @@ class _Forwarding:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._signals = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+        known = signal.Signals.__members__
+        self._signals = [known[name.strip()] for name in names if name.strip() in known]
         self._before: dict[int, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
         # Those that came before the job's process was there.

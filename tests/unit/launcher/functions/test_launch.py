@@ -35,12 +35,12 @@ def test_a_signal_that_comes_while_the_job_begins_reaches_it_once(moment: int) -
         if event == "line":
             lines.append(frame.f_lineno)
             if len(lines) == moment:
-                signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGURG)
         return at_line
 
     job: Any = Job()
     before = sys.gettrace()
-    with _Forwarding(["SIGTERM", "SIGUSR1"]) as forwarding:
+    with _Forwarding(["SIGTERM", "SIGURG"]) as forwarding:
         signal.raise_signal(signal.SIGTERM)
         sys.settrace(at_line)
         try:
@@ -48,10 +48,17 @@ def test_a_signal_that_comes_while_the_job_begins_reaches_it_once(moment: int) -
         finally:
             sys.settrace(before)
         if moment not in range(1, len(lines) + 1):
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGURG)
 
-    assert Counter(job.got) == {signal.SIGTERM: 1, signal.SIGUSR1: 1}
+    assert Counter(job.got) == {signal.SIGTERM: 1, signal.SIGURG: 1}
     assert Counter(forwarding.seen) == Counter(job.got)
+
+
+def test_spaces_between_the_names_of_signals_mean_nothing() -> None:
+    with _Forwarding(["SIGTERM", " SIGURG"]) as forwarding:
+        signal.raise_signal(signal.SIGURG)
+
+    assert forwarding.seen == [signal.SIGURG]
 
 
 def test_the_answer_of_a_job_that_was_killed_while_it_wrote_is_none() -> None:
