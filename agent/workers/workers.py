@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.rules.pace import SlowNode
 
 _RANKS_SHOWN = 8
-# The loop waits no longer for a folder: the lease has to be renewed.
-_LOCKS_S = 0.5
+# The loop waits no longer for a folder that is not the job's own: the lease has to be renewed.
+_DISK_S = 0.5
 
 
 class Workers:
@@ -69,7 +69,7 @@ class Workers:
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
         self._exits = ExitReader(socket.gethostname(), oom, keeps_files=run_dir.logs is not None)
         program, file = config.spec.program, config.imports_file
-        self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, services.pump.do)
+        self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, _within_reason)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
         self._prompts = PromptWatch(reporter)
         self._survivors: SurvivorWatch | None = None
@@ -180,10 +180,10 @@ class Workers:
             return
         # A thread, because the folder may be on a disk that hangs.
         work = partial(_remove_dead_locks, root, self._reporter.warn)
-        if not at_once((work,), _LOCKS_S, "elaunch-locks", 1):
+        if not at_once((work,), _DISK_S, "elaunch-locks", 1):
             self._looks_for_locks = False
             self._reporter.warn(
-                f"{root} does not answer within {_LOCKS_S:g} s: dead builders' locks of torch extensions are not looked"
+                f"{root} does not answer within {_DISK_S:g} s: dead builders' locks of torch extensions are not looked"
                 " for any more"
             )
 
@@ -360,6 +360,11 @@ class Workers:
         from elaunch.agent.workers.investigator import Investigator
 
         Investigator(self._log, self._kill_counters).look_into(failures, found)
+
+
+def _within_reason(work: Callable[[], object]) -> None:
+    """Do it in a thread of its own, since a home may be on a disk that hangs. Nobody waits for that one longer."""
+    at_once((work,), _DISK_S, "elaunch-imports", 1)
 
 
 def _remove_dead_locks(root: str, say: Callable[[str], None]) -> None:
