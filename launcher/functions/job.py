@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__" and sys.path and not getattr(sys.flags, "safe_path", False):
-    # Python put the current folder first; a json.py of the user's there is not ours to import.
-    del sys.path[0]
+if __name__ == "__main__":
+    # Ctrl-C during the imports is no news: the caller raises KeyboardInterrupt. (`signal` itself imports much.)
+    import _signal  # type: ignore[import-not-found]
+
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    if sys.path and not getattr(sys.flags, "safe_path", False):
+        # Python put the current folder first; a json.py of the user's there is not ours to import.
+        del sys.path[0]
 
 import json
 import os
@@ -36,6 +42,8 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
 
     `answer`, `call` and `results` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # SIGTERM, so that workers can save. The agent's own death ends the workers in any case.
     die_with_parent(int(parent), signal.SIGTERM)
     for fd in (answer, *filter(None, (call, *results.split(",")))):

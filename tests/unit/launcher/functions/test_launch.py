@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
+import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -64,3 +67,29 @@ def test_spaces_between_the_names_of_signals_mean_nothing() -> None:
 def test_the_answer_of_a_job_that_was_killed_while_it_wrote_is_none() -> None:
     assert _told(io.BytesIO(b'{"outcome": "fai')) == {}
     assert _told(io.BytesIO(b"")) == {}
+
+
+# Ctrl-C comes when elaunch's own modules are being imported.
+INTERRUPTED = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "elaunch.launcher.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_an_interrupted_job_that_has_not_begun_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+
+    job = subprocess.run(
+        [sys.executable, "-m", "elaunch.launcher.functions.job", str(os.getpid()), "train", "9", "", ""],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        check=False,
+    )
+
+    assert (job.returncode, job.stdout, job.stderr) == (-signal.SIGINT, b"", b"")
