@@ -8,10 +8,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from elaunch.launcher.functions import WORKER
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.resources import HostResources
 from elaunch.rendezvous.job_spec import ProgramKind
+
+# The program of all functions' jobs. Its arguments are the function's name and the worker's local rank.
+FUNCTIONS_PROGRAM = "elaunch.launcher.functions.worker"
 
 
 def imports_file(options: Options, environ: Mapping[str, str], host: HostResources) -> Path | None:
@@ -31,6 +33,6 @@ def imports_file(options: Options, environ: Mapping[str, str], host: HostResourc
     except OSError:
         return None
     module = options.target if options.kind is ProgramKind.MODULE else ""
-    function = options.args[:1] if module == WORKER else ()
+    function = options.args[:1] if module == FUNCTIONS_PROGRAM else ()
     command = [host.python, host.python_options, options.kind.value, place, module, function, options.preload]
     return Path(cache, "elaunch", "imports", hashlib.sha256(json.dumps(command).encode()).hexdigest()[:32])

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, NoReturn
 from elaunch.agent.linux import die_with_parent
 from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.functions import WORKER
 from elaunch.launcher.functions.worker import VARIABLE
+from elaunch.launcher.imports_file import FUNCTIONS_PROGRAM
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
@@ -52,7 +52,7 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
     if call:
         places = f"/proc/{os.getpid()}/fd,{call},{results}"
         # Nodes compare their programs and arguments, so places of this node are not among them.
-        words = (*words, "--module", WORKER, name, "${local_rank}")
+        words = (*words, "--module", FUNCTIONS_PROGRAM, name, "${local_rank}")
     as_command(partial(_run, words, places, int(answer), name))
 
 
