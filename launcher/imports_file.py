@@ -12,11 +12,15 @@ from elaunch.launcher.options.options import Options
 from elaunch.launcher.resources import HostResources
 from elaunch.rendezvous.job_spec import ProgramKind
 
+# The program of all functions' jobs. Its arguments are the function's name and the worker's local rank.
+FUNCTIONS_PROGRAM = "elaunch.launcher.functions.worker"
+
 
 def imports_file(options: Options, environ: Mapping[str, str], host: HostResources) -> Path | None:
     """The file of this command, which need not exist. None for a user without a home.
 
-    The program's arguments do not matter: most of them are a run's name or its settings.
+    The program's arguments do not matter: most of them are a run's name or its settings. Of a function's job the
+    program is elaunch's own module, so the function's name matters, which is the first argument.
     """
     cache = environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # noqa: PTH117
@@ -29,5 +33,6 @@ def imports_file(options: Options, environ: Mapping[str, str], host: HostResourc
     except OSError:
         return None
     module = options.target if options.kind is ProgramKind.MODULE else ""
-    command = [host.python, host.python_options, options.kind.value, place, module, options.preload]
+    function = options.args[:1] if module == FUNCTIONS_PROGRAM else ()
+    command = [host.python, host.python_options, options.kind.value, place, module, function, options.preload]
     return Path(cache, "elaunch", "imports", hashlib.sha256(json.dumps(command).encode()).hexdigest()[:32])

@@ -207,21 +207,24 @@ def _check_is_python(script: Path) -> None:
         first = file.readline(256)
         is_shell = script.suffix in _SHELL_SUFFIXES or (first.startswith(b"#!") and b"python" not in first)
         text = first + file.read() if is_shell else first
-    if not first.startswith(_ELF) and not (is_shell and not _is_python(text)):
+    if not first.startswith(_ELF) and not (is_shell and not _is_python(text, script)):
         return
     start = str(script) if os.sep in str(script) else f"./{script}"
     command = start if os.access(script, os.X_OK) else f"sh {script}" if is_shell else f"{start}, after chmod +x"
     raise UsageError(f"{script} is a command and no Python script; start it with --no-python {command}")
 
 
-def _is_python(text: bytes) -> bool:
+def _is_python(text: bytes, script: Path) -> bool:
     with warnings.catch_warnings():
         # Python says these when it runs the program.
         warnings.simplefilter("ignore")
         try:
             compile(text, "", "exec", _ast.PyCF_ONLY_AST)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return False
+            from zipfile import is_zipfile  # Imported only for an error.
+
+            # An application of `zipapp` begins with any interpreter's name.
+            return is_zipfile(script)
     return True
 
 

@@ -46,6 +46,9 @@ def _search(kind: ProgramKind, target: str) -> bool:
         if file in seen:
             continue
         seen.add(file)
+        if not file.is_file():
+            # What is read of a pipe is not there for the program any more.
+            return True
         text = file.read_bytes()
         if len(seen) > _FILES_MAX or b"torch" in text:
             return True

@@ -17,21 +17,20 @@ def with_usage(report: NodeReport) -> NodeReport:
     except ImportError:
         # Upgraded or removed while the job runs.
         return report
-    memory = psutil.virtual_memory()
-    return replace(
-        report,
-        ranks=tuple(map(_with_memory, report.ranks)),
-        memory_bytes=memory.total,
-        memory_free_bytes=memory.available,
-        cpus=psutil.cpu_count(),
-        load=os.getloadavg()[0],
-    )
+    report = replace(report, ranks=tuple(map(_with_memory, report.ranks)))
+    # Whoever asks must not end a job: without a part of /proc (systemd's ProcSubset=pid) psutil raises many things.
+    with suppress(Exception):
+        memory = psutil.virtual_memory()
+        report = replace(report, memory_bytes=memory.total, memory_free_bytes=memory.available)
+    with suppress(Exception):
+        report = replace(report, cpus=psutil.cpu_count(), load=os.getloadavg()[0])
+    return report
 
 
 def _with_memory(rank: RankReport) -> RankReport:
     import psutil
 
-    with suppress(psutil.Error, ValueError):
+    with suppress(Exception):
         if rank.pid > 0:
             return replace(rank, memory_bytes=psutil.Process(rank.pid).memory_info().rss)
     return rank

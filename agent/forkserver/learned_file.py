@@ -60,11 +60,7 @@ def write(file: Path, learned: Learned) -> None:
     import tempfile
 
     with suppress(OSError):
-        file.parent.parent.parent.mkdir(parents=True, exist_ok=True)
-        for folder in (file.parent.parent, file.parent):
-            folder.mkdir(mode=0o700, exist_ok=True)
-        if file.parent.stat().st_uid != os.geteuid():
-            # sudo keeps HOME: a file of root's would stand in the user's way.
+        if not _make_folders(file.parent):
             return
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as draft:
             try:
@@ -75,6 +71,22 @@ def write(file: Path, learned: Learned) -> None:
                 Path(draft.name).unlink()
                 raise
         _remove_oldest(file.parent)
+
+
+def _make_folders(folder: Path) -> bool:
+    """Make `folder`, its parent and the cache folder above. Returns whether only this user can have made the two."""
+    cache, user = folder.parent.parent, os.geteuid()
+    found = next(place for place in (cache, *cache.parents) if place.exists())
+    if user == 0 and found.stat().st_uid != user:
+        # sudo keeps HOME: a folder or a file of root's would stand in the user's way.
+        return False
+    cache.mkdir(parents=True, exist_ok=True)
+    for place in (folder.parent, folder):
+        place.mkdir(mode=0o700, exist_ok=True)
+        # A link of somebody else's would lead to any folder of this user's, in which the oldest files are removed.
+        if {place.lstat().st_uid, place.stat().st_uid} != {user}:
+            return False
+    return True
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -94,18 +94,22 @@ class LiveRows:
         rows = written[marks[-1].end() :] if marks else written
         if writer in self._hiding:
             rows = rows[rows.rfind(b"\r") + 1 :]
-            if len(rows) <= _BAR_BYTES_MAX and self._height(rows) < self._size()[1]:
+            if self._fits(rows):
                 return rows
             self._hiding.discard(writer)
             return None
         row = rows[rows.rfind(b"\n") + 1 :]
         is_above = bool(marks) and marks[-1][0].endswith(b"A")
         is_bar = b"\r" in row or (b"\n" not in rows and (is_above or leaves_open(bar)))
-        if not is_bar or len(row) > _BAR_BYTES_MAX:
+        if not is_bar or not self._fits(row):
             return None
         states = row.split(b"\r")
         # A program may write the \r behind each state.
         return states[-1] or b"".join(states[-2:-1]) + b"\r"
+
+    def _fits(self, rows: bytes) -> bool:
+        """Whether the cursor can come back to the first of these rows: it cannot leave the screen."""
+        return len(rows) <= _BAR_BYTES_MAX and self._height(rows) < self._size()[1]
 
     def _height(self, rows: bytes) -> int:
         columns = self._size()[0]

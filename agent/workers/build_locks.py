@@ -3,7 +3,7 @@
 `torch.utils.cpp_extension` builds under a lock that is a file (torch/utils/file_baton.py): who makes it, builds, and
 keeps it open; all others sleep until it is gone. Nothing in torch notices that the builder is dead.
 The kernel knows whether anybody on this host has the file open, in whatever container: it grants a write lease only if
-nobody has. On a disk that hosts share the builder may be on another host.
+nobody has. On a disk that hosts share the builder may be on another host, and NFS grants no lease at all.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import stat
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # A builder closes its lock just before it removes the file.
@@ -27,24 +28,30 @@ _LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpf
 def remove_dead(root: str, say: Callable[[str], None]) -> None:
     """Remove the locks of dead builders in this folder of extensions, and name each.
 
-    One that may be held on another host is only named.
+    One that may be held on another host is only named. The disk may hang, so this is not for the agent's loop.
     """
+    free = []
     for lock in _locks(Path(root)):
         with suppress(OSError):
-            if not _is_free(lock):
+            status = lock.lstat()
+            if status.st_uid != os.geteuid() or status.st_size or not stat.S_ISREG(status.st_mode):
                 continue
-            time.sleep(_LOOK_AGAIN_S)
-            if not _is_free(lock):
-                continue
-            age_s = time.time() - lock.stat().st_mtime
+            age_s = time.time() - status.st_mtime
             if _disk_of(lock) in _LOCAL:
-                lock.unlink()
-                say(f"removed {lock}: who built this torch extension was killed, and ranks wait until the lock is gone")
+                with _held(lock) as is_free:
+                    free += [lock] if is_free else []
             elif age_s >= _OLD_S:
                 say(
-                    f"{lock} is the lock of a torch extension's build, {age_s / 60:.0f} minutes old, and nobody on this"
-                    " host has it open: if no other host builds it, ranks wait for it without an end; remove it"
+                    f"{lock} is the lock of a torch extension's build, and {age_s / 60:.0f} minutes old. If no host"
+                    " builds that extension now, remove the lock: ranks wait for it without an end"
                 )
+    if free:
+        time.sleep(_LOOK_AGAIN_S)
+    for lock in free:
+        with suppress(OSError), _held(lock) as is_free:
+            if is_free:
+                lock.unlink()
+                say(f"removed {lock}: the builder of this torch extension was killed, and ranks wait for its lock")
 
 
 def _locks(root: Path) -> list[Path]:
@@ -52,20 +59,20 @@ def _locks(root: Path) -> list[Path]:
     return sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern))
 
 
-def _is_free(lock: Path) -> bool:
-    """Whether no process of this host has this user's file open. Raises OSError if it is gone or cannot be asked."""
+@contextmanager
+def _held(lock: Path) -> Iterator[bool]:
+    """Whether nobody else has this file open. If so, nobody can open it, remove it here or make it anew meanwhile."""
     fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if os.fstat(fd).st_uid != os.geteuid() or os.fstat(fd).st_size:
-            return False
         # Whoever opens the file meanwhile has this process signalled; SIGIO would end it.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         try:
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except BlockingIOError:
-            return False
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        return True
+            yield False
+        else:
+            # Another agent may have removed this file just before, and the path may be a builder's new lock.
+            yield os.fstat(fd).st_nlink > 0
     finally:
         os.close(fd)
 

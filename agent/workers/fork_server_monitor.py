@@ -91,6 +91,8 @@ class ForkServerMonitor:
                 self._selector.unregister(self._server)
             self._learner.take_successor()
             self._answer_due_s = self._patience_until_s = None
+            # What the earlier one was asked has no answer any more.
+            self._questions = 0
             self._selector.register(self._server, selectors.EVENT_READ, self._read)
             self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
             self.is_ready = True

@@ -8,10 +8,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
+from elaunch.agent.at_once import at_once
 from elaunch.agent.core.actions import Blame, Clear, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.rules.pace import SlowNode
 
 _RANKS_SHOWN = 8
+# The loop waits no longer for a folder that is not the job's own: the lease has to be renewed.
+_DISK_S = 0.5
 
 
 class Workers:
@@ -67,11 +71,12 @@ class Workers:
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
         self._exits = ExitReader(socket.gethostname(), oom, keeps_files=run_dir.logs is not None)
         program, file = config.spec.program, config.imports_file
-        self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, services.pump.do)
+        self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, _within_reason)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
         self._ahead = ForksAhead(fork_server, self._learner, is_wanted=config.spec.max_restarts > 0)
         self._prompts = PromptWatch(reporter)
         self._survivors: SurvivorWatch | None = None
+        self._looks_for_locks = True
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
         hang_after_s = config.times.hang_after_s
@@ -174,12 +179,18 @@ class Workers:
         self._monitor.watch_store(group)
 
     def _remove_dead_locks(self) -> None:
+        """Before workers start: a rank that waits for a lock believes that the extension is built when it is gone."""
         root = extensions_root(self._environment)
-        if os.path.isdir(root):  # noqa: PTH112
-            # Imported here: most users build no extension.
-            from elaunch.agent.workers.build_locks import remove_dead
-
-            remove_dead(root, self._reporter.warn)
+        if not self._looks_for_locks or not root:
+            return
+        # A thread, because the folder may be on a disk that hangs.
+        work = partial(_remove_dead_locks, root, self._reporter.warn)
+        if not at_once((work,), _DISK_S, "elaunch-locks", 1):
+            self._looks_for_locks = False
+            self._reporter.warn(
+                f"{root} does not answer within {_DISK_S:g} s: dead builders' locks of torch extensions are not looked"
+                " for any more"
+            )
 
     def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server.
@@ -356,6 +367,20 @@ class Workers:
         from elaunch.agent.workers.investigator import Investigator
 
         Investigator(self._log, self._kill_counters).look_into(failures, found)
+
+
+def _within_reason(work: Callable[[], object]) -> None:
+    """Do it in a thread of its own, since a home may be on a disk that hangs. Nobody waits for that one longer."""
+    at_once((work,), _DISK_S, "elaunch-imports", 1)
+
+
+def _remove_dead_locks(root: str, say: Callable[[str], None]) -> None:
+    with suppress(OSError):
+        if os.path.isdir(root):  # noqa: PTH112
+            # Imported here: most users build no extension.
+            from elaunch.agent.workers.build_locks import remove_dead
+
+            remove_dead(root, say)
 
 
 def _said_of_folded(lines: dict[int, int]) -> str:

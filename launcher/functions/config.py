@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 # torch's default. That of the command is shorter.
@@ -57,6 +57,13 @@ class LaunchConfig:
             raise ValueError(f"shutdown_timeout is {self.shutdown_timeout} and is a number of seconds; give 0 or more")
 
 
+def as_ours(config: Any) -> LaunchConfig:
+    """A configuration of torch's own as one of these. An older torch's lacks fields, which have their defaults then."""
+    return LaunchConfig(
+        **{each.name: getattr(config, each.name) for each in fields(LaunchConfig) if hasattr(config, each.name)}
+    )
+
+
 def option_words(config: LaunchConfig) -> list[str]:
     """The options of the command `elaunch` that `config` means."""
     words = [
@@ -79,8 +86,7 @@ def option_words(config: LaunchConfig) -> list[str]:
     words += [f"--{name}={value}" for name, value in given.items() if value]
     if config.virtual_local_rank:
         words.append("--virtual-local-rank")
-    # A configuration of torch's own has no `options`.
-    return [*words, *_rendezvous(config), *_logs(config.logs_specs), *getattr(config, "options", ())]
+    return [*words, *_rendezvous(config), *_logs(config.logs_specs), *config.options]
 
 
 def _rendezvous(config: LaunchConfig) -> Iterator[str]:

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__" and sys.path and not getattr(sys.flags, "safe_path", False):
-    # Python put the current folder first; a json.py of the user's there is not ours to import.
-    del sys.path[0]
+if __name__ == "__main__":
+    # Ctrl-C during the imports is no news: the caller raises KeyboardInterrupt. (`signal` itself imports much.)
+    import _signal  # type: ignore[import-not-found]
+
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    if sys.path and not getattr(sys.flags, "safe_path", False):
+        # Python put the current folder first; a json.py of the user's there is not ours to import.
+        del sys.path[0]
 
 import json
 import os
@@ -23,6 +29,7 @@ from elaunch.agent.linux import die_with_parent
 from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.functions.worker import VARIABLE
+from elaunch.launcher.imports_file import FUNCTIONS_PROGRAM
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
@@ -35,6 +42,8 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
 
     `answer`, `call` and `results` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # SIGTERM, so that workers can save. The agent's own death ends the workers in any case.
     die_with_parent(int(parent), signal.SIGTERM)
     for fd in (answer, *filter(None, (call, *results.split(",")))):
@@ -43,7 +52,7 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
     if call:
         places = f"/proc/{os.getpid()}/fd,{call},{results}"
         # Nodes compare their programs and arguments, so places of this node are not among them.
-        words = (*words, "--module", "elaunch.launcher.functions.worker", name, "${local_rank}")
+        words = (*words, "--module", FUNCTIONS_PROGRAM, name, "${local_rank}")
     as_command(partial(_run, words, places, int(answer), name))
 
 

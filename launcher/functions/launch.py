@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.functions import carried, errors
-from elaunch.launcher.functions.config import LaunchConfig, option_words
+from elaunch.launcher.functions.config import LaunchConfig, as_ours, option_words
 from elaunch.launcher.resources import interpreter_options
 
 
@@ -41,7 +41,7 @@ class launch:
                 f"nproc_per_node is {config.nproc_per_node!r} and a function needs a whole number of workers;"
                 " give one, for example torch.cuda.device_count()"
             )
-        self._config = config
+        self._config = as_ours(config)
         self._entrypoint = entrypoint
 
     def __call__(self, *args: Any) -> dict[int, Any]:
@@ -114,9 +114,12 @@ class _Forwarding:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._signals = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+        known = signal.Signals.__members__
+        self._signals = [known[name.strip()] for name in names if name.strip() in known]
         self._before: dict[int, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
+        # Those that came before the job's process was there.
+        self._early: list[int] = []
         self.seen: list[int] = []
 
     def __enter__(self) -> _Forwarding:
@@ -126,15 +129,17 @@ class _Forwarding:
         return self
 
     def begin(self, process: subprocess.Popen[bytes]) -> None:
-        early = list(self.seen)
+        # In this order: at any moment a signal comes either here or to the process, and to one of them only.
         self._process = process
-        for signum in early:
-            process.send_signal(signum)
+        while self._early:
+            process.send_signal(self._early.pop(0))
 
     def _forward(self, signum: int, _frame: FrameType | None) -> None:
         self.seen.append(signum)
         if self._process:
             self._process.send_signal(signum)
+        else:
+            self._early.append(signum)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for signum, handler in self._before.items():
@@ -147,5 +152,9 @@ def _unnamed_file(name: str) -> IO[bytes]:
 
 def _told(answer: IO[bytes]) -> dict[str, Any]:
     answer.seek(0)
-    told: dict[str, Any] = json.loads(answer.read() or b"{}")
+    try:
+        told: dict[str, Any] = json.loads(answer.read())
+    except ValueError:
+        # The job was killed before it had written all of it.
+        return {}
     return told

@@ -51,5 +51,30 @@ def test_the_next_generation_does_not_wait_for_the_lock_of_a_killed_builder(tmp_
 
     assert job.code == 0, job.stderr
     assert job.stdout.count("loaded 1") == 2, job.stdout
-    assert f"removed {folder / 'lock'}: who built this torch extension was killed" in job.stderr
+    assert f"removed {folder / 'lock'}: the builder of this torch extension was killed" in job.stderr
     assert (folder / "built").exists()
+
+
+# A stand-in for a disk that hangs: on a real one, the first look at the folder would not return either.
+HANGS = """
+import pathlib, time
+
+glob = pathlib.Path.glob
+pathlib.Path.glob = lambda path, pattern: time.sleep(600) if path.name == "extensions" else glob(path, pattern)
+"""
+
+
+def test_workers_start_where_the_folder_of_extensions_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / "extensions").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    script(tmp_path, "print('started')")
+
+    job = finished(
+        tmp_path,
+        *("--no-preload", "train.py"),
+        env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "PYTHONPATH": str(tmp_path)},
+    )
+
+    assert job.code == 0, job.stderr
+    assert "started" in job.stdout
+    assert f"{tmp_path / 'extensions'} does not answer within 0.5 s" in job.stderr

@@ -45,3 +45,26 @@ def test_a_program_that_has_not_imported_torch_is_known_by_that_at_its_next_star
     assert counts[:2] == [1, 1]
     # With other arguments it may be another program.
     assert counts[2] > 1
+
+
+# A stand-in for a home whose disk hangs: what is remembered of this program is never written.
+HANGS = """
+import os, time
+
+replace = os.replace
+os.replace = lambda source, to: time.sleep(600) if "/imports/" in str(to) else replace(source, to)
+"""
+
+
+def test_a_job_ends_although_what_it_has_learned_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    script(tmp_path / "lib", HANGS, "sitecustomize.py")
+    script(tmp_path, "print('done')")
+    env = {"PYTHONPATH": os.fspath(tmp_path / "lib"), "XDG_CACHE_HOME": os.fspath(tmp_path / "cache")}
+
+    job = finished(tmp_path, "train.py", env=env)
+
+    assert job.code == 0, job.stderr
+    assert "done" in job.stdout
+    # It has tried.
+    assert len(list((tmp_path / "cache" / "elaunch" / "imports").iterdir())) == 1

@@ -51,6 +51,15 @@ def test_its_arguments_and_how_its_path_is_spelled_do_not_matter(
     assert len(files) == 1
 
 
+def test_each_function_has_a_file_of_its_own() -> None:
+    """One function may import transformers; the job of another need not wait for that."""
+    worker = ("-m", "elaunch.launcher.functions.worker")
+
+    files = {file_of(*worker, name, "${local_rank}") for name in ("train", "evaluate")}
+
+    assert len(files) == 2
+
+
 @pytest.mark.parametrize(
     ("environ", "folder"),
     [

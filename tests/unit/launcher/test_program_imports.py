@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,17 @@ def test_what_cannot_be_read_may_import_torch(tmp_path: Path) -> None:
     assert may_import_torch(ProgramKind.SCRIPT, "-")
     assert may_import_torch(ProgramKind.SCRIPT, str(tmp_path / "no.py"))
     assert may_import_torch(ProgramKind.SCRIPT, str(tmp_path))
+
+
+def test_a_program_in_a_pipe_is_not_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "program"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    os.write(writer, b"print(1)")
+    os.close(writer)
+
+    assert may_import_torch(ProgramKind.SCRIPT, str(pipe))
+
+    assert os.read(reader, 100) == b"print(1)"
+    os.close(reader)

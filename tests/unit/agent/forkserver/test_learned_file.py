@@ -67,6 +67,42 @@ def test_a_folder_that_cannot_be_written_is_no_error(file: Path, tmp_path: Path)
     assert read(file).program == Selection()
 
 
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+STRANGER = 12345
+
+
+@ROOT_ONLY
+def test_root_makes_nothing_in_the_home_of_a_user(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, STRANGER, STRANGER)
+
+    write(home / ".cache" / "elaunch" / "imports" / "0123", known())
+
+    assert list(home.iterdir()) == []
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("linked", ["elaunch", "elaunch/imports"])
+def test_a_folder_to_which_a_stranger_has_made_a_link_keeps_its_files(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: str
+) -> None:
+    monkeypatch.setattr(learned_file, "_FILES_MAX", 1)
+    own = tmp_path / "own"
+    (own / "imports").mkdir(parents=True)
+    for folder in (own, own / "imports"):
+        (folder / "thesis.tex").write_text("mine")
+    link = file.parent.parent.parent / linked
+    link.parent.mkdir(parents=True)
+    link.symlink_to(own)
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+
+    write(file, known())
+    write(file.with_name("4567"), known())
+
+    assert {str(path.relative_to(own)) for path in own.rglob("*")} == {"imports", "thesis.tex", "imports/thesis.tex"}
+
+
 def test_the_oldest_files_go(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learned_file, "_FILES_MAX", 2)
     for number in range(4):

@@ -60,6 +60,18 @@ def test_lines_of_others_go_above_a_bar() -> None:
     assert screen.lines == ["[1] hello", "elaunch: said", "[0] 30%"]
 
 
+def test_a_row_that_outgrows_the_screen_is_written_once() -> None:
+    """A program that prints dots without an end of the line, after a bar."""
+    screen = Screen()
+
+    screen.write(0, b"\r", *(b"." * COLUMNS for _ in range(2 * ROWS)))
+    screen.write(1, b"hello\n", b"again\n")
+
+    shown = "".join(screen.lines)
+    assert shown.count(".") == 2 * ROWS * COLUMNS
+    assert screen.lines[-2:] == ["[1] hello", "[1] again"]
+
+
 def test_a_bar_that_ends_stays_as_a_line() -> None:
     screen = Screen()
 

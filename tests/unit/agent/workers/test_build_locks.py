@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -91,6 +93,63 @@ def test_a_lock_on_a_disk_that_hosts_share_is_only_named_and_only_if_it_is_old(
     assert lock.exists()
     (sentence,) = said
     assert "60 minutes old" in sentence
+
+
+def test_a_lock_on_a_disk_that_grants_no_leases_is_named_too(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    lock.touch()
+    os.utime(lock, (time.time() - 3600, time.time() - 3600))
+    monkeypatch.setattr(build_locks, "_LOCAL", frozenset())
+
+    def as_on_nfs(_fd: int, _operation: int, _argument: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", as_on_nfs)
+
+    remove_dead(str(tmp_path), said.append)
+
+    assert len(said) == 1
+
+
+def test_the_lock_of_a_new_builder_stays_where_another_agent_has_just_removed_the_old_one(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builders: list[int] = []
+    looks: list[int] = []
+    ask = fcntl.fcntl
+
+    def ask_late(fd: int, operation: int, argument: int) -> int:
+        if (operation, argument) == (fcntl.F_SETLEASE, fcntl.F_WRLCK):
+            looks.append(fd)
+            if len(looks) == 2:
+                lock.unlink()
+                builders.append(os.open(lock, os.O_CREAT | os.O_EXCL))
+        return ask(fd, operation, argument)
+
+    lock.touch()
+    monkeypatch.setattr(fcntl, "fcntl", ask_late)
+
+    remove_dead(str(tmp_path), lambda sentence: pytest.fail(sentence))
+
+    assert builders
+    assert lock.exists()
+    os.close(builders[0])
+
+
+def test_a_second_look_waits_once_for_all_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    said: list[str] = []
+    for number in range(20):
+        (tmp_path / f"op{number}").mkdir()
+        (tmp_path / f"op{number}" / "lock").touch()
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    remove_dead(str(tmp_path), said.append)
+
+    assert len(said) == 20
+    assert len(waits) == 1
 
 
 def test_a_file_that_is_no_lock_of_torchs_stays(tmp_path: Path, lock: Path) -> None:

@@ -6,11 +6,13 @@ import dataclasses
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elaunch.launcher.functions.config import LaunchConfig, option_words
+from elaunch.launcher.functions.config import LaunchConfig, as_ours, option_words
+from elaunch.launcher.functions.launch import launch
 from elaunch.launcher.options.options import Options, parse
 
 
@@ -73,12 +75,31 @@ def test_a_configuration_of_torchs_own_means_the_same() -> None:
         "numa_options": NumaOptions(AffinityMode.CORE_COMPLEX),
     }
 
-    assert option_words(Torchs(**fields)) == option_words(LaunchConfig(**fields))
+    assert option_words(as_ours(Torchs(**fields))) == option_words(LaunchConfig(**fields))
     read = options(**fields)
     assert read.numa_binding is not None
     assert read.numa_binding.value == "core-complex"
     assert read.local_ranks_filter == {0}
     assert read.log_dir is None
+
+
+def test_the_configuration_of_an_older_torch_has_the_defaults_of_the_fields_that_it_lacks() -> None:
+    """torch 2.6 had neither signals, filters, NUMA, a virtual local rank nor a time to stop."""
+    with_all = LaunchConfig(1, 1, 2, run_id="job")
+    newer = (
+        "event_log_handler",
+        "numa_options",
+        "signals_to_handle",
+        "shutdown_timeout",
+        "virtual_local_rank",
+        "options",
+    )
+    newer += ("duplicate_stdout_filters", "duplicate_stderr_filters")
+    older = SimpleNamespace(**{name: value for name, value in vars(with_all).items() if name not in newer})
+
+    call = launch(older, print)  # type: ignore[arg-type]
+
+    assert call._config == with_all
 
 
 def test_one_node_has_nobody_to_meet() -> None:

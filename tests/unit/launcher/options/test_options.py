@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zipapp
 from collections.abc import Callable
 from pathlib import Path
 
@@ -621,6 +622,14 @@ def test_what_python_may_read_is_left_to_python(tmp_path: Path, name: str, text:
     (tmp_path / name).write_text(text)
 
     check_program(options_of(str(tmp_path / name)), {})
+
+
+def test_an_application_of_zipapp_is_left_to_python(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("print(1)")
+    zipapp.create_archive(tmp_path / "app", tmp_path / "train", interpreter="/opt/ours/run-with-modules")
+
+    check_program(options_of(str(tmp_path / "train")), {})
 
 
 def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path: Path) -> None:

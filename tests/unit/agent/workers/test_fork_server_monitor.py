@@ -1,0 +1,57 @@
+"""agent.workers.fork_server_monitor: what the agent asks its fork server, and who answers."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.agent.forkserver import wire
+from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
+
+
+class Server:
+    """A fork server that never answers, and its successor."""
+
+    preload = ("torch",)
+    pid = 1
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = wire.pair()
+        self.asked = 0
+
+    def fileno(self) -> int:
+        return self.ours.fileno()
+
+    def ping(self) -> None:
+        self.asked += 1
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.ours.close()
+    made.theirs.close()
+
+
+def test_nobody_waits_for_the_answer_of_a_fork_server_that_was_replaced(server: Server) -> None:
+    """Survivors of a failure are looked at only when no answer is awaited."""
+    group: Any = SimpleNamespace(slots=1)
+    current: Any = SimpleNamespace(group=group, generation=1)
+    reporter: Any = SimpleNamespace(timeline=SimpleNamespace(stamp=lambda *_args, **_fields: None))
+    learner: Any = SimpleNamespace(has_successor=True, take_successor=lambda: None)
+    monitored: Any = server
+    exits: Any = None
+    with selectors.DefaultSelector() as selector:
+        monitor = ForkServerMonitor(monitored, current, exits, reporter, selector, learner)
+        monitor.check()
+        assert monitor.awaits_answer
+
+        monitor.begin_generation()
+
+    assert server.asked == 1
+    assert not monitor.awaits_answer
