@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.agent.core import survivors
 from elaunch.agent.core.events import Event, WorkersStuck
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers.group import WorkerGroup
@@ -64,7 +65,16 @@ def read(group: WorkerGroup, folder: Path) -> bool:
         link.read()
         with suppress(FileNotFoundError):
             group.pids[rank] = int((folder / f"{KINDS[rank]}.pid").read_text())
-    return len(group.pids) == len(group.recorders) == len(KINDS)
+    if not len(group.pids) == len(group.recorders) == len(KINDS):
+        return False
+    # They have written their pids before they enter the collective, and must be there when their signal comes.
+    return all(is_in_collective(group, KINDS.index(kind)) for kind in STUCK if kind != "in_handler")
+
+
+def is_in_collective(group: WorkerGroup, rank: int) -> bool:
+    answer = group.recorders[rank].look_at_threads()
+    inside = survivors.read_inside(answer) if answer else None
+    return inside is not None and survivors.waits_in_collective(inside, len(KINDS))
 
 
 @pytest.mark.slow
