@@ -34,7 +34,7 @@ def become(child: Child) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _take_fds(child.fds)
+    take_fds(child.fds)
     crash_fd = _put_away(_CRASH_FD) if child.order["op"] == "worker" else -1
     _enter(child.order["cgroup"])
     if child.order["op"] == "store":
@@ -84,7 +84,7 @@ def _enter(cgroup: str) -> None:
             Path(cgroup, "cgroup.procs").write_text("0")
 
 
-def _take_fds(fds: tuple[int, ...]) -> None:
+def take_fds(fds: tuple[int, ...]) -> None:
     """Make fds[0:3] the standard streams, and the rest of `fds` the fds from 3 on. Close all other descriptors."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
     for fd, place in zip(high, range(len(fds)), strict=True):

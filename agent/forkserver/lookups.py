@@ -15,6 +15,11 @@ from elaunch.agent.forkserver.replay_environment import LOGGING
 _GO_THROUGH_ALL = {each.__code__ for each in (ItemsView.__iter__, ValuesView.__iter__, type(os.environ).copy)}
 
 
+def walks(frame: FrameType) -> bool:
+    """Whether a lookup in `frame` is a part of a walk through the whole environment."""
+    return frame.f_code in _GO_THROUGH_ALL
+
+
 def keeper(variable: str, frame: FrameType) -> str | None:
     """The module that has the value of `variable` from a lookup in `frame`, during an import; None if none keeps it.
 
@@ -22,7 +27,7 @@ def keeper(variable: str, frame: FrameType) -> str | None:
     itself, such as `torch.cuda.is_available`, looks it up whenever it is called. Unless it stores the answer: then its
     module is the keeper. A helper that is told the variable's name reads it for the module that names it.
     """
-    if frame.f_code in _GO_THROUGH_ALL:
+    if walks(frame):
         return None
     while frame.f_back and _module(frame).partition(".")[0] in sys.stdlib_module_names:
         # A module of the standard library reads a variable for its caller.

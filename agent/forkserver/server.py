@@ -13,12 +13,14 @@ import os
 import selectors
 import signal
 import socket
+import sys
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
+from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.linux import die_with_parent, set_command_line
@@ -28,9 +30,12 @@ from elaunch.rendezvous.codec import encode
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
+    from elaunch.agent.forkserver.warm.server import WarmServer
 
 # What is larger does not go into one packet. The next start finds it out again.
 _NAMED_BYTES_MAX = 64 << 10
+# Jobs that ask at the same time.
+_BACKLOG = 64
 
 # An order from the agent, the descriptors that came with it, and the pid of the fork server.
 Asked = tuple[dict[str, Any], tuple[int, ...], int]
@@ -55,13 +60,16 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     # A bare fork server is ready sooner without it.
     from elaunch.agent.forkserver.preload import Unfaithful, preload
 
-    environment = dict(os.environ)
+    environment, began_ns = dict(os.environ), time.time_ns()
     mask, control = _settle(boot)
     try:
         preloaded = preload(boot, loaded_at_start, customise)
     except Unfaithful as error:
         if boot.learned.is_used:
             _start_without_learned(boot, mask, environment, str(error))
+        if boot.warm_s and not error.rest:
+            # The next job finds out the same, and says it.
+            os._exit(1)
         told = (f"only {', '.join(error.rest)} can be preloaded: {error}",) if error.rest else ()
         fallback = "" if error.rest else str(error)
         _start_anew(
@@ -79,12 +87,33 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
+    server = _warm(boot, control, preloaded, environment, loaded_at_start, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
     gc.freeze()
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
+    if server:
+        taken = server.serve()
+        boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
     asked = _serve(boot, control, preloaded)
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
+
+
+def _warm(
+    boot: Boot,
+    listener: socket.socket,
+    preloaded: Preloaded,
+    environment: dict[str, str],
+    loaded_at_start: Collection[str],
+    began_ns: int,
+) -> WarmServer:
+    """The warm fork server in this process, before modules are hidden. Ends the process if there can be none."""
+    from elaunch.agent.forkserver.warm import interpreter, server
+
+    try:
+        return server.WarmServer(boot, listener, preloaded, environment, dict(sys.modules), loaded_at_start, began_ns)
+    except (interpreter.Unknown, server.ChangedMeanwhile):
+        os._exit(1)
 
 
 def bare(boot_fd: str) -> None:
@@ -104,9 +133,14 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
     for signum in boot.ignored:
         signal.signal(signum, signal.SIG_IGN)
-    die_with_parent(boot.agent_pid, signal.SIGKILL)
-    set_command_line(("elaunch: fork server",), "elaunch-fork")
     control = socket.socket(fileno=boot.control_fd)
+    if boot.warm_s:
+        set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
+        # Who connects sees the pid of this process, not of that which has bound the socket.
+        control.listen(_BACKLOG)
+    else:
+        die_with_parent(boot.agent_pid, signal.SIGKILL)
+        set_command_line(("elaunch: fork server",), "elaunch-fork")
     control.set_inheritable(False)
     return mask, control
 
