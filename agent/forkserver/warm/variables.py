@@ -15,7 +15,7 @@ _NAMES_AT_START = {"HOME", "LANG", "LANGUAGE", "LOCPATH", "TZ", "TZDIR", "NLSPAT
 _OF_TQDM = "TQDM_"
 # These are in libraries that look them up whenever they need them.
 _WHEN_USED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_", "UCX_", "MASTER_")
-_NAMES_WHEN_USED = {"CUDA_VISIBLE_DEVICES", "PATH", "TERM", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "USER"}
+_NAMES_WHEN_USED = {"CUDA_VISIBLE_DEVICES", "TMPDIR", "PATH", "TERM", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "USER"}
 # Each worker gets its own, or the guardian compares them (see condition.jobs).
 _OF_A_JOB = RANK_VARIABLES | {VARIABLE, *JOB_VARIABLES}
 
