@@ -19,7 +19,7 @@ from typing import Any
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
 from elaunch.agent.forkserver.learned import Named
-from elaunch.agent.forkserver.lookups import keeper, walks
+from elaunch.agent.forkserver.lookups import FOLDER, keeper, keeper_of_folder, walks
 from elaunch.agent.forkserver.selection import Selection
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
@@ -287,9 +287,9 @@ def _no_cache_folder() -> Iterator[None]:
 
 @contextmanager
 def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
-    """Note who looks up which variable in os.environ, and keep what `hidden` packages register for Python's end."""
+    """Note who looks up which variable in os.environ, and who asks for the current folder, and keep what `hidden` packages register for Python's end."""
     environ: Any = type(os.environ)
-    lookup, register, all_names = environ.__getitem__, atexit.register, environ.keys
+    lookup, register, all_names, getcwd = environ.__getitem__, atexit.register, environ.keys, os.getcwd
     is_on = True
     copier: tuple[int, int] | None = None
 
@@ -316,12 +316,18 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
             return call
         return register(call, *args, **kwargs)
 
+    def recorded_getcwd() -> str:
+        if is_on and (reader := keeper_of_folder(sys._getframe(1))):
+            brought.readers.setdefault(FOLDER, set()).add(reader)
+        return getcwd()
+
+    os.getcwd = recorded_getcwd
     environ.__getitem__, atexit.register, environ.keys = recorded_lookup, recorded_register, recorded_names
     try:
         yield
     finally:
         is_on = False
-        environ.__getitem__, atexit.register = lookup, register
+        environ.__getitem__, atexit.register, os.getcwd = lookup, register, getcwd
         del environ.keys
 
 

@@ -94,6 +94,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
     if server:
         taken = server.serve()
+        gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
     asked = _serve(boot, control, preloaded)
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))

@@ -7,9 +7,11 @@ import mmap
 import os
 import signal
 import struct
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from elaunch.agent.forkserver.preload import restore_environment
 from elaunch.agent.forkserver.warm.handover import Handover
@@ -38,6 +40,10 @@ def adopt(handover: Handover, folder_fd: int, customised: Mapping[str, str | Non
     _show(handover.boot.program.argv, handover.variables)
     set_command_line(("elaunch: fork server",), "elaunch-fork")
     restore_environment(customised)
+    process: Any = sys.modules.get("multiprocessing.process")
+    if process:
+        # Processes that the program starts later look there for its modules.
+        process.ORIGINAL_DIR = os.getcwd()  # noqa: PTH109
 
 
 def _signals(handover: Handover) -> None:

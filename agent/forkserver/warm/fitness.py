@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 
 from elaunch.agent.forkserver.fork_safety import shadows
+from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought
+from elaunch.agent.forkserver.replay_environment import is_config
 from elaunch.agent.forkserver.warm.condition import condition, difference, jobs
 from elaunch.agent.forkserver.warm.files import Loaded
 from elaunch.agent.forkserver.warm.handover import Handover
@@ -65,12 +67,19 @@ def _of_program(known: Known, handover: Handover) -> Misfit | None:
         return Misfit(f"{shadow[1]} has the name of a module that is loaded", is_outdated=False)
     if own := sorted(known.modules.keys() & {*learned.program.left_out}):
         return Misfit(f"{program.target} has to import {own[0]} itself", is_outdated=False)
-    kept = {variable for each in known.brought if not _is_default(each) for variable in each.readers}
+    if place := sorted(name for name in _kept_folder(known) if not is_config(known.modules.get(name))):
+        return Misfit(f"{place[0]} looked at the current folder while it was imported", is_outdated=False)
+    kept = {variable for each in known.brought if not _is_default(each) for variable in each.readers if variable != FOLDER}
     if late := sorted(kept & {*learned.variables}):
         return Misfit(f"{program.target} sets {late[0]}, which was read while importing", is_outdated=False)
     if missing := [name for name in learned.program.entries if name not in known.modules]:
         return Misfit(f"{missing[0]} is not imported yet, which {program.target} imports", lacks=True)
     return None
+
+
+def _kept_folder(known: Known) -> set[str]:
+    """The modules that may hold something of the folder in which they were imported."""
+    return {name for each in known.brought for name in each.readers.get(FOLDER, ())}
 
 
 def _is_default(brought: Brought) -> bool:

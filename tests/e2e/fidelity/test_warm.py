@@ -27,18 +27,17 @@ ENDS = ("chained", "printed stack", "last exception", "exit 3", "SIGINT", "SIGTE
 
 def leave(folder: Path, *words: str) -> None:
     """A job with other arguments, in another folder and with another environment, leaves a fork server."""
+    folder.mkdir(exist_ok=True)
     script(folder, "", "nothing.py")
     before = len(states())
-    ended = run(folder, *words, "--some", "arguments", env={**THREADS, "OF_THE_FIRST": "1", "TMPDIR": os.fspath(folder)})
+    ended = run(folder, *words, "--some", "arguments", env={**THREADS, "OF_THE_FIRST": "1"})
     assert "a fork server stays" in ended.stderr, ended.stderr
     wait_for(lambda: len([each for each in states() if "pid" in each]) > before, "a fork server that stays")
 
 
 def looks(folder: Path, how: tuple[str, ...], *words: str) -> list[dict[str, Any]]:
     """What two workers of a warm start wrote down."""
-    (folder / "tmp").mkdir(exist_ok=True)
-    env = {**THREADS, "TMPDIR": os.fspath(folder / "tmp")}
-    ended = run(folder, *how, "--nproc-per-node", "2", "--max-restarts", "0", *words, env=env)
+    ended = run(folder, *how, "--nproc-per-node", "2", "--max-restarts", "0", *words, env=THREADS)
     assert ended.returncode == 0, ended.stderr
     assert "warm start: from the fork server that stayed since" in ended.stderr, ended.stderr
     return [json.loads((folder / f"facts{rank}.json").read_text()) for rank in range(2)]
@@ -58,7 +57,10 @@ class Seen:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     base = tmp_path_factory.mktemp("warm").resolve()
-    with own_place(base / "run"):
+    with own_place(base / "run"), pytest.MonkeyPatch.context() as patched:
+        # torch reads it while it is imported.
+        patched.setenv("TMPDIR", os.fspath(base / "tmp"))
+        (base / "tmp").mkdir()
         leave(tmp_path_factory.mktemp("elsewhere"), *WARM, "nothing.py")
         leave(tmp_path_factory.mktemp("elsewhere"), *WARM, "-m", "nothing")
         yield Seen(base)
@@ -109,7 +111,10 @@ class SeenWithTorch(test_torch.Seen):
 @pytest.fixture(scope="module")
 def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeenWithTorch]:
     base = tmp_path_factory.mktemp("torch").resolve()
-    with own_place(base / "run"):
+    with own_place(base / "run"), pytest.MonkeyPatch.context() as patched:
+        # torch reads it while it is imported.
+        patched.setenv("TMPDIR", os.fspath(base / "tmp"))
+        (base / "tmp").mkdir()
         leave(tmp_path_factory.mktemp("elsewhere"), "--preload", "torch", "--warm", "nothing.py")
         yield SeenWithTorch(base)
 
@@ -121,3 +126,22 @@ def test_after_its_import_of_torch_a_worker_is_as_a_fresh_interpreter(with_torch
 
         assert ours == with_crash_stack(name, with_torch.fresh("by default")[name])
 
+
+
+def test_processes_that_a_program_spawns_look_for_its_modules_where_it_was_started(seen: Seen) -> None:
+    folder = seen.folder / "spawning"
+    folder.mkdir()
+    script(folder, "def f():\n    return 'from beside'\n", "beside.py")
+    script(
+        folder,
+        "import multiprocessing as mp, multiprocessing.process as p, os\nfrom beside import f\n"
+        "if __name__ == '__main__':\n    print(p.ORIGINAL_DIR == os.getcwd(), mp.get_context('spawn').Pool(1).apply(f))",
+    )
+
+    how = ("--preload-only", "json,multiprocessing.process", "--warm")
+    leave(seen.folder / "elsewhere too", *how, "nothing.py")
+
+    ended = run(folder, *how, "train.py", env=THREADS)
+
+    assert "warm start:" in ended.stderr, ended.stderr
+    assert ended.stdout == "True from beside\n"
