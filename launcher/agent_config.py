@@ -13,7 +13,7 @@ from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.launcher.cluster.cluster import Cluster, line
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.imports_file import imports_file
-from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import may_import_torch
@@ -288,7 +288,8 @@ def warm_seconds(
         why = "it is the container's first process, which ends with the job"
     else:
         return 60 * options.warm, ()
-    return 0.0, (("--warm", why),)
+    # A variable is set for all jobs of a shell, and most of them may be of another kind.
+    return 0.0, () if options.given["warm"] is Source.ENVIRONMENT else (("--warm", why),)
 
 
 def _check_visible_devices(options: Options, environ: Mapping[str, str], slots: int) -> None:

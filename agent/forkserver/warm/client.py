@@ -113,6 +113,7 @@ def borrow(boot: Boot, environment: Mapping[str, str], control: socket.socket, i
     """Have a warm fork server fork one for `boot`, whose end of the socket is `control`. Raises Cold."""
     kind = Kind(boot.program, boot.preload or ())
     with _connected(_path(kind, environment)) as connection:
+        _greeted(connection)
         fds = [Handover.of_this_process(boot, environment).memfd()]
         try:
             fds.append(os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -159,14 +160,13 @@ def _connected(path: Path) -> Iterator[socket.socket]:
 def _answered(connection: socket.socket) -> Borrowed:
     """The fork that was asked for. Raises Cold, and leaves no fork then."""
     pid, pidfd = 0, -1
-    until_s = time.monotonic() + _IMPORT_S
+    until_s = time.monotonic() + _ANSWER_S
     try:
         while True:
             said, fds = _next(connection, until_s)
             match said:
                 case {"event": "forked", "pid": int(pid)} if fds:
                     pidfd = fds[0]
-                    until_s = time.monotonic() + _ANSWER_S
                 case {"event": "warm", "since": float(since), "server": int(server)} if pid:
                     borrowed = Borrowed(pid, pidfd, connection.dup(), since, server)
                     pidfd = -1
@@ -183,6 +183,21 @@ def _answered(connection: socket.socket) -> Borrowed:
             with suppress(OSError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
+
+
+def _greeted(connection: socket.socket) -> None:
+    """Wait until the server is ready. Raises Cold.
+
+    Nothing is sent before: as long as a server does not read them, the job's descriptors would stay open in the kernel.
+    """
+    said, _ = _next(connection, time.monotonic() + _IMPORT_S)
+    match said:
+        case {"event": "ready"}:
+            return
+        case {"event": "cold", "why": str(why)}:
+            raise Cold(plain(why))
+        case _:
+            raise Cold("the warm fork server ended while it imported", is_gone=True)
 
 
 def _next(connection: socket.socket, until_s: float) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -306,6 +321,7 @@ def stop(path: Path) -> bool:
 
 def _asked(path: Path, what: str) -> dict[str, Any]:
     with _connected(path) as connection:
+        _greeted(connection)
         wire.send(connection, {"op": what})
         said, _ = _next(connection, time.monotonic() + _ANSWER_S)
     if not said:

@@ -131,6 +131,7 @@ class WarmServer:
             return
         while len(self._waiting) >= _WAITING_MAX:
             self._forget(self._waiting[0])
+        _answer(connection, {"event": "ready"})
         connection.setblocking(False)
         self._waiting.append(connection)
         self._selector.register(connection, selectors.EVENT_READ)
