@@ -9,9 +9,10 @@ from pathlib import Path
 
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.forkserver.learned import NOTHING
 from elaunch.agent.forkserver.learned_file import read
 from elaunch.agent.forkserver.selection import together
-from elaunch.agent.forkserver.warm.client import Cold, Kind, leave_behind, servers, state, stop, why_useless
+from elaunch.agent.forkserver.warm.client import Cold, WarmKind, leave_behind, servers, state, stop, why_useless
 from elaunch.agent.forkserver.warm.place import NoPlace as NoPlace
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode_fields
@@ -20,32 +21,31 @@ from elaunch.rendezvous.texts import plain
 
 def how_it_began(fork_server: ForkServer) -> str:
     """The sentence for the log about a job that wanted a warm start; empty if there was nothing to start from."""
-    if fork_server.warm:
-        pid, since = fork_server.warm
-        return f"warm start: from the fork server that stayed since {time.strftime('%H:%M', time.localtime(since))} (pid {pid})"
+    if origin := fork_server.began_from:
+        clock = time.strftime("%H:%M", time.localtime(origin.since))
+        return f"warm start: from the fork server that stayed since {clock} (pid {origin.pid})"
     why = str(fork_server.cold or "")
     return f"cold start: {why}" if why else ""
 
 
 def leave(config: AgentConfig, fork_server: ForkServer) -> str:
-    """Let a fork server stay, if none is there that the next job can use. Returns a sentence for the log, or nothing."""
+    """Let a fork server stay, if none is there that the next job can use. Returns a sentence for the log, if any."""
     program, preload = config.spec.program, fork_server.preload
     if not preload or why_useless(program, config.environment):
         return ""
     learned = replace(read(config.imports_file), without_torch="")
-    cold = fork_server.cold
+    cold, origin = fork_server.cold, fork_server.began_from
     if cold and not (cold.is_gone or cold.is_outdated):
         # The one that is there serves other programs, or nobody could use one here.
         return ""
-    if cold is None and {*learned.program.entries} <= {*fork_server.learned.program.entries}:
+    known = origin.learned if origin else cold.learned if cold else NOTHING
+    if origin and {*learned.program.entries} <= {*known.program.entries}:
         return ""
-    if cold:
-        known = cold.learned
-        program_too = together(known.program, learned.program)
-        variables = tuple(sorted({*known.variables, *learned.variables}))
-        learned = replace(learned, program=program_too, variables=variables)
+    program_too = together(known.program, learned.program)
+    variables = tuple(sorted({*known.variables, *learned.variables}))
+    learned = replace(learned, program=program_too, variables=variables)
     try:
-        leave_behind(Kind(program, preload), config.environment, learned, config.warm_s)
+        leave_behind(WarmKind(program, preload), config.environment, learned, config.warm_s)
     except NoPlace as error:
         return f"no fork server stays: {error}"
     except OSError as error:

@@ -25,9 +25,7 @@ def states(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
 def command(*args: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The end of `elaunch warm` with these arguments."""
     words = [*COMMAND, "warm", *args]
-    return subprocess.run(
-        words, env=environment(env), capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+    return subprocess.run(words, env=environment(env), capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def stayed(env: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import Program
 
 if TYPE_CHECKING:
-    from elaunch.agent.forkserver.warm.client import Borrowed, Cold
+    from elaunch.agent.forkserver.warm.client import Borrowed, Cold, Origin
 
     Process = subprocess.Popen[bytes] | Borrowed
 
@@ -41,7 +41,7 @@ class ForkServer:
 
     `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
     With `warm_s` it is forked from a fork server that an earlier job has left behind, if that fits; `cold` says why it
-    was not. The one that is left may be idle for so long.
+    was not, `began_from` which one it was. The one that is left may be idle for so long.
     Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
     wait in the socket. `fileno` is readable when `receive` has news.
     """
@@ -67,6 +67,7 @@ class ForkServer:
         self._ended_before: list[Process] = []
         self._whole_store = False
         self.cold: Cold | None = None
+        self.began_from: Origin | None = None
         self._socket, self._process = self._borrow(warm_s) if warm_s and preload else self._start()
 
     def restart(self) -> None:
@@ -117,6 +118,7 @@ class ForkServer:
             return self._start()
         finally:
             theirs.close()
+        self.began_from = process.origin
         ours.setblocking(False)
         return ours, process
 
@@ -157,12 +159,6 @@ class ForkServer:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    @property
-    def warm(self) -> tuple[int, float] | None:
-        """The pid of the fork server that this one was forked from, and since when that is there; None if started."""
-        process = self._process
-        return None if isinstance(process, subprocess.Popen) else (process.server, process.since)
 
     @property
     def pids(self) -> tuple[int, ...]:

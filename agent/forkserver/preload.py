@@ -287,7 +287,10 @@ def _no_cache_folder() -> Iterator[None]:
 
 @contextmanager
 def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
-    """Note who looks up which variable in os.environ, and who asks for the current folder, and keep what `hidden` packages register for Python's end."""
+    """Note who looks up which variable in os.environ, and who asks for the current folder.
+
+    What `hidden` packages register for Python's end is kept.
+    """
     environ: Any = type(os.environ)
     lookup, register, all_names, getcwd = environ.__getitem__, atexit.register, environ.keys, os.getcwd
     is_on = True

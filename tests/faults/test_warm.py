@@ -19,7 +19,7 @@ import pytest
 
 from tests.faults.processes import is_alive
 from tests.harness import COMMAND, Job, environment, script, wait_for
-from tests.warm import command, leave_one, own_place, run, stayed, states
+from tests.warm import command, leave_one, own_place, run, states, stayed
 
 WARM = ("--preload-only", "json,heavy", "--warm")
 # A job of one worker that says who forked its fork server, and what it finds.
@@ -71,6 +71,10 @@ def again(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
     return run(folder, *WARM, *(words or ("train.py",)), env={**options(), **env})
 
 
+def are_gone(*pids: int) -> bool:
+    return not any(is_alive(pid) for pid in pids)
+
+
 def first(folder: Path) -> int:
     """The pid of the fork server that a first job has left."""
     pid: int = leave_one(folder, *WARM, env=options())["pid"]
@@ -120,6 +124,20 @@ def test_a_job_outlives_the_kill_of_the_one_that_it_started_from_and_the_next_is
     assert stayed()["pid"] != pid
 
 
+@pytest.mark.slow
+def test_the_loss_of_the_jobs_own_fork_server_is_a_failure_like_any_other(tmp_path: Path, place: Path) -> None:
+    first(tmp_path)
+    script(tmp_path, WAIT, "wait.py")
+    with Job(tmp_path, *WARM, "wait.py", env=options()) as job:
+        job.wait_for_output(r"worker pid \d+\n")
+        os.kill(psutil.Process(job.pids("worker")[0]).ppid(), signal.SIGKILL)
+        job.wait_for_output(r"(?s)(worker pid \d+\n.*){2}")
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
+
+    assert "the fork server was killed by SIGKILL" in job.output
+
+
 def test_ctrl_c_and_the_kill_of_the_agent_end_the_job_and_not_the_server(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
     script(tmp_path, WAIT, "wait.py")
@@ -128,10 +146,11 @@ def test_ctrl_c_and_the_kill_of_the_agent_end_the_job_and_not_the_server(tmp_pat
             job.wait_for_output(r"worker pid \d+\n")
             (worker,) = job.pids("worker")
             server = psutil.Process(worker).parent()
-            assert server and server.parent() == psutil.Process(pid)
+            assert server
+            assert server.parent() == psutil.Process(pid)
             job.signal(signum)
             assert job.wait() == code, job.output
-            wait_for(lambda: not is_alive(worker) and not is_alive(server), "the job's processes are gone")
+            wait_for(partial(are_gone, worker, server.pid), "the job's processes are gone")
 
     assert told(again(tmp_path))[1] == str(pid)
 
@@ -204,9 +223,9 @@ def test_one_that_is_stopped_makes_it_cold_and_can_be_ended(tmp_path: Path, plac
 
 
 def test_it_ends_when_no_job_has_used_it_for_its_time(tmp_path: Path, place: Path) -> None:
-    assert "a fork server stays for 0.02 min" in run(
-        tmp_path, *WARM[:-1], "--warm=0.02", "train.py", env=options()
-    ).stderr
+    assert (
+        "a fork server stays for 0.02 min" in run(tmp_path, *WARM[:-1], "--warm=0.02", "train.py", env=options()).stderr
+    )
 
     wait_for(lambda: states() == [], "it has ended", every_s=0.2)
 
@@ -218,7 +237,9 @@ def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path)
 
     shown, ended, after = command("--status"), command("--stop"), command("--status")
 
-    assert re.match(rf"pid {pid}, since 20\d\d-.*, 1[45]\.\d min left, \d+ MB of memory\n  imported: heavy\n", shown.stdout)
+    assert re.match(
+        rf"pid {pid}, since 20\d\d-.*, 1[45]\.\d min left, \d+ MB of memory\n  imported: heavy\n", shown.stdout
+    )
     assert f"for scripts with {sys.executable}\n  socket: {place}" in shown.stdout
     assert ended.stdout == f"ended: the fork server with pid {pid}\n"
     assert "no fork server stays" in after.stdout

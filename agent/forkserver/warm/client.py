@@ -37,7 +37,7 @@ _BACKLOG = 64
 
 
 @dataclass(frozen=True)
-class Kind:
+class WarmKind:
     """Which warm fork server a job may use: one for these programs, with these modules."""
 
     program: Program
@@ -60,13 +60,24 @@ class Cold(Exception):
         self.learned = learned
 
 
-class Borrowed:
-    """A job's fork server that a warm one has forked. It has the methods of a Popen that the agent uses."""
+@dataclass(frozen=True)
+class Origin:
+    """A warm fork server: its pid, since when it is there (time.time), and what it has imported beyond the usual."""
 
-    def __init__(self, pid: int, pidfd: int, connection: socket.socket, since: float, server: int) -> None:
+    pid: int
+    since: float
+    learned: Learned
+
+
+class Borrowed:
+    """A job's fork server that a warm one has forked. It has the methods of a Popen that the agent uses.
+
+    `origin` is the warm one.
+    """
+
+    def __init__(self, pid: int, pidfd: int, connection: socket.socket, origin: Origin) -> None:
         self.pid = pid
-        self.since = since
-        self.server = server
+        self.origin = origin
         self._pidfd = pidfd
         self._connection = connection
         self._code: int | None = None
@@ -111,7 +122,7 @@ def why_useless(program: Program, environment: Mapping[str, str]) -> str:
 
 def borrow(boot: Boot, environment: Mapping[str, str], control: socket.socket, idle_s: float) -> Borrowed:
     """Have a warm fork server fork one for `boot`, whose end of the socket is `control`. Raises Cold."""
-    kind = Kind(boot.program, boot.preload or ())
+    kind = WarmKind(boot.program, boot.preload or ())
     with _connected(_path(kind, environment)) as connection:
         _greeted(connection)
         fds = [Handover.of_this_process(boot, environment).memfd()]
@@ -127,7 +138,7 @@ def borrow(boot: Boot, environment: Mapping[str, str], control: socket.socket, i
         return _answered(connection)
 
 
-def _path(kind: Kind, environment: Mapping[str, str]) -> Path:
+def _path(kind: WarmKind, environment: Mapping[str, str]) -> Path:
     if why := why_useless(kind.program, environment):
         raise Cold(why)
     try:
@@ -159,25 +170,23 @@ def _connected(path: Path) -> Iterator[socket.socket]:
 
 def _answered(connection: socket.socket) -> Borrowed:
     """The fork that was asked for. Raises Cold, and leaves no fork then."""
-    pid, pidfd = 0, -1
+    pid, pidfd, origin = 0, -1, None
     until_s = time.monotonic() + _ANSWER_S
     try:
-        while True:
+        while not (pid and origin):
             said, fds = _next(connection, until_s)
             match said:
                 case {"event": "forked", "pid": int(pid)} if fds:
                     pidfd = fds[0]
-                case {"event": "warm", "since": float(since), "server": int(server)} if pid:
-                    borrowed = Borrowed(pid, pidfd, connection.dup(), since, server)
-                    pidfd = -1
-                    return borrowed
+                case {"event": "warm", "since": float(since), "server": int(server)}:
+                    origin = Origin(server, since, _learned(said.get("learned")))
                 case {"event": "cold", "why": str(why), "outdated": bool(is_outdated)}:
                     raise Cold(plain(why), _learned(said.get("learned")), is_outdated=is_outdated)
-                case {"event": "warm"} | {"event": "ended"}:
-                    # "forked" is still to come, or the reason has come already.
-                    continue
                 case _:
                     raise Cold("the warm fork server ended, or said nothing that can be read", is_gone=True)
+        borrowed = Borrowed(pid, pidfd, connection.dup(), origin)
+        pidfd = -1
+        return borrowed
     finally:
         if pidfd >= 0:
             with suppress(OSError):
@@ -207,7 +216,7 @@ def _next(connection: socket.socket, until_s: float) -> tuple[dict[str, Any], tu
         if is_stopped(pid):
             raise Cold(f"the warm fork server (pid {pid}) is stopped; kill -CONT {pid}, or elaunch warm --stop")
         if time.monotonic() >= until_s:
-            raise Cold("the warm fork server does not answer; elaunch warm --stop ends it")
+            raise Cold("the warm fork server does not answer; elaunch warm --stop ends it", is_outdated=True)
     return wire.receive(connection) or ({}, ())
 
 
@@ -218,7 +227,7 @@ def _learned(text: object) -> Learned:
     return Learned()
 
 
-def leave_behind(kind: Kind, environment: Mapping[str, str], learned: Learned, idle_s: float) -> None:
+def leave_behind(kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float) -> None:
     """Start a fork server that outlives this process, in the place of one that may be there. Raises NoPlace, OSError.
 
     It has not imported yet when this returns. `environment` is without the job's marker.
@@ -238,10 +247,18 @@ def leave_behind(kind: Kind, environment: Mapping[str, str], learned: Learned, i
             path.chmod(0o600)
             listener.listen(_BACKLOG)
             try:
-                _start(Boot(
-                    os.getpid(), listener.fileno(), program, kind.preload, environment.get("PYTHONPATH"),
-                    learned=learned, warm_s=idle_s,
-                ), environment)
+                _start(
+                    Boot(
+                        os.getpid(),
+                        listener.fileno(),
+                        program,
+                        kind.preload,
+                        environment.get("PYTHONPATH"),
+                        learned=learned,
+                        warm_s=idle_s,
+                    ),
+                    environment,
+                )
             except BaseException:
                 path.unlink()
                 raise

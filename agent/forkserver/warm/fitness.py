@@ -34,7 +34,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class Unfit:
     """Why a job starts cold. `is_outdated` says that the warm fork server is of no use to the next one like it either.
 
     `lacks` says that the program needs more modules than the fork server has.
@@ -45,35 +45,39 @@ class Misfit:
     lacks: bool = False
 
 
-def misfit(known: Known, handover: Handover) -> Misfit | None:
+def misfit(known: Known, handover: Handover) -> Unfit | None:
     """Why that job must not start from this process, which is in the job's folder; None if it may."""
     if why := difference(condition(), handover.condition):
-        return Misfit(why)
+        return Unfit(why)
     if why := difference(jobs(dict(known.environment)), jobs(handover.variables)):
-        return Misfit(why)
+        return Unfit(why)
     tqdm = "tqdm" in known.modules
     texts = known.loaded.pth
     variables = handover.variables
     if why := read_before(known.environment, variables, known.asked, known.in_libraries, texts, has_tqdm=tqdm):
-        return Misfit(why)
+        return Unfit(why)
     if why := known.loaded.change():
-        return Misfit(why)
+        return Unfit(why)
     return _of_program(known, handover)
 
 
-def _of_program(known: Known, handover: Handover) -> Misfit | None:
+def _of_program(known: Known, handover: Handover) -> Unfit | None:
     program, learned = handover.boot.program, handover.boot.learned
     if shadow := next(shadows(program, known.loaded_at_start, known.modules), None):
-        return Misfit(f"{shadow[1]} has the name of a module that is loaded", is_outdated=False)
+        return Unfit(f"{shadow[1]} has the name of a module that is loaded", is_outdated=False)
     if own := sorted(known.modules.keys() & {*learned.program.left_out}):
-        return Misfit(f"{program.target} has to import {own[0]} itself", is_outdated=False)
-    if place := sorted(name for name in _kept_folder(known) if not is_config(known.modules.get(name))):
-        return Misfit(f"{place[0]} looked at the current folder while it was imported", is_outdated=False)
-    kept = {variable for each in known.brought if not _is_default(each) for variable in each.readers if variable != FOLDER}
+        return Unfit(f"{program.target} has to import {own[0]} itself", is_outdated=False)
+    if place := sorted(
+        name for name in _kept_folder(known) if name in known.modules and not is_config(known.modules[name])
+    ):
+        return Unfit(f"{place[0]} looked at the current folder while it was imported", is_outdated=False)
+    kept = {
+        variable for each in known.brought if not _is_default(each) for variable in each.readers if variable != FOLDER
+    }
     if late := sorted(kept & {*learned.variables}):
-        return Misfit(f"{program.target} sets {late[0]}, which was read while importing", is_outdated=False)
+        return Unfit(f"{program.target} sets {late[0]}, which was read while importing", is_outdated=False)
     if missing := [name for name in learned.program.entries if name not in known.modules]:
-        return Misfit(f"{missing[0]} is not imported yet, which {program.target} imports", lacks=True)
+        return Unfit(f"{missing[0]} is not imported yet, which {program.target} imports", lacks=True)
     return None
 
 

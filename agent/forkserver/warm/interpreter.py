@@ -82,11 +82,8 @@ def _read(memory: int, pointer: int, count: int) -> bytes:
 def set_program(program: Program, known: list[int]) -> None:
     """Have Python run `program`, at the places that were found for another one of its kind."""
     text = program.target
-    if program.kind is ProgramKind.SCRIPT:
-        # Python makes the script's path absolute when it starts, but not sys.argv[0].
-        names = [absolute(text), text]
-    else:
-        names = [text]
+    # Python makes the script's path absolute when it starts, but not sys.argv[0].
+    names = [absolute(text), text] if program.kind is ProgramKind.SCRIPT else [text]
     for at, name in zip(_sorted(known), names, strict=True):
         ctypes.c_void_p.from_address(at).value = _copied(name)
     first = "-m" if program.kind is ProgramKind.MODULE else text

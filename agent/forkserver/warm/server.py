@@ -25,7 +25,7 @@ from elaunch.agent.forkserver.child import take_fds
 from elaunch.agent.forkserver.preload import Preloaded, hidden_packages
 from elaunch.agent.forkserver.warm import adopting
 from elaunch.agent.forkserver.warm.files import Loaded, libraries, names_in
-from elaunch.agent.forkserver.warm.fitness import Known, Misfit, misfit
+from elaunch.agent.forkserver.warm.fitness import Known, Unfit, misfit
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.interpreter import places, set_program
 from elaunch.agent.linux import credentials
@@ -209,7 +209,8 @@ class WarmServer:
             stdin, stderr, control_fd = fds[2:]
             take_fds((stdin, stderr, stderr, control_fd, answer_fd))
             with socket.socket(fileno=_ANSWER_FD) as answer:
-                wire.send(answer, {"event": "warm", "since": self._since, "server": os.getppid()})
+                warm = {"event": "warm", "since": self._since, "server": os.getppid(), "learned": self._learned()}
+                wire.send(answer, warm)
         except Exception as error:
             _answer(connection, {"event": "cold", "why": f"{type(error).__name__}: {error}", "outdated": True})
             os._exit(1)
@@ -219,13 +220,17 @@ class WarmServer:
         control.set_inheritable(False)
         return Taken(boot, control, frozenset(handover.blocked), preloaded)
 
-    def _refuse(self, connection: socket.socket, found: Misfit) -> None:
+    def _refuse(self, connection: socket.socket, found: Unfit) -> None:
         said: dict[str, Any] = {"event": "cold", "why": found.why, "outdated": found.is_outdated}
         if found.lacks:
-            text = encode(self._boot.learned)
-            said["learned"] = text if len(text) < _LEARNED_BYTES_MAX else ""
+            said["learned"] = self._learned()
         _answer(connection, said)
         os._exit(0)
+
+    def _learned(self) -> str:
+        """What this process has imported beyond the usual; empty if that is too long for a packet."""
+        text = encode(self._boot.learned)
+        return text if len(text) < _LEARNED_BYTES_MAX else ""
 
     def _reap(self) -> None:
         while self._jobs:
@@ -278,7 +283,8 @@ def _is_memory_short() -> bool:
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         total, free = (
-            int(next(line for line in lines if line.startswith(name)).split()[1]) for name in ("MemTotal", "MemAvailable")
+            int(next(line for line in lines if line.startswith(name)).split()[1])
+            for name in ("MemTotal", "MemAvailable")
         )
         return free < _FREE_MIN * total
     return False

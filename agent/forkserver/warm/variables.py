@@ -7,15 +7,27 @@ from collections.abc import Collection, Mapping
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE
 
-# Python, the dynamic linker, libc and BLAS read these when a process starts, or when they are loaded. Some names are put
-# together while the process runs, so they are in no library as a whole.
+# Python, the dynamic linker, libc and BLAS read these when a process starts, or when they are loaded. Some names are
+# put together while the process runs, so they are in no library as a whole.
 _AT_START = ("PYTHON", "LD_", "LC_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_LOGS")
 _NAMES_AT_START = {"HOME", "LANG", "LANGUAGE", "LOCPATH", "TZ", "TZDIR", "NLSPATH", "HOSTALIASES"}
 # tqdm goes through the whole environment for these when it is imported.
 _OF_TQDM = "TQDM_"
 # These are in libraries that look them up whenever they need them.
 _WHEN_USED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_", "UCX_", "MASTER_")
-_NAMES_WHEN_USED = {"CUDA_VISIBLE_DEVICES", "TMPDIR", "PATH", "TERM", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "USER"}
+_NAMES_WHEN_USED = {
+    "CUDA_VISIBLE_DEVICES",
+    "TMPDIR",
+    "PATH",
+    "TERM",
+    "PWD",
+    "OLDPWD",
+    "SHLVL",
+    "_",
+    "COLUMNS",
+    "LINES",
+    "USER",
+}
 # Each worker gets its own, or the guardian compares them (see condition.jobs).
 _OF_A_JOB = RANK_VARIABLES | {VARIABLE, *JOB_VARIABLES}
 

@@ -49,9 +49,7 @@ class Seen:
     def __init__(self, base: Path) -> None:
         self.folder = test_start._folder(base)
         self.workers = functools.cache(lambda form: looks(base, WARM, *test_start.FORMS[form], *test_start.ARGS))
-        self.fresh = functools.cache(
-            lambda form: look(base, *test_start.FORMS[form], *test_start.ARGS, env=THREADS)
-        )
+        self.fresh = functools.cache(lambda form: look(base, *test_start.FORMS[form], *test_start.ARGS, env=THREADS))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +125,6 @@ def test_after_its_import_of_torch_a_worker_is_as_a_fresh_interpreter(with_torch
         assert ours == with_crash_stack(name, with_torch.fresh("by default")[name])
 
 
-
 def test_processes_that_a_program_spawns_look_for_its_modules_where_it_was_started(seen: Seen) -> None:
     folder = seen.folder / "spawning"
     folder.mkdir()
@@ -135,7 +132,8 @@ def test_processes_that_a_program_spawns_look_for_its_modules_where_it_was_start
     script(
         folder,
         "import multiprocessing as mp, multiprocessing.process as p, os\nfrom beside import f\n"
-        "if __name__ == '__main__':\n    print(p.ORIGINAL_DIR == os.getcwd(), mp.get_context('spawn').Pool(1).apply(f))",
+        "if __name__ == '__main__':\n"
+        "    print(p.ORIGINAL_DIR == os.getcwd(), mp.get_context('spawn').Pool(1).apply(f))",
     )
 
     how = ("--preload-only", "json,multiprocessing.process", "--warm")

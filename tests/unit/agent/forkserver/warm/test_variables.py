@@ -10,11 +10,14 @@ THEN = {"HOME": "/home/a", "OMP_NUM_THREADS": "2", "LR": "0.1", "TQDM_MININTERVA
 
 
 def why(then: dict[str, str], now: dict[str, str], *, has_tqdm: bool = False) -> str:
-    return read_before(then, now, {"HF_HOME"}, {"SOME_LIBRARY", "NCCL_DEBUG"}, "import os; os.getenv('COV')", has_tqdm=has_tqdm)
+    return read_before(
+        then, now, {"HF_HOME"}, {"SOME_LIBRARY", "NCCL_DEBUG"}, "import os; os.getenv('COV')", has_tqdm=has_tqdm
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["LR", "WANDB_MODE", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "PWD", "RANK", "ELAUNCH_MARKER", "TQDM_MININTERVAL"]
+    "name",
+    ["LR", "WANDB_MODE", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "PWD", "RANK", "ELAUNCH_MARKER", "TQDM_MININTERVAL"],
 )
 def test_what_nobody_has_read_may_change_or_be_new(name: str) -> None:
     assert why(THEN, {**THEN, name: "other"}) == ""
