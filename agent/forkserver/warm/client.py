@@ -258,13 +258,14 @@ def leave_behind(kind: WarmKind, environment: Mapping[str, str], learned: Learne
                         warm_s=idle_s,
                     ),
                     environment,
+                    path.parent,
                 )
             except BaseException:
                 path.unlink()
                 raise
 
 
-def _start(boot: Boot, environment: Mapping[str, str]) -> None:
+def _start(boot: Boot, environment: Mapping[str, str], place: Path) -> None:
     boot_fd = boot.memfd()
     try:
         subprocess.Popen(
@@ -276,8 +277,8 @@ def _start(boot: Boot, environment: Mapping[str, str]) -> None:
             stderr=subprocess.DEVNULL,
             pass_fds=(boot_fd, boot.control_fd),
             start_new_session=True,
-            # No file system is kept busy.
-            cwd="/",
+            # What modules keep of it is found again: see folder.py.
+            cwd=place,
         )
     finally:
         os.close(boot_fd)

@@ -8,9 +8,9 @@ from types import ModuleType
 from elaunch.agent.forkserver.fork_safety import shadows
 from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought
-from elaunch.agent.forkserver.replay_environment import is_config
 from elaunch.agent.forkserver.warm.condition import condition, difference, jobs
 from elaunch.agent.forkserver.warm.files import Loaded
+from elaunch.agent.forkserver.warm.folder import keepers, names_of_folder
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.variables import read_before
 from elaunch.records import dataclass
@@ -20,10 +20,11 @@ from elaunch.records import dataclass
 class Known:
     """What a warm fork server knows of itself since its imports.
 
-    `environment` was there then. `asked` are the variables that were looked up meanwhile, `in_libraries` those that
-    loaded libraries name. `modules` are all loaded ones, whether hidden or not.
+    `folder` is where it imported, `environment` was there then. `asked` are the variables that were looked up
+    meanwhile, `in_libraries` those that loaded libraries name. `modules` are all loaded ones, whether hidden or not.
     """
 
+    folder: str
     environment: Mapping[str, str]
     brought: tuple[Brought, ...]
     modules: Mapping[str, ModuleType]
@@ -67,10 +68,9 @@ def _of_program(known: Known, handover: Handover) -> Unfit | None:
         return Unfit(f"{shadow[1]} has the name of a module that is loaded", is_outdated=False)
     if own := sorted(known.modules.keys() & {*learned.program.left_out}):
         return Unfit(f"{program.target} has to import {own[0]} itself", is_outdated=False)
-    if place := sorted(
-        name for name in _kept_folder(known) if name in known.modules and not is_config(known.modules[name])
-    ):
-        return Unfit(f"{place[0]} looked at the current folder while it was imported", is_outdated=False)
+    for name in keepers(known.brought, known.modules):
+        if not names_of_folder(known.modules[name], known.folder):
+            return Unfit(f"{name} looked at the current folder while it was imported", is_outdated=False)
     kept = {
         variable for each in known.brought if not _is_default(each) for variable in each.readers if variable != FOLDER
     }
@@ -79,11 +79,6 @@ def _of_program(known: Known, handover: Handover) -> Unfit | None:
     if missing := [name for name in learned.program.entries if name not in known.modules]:
         return Unfit(f"{missing[0]} is not imported yet, which {program.target} imports", lacks=True)
     return None
-
-
-def _kept_folder(known: Known) -> set[str]:
-    """The modules that may hold something of the folder in which they were imported."""
-    return {name for each in known.brought for name in each.readers.get(FOLDER, ())}
 
 
 def _is_default(brought: Brought) -> bool:

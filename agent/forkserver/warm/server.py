@@ -26,6 +26,7 @@ from elaunch.agent.forkserver.preload import Preloaded, hidden_packages
 from elaunch.agent.forkserver.warm import adopting
 from elaunch.agent.forkserver.warm.files import Loaded, libraries, names_in
 from elaunch.agent.forkserver.warm.fitness import Known, Unfit, misfit
+from elaunch.agent.forkserver.warm.folder import keepers, move
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.interpreter import places, set_program
 from elaunch.agent.linux import credentials
@@ -74,6 +75,7 @@ class WarmServer:
         self._preloaded = preloaded
         self._places = places(boot.program)
         self._known = Known(
+            os.getcwd(),  # noqa: PTH109
             environment,
             preloaded.brought,
             modules,
@@ -199,6 +201,8 @@ class WarmServer:
             if found := misfit(self._known, handover):
                 self._refuse(connection, found)
             adopting.adopt(handover, folder, self._preloaded.customised)
+            for name in keepers(self._known.brought, self._known.modules):
+                move(self._known.modules[name], self._known.folder, os.getcwd())  # noqa: PTH109
             set_program(handover.boot.program, self._places)
             signal.set_wakeup_fd(-1)
             self._selector.close()
