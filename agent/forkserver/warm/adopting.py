@@ -21,8 +21,6 @@ from elaunch.agent.linux import set_command_line, stat_fields
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 # struct prctl_mm_map of linux/prctl.h: eleven addresses, the auxiliary vector (not set), the executable (not set).
 _MAP = struct.Struct("=11QQIi")
-# The room for the markers of nested agents, where the kernel does not let a process say where its environment is.
-MARKER_ROOM = 1024
 
 
 def adopt(handover: Handover, folder_fd: int, customised: Mapping[str, str | None]) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, pausing
 from elaunch.agent.forkserver.learned import NOTHING, Learned
-from elaunch.agent.forkserver.warm.handover import Handover
+from elaunch.agent.forkserver.warm.handover import MARKER_ROOM, Handover
 from elaunch.agent.forkserver.warm.interpreter import without_program
 from elaunch.agent.forkserver.warm.place import NoPlace, checked, folder, made, socket_path
+from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import credentials, is_stopped, name
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode
@@ -270,7 +271,8 @@ def _start(boot: Boot, environment: Mapping[str, str], place: Path) -> None:
     try:
         subprocess.Popen(
             boot.program.argv,
-            env=pausing(environment, boot_fd),
+            # The room for a job's marker: see adopting.py.
+            env={**pausing(environment, boot_fd), VARIABLE: "-" * MARKER_ROOM},
             stdin=subprocess.DEVNULL,
             # What its imports print, the job's fork server has printed already.
             stdout=subprocess.DEVNULL,

@@ -12,6 +12,9 @@ from elaunch.agent.forkserver.warm.condition import Fact, condition
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
 
+# A fork server that stays begins with a marker of so many bytes, in place of which a job's can be written.
+MARKER_ROOM = 1024
+
 
 @dataclass(frozen=True)
 class Handover:
