@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import is_alive
+from tests.faults.test_preload_learned import LEARNED, installed
 from tests.harness import COMMAND, Job, environment, script, wait_for
 from tests.warm import command, leave_one, own_place, run, states, stayed
 
@@ -322,6 +323,28 @@ def test_a_socket_without_a_server_is_taken_over(tmp_path: Path, place: Path) ->
     assert re.fullmatch(rf"the warm fork server of {place}/[0-9a-f]+ was killed", cold(ended))
     assert stayed()["pid"] != pid
     assert len(list(place.glob("[0-9a-f]*"))) == 1
+
+
+@pytest.mark.slow
+def test_what_was_learned_of_a_program_is_warm_for_every_program(tmp_path: Path, place: Path) -> None:
+    program = tmp_path / "program"
+    env = {**installed(program), **options()}
+    with Job(program, "--warm", "train.py", env=env) as job:
+        job.wait_for_output(LEARNED, 120)
+        (program / "end").touch()
+        assert job.wait() == 0, job.output
+    stayed_with = stayed(env)["packages"]
+    other = tmp_path / "other"
+    other.mkdir()
+    script(other, "import os, heavy, torch\nprint('forked', heavy.BY == os.getppid(), heavy.BY)")
+
+    ended = run(other, "--warm", "train.py", env=env)
+
+    assert "heavy" in stayed_with, stayed_with
+    assert "warm start:" in ended.stderr, ended.stderr
+    # It was imported by the fork server that stayed, before the job's own was forked.
+    assert "forked False" in ended.stdout
+    assert str(stayed(env)["pid"]) in ended.stdout
 
 
 def test_nothing_of_a_job_holds_the_output_open(tmp_path: Path, place: Path) -> None:

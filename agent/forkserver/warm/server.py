@@ -284,11 +284,12 @@ def _answer(connection: socket.socket, said: dict[str, Any]) -> None:
 
 
 def _is_memory_short() -> bool:
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        total, free = (
-            int(next(line for line in lines if line.startswith(name)).split()[1])
-            for name in ("MemTotal", "MemAvailable")
-        )
-        return free < _FREE_MIN * total
+    with suppress(OSError):
+        return is_short(Path("/proc/meminfo").read_text())
     return False
+
+
+def is_short(meminfo: str) -> bool:
+    """Whether that text of /proc/meminfo tells of too little memory for a process that is there only for speed."""
+    sizes = {words[0]: int(words[1]) for line in meminfo.splitlines() if len(words := line.split()) > 1}
+    return sizes.get("MemAvailable:", sizes.get("MemTotal:", 0)) < _FREE_MIN * sizes.get("MemTotal:", 0)
