@@ -9,10 +9,11 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elaunch import __version__
 from elaunch.rendezvous.job_spec import Program
 
 _ADDRESS_BYTES_MAX = 107
+# Another one for each change of the messages: releases of one installation do not meet.
+_PROTOCOL = "1"
 
 
 class NoPlace(Exception):
@@ -62,7 +63,7 @@ def socket_path(place: Path, program: Program, preload: Sequence[str]) -> Path:
 
     Raises NoPlace where the path is longer than a socket's address may be.
     """
-    kind = [program.interpreter, *program.interpreter_options, program.kind.value, *preload, __file__, __version__]
+    kind = [program.interpreter, *program.interpreter_options, program.kind.value, *preload, __file__, _PROTOCOL]
     path = place / hashlib.sha256(json.dumps(kind).encode()).hexdigest()[:16]
     if len(os.fsencode(path)) > _ADDRESS_BYTES_MAX:
         raise NoPlace(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
