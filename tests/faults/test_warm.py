@@ -103,6 +103,7 @@ def test_two_jobs_at_once_start_from_the_same_one(tmp_path: Path, place: Path) -
     assert [told(ended)[1] for ended in ends] == [str(pid)] * 2
 
 
+@pytest.mark.slow
 def test_a_job_outlives_the_kill_of_the_one_that_it_started_from_and_the_next_is_cold(
     tmp_path: Path, place: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_the_loss_of_the_jobs_own_fork_server_is_a_failure_like_any_other(tmp_pa
     assert "the fork server was killed by SIGKILL" in job.output
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_the_kill_of_the_agent_end_the_job_and_not_the_server(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
     script(tmp_path, WAIT, "wait.py")
@@ -223,6 +225,7 @@ def test_one_that_is_stopped_makes_it_cold_and_can_be_ended(tmp_path: Path, plac
     assert list(place.glob("[0-9a-f]*")) == []
 
 
+@pytest.mark.slow
 def test_it_ends_when_no_job_has_used_it_for_its_time(tmp_path: Path, place: Path) -> None:
     assert (
         "a fork server stays for 0.02 min" in run(tmp_path, *WARM[:-1], "--warm=0.02", "train.py", env=options()).stderr
@@ -260,6 +263,7 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, place: Path) 
     assert "others may enter" in shown.stderr
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_folder_or_a_socket_of_another_user_is_refused(tmp_path: Path, place: Path) -> None:
     first(tmp_path)
