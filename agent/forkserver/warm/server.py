@@ -35,6 +35,7 @@ from elaunch.rendezvous.codec import encode
 # Connections that have not asked yet. The oldest goes when another one comes.
 _WAITING_MAX = 16
 _LOOK_S = 30.0
+_LOCALE = "LC_CTYPE"
 # Below this share of the host's memory that is free, the server ends.
 _FREE_MIN = 0.05
 _LEARNED_BYTES_MAX = 64 << 10
@@ -74,6 +75,13 @@ class WarmServer:
         self._listener = listener
         self._preloaded = preloaded
         self._places = places(boot.program)
+        # In a C locale Python changes this variable when it starts (PEP 538), in a fresh interpreter too.
+        pythons = {_LOCALE: environment[_LOCALE]} if environment.get(_LOCALE) != _at_start(_LOCALE) else {}
+        self._customised = {**pythons, **preloaded.customised}
+        if pythons:
+            given = _at_start(_LOCALE)
+            environment = {name: value for name, value in environment.items() if name != _LOCALE}
+            environment |= {} if given is None else {_LOCALE: given}
         self._known = Known(
             os.getcwd(),  # noqa: PTH109
             environment,
@@ -200,7 +208,7 @@ class WarmServer:
             os.fchdir(folder)
             if found := misfit(self._known, handover):
                 self._refuse(connection, found)
-            adopting.adopt(handover, folder, self._preloaded.customised)
+            adopting.adopt(handover, folder, self._customised)
             for name in keepers(self._known.brought, self._known.modules):
                 move(self._known.modules[name], self._known.folder, os.getcwd())  # noqa: PTH109
             set_program(handover.boot.program, self._places)
@@ -275,6 +283,13 @@ class ChangedMeanwhile(Exception):
 
 # `kill PID` ends the server. In its forks they are blocked, as in every fork server.
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def _at_start(variable: str) -> str | None:
+    """The value of a variable when this process began; None without it."""
+    first = f"{variable}=".encode()
+    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return next((os.fsdecode(entry[len(first) :]) for entry in entries if entry.startswith(first)), None)
 
 
 def _answer(connection: socket.socket, said: dict[str, Any]) -> None:

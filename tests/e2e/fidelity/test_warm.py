@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,19 @@ ENDS = ("chained", "printed stack", "last exception", "exit 3", "SIGINT", "SIGTE
         "destructor", "stdin", "forked child", "exec", "thread after an error")  # fmt: skip
 
 
-def leave(folder: Path, *words: str) -> None:
+def leave(folder: Path, *words: str, env: Mapping[str, str] = THREADS) -> None:
     """A job with other arguments, in another folder and with another environment, leaves a fork server."""
     folder.mkdir(exist_ok=True)
     script(folder, "", "nothing.py")
-    before = len(states())
-    ended = run(folder, *words, "--some", "arguments", env={**THREADS, "OF_THE_FIRST": "1"})
+    before = {each.get("pid") for each in states()}
+    ended = run(folder, *words, "--some", "arguments", env={**env, "OF_THE_FIRST": "1"})
     assert "a fork server stays" in ended.stderr, ended.stderr
-    wait_for(lambda: len([each for each in states() if "pid" in each]) > before, "a fork server that stays")
+    wait_for(lambda: {each["pid"] for each in states() if "pid" in each} - before, "a fork server that stays")
 
 
-def looks(folder: Path, how: tuple[str, ...], *words: str) -> list[dict[str, Any]]:
+def looks(folder: Path, how: tuple[str, ...], *words: str, env: Mapping[str, str] = THREADS) -> list[dict[str, Any]]:
     """What two workers of a warm start wrote down."""
-    ended = run(folder, *how, "--nproc-per-node", "2", "--max-restarts", "0", *words, env=THREADS)
+    ended = run(folder, *how, "--nproc-per-node", "2", "--max-restarts", "0", *words, env=env)
     assert ended.returncode == 0, ended.stderr
     assert "warm start: from the fork server that stayed since" in ended.stderr, ended.stderr
     return [json.loads((folder / f"facts{rank}.json").read_text()) for rank in range(2)]
@@ -69,6 +69,26 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, form: str, name: str) -> None:
     for worker in seen.workers(form):
         test_start._equal(name, worker, seen.fresh(form))
+
+
+@pytest.fixture(scope="module")
+def in_c_locale(seen: Seen) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The records in a C locale, in which Python changes a variable, with a sitecustomize that the user has."""
+    customized = {"PYTHONPATH": os.fspath(seen.folder / "customized")}
+    env = {**THREADS, **test_start.VARIANTS["C locale and own customize"], **customized}
+    command = (*test_start.FORMS["script"], *test_start.ARGS)
+    with own_place(seen.folder / "run in C"):
+        leave(seen.folder / "elsewhere in C", *WARM, "nothing.py", env=env)
+        return looks(seen.folder, WARM, *command, env=env), look(seen.folder, *command, env=env)
+
+
+@pytest.mark.parametrize("name", [*probe_process.FACTS, *probe.FACTS])
+def test_a_fact_follows_the_locale_and_the_users_sitecustomize(
+    in_c_locale: tuple[list[dict[str, Any]], dict[str, Any]], name: str
+) -> None:
+    workers, fresh = in_c_locale
+    for worker in workers:
+        test_start._equal(name, worker, fresh)
 
 
 @pytest.mark.parametrize("name", probe.UNLIKE)
