@@ -8,6 +8,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from socket import socket
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -31,6 +35,17 @@ def allow_tracer(pid: int) -> None:
     A program that this process begins with exec keeps it, its children do not. Without Yama nothing happens.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, pid)
+
+
+def credentials(connection: socket) -> tuple[int, int]:
+    """The pid and the user id at the other end of a Unix socket, as the kernel has them."""
+    # Imported here: most processes that import this module ask nobody.
+    import struct
+    from socket import SO_PEERCRED, SOL_SOCKET
+
+    form = struct.Struct("3i")
+    pid, uid, _ = form.unpack(connection.getsockopt(SOL_SOCKET, SO_PEERCRED, form.size))
+    return pid, uid
 
 
 def ptrace_scope() -> int | None:

@@ -73,6 +73,11 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
                 pump.say(line)
             for trouble in troubles:
                 pump.say(trouble, "warning")
+            if config.warm_s:
+                from elaunch.agent.warm import how_it_began
+
+                if line := how_it_began(fork_server):
+                    pump.say(line)
             yield agent
         except BaseException:
             # The pump's lines come before the error's text.
@@ -85,7 +90,7 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
     learned = read(config.imports_file)
     if preload == DEFAULT_PRELOAD and learned.without_torch == state_of_command(program):
         preload = ()
-    return ForkServer(program, preload, environment, config.ignored, learned)
+    return ForkServer(program, preload, environment, config.ignored, learned, warm_s=config.warm_s)
 
 
 class AgentRun:
@@ -135,6 +140,15 @@ class AgentRun:
             return Loop(replace(self._services, config=config), job_store, served_pid, way).run()
         except NoPort as error:
             raise CannotRun(str(error)) from error
+
+    def leave_fork_server(self) -> None:
+        """After the job: let a fork server stay for the next one, if that is wanted and none is there that fits."""
+        services = self._services
+        if services.config.warm_s:
+            from elaunch.agent.warm import leave
+
+            if line := leave(services.config, services.fork_server):
+                self.say(line)
 
     def write_report(self, text: str, record: Mapping[str, object]) -> None:
         """Write the report to stderr, as text or as a record, after all that the workers wrote."""

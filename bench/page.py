@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady, told, watching
+from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady, told, warm, watching
 from bench.contenders import ELAUNCH
 from bench.manytables import idle, rendezvous
 from bench.samples import Results, failures, subset
@@ -112,6 +112,13 @@ def _one_node(results: Results) -> list[str]:
         ),
         *stages(results, restarts.SECTION, "the kill"),
         *timed(results, launches.LINE_SECTION, "First line", "from the command to one worker's first line. No torch."),
+        *timed(
+            results,
+            warm.SECTION,
+            "First line after a run",
+            "from the command to the first line of one worker, after `import torch`. A run with `--warm` came before"
+            " each turn, in another folder.",
+        ),
         *_steady(results, steady.SECTION, "While 2 workers train"),
         *_steady(results, steady.TRAINER_SECTION, "While 2 workers train with the bundled trainer"),
         *_rates(results),

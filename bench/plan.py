@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady, told, watching
+from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady, told, warm, watching
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
 from bench.fleet import RANKS
 from bench.samples import Sample
 from bench.sides import KEPT, PART_SIDES, SIDES, Side
 
-ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "lines")
+ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "warm-line", "lines")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
 STATE_SECTIONS = ("state-restart", "state-parts", "state-cost", "state-ettr")
 WATCH_SECTIONS = ("told", "watching")
@@ -60,6 +60,7 @@ def plan(settings: Settings) -> list[Task]:
         "restart": _restarts,
         "steady": _steady,
         "first-line": _first_lines,
+        "warm-line": _warm_lines,
         "lines": _chatty,
         "nodes-restart": _nodes_restarts,
         "nodes-loss": _losses,
@@ -221,6 +222,12 @@ def _first_lines(settings: Settings) -> Iterator[Task]:
                 2.0,
                 lambda contender=contender: [launches.first_line(contender)],  # type: ignore[misc]
             )
+
+
+def _warm_lines(settings: Settings) -> Iterator[Task]:
+    for turn in range(settings.samples):
+        label = f"warm line, round {turn + 1} of {settings.samples}"
+        yield Task(label, warm.SECTION, warm.GUESS_S, warm.turn)
 
 
 def _chatty(settings: Settings) -> Iterator[Task]:

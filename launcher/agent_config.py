@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
 from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, LogFormat, OnHang, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
+from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.launcher.cluster.cluster import Cluster, line
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.imports_file import imports_file
-from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import may_import_torch
@@ -49,6 +51,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     signals, notices, has_named_signals = _signals(options, cluster)
     interpreter = environ.get("PYTHON_EXEC") or host.python
     preload = _preload(options, interpreter, host)
+    warm_s, cannot = warm_seconds(options, preload, cluster, environment)
     # Who names all modules gets these.
     learns = preload is not None and options.preload_only is None
     return AgentConfig(
@@ -74,6 +77,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         has_named_signals=has_named_signals,
         ignored=() if has_named_signals else _ignored(options, cluster, notices),
         preload=preload,
+        warm_s=warm_s,
         imports_file=imports_file(options, environ, host) if learns else None,
         master_addr=planned.plan.own_addr or "127.0.0.1",
         master_ports=master_ports(options, planned),
@@ -87,7 +91,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
             *_of_the_scheduler(options, cluster, slots, host),
             *_chosen_for_you(options, counted, threads),
             *planned.notes,
-            *_without_effect(options, (*planned.ignored, *_lonely(options))),
+            *_without_effect(options, (*planned.ignored, *_lonely(options), *cannot)),
             *_warnings(options, interpreter, host),
             *_misspelt_variables(environ),
         ),
@@ -257,6 +261,35 @@ def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[s
     if options.preload is None and not may_import_torch(options.kind, options.target):
         return ()
     return tuple(dict.fromkeys((*DEFAULT_PRELOAD, *(options.preload or ()))))
+
+
+def warm_seconds(
+    options: Options, preload: tuple[str, ...] | None, cluster: Cluster | None, environment: Mapping[str, str]
+) -> tuple[float, tuple[tuple[str, str], ...]]:
+    """How long a fork server may stay for the next job, and, if none stays although one was asked for, why."""
+    if not options.warm:
+        return 0.0, ()
+    paths = environment.get("PYTHONPATH", "")
+    if options.no_preload:
+        why = "--no-preload imports nothing ahead"
+    elif options.kind is ProgramKind.COMMAND:
+        why = "--no-python imports nothing ahead"
+    elif preload is None:
+        why = "nothing is preloaded for another interpreter"
+    elif options.kind is ProgramKind.SCRIPT and options.target == "-":
+        why = "the script is read from stdin"
+    elif paths and not all(os.path.isabs(path) for path in paths.split(os.pathsep)):  # noqa: PTH117
+        why = "PYTHONPATH has an entry that depends on the current folder"
+    elif cluster:
+        why = f"a job of {cluster.scheduler} leaves no process behind"
+    elif VARIABLE in environment:
+        why = "a job inside a worker leaves no process behind"
+    elif os.getpid() == 1 or os.getppid() == 0:
+        why = "it is the container's first process, which ends with the job"
+    else:
+        return 60 * options.warm, ()
+    # A variable is set for all jobs of a shell, and most of them may be of another kind.
+    return 0.0, () if options.given["warm"] is Source.ENVIRONMENT else (("--warm", why),)
 
 
 def _check_visible_devices(options: Options, environ: Mapping[str, str], slots: int) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _NVIDIA = "/dev/nvidiactl"
 # Commands that print an answer and end. Their reader may have read enough before (`| head`).
-_PRINTERS = ("doctor", "report", "stacks", "status", "top")
+_PRINTERS = ("doctor", "report", "stacks", "status", "top", "warm")
 
 
 def main() -> NoReturn:
@@ -96,6 +96,10 @@ def _main() -> int:
             from elaunch.launcher.report_page.command import main as report
 
             return report(sys.argv[2:], os.environ)
+        if sys.argv[1:2] == ["warm"]:
+            from elaunch.launcher.warm_command import main as warm
+
+            return warm(sys.argv[2:])
         if sys.argv[1:2] in (["status"], ["top"], ["stacks"]):
             from elaunch.launcher.watch.command import main as watch
 
@@ -173,6 +177,7 @@ def _run_agent(
             outcome = _outcome(options, planned, config, agent)
             tell(outcome, config, agent)
             write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"), agent.error_file)
+            agent.leave_fork_server()
             agent.finish_output(outcome)
     except CannotRun as error:
         raise UsageError(str(error)) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
-from elaunch.launcher.options.commands import COMMANDS
+from elaunch.launcher.options.commands import COMMANDS, WARM_FLAGS
 from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.launcher.options.values import NUMA_MODES, OneOf
 from elaunch.launcher.submit import kubernetes, slurm
@@ -63,7 +63,7 @@ def completions(before: Sequence[str], incomplete: str) -> list[CompletionItem]:
     if words[:1] == ["submit"] and len(words) == 1:
         return _plain(_SCHEDULERS, incomplete)
     known = _options(words)
-    if words and words[0] in ("run", "store", "doctor", "report", *WATCHES):
+    if words and words[0] in ("run", "store", "doctor", "report", "warm", *WATCHES):
         words = words[1:]
     elif words[:1] == ["submit"]:
         words = words[2:]
@@ -95,6 +95,8 @@ def _options(words: Sequence[str]) -> list[_Known]:
             _Known(("--json",), "", "print the numbers as JSON"),
             _Known(("--metrics",), "FILE", "lines of JSON with step, loss and seconds"),
         ]
+    if words[:1] == ["warm"]:
+        return [_Known((name,), "", text) for name, text in WARM_FLAGS]
     if words and words[0] in WATCHES:
         flags = [_Known((name,), "", text) for name, text in WATCHES[words[0]]]
         return [*flags, *(_known(spec) for spec in TABLE if spec.name in STORE_OPTIONS)]
@@ -109,7 +111,8 @@ def _options(words: Sequence[str]) -> list[_Known]:
 def _known(spec: OptionSpec) -> _Known:
     return _Known(
         (*(f"--{name}" for name in spec.names), *([f"-{spec.short}"] if spec.short else [])),
-        spec.metavar,
+        # A value after `=` needs no next word.
+        "" if spec.bare else spec.metavar,
         spec.help,
         spec.convert.words if isinstance(spec.convert, OneOf) else _WORDS.get(spec.name, ()),
     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from elaunch.agent.linux import credentials as credentials
 from elaunch.agent.linux import start_thread
 from elaunch.rendezvous.codec import parse_json
 
@@ -25,13 +25,6 @@ _WAITING_MAX = 8
 _BACKLOG = 64
 # A process that asks and does not read is let go of after this long.
 _READ_S = 5.0
-_CREDENTIALS = struct.Struct("3i")
-
-
-def credentials(connection: socket.socket) -> tuple[int, int]:
-    """The pid and the user id at the other end of a Unix socket, as the kernel has them."""
-    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid
 
 
 class Asked:

@@ -18,6 +18,8 @@ FRESH = "fresh"
 # The modules of the standard library that a report of the program's end needs, and that a bare Python has not loaded.
 # A program with a module of such a name beside it must get its own: it makes no report.
 NEEDED = ("threading", "functools", "collections", "types", "keyword", "operator", "reprlib", "_weakrefset")
+# The name of a fork server that belongs to no job, as `ps -o comm` shows it.
+PROCESS_NAME = "elaunch-warm"
 HOOK_DIR = str(Path(__file__).with_name("hook"))
 
 
@@ -30,7 +32,8 @@ class Boot:
     for the log. `learned` is what earlier starts have shown. `is_paced` says that a job runs meanwhile: the imports
     take a part of one CPU only. `pythonpath` is the user's PYTHONPATH. `ignored` are signals that workers ignore from
     their start. `mask` is set in a fork server that has started anew: the signals that were blocked when the agent
-    started it.
+    started it. `warm_s` is set for a fork server that belongs to no job (see warm/server.py): for so long it may be
+    idle. Its `control_fd` is a listening socket.
     """
 
     agent_pid: int
@@ -44,6 +47,7 @@ class Boot:
     learned: Learned = Learned()
     is_paced: bool = False
     mask: tuple[int, ...] | None = None
+    warm_s: float = 0.0
 
     def memfd(self) -> int:
         """A new descriptor from which this process, or one that inherits it, can `read` the message."""

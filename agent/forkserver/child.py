@@ -39,7 +39,7 @@ def settle(agent_pid: int, template_pid: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def warm(preloaded: Preloaded) -> None:
+def prepare(preloaded: Preloaded) -> None:
     """Ahead of the order: what does not depend on it. A worker's start then finds memory of its own where it writes."""
     from elaunch.agent.forkserver import after_fork
 
@@ -49,7 +49,7 @@ def warm(preloaded: Preloaded) -> None:
 
 def become(child: Child) -> None:
     """Become the process that `child` describes. Returns only if Python itself is to start the program now."""
-    _take_fds(child.fds)
+    take_fds(child.fds)
     crash_fd = _put_away(_CRASH_FD) if child.order["op"] == "worker" else -1
     _enter(child.order["cgroup"])
     if child.order["op"] == "store":
@@ -80,7 +80,7 @@ def become(child: Child) -> None:
         sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
     from elaunch.agent.forkserver import after_fork, collectives, crash_stack, exit_report
 
-    if not child.is_warm:
+    if not child.is_prepared:
         after_fork.refresh(child.preloaded)
     after_fork.standard_streams()
     crash_stack.enable(crash_fd)
@@ -103,7 +103,7 @@ def _enter(cgroup: str) -> None:
             Path(cgroup, "cgroup.procs").write_text("0")
 
 
-def _take_fds(fds: tuple[int, ...]) -> None:
+def take_fds(fds: tuple[int, ...]) -> None:
     """Make fds[0:3] the standard streams, and the rest of `fds` the fds from 3 on. Close all other descriptors."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
     for fd, place in zip(high, range(len(fds)), strict=True):

@@ -10,13 +10,18 @@ import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
 from elaunch.agent.forkserver.learned import NOTHING, Learned
 from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import Program
+
+if TYPE_CHECKING:
+    from elaunch.agent.forkserver.warm.client import Borrowed, Cold, Origin
+
+    Process = subprocess.Popen[bytes] | Borrowed
 
 _ORDER_WAIT_S = 60.0
 _END_AHEAD_S = 0.2
@@ -37,6 +42,8 @@ class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
     `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
+    With `warm_s` it is forked from a fork server that an earlier job has left behind, if that fits; `cold` says why it
+    was not, `began_from` which one it was. The one that is left may be idle for so long.
     Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
     wait in the socket. `fileno` is readable when `receive` has news.
     """
@@ -50,6 +57,7 @@ class ForkServer:
         learned: Learned = NOTHING,
         *,
         is_paced: bool = False,
+        warm_s: float = 0.0,
     ) -> None:
         self._program = program
         self._environment = environment
@@ -58,11 +66,13 @@ class ForkServer:
         self.preload = preload
         self.learned = learned
         self._successor: ForkServer | None = None
-        self._ended_before: list[subprocess.Popen[bytes]] = []
+        self._ended_before: list[Process] = []
         self._whole_store = False
         # Of processes that it has forked ahead, which wait for an order.
         self._ahead: set[int] = set()
-        self._socket, self._process = self._start()
+        self.cold: Cold | None = None
+        self.began_from: Origin | None = None
+        self._socket, self._process = self._borrow(warm_s) if warm_s and preload else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
@@ -101,20 +111,39 @@ class ForkServer:
         """From now on a worker store imports the whole of torch, as programs do."""
         self._whole_store = True
 
-    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        environment, preload = self._environment, self.preload
+    def _borrow(self, warm_s: float) -> tuple[socket.socket, Process]:
+        # Imported here: most jobs have no use for it.
+        from elaunch.agent.forkserver.warm.client import Cold, borrow
+
         ours, theirs = wire.pair()
-        boot = Boot(
+        try:
+            process = borrow(self._boot(theirs), self._environment, theirs, warm_s)
+        except Cold as error:
+            self.cold = error
+            ours.close()
+            return self._start()
+        finally:
+            theirs.close()
+        self.began_from = process.origin
+        ours.setblocking(False)
+        return ours, process
+
+    def _boot(self, control: socket.socket) -> Boot:
+        return Boot(
             os.getpid(),
-            theirs.fileno(),
+            control.fileno(),
             self._program,
-            preload,
-            environment.get("PYTHONPATH"),
+            self.preload,
+            self._environment.get("PYTHONPATH"),
             self._ignored,
             learned=self.learned,
             is_paced=self._is_paced,
         )
-        boot_fd = boot.memfd()
+
+    def _start(self) -> tuple[socket.socket, Process]:
+        environment, preload = self._environment, self.preload
+        ours, theirs = wire.pair()
+        boot_fd = self._boot(theirs).memfd()
         try:
             process = subprocess.Popen(
                 bare_command("server", "bare", str(boot_fd)) if preload is None else self._program.argv,

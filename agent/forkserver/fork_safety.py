@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.rendezvous.job_spec import Program, ProgramKind
@@ -48,16 +49,22 @@ def open_files() -> dict[int, str]:
     return files
 
 
-def shadows(program: Program, loaded_at_start: Collection[str]) -> Iterator[tuple[str, Path]]:
-    """The modules in place of which a fresh interpreter would import a file beside the program, and these files."""
-    loaded = {name for name in sys.modules if "." not in name} - set(loaded_at_start) - set(sys.builtin_module_names)
+def shadows(
+    program: Program, loaded_at_start: Collection[str], modules: Mapping[str, ModuleType] | None = None
+) -> Iterator[tuple[str, Path]]:
+    """The modules in place of which a fresh interpreter would import a file beside the program, and these files.
+
+    `modules` are all that are loaded, if some are hidden now.
+    """
+    modules = sys.modules if modules is None else modules
+    loaded = {name for name in modules if "." not in name} - set(loaded_at_start) - set(sys.builtin_module_names)
     suffixes = ["/", *importlib.machinery.all_suffixes()]
     place = _programs_place(program)
     for entry in _entries(place) if place else ():
         # A folder without __init__.py does not count: Python prefers a module elsewhere.
         suffix = next((s for s in suffixes if entry.endswith(s)), None)
         if suffix and (name := entry.removesuffix(suffix)) in loaded:
-            ours = getattr(sys.modules[name], "__file__", None)
+            ours = getattr(modules[name], "__file__", None)
             if ours is None or not Path(ours).is_relative_to(place):
                 yield name, Path(place, entry)
 

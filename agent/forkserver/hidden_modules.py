@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver import after_fork, exit_report
+from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
 
@@ -37,6 +38,7 @@ class Gate:
         self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
         self._environment = dict(os.environ)
         self._link = 0
+        self._is_moved = False
         self._told: set[str] = set()
         self._lock = threading.Lock()
         if not self._where:
@@ -57,6 +59,10 @@ class Gate:
         self._where = {}
         with suppress(ValueError):
             sys.meta_path.remove(self)
+
+    def move(self) -> None:
+        """The fork server is in another folder now than at its imports (see warm/server.py)."""
+        self._is_moved = True
 
     def stand(self, link: int) -> None:
         """Begin in a worker that has this link. Only later changes of its environment are applied again."""
@@ -89,7 +95,9 @@ class Gate:
         restore_environment(own)
         self._environment |= {n: value for n, value in own.items() if value is not None}
         after_fork.set_threads(changed, back)
-        self._tell(name, replay(changed, brought.readers, back))
+        if self._is_moved and FOLDER in brought.readers:
+            changed.add(FOLDER)
+        self._tell(name, replay(changed, brought.readers, back) - {FOLDER})
 
     def _put_back(self, name: str, brought: Brought) -> dict[str, ModuleType]:
         package = name.partition(".")[0]

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from typing import Any
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
 from elaunch.agent.forkserver.learned import Named
-from elaunch.agent.forkserver.lookups import keeper
+from elaunch.agent.forkserver.lookups import FOLDER, keeper, keeper_of_folder, walks
 from elaunch.agent.forkserver.selection import Selection
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
@@ -40,8 +40,9 @@ _WORK_S_MIN = 0.01
 class Brought:
     """What the import of `name` added: modules, and warning filters in front of the others.
 
-    `sets` are the variables that it set or removed. `looked_up` are the variables that were looked up. `readers`
-    gives, for each that a module has kept, the names of these modules. `at_exit` are the calls that hidden modules
+    `sets` are the variables that it set or removed. `looked_up` are the variables that were looked up, `asked` those of
+    them that were looked up by name, not by a walk through all. `readers` gives, for each that a module has kept, the
+    names of these modules. `at_exit` are the calls that hidden modules
     wanted at Python's end. They are not registered yet.
     """
 
@@ -50,6 +51,7 @@ class Brought:
     filters: list[Any] = field(default_factory=list)
     sets: dict[str, str | None] = field(default_factory=dict)
     looked_up: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
     readers: dict[str, set[str]] = field(default_factory=dict)
     at_exit: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
@@ -59,7 +61,8 @@ class Preloaded:
     """The result of the imports. `restore` holds the variables that they changed, with the values from before.
 
     `left_out` has a sentence for each name of which not all could be imported. `tried` are the selections for names of
-    --preload. `has_programs` says that what the program imports was known, and is there.
+    --preload. `has_programs` says that what the program imports was known, and is there. `asked` are the variables that
+    were looked up by name, `customised` those that the user's customisation of Python has set or removed.
     """
 
     restore: dict[str, str | None]
@@ -67,6 +70,8 @@ class Preloaded:
     left_out: tuple[str, ...] = ()
     tried: tuple[Named, ...] = ()
     has_programs: bool = False
+    asked: frozenset[str] = frozenset()
+    customised: Mapping[str, str | None] = field(default_factory=dict)
 
     def module(self, name: str) -> Any:
         """The loaded module of that name, whether it is hidden now or not. None if there is none."""
@@ -100,6 +105,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[]
     """
     assert boot.preload is not None
     custom = Brought("")
+    given = dict(os.environ)
     with _recorded(custom, frozenset()):
         customise()
     before = dict(os.environ)
@@ -111,8 +117,14 @@ def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[]
     with _no_cache_folder(), _paced() if boot.is_paced else nullcontext():
         told = _all_imports(boot, loaded_at_start, custom)
     # Imports also set variables. After torch._dynamo's import a script's own setdefault would have no effect.
-    changed = {name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)}
-    return replace(told, restore={name: before.get(name) for name in changed})
+    asked = frozenset(name for each in (custom, *told.brought) for name in each.asked)
+    restore = _others(os.environ, before)
+    return replace(told, restore=restore, asked=asked, customised=_others(given, before))
+
+
+def _others(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables that differ, with their values in `second`; None for one that is not there."""
+    return {name: second.get(name) for name in {*first, *second} if first.get(name) != second.get(name)}
 
 
 def _all_imports(boot: Boot, loaded_at_start: Collection[str], custom: Brought) -> Preloaded:
@@ -275,9 +287,12 @@ def _no_cache_folder() -> Iterator[None]:
 
 @contextmanager
 def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
-    """Note who looks up which variable in os.environ, and keep what `hidden` packages register for Python's end."""
+    """Note who looks up which variable in os.environ, and who asks for the current folder.
+
+    What `hidden` packages register for Python's end is kept.
+    """
     environ: Any = type(os.environ)
-    lookup, register, all_names = environ.__getitem__, atexit.register, environ.keys
+    lookup, register, all_names, getcwd = environ.__getitem__, atexit.register, environ.keys, os.getcwd
     is_on = True
     copier: tuple[int, int] | None = None
 
@@ -290,8 +305,11 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
     def recorded_lookup(self: Any, name: str) -> str:
         brought.looked_up.add(name)
         frame = sys._getframe(1)
-        if _place(frame) != copier and (reader := keeper(name, frame)):
-            brought.readers.setdefault(name, set()).add(reader)
+        if _place(frame) != copier:
+            if not walks(frame):
+                brought.asked.add(name)
+            if reader := keeper(name, frame):
+                brought.readers.setdefault(name, set()).add(reader)
         return lookup(self, name)  # type: ignore[no-any-return]
 
     def recorded_register(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -301,12 +319,18 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
             return call
         return register(call, *args, **kwargs)
 
+    def recorded_getcwd() -> str:
+        if is_on and (reader := keeper_of_folder(sys._getframe(1))):
+            brought.readers.setdefault(FOLDER, set()).add(reader)
+        return getcwd()
+
+    os.getcwd = recorded_getcwd
     environ.__getitem__, atexit.register, environ.keys = recorded_lookup, recorded_register, recorded_names
     try:
         yield
     finally:
         is_on = False
-        environ.__getitem__, atexit.register = lookup, register
+        environ.__getitem__, atexit.register, os.getcwd = lookup, register, getcwd
         del environ.keys
 
 
@@ -314,7 +338,7 @@ def _place(frame: FrameType) -> tuple[int, int]:
     return id(frame), frame.f_lasti
 
 
-def restore_environment(variables: dict[str, str | None]) -> None:
+def restore_environment(variables: Mapping[str, str | None]) -> None:
     """Give `variables` their values; None removes one."""
     for name, value in variables.items():
         if value is None:

@@ -54,8 +54,8 @@ def _reads_again(modules: Mapping[str, ModuleType], reader: str) -> bool:
             module.log_state.clear()
             module._init_logs()
             return True
-        configs = [m for m in modules.values() if _is_config(m)] if reader == _CONFIG else [module]
-        if not all(_is_config(config) for config in configs):
+        configs = [m for m in modules.values() if is_config(m)] if reader == _CONFIG else [module]
+        if not all(is_config(config) for config in configs):
             return False
         for config in configs:
             _evaluate_again(config)
@@ -65,7 +65,7 @@ def _reads_again(modules: Mapping[str, ModuleType], reader: str) -> bool:
     return True
 
 
-def _is_config(module: ModuleType) -> bool:
+def is_config(module: ModuleType) -> bool:
     return type(module).__name__ == "ConfigModuleInstance"
 
 

@@ -13,13 +13,15 @@ import os
 import selectors
 import signal
 import socket
+import sys
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
+from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.forkserver.standbys import Standbys, wait
@@ -31,17 +33,20 @@ if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
     from elaunch.agent.forkserver.quick_end import QuickEnd
+    from elaunch.agent.forkserver.warm.server import WarmServer
 
 # What is larger does not go into one packet. The next start finds it out again.
 _NAMED_BYTES_MAX = 64 << 10
+# Jobs that ask at the same time.
+_BACKLOG = 64
 
 # The key of processes that were forked ahead, and the generation that none of them has yet.
 _AHEAD, _NO_GENERATION = "ahead", -1
 
 # What a process does right after the fork, with the pid of the fork server, and what it does ahead of its order.
 Settle = Callable[[int], None]
-Warm = Callable[[], None]
-# An order from the agent, the descriptors that came with it, the pid of the fork server, and whether `Warm` was done.
+Prepare = Callable[[], None]
+# An order from the agent, the descriptors that came with it, the fork server's pid, and whether `Prepare` was done.
 Asked = tuple[dict[str, Any], tuple[int, ...], int, bool]
 
 
@@ -53,7 +58,7 @@ class Child:
     order: dict[str, Any]
     fds: tuple[int, ...]
     template_pid: int
-    is_warm: bool
+    is_prepared: bool
     restore_mask: frozenset[int]
     preloaded: Preloaded | None = None
     loaded_at_start: Collection[str] = ()
@@ -66,13 +71,16 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     # A bare fork server is ready sooner without it.
     from elaunch.agent.forkserver.preload import Unfaithful, preload
 
-    environment = dict(os.environ)
+    environment, began_ns = dict(os.environ), time.time_ns()
     mask, control = _settle(boot)
     try:
         preloaded = preload(boot, loaded_at_start, customise)
     except Unfaithful as error:
         if boot.learned.is_used:
             _start_without_learned(boot, mask, environment, str(error))
+        if boot.warm_s and not error.rest:
+            # The next job finds out the same, and says it.
+            os._exit(1)
         told = (f"only {', '.join(error.rest)} can be preloaded: {error}",) if error.rest else ()
         fallback = "" if error.rest else str(error)
         _start_anew(
@@ -90,13 +98,35 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
+    server = _warm(boot, control, preloaded, environment, loaded_at_start, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
     gc.freeze()
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
-    settle, warm = partial(child.settle, boot.agent_pid), partial(child.warm, preloaded)
-    asked = _serve(boot, control, settle, preloaded, warm)
+    if server:
+        taken = server.serve()
+        gate.move()
+        boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
+    settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
+    asked = _serve(boot, control, settle, preloaded, prepare)
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
+
+
+def _warm(
+    boot: Boot,
+    listener: socket.socket,
+    preloaded: Preloaded,
+    environment: dict[str, str],
+    loaded_at_start: Collection[str],
+    began_ns: int,
+) -> WarmServer:
+    """The warm fork server in this process, before modules are hidden. Ends the process if there can be none."""
+    from elaunch.agent.forkserver.warm import interpreter, server
+
+    try:
+        return server.WarmServer(boot, listener, preloaded, environment, dict(sys.modules), loaded_at_start, began_ns)
+    except (interpreter.Unknown, server.ChangedMeanwhile):
+        os._exit(1)
 
 
 def bare(boot_fd: str) -> None:
@@ -116,9 +146,14 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
     for signum in boot.ignored:
         signal.signal(signum, signal.SIG_IGN)
-    die_with_parent(boot.agent_pid, signal.SIGKILL)
-    set_command_line(("elaunch: fork server",), "elaunch-fork")
     control = socket.socket(fileno=boot.control_fd)
+    if boot.warm_s:
+        set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
+        # Who connects sees the pid of this process, not of that which has bound the socket.
+        control.listen(_BACKLOG)
+    else:
+        die_with_parent(boot.agent_pid, signal.SIGKILL)
+        set_command_line(("elaunch: fork server",), "elaunch-fork")
     control.set_inheritable(False)
     return mask, control
 
@@ -149,18 +184,22 @@ def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
 
 
 def _serve(
-    boot: Boot, control: socket.socket, settle: Settle, preloaded: Preloaded | None = None, warm: Warm | None = None
+    boot: Boot,
+    control: socket.socket,
+    settle: Settle,
+    preloaded: Preloaded | None = None,
+    prepare: Prepare | None = None,
 ) -> Asked:
     """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it.
 
-    Without `warm` nothing is forked ahead.
+    Without `prepare` nothing is forked ahead.
     """
     ready: dict[str, Any] = {"event": "ready", "reason": boot.fallback, "left_out": boot.left_out}
     if preloaded:
         named = Learned(preloaded.tried) if len(encode(Learned(preloaded.tried))) < _NAMED_BYTES_MAX else Learned()
         ready |= {"tried": encode(named), "has_programs": preloaded.has_programs}
     _tell(control, ready)
-    asked = _fork_as_asked(control, settle, warm)
+    asked = _fork_as_asked(control, settle, prepare)
     if asked is None:
         os._exit(0)
     # The program may reuse this fd from here on. If the socket object closed it, it would close the program's file.
@@ -168,7 +207,7 @@ def _serve(
     return asked
 
 
-def _fork_as_asked(control: socket.socket, settle: Settle, warm: Warm | None) -> Asked | None:
+def _fork_as_asked(control: socket.socket, settle: Settle, prepare: Prepare | None) -> Asked | None:
     """Fork, signal and reap. Returns its order, fds and parent in each child; None here when the agent is gone."""
     wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -188,13 +227,13 @@ def _fork_as_asked(control: socket.socket, settle: Settle, warm: Warm | None) ->
                 standbys.forget(news["pid"])
             _tell(control, news)
         if control not in ready:
-            if warm and standbys.wait_s == 0 and (end := _fork_ahead(control, children, standbys)):
+            if prepare and standbys.wait_s == 0 and (end := _fork_ahead(control, children, standbys)):
                 selector.close()
                 os.close(wake_r)
                 os.close(wake_w)
                 os.close(control.detach())
                 settle(template_pid)
-                warm()
+                prepare()
                 return *wait(end), template_pid, True
             continue
         packet = wire.receive(control)
@@ -205,7 +244,7 @@ def _fork_as_asked(control: socket.socket, settle: Settle, warm: Warm | None) ->
             case "ask":
                 _tell(control, {"event": "here"})
             case "ahead":
-                standbys.want(order["count"] if warm else 0)
+                standbys.want(order["count"] if prepare else 0)
             case "signal":
                 children.signal((order["generation"], order["key"]), order["signum"], order["group"])
             case _:

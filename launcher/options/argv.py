@@ -60,6 +60,8 @@ def _long(word: str, rest: list[str]) -> list[tuple[OptionSpec, str]]:
         if equals:
             raise UsageError(f"--{spec.name} is a switch and takes no value; {word} gives it {value!r}")
         return [(spec, "1")]
+    if spec.bare and not equals:
+        return [(spec, spec.bare)]
     return [(spec, value if equals else _take(f"--{typed}", spec, rest))]
 
 

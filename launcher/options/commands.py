@@ -10,5 +10,13 @@ COMMANDS = {
     "status": "show how a running job is doing",
     "top": "show a running job, anew each second",
     "stacks": "show where every rank of a running job is",
+    "warm": "show or end what stays for the next start",
     "report": "make a page that shows what happened in a run",
 }
+
+# The switches of `elaunch warm`, and their help.
+WARM_FLAGS = (
+    ("--status", "show this user's: pid, since when, what is imported, memory, minutes left, and where"),
+    ("--json", "… as a JSON list"),
+    ("--stop", "end them; jobs that run go on"),
+)

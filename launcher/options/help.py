@@ -16,6 +16,7 @@ Usage: elaunch [options] script.py args…
        elaunch submit slurm|k8s [--dry-run] … script.py args…
        elaunch doctor [--json] [options]
        elaunch status|top|stacks [JOB]
+       elaunch warm --status|--stop
        elaunch report [-o FILE] [--perfetto FILE] [--json] DIR
 
 Start a PyTorch training job, one worker per GPU, and restart it when a worker fails.
@@ -54,8 +55,9 @@ interpreter's options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch
 
 `elaunch store` serves a store ([several nodes](operations.md)). `elaunch submit` submits a job to [Slurm](slurm.md) or
 [Kubernetes](kubernetes.md). `elaunch status`, `top` and `stacks` show [a running job](observe.md#how-is-it-going),
-`elaunch report` [what happened in a run](observe.md#what-happened-the-report), and `elaunch doctor`
-[whether this node can train](operations.md#before-a-run-elaunch-doctor). `elaunch run train.py` is the same as
+`elaunch report` [what happened in a run](observe.md#what-happened-the-report), `elaunch doctor`
+[whether this node can train](operations.md#before-a-run-elaunch-doctor), and `elaunch warm`
+[what stays for the next start](warm.md). `elaunch run train.py` is the same as
 `elaunch train.py`. Start a script with one of these names by its path: `elaunch ./store`.
 [A shell completes](shell.md) all of them.
 
@@ -84,7 +86,7 @@ def _line(spec: OptionSpec) -> str:
 
 def _usage(spec: OptionSpec) -> str:
     short = f"-{spec.short}, " if spec.short else ""
-    return f"{short}--{spec.name} {spec.metavar}".rstrip()
+    return f"{short}--{spec.name}{spec.usage}"
 
 
 def markdown() -> str:
@@ -111,7 +113,7 @@ def _setting_row(setting: Setting) -> str:
 
 def _row(spec: OptionSpec) -> str:
     names = [f"`-{spec.short}`"] if spec.short else []
-    names += [f"`--{name} {spec.metavar}`".replace(" `", "`") for name in spec.names]
+    names += [f"`--{name}{spec.usage}`" for name in spec.names]
     peer = "not in torchrun" if spec.peer is None else spec.differs or "the same"
     has_variables = spec.name not in ("help", "version")
     variables = ", ".join(f"`{name}`" for name in spec.variables) if has_variables else ""

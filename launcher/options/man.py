@@ -22,6 +22,7 @@ _SYNOPSIS = (
     ("status", "[JOB] [--json] [--ranks]"),
     ("top", "[JOB] [--ranks]"),
     ("stacks", "[JOB] [--json]"),
+    ("warm", "--status|--stop [--json]"),
     ("report", "[-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…"),
 )
 _DESCRIPTION = (
@@ -97,7 +98,7 @@ def roff(text: str) -> str:
 
 def _option(spec: OptionSpec) -> list[str]:
     names = [f"-{spec.short}"] if spec.short else []
-    names += [f"--{name} {spec.metavar}".rstrip() for name in spec.names]
+    names += [f"--{name}{spec.usage}" for name in spec.names]
     default = f" [{spec.default_text}]" if spec.default_text else ""
     return _entry(", ".join(names), f"{spec.help}{default}")
 

@@ -82,6 +82,7 @@ class Options:
     preload: tuple[str, ...] | None
     preload_only: tuple[str, ...] | None
     no_preload: bool
+    warm: float
     numa_binding: NumaBinding | None
     virtual_local_rank: bool
     role: str

@@ -28,7 +28,8 @@ class Group(Enum):
 class OptionSpec:
     """One option.
 
-    `metavar` is empty for a switch. `peer` is the option's name in torchrun, None where torchrun has none; `differs`
+    `metavar` is empty for a switch. `bare` is the value of an option that is named without one; it takes its value only
+    after `=`. `peer` is the option's name in torchrun, None where torchrun has none; `differs`
     says how its meaning there differs. `no_effect` is why the option changes nothing here, in a few words.
     `environment` are variables read after the `PET_` ones.
     """
@@ -45,6 +46,7 @@ class OptionSpec:
     differs: str = ""
     no_effect: str = ""
     environment: tuple[str, ...] = ()
+    bare: str = ""
 
     @property
     def dest(self) -> str:
@@ -53,6 +55,11 @@ class OptionSpec:
     @property
     def is_switch(self) -> bool:
         return not self.metavar
+
+    @property
+    def usage(self) -> str:
+        """How its value is written after a name, with what is between."""
+        return f"[={self.metavar}]" if self.bare else f" {self.metavar}" if self.metavar else ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -194,6 +201,10 @@ _WORKERS = (
         "preload-only", Group.WORKERS, "MODULES", "imported once, in place of torch", values.names,
     ),
     _switch("no-preload", Group.WORKERS, "start each worker as a new interpreter"),
+    OptionSpec(
+        "warm", Group.WORKERS, "MINUTES", "keep the imports for the next start", values.minutes,
+        default=0.0, default_text="0; alone it is 15", environment=("ELAUNCH_WARM",), bare=f"{values.WARM_MIN:g}",
+    ),
     OptionSpec(
         "numa-binding", Group.WORKERS, "MODE", "near the GPU: node, socket, exclusive, core-complex",
         values.numa_binding, default_text="none", peer="numa-binding",

@@ -25,6 +25,8 @@ WORKERS_MAX = SLOTS_MAX
 # Thirty years. All clocks and timers can count this far.
 SECONDS_MAX = 1e9
 _DIGITS_MAX = 18
+# How long --warm keeps a fork server that no job uses, in minutes.
+WARM_MIN = 15.0
 
 
 def text(raw: Raw) -> str:
@@ -110,6 +112,22 @@ def positive_seconds(raw: Raw) -> float:
     number = _number(raw)
     if number <= 0:
         raise ValueError("is not a length of time; give more than 0 seconds")
+    return number
+
+
+def minutes(raw: Raw) -> float:
+    """Minutes, or a word for on or off; on is a quarter of an hour."""
+    word = text(raw).lower()
+    if word in ("true", "yes", "on"):
+        return WARM_MIN
+    if word in ("", "false", "no", "off"):
+        return 0.0
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= SECONDS_MAX / 60:
+        raise ValueError("is not a number of minutes; give 0 or more, as in --warm=15")
     return number
 
 

@@ -28,6 +28,7 @@ AT_ONCE = (
     "elaunch.agent.forkserver",
     "elaunch.agent.metrics",
     "elaunch.agent.output.event_hook",
+    "elaunch.agent.warm",
 )
 PROGRAM = """
 import json, sys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,7 +105,7 @@ def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
     for code in (0, 1, 2, 3, "128 + N"):
         assert f" {code} " in " ".join(lines[-2:])
     for spec in TABLE:
-        own = [line for line in lines if line.startswith("  -") and f"--{spec.name} " in f"{line} "]
+        own = [line for line in lines if line.startswith("  -") and re.search(rf"--{spec.name}[ [=]", f"{line} ")]
         assert len(own) == 1, spec.name
         assert spec.help in own[0]
         assert spec.default_text in own[0]
@@ -505,6 +506,64 @@ def test_options_without_effect_are_one_note() -> None:
     assert config_of(*chosen, *ignored, "t.py", OMP_NUM_THREADS="1").notes == (
         "without effect here: --rdzv-backend, --rdzv-conf (one node needs no rendezvous);"
         " --monitor-interval (exits are events, nothing is polled); --logs-specs (there are no log plug-ins)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--no-preload", "t.py"), "--no-preload imports nothing ahead"),
+        (("--no-python", "t.sh"), "--no-python imports nothing ahead"),
+        (("-",), "the script is read from stdin"),
+    ],
+)
+def test_a_warm_start_that_cannot_be_is_said_where_it_was_asked_for(words: tuple[str, ...], why: str) -> None:
+    chosen = ("--nproc", "1", "--max-restarts", "0")
+    asked = config_of(*chosen, "--warm", *words, OMP_NUM_THREADS="1")
+    set_for_all = config_of(*chosen, *words, OMP_NUM_THREADS="1", ELAUNCH_WARM="15")
+
+    assert asked.notes == (f"without effect here: --warm ({why})",)
+    assert set_for_all.notes == ()
+    assert asked.warm_s == set_for_all.warm_s == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "why"),
+    [
+        ({"PYTHON_EXEC": "/other/python"}, "nothing is preloaded for another interpreter"),
+        ({"PYTHONPATH": "/a:b"}, "PYTHONPATH has an entry that depends on the current folder"),
+        ({"ELAUNCH_MARKER": "abc"}, "a job inside a worker leaves no process behind"),
+    ],
+)
+def test_an_environment_in_which_nothing_can_stay_is_named(environ: dict[str, str], why: str) -> None:
+    config = config_of("--nproc", "1", "--max-restarts", "0", "--warm", "t.py", OMP_NUM_THREADS="1", **environ)
+
+    assert f"without effect here: --warm ({why})" in config.notes
+    assert config.warm_s == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "seconds"),
+    [
+        ((), {}, 0),
+        (("--warm",), {}, 900),
+        (("--warm=2.5",), {}, 150),
+        (("--warm=0",), {"ELAUNCH_WARM": "15"}, 0),
+        ((), {"ELAUNCH_WARM": "on"}, 900),
+        ((), {"PET_WARM": "1"}, 60),
+        ((), {"ELAUNCH_WARM": ""}, 0),
+    ],
+)
+def test_warm_alone_is_a_quarter_of_an_hour(words: tuple[str, ...], environ: dict[str, str], seconds: float) -> None:
+    assert config_of(*words, "t.py", **environ).warm_s == seconds
+
+
+def test_the_word_after_warm_is_the_script() -> None:
+    options = options_of("--warm", "30")
+
+    assert (options.target, options.warm) == ("30", 15.0)
+    assert (
+        sentence_of("--warm=soon", "t.py") == "--warm soon is not a number of minutes; give 0 or more, as in --warm=15"
     )
 
 

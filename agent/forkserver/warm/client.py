@@ -1,0 +1,349 @@
+"""An agent's side of warm fork servers: it asks one for a fork, and leaves one behind when its job has ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, pausing
+from elaunch.agent.forkserver.learned import NOTHING, Learned
+from elaunch.agent.forkserver.warm.handover import MARKER_ROOM, Handover
+from elaunch.agent.forkserver.warm.interpreter import without_program
+from elaunch.agent.forkserver.warm.place import NoPlace, checked, folder, made, socket_path
+from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.agent.linux import credentials, is_stopped, name
+from elaunch.records import dataclass
+from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.job_spec import Program, ProgramKind
+from elaunch.rendezvous.texts import plain
+
+# A server that still imports has begun before a cold start would: waiting for it is shorter.
+_IMPORT_S = 10.0
+# One that has imported answers in some milliseconds, unless the host has no CPU for it.
+_ANSWER_S = 2.0
+_LOOK_S = 0.05
+_END_S = 1.0
+_LOCK = "lock"
+_BACKLOG = 64
+
+
+@dataclass(frozen=True)
+class WarmKind:
+    """Which warm fork server a job may use: one for these programs, with these modules."""
+
+    program: Program
+    preload: tuple[str, ...]
+
+
+class Cold(Exception):
+    """The job starts cold; the text says why, empty where no fork server is there.
+
+    `is_outdated` says that a fork server that is there is of no use to the next job like this one. `learned` is what
+    that fork server has imported beyond the usual, if the job's program needs more. `is_gone` says that there is none.
+    """
+
+    def __init__(
+        self, why: str, learned: Learned = NOTHING, *, is_outdated: bool = False, is_gone: bool = False
+    ) -> None:
+        super().__init__(why)
+        self.is_outdated = is_outdated
+        self.is_gone = is_gone
+        self.learned = learned
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A warm fork server: its pid, since when it is there (time.time), and what it has imported beyond the usual."""
+
+    pid: int
+    since: float
+    learned: Learned
+
+
+class Borrowed:
+    """A job's fork server that a warm one has forked. It has the methods of a Popen that the agent uses.
+
+    `origin` is the warm one.
+    """
+
+    def __init__(self, pid: int, pidfd: int, connection: socket.socket, origin: Origin) -> None:
+        self.pid = pid
+        self.origin = origin
+        self._pidfd = pidfd
+        self._connection = connection
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if self._code is None:
+            with suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, negative for a signal; -9 if the warm fork server has gone and cannot tell.
+
+        Raises subprocess.TimeoutExpired.
+        """
+        if self._code is not None:
+            return self._code
+        gone, _, _ = select.select([self._pidfd], [], [], timeout)
+        if not gone:
+            raise subprocess.TimeoutExpired("elaunch: fork server", timeout or 0.0)
+        self._code = -signal.SIGKILL
+        with suppress(OSError):
+            self._connection.settimeout(_END_S)
+            packet = wire.receive(self._connection)
+            if packet and packet[0].get("event") == "ended":
+                self._code = int(packet[0]["code"])
+        self._connection.close()
+        os.close(self._pidfd)
+        return self._code
+
+
+def why_useless(program: Program, environment: Mapping[str, str]) -> str:
+    """Why this program cannot start from a warm fork server, whatever is there; empty if it can."""
+    if program.kind is ProgramKind.COMMAND:
+        return "the program is a command, not Python"
+    if program.is_on_stdin:
+        return "the program is read from stdin"
+    paths = environment.get("PYTHONPATH", "")
+    if paths and not all(os.path.isabs(path) for path in paths.split(os.pathsep)):  # noqa: PTH117
+        return "PYTHONPATH has an entry that depends on the current folder"
+    return ""
+
+
+def borrow(boot: Boot, environment: Mapping[str, str], control: socket.socket, idle_s: float) -> Borrowed:
+    """Have a warm fork server fork one for `boot`, whose end of the socket is `control`. Raises Cold."""
+    kind = WarmKind(boot.program, boot.preload or ())
+    with _connected(_path(kind, environment)) as connection:
+        _greeted(connection)
+        fds = [Handover.of_this_process(boot, environment).memfd()]
+        try:
+            fds.append(os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+            fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            wire.send(connection, {"op": "fork", "idle_s": idle_s}, (*fds, 2, control.fileno()))
+        except OSError as error:
+            raise Cold(f"the warm fork server could not be asked ({error.strerror})") from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return _answered(connection)
+
+
+def _path(kind: WarmKind, environment: Mapping[str, str]) -> Path:
+    if why := why_useless(kind.program, environment):
+        raise Cold(why)
+    try:
+        place = checked(folder(os.environ))
+        if place is None:
+            raise Cold("", is_gone=True)
+        return socket_path(place, without_program(kind.program), kind.preload)
+    except NoPlace as error:
+        raise Cold(str(error)) from error
+
+
+@contextmanager
+def _connected(path: Path) -> Iterator[socket.socket]:
+    """A connection to the server at `path`. It is closed unless it has been detached. Raises Cold."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(os.fspath(path))
+        except FileNotFoundError:
+            raise Cold("", is_gone=True) from None
+        except ConnectionRefusedError:
+            raise Cold(f"the warm fork server of {path} was killed", is_gone=True) from None
+        except OSError as error:
+            raise Cold(f"{path} cannot be reached ({error.strerror})") from error
+        uid = credentials(connection)[1]
+        if uid != os.geteuid():
+            raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
+        yield connection
+
+
+def _answered(connection: socket.socket) -> Borrowed:
+    """The fork that was asked for. Raises Cold, and leaves no fork then."""
+    pid, pidfd, origin = 0, -1, None
+    until_s = time.monotonic() + _ANSWER_S
+    try:
+        while not (pid and origin):
+            said, fds = _next(connection, until_s)
+            match said:
+                case {"event": "forked", "pid": int(pid)} if fds:
+                    pidfd = fds[0]
+                case {"event": "warm", "since": float(since), "server": int(server)}:
+                    origin = Origin(server, since, _learned(said.get("learned")))
+                case {"event": "cold", "why": str(why), "outdated": bool(is_outdated)}:
+                    raise Cold(plain(why), _learned(said.get("learned")), is_outdated=is_outdated)
+                case _:
+                    raise Cold("the warm fork server ended, or said nothing that can be read", is_gone=True)
+        borrowed = Borrowed(pid, pidfd, connection.dup(), origin)
+        pidfd = -1
+        return borrowed
+    finally:
+        if pidfd >= 0:
+            with suppress(OSError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+
+
+def _greeted(connection: socket.socket) -> None:
+    """Wait until the server is ready. Raises Cold.
+
+    Nothing is sent before: as long as a server does not read them, the job's descriptors would stay open in the kernel.
+    """
+    said, _ = _next(connection, time.monotonic() + _IMPORT_S)
+    match said:
+        case {"event": "ready"}:
+            return
+        case {"event": "cold", "why": str(why)}:
+            raise Cold(plain(why))
+        case _:
+            raise Cold("the warm fork server ended while it imported", is_gone=True)
+
+
+def _next(connection: socket.socket, until_s: float) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The next packet; empty if there is none any more. Raises Cold if the server does not answer in time."""
+    while not select.select([connection], [], [], _LOOK_S)[0]:
+        pid = credentials(connection)[0]
+        if is_stopped(pid):
+            raise Cold(f"the warm fork server (pid {pid}) is stopped; kill -CONT {pid}, or elaunch warm --stop")
+        if time.monotonic() >= until_s:
+            raise Cold("the warm fork server does not answer; elaunch warm --stop ends it", is_outdated=True)
+    return wire.receive(connection) or ({}, ())
+
+
+def _learned(text: object) -> Learned:
+    with suppress(ValueError):
+        if isinstance(text, str) and text:
+            return decode(Learned, text)
+    return Learned()
+
+
+def leave_behind(kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float) -> None:
+    """Start a fork server that outlives this process, in the place of one that may be there. Raises NoPlace, OSError.
+
+    It has not imported yet when this returns. `environment` is without the job's marker.
+    """
+    program = without_program(kind.program)
+    path = socket_path(made(folder(os.environ)), program, kind.preload)
+    with _locked(path.parent) as is_ours:
+        if not is_ours:
+            # Another elaunch is doing just this.
+            return
+        try:
+            stop(path)
+        except Cold as error:
+            raise NoPlace(str(error)) from error
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(os.fspath(path))
+            path.chmod(0o600)
+            listener.listen(_BACKLOG)
+            try:
+                _start(
+                    Boot(
+                        os.getpid(),
+                        listener.fileno(),
+                        program,
+                        kind.preload,
+                        environment.get("PYTHONPATH"),
+                        learned=learned,
+                        warm_s=idle_s,
+                    ),
+                    environment,
+                    path.parent,
+                )
+            except BaseException:
+                path.unlink()
+                raise
+
+
+def _start(boot: Boot, environment: Mapping[str, str], place: Path) -> None:
+    boot_fd = boot.memfd()
+    try:
+        subprocess.Popen(
+            boot.program.argv,
+            # The room for a job's marker: see adopting.py.
+            env={**pausing(environment, boot_fd), VARIABLE: "-" * MARKER_ROOM},
+            stdin=subprocess.DEVNULL,
+            # What its imports print, the job's fork server has printed already.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(boot_fd, boot.control_fd),
+            start_new_session=True,
+            # What modules keep of it is found again: see folder.py.
+            cwd=place,
+        )
+    finally:
+        os.close(boot_fd)
+
+
+@contextmanager
+def _locked(place: Path) -> Iterator[bool]:
+    """Whether nobody else starts a server meanwhile."""
+    fd = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(fd)
+
+
+def servers() -> list[Path]:
+    """The sockets of this user's warm fork servers. Raises NoPlace."""
+    place = checked(folder(os.environ))
+    return sorted(path for path in place.iterdir() if path.name != _LOCK) if place else []
+
+
+def state(path: Path) -> dict[str, Any]:
+    """What the server at `path` says of itself. Raises Cold."""
+    return _asked(path, "state")
+
+
+def stop(path: Path) -> bool:
+    """End the server at `path`, also one that does not answer; no job has to do with it. Returns whether it was there.
+
+    Raises Cold if it cannot be ended.
+    """
+    try:
+        with _connected(path) as connection:
+            pid = credentials(connection)[0]
+            pidfd = os.pidfd_open(pid)
+            try:
+                # Until the server has come to its name, the socket is that of the process which starts it.
+                if name(pid) != PROCESS_NAME:
+                    raise Cold(f"the process {pid}, which has the socket {path}, is no fork server yet; try again")
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                select.select([pidfd], [], [], _END_S)
+            finally:
+                os.close(pidfd)
+    except Cold as error:
+        if str(error) and not error.is_gone:
+            raise
+        is_there = False
+    except ProcessLookupError:
+        is_there = False
+    else:
+        is_there = True
+    path.unlink(missing_ok=True)
+    return is_there
+
+
+def _asked(path: Path, what: str) -> dict[str, Any]:
+    with _connected(path) as connection:
+        _greeted(connection)
+        wire.send(connection, {"op": what})
+        said, _ = _next(connection, time.monotonic() + _ANSWER_S)
+    if not said:
+        raise Cold("it has ended", is_gone=True)
+    return said

@@ -1,0 +1,85 @@
+"""Whether a job may start from a warm fork server, decided in a fork of it: reading files may take long."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import ModuleType
+
+from elaunch.agent.forkserver.fork_safety import shadows
+from elaunch.agent.forkserver.lookups import FOLDER
+from elaunch.agent.forkserver.preload import Brought
+from elaunch.agent.forkserver.warm.condition import condition, difference, jobs
+from elaunch.agent.forkserver.warm.files import Loaded
+from elaunch.agent.forkserver.warm.folder import keepers, names_of_folder
+from elaunch.agent.forkserver.warm.handover import Handover
+from elaunch.agent.forkserver.warm.variables import read_before
+from elaunch.records import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a warm fork server knows of itself since its imports.
+
+    `folder` is where it imported, `environment` was there then. `asked` are the variables that were looked up
+    meanwhile, `in_libraries` those that loaded libraries name. `modules` are all loaded ones, whether hidden or not.
+    """
+
+    folder: str
+    environment: Mapping[str, str]
+    brought: tuple[Brought, ...]
+    modules: Mapping[str, ModuleType]
+    asked: frozenset[str]
+    in_libraries: frozenset[str]
+    loaded: Loaded
+    loaded_at_start: Collection[str]
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """Why a job starts cold. `is_outdated` says that the warm fork server is of no use to the next one like it either.
+
+    `lacks` says that the program needs more modules than the fork server has.
+    """
+
+    why: str
+    is_outdated: bool = True
+    lacks: bool = False
+
+
+def misfit(known: Known, handover: Handover) -> Unfit | None:
+    """Why that job must not start from this process, which is in the job's folder; None if it may."""
+    if why := difference(condition(), handover.condition):
+        return Unfit(why)
+    if why := difference(jobs(dict(known.environment)), jobs(handover.variables)):
+        return Unfit(why)
+    tqdm = "tqdm" in known.modules
+    texts = known.loaded.pth
+    variables = handover.variables
+    if why := read_before(known.environment, variables, known.asked, known.in_libraries, texts, has_tqdm=tqdm):
+        return Unfit(why)
+    if why := known.loaded.change():
+        return Unfit(why)
+    return _of_program(known, handover)
+
+
+def _of_program(known: Known, handover: Handover) -> Unfit | None:
+    program, learned = handover.boot.program, handover.boot.learned
+    if shadow := next(shadows(program, known.loaded_at_start, known.modules), None):
+        return Unfit(f"{shadow[1]} has the name of a module that is loaded", is_outdated=False)
+    if own := sorted(known.modules.keys() & {*learned.program.left_out}):
+        return Unfit(f"{program.target} has to import {own[0]} itself", is_outdated=False)
+    for name in keepers(known.brought, known.modules):
+        if not names_of_folder(known.modules[name], known.folder):
+            return Unfit(f"{name} looked at the current folder while it was imported", is_outdated=False)
+    kept = {
+        variable for each in known.brought if not _is_default(each) for variable in each.readers if variable != FOLDER
+    }
+    if late := sorted(kept & {*learned.variables}):
+        return Unfit(f"{program.target} sets {late[0]}, which was read while importing", is_outdated=False)
+    if missing := [name for name in learned.program.entries if name not in known.modules]:
+        return Unfit(f"{missing[0]} is not imported yet, which {program.target} imports", lacks=True)
+    return None
+
+
+def _is_default(brought: Brought) -> bool:
+    return brought.name.partition(".")[0] in ("torch", "elaunch", "")

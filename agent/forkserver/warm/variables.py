@@ -1,0 +1,70 @@
+"""Which environment variables may be others than they were when a fork server imported."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from elaunch.agent.environment import RANK_VARIABLES
+from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE
+
+# Python, the dynamic linker, libc and BLAS read these when a process starts, or when they are loaded. Some names are
+# put together while the process runs, so they are in no library as a whole.
+_AT_START = ("PYTHON", "LD_", "LC_", "GLIBC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_LOGS")
+_NAMES_AT_START = {"HOME", "LANG", "LANGUAGE", "LOCPATH", "TZ", "TZDIR", "NLSPATH", "HOSTALIASES"}
+# tqdm goes through the whole environment for these when it is imported.
+_OF_TQDM = "TQDM_"
+# These are in libraries that look them up whenever they need them.
+_WHEN_USED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TP_", "UCX_", "MASTER_")
+_NAMES_WHEN_USED = {
+    "CUDA_VISIBLE_DEVICES",
+    "TMPDIR",
+    "PATH",
+    "TERM",
+    "PWD",
+    "OLDPWD",
+    "SHLVL",
+    "_",
+    "COLUMNS",
+    "LINES",
+    "USER",
+}
+# Each worker gets its own, or the guardian compares them (see condition.jobs).
+_OF_A_JOB = RANK_VARIABLES | {VARIABLE, *JOB_VARIABLES}
+
+
+def read_before(
+    then: Mapping[str, str],
+    now: Mapping[str, str],
+    asked: Collection[str],
+    in_libraries: Collection[str],
+    start_up_text: str,
+    *,
+    has_tqdm: bool,
+) -> str:
+    """A sentence about the first variable that differs and may have been read already; empty if none.
+
+    `asked` are those that Python code looked up while it imported, `in_libraries` are names that loaded libraries hold.
+    `start_up_text` is the text of the .pth files, which Python runs when it starts.
+    """
+    for name in sorted({*then, *now} - _OF_A_JOB):
+        if then.get(name) == now.get(name):
+            continue
+        if name in asked:
+            why = "which was read while importing"
+        elif name in _NAMES_AT_START or name.startswith(_AT_START) or (has_tqdm and name.startswith(_OF_TQDM)):
+            why = "which is read when a program starts"
+        elif name in start_up_text:
+            why = "which is in a .pth file"
+        elif name in in_libraries and name not in _NAMES_WHEN_USED and not name.startswith(_WHEN_USED):
+            why = "which a loaded library may have read"
+        else:
+            continue
+        return f"{name} {_change(then.get(name), now.get(name))}, {why}"
+    return ""
+
+
+def _change(then: str | None, now: str | None) -> str:
+    """What has become of a variable; not its value, which may be a secret."""
+    if then is None:
+        return "is set, and was not"
+    return "is not set any more" if now is None else "has another value"

@@ -1,0 +1,5 @@
+"""One line, after the import of torch."""
+
+import torch
+
+print("first line", torch.__version__, flush=True)
