@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.greeting import CONFIRMATION_BYTES, HELLO_BYTES, NONCE_BYTES, REPLY_BYTES, Contact
 from elaunch.trainer.ranks.own_address import own_address
 from tests.harness import DEADLINE_S
-from tests.unit.trainer.ranks.channels import Book, channels, on_all
+from tests.unit.trainer.ranks.channels import NAME, Book, channels, on_all
 
 ASKED = b"a" * NONCE_BYTES
 CONTACT = Contact("job/peers", 0, "10.0.0.1", 4711, b"s" * 32)
@@ -103,6 +105,29 @@ def test_more_strangers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pyte
     with contextlib.ExitStack() as stack, rank_0_waits(2) as (book, _):
         for _ in range(20):
             stack.enter_context(dial(book))
+
+
+def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        rank_0 = listener.RankListener(NAME, 0, 2, "127.0.0.1")
+        stack.callback(rank_0.close)
+        strangers = [stack.enter_context(socket.socket()) for _ in range(8)]
+        rank_1 = stack.enter_context(socket.socket())
+        unused = os.dup(rank_1.fileno())
+        os.close(unused)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unused + 3, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+
+        for each in (*strangers, rank_1):
+            each.connect((rank_0.contact.address, rank_0.contact.port))
+        rank_1.sendall(rank_0.contact.hello(1, ASKED))
+        for _ in range(len(strangers)):
+            assert rank_0.admit(rank_0.descriptors) == []
+        reply = rank_1.recv(REPLY_BYTES, socket.MSG_WAITALL)
+        rank_1.sendall(rank_0.contact.confirmation(1, ASKED, reply) or b"")
+
+        assert [rank for rank, _ in rank_0.admit(rank_0.descriptors)] == [1]
 
 
 def test_a_hello_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
