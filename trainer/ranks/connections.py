@@ -27,6 +27,8 @@ from elaunch.trainer.ranks.tcp import SILENT_S, has_unread, is_silent, unconnect
 
 # A rank that is turned away tries again for so long, with pauses that grow: a flood of strangers may be over by then.
 _TRIES_S, _PAUSE_S, _PAUSE_S_MAX = 60.0, 0.05, 1.0
+# How often the store is asked for a rank that has not come: after an eighth of the time that it was waited for.
+_ASK_SHARE, _ASK_S, _ASK_S_MAX = 8, 0.001, 1.0
 # At most so long passes before a wait looks at the clock, at silent hosts, and at ranks that have died meanwhile.
 _LOOK_S = 5.0
 _IN, _OUT, _LEFT = select.POLLIN, select.POLLOUT, select.POLLRDHUP
@@ -167,12 +169,14 @@ class Connections:
 
     def _contact_of(self, rank: int, waiting: Collection[int]) -> Contact:
         """Wait until that rank has said where it listens. No `waiting` rank must die unnoticed meanwhile."""
-        end_s = self._end_s()
-        while (left_s := end_s - time.monotonic()) > 0:
-            if (content := self._contacts.find(rank, min(left_s, _LOOK_S))) is not None:
-                return Contact.from_bytes(self._channel, rank, content)
-            self._pause(0, waiting)
-        raise self._timed_out(rank)
+        begun_s, end_s = time.monotonic(), self._end_s()
+        while (content := self._contacts.find(rank)) is None:
+            now_s = time.monotonic()
+            if now_s >= end_s:
+                raise self._timed_out(rank)
+            pause_s = min(max(_ASK_S, (now_s - begun_s) / _ASK_SHARE), _ASK_S_MAX, end_s - now_s)
+            self._pause(pause_s, waiting)
+        return Contact.from_bytes(self._channel, rank, content)
 
     def _greet(self, made: RankConnection, contact: Contact, waiting: Collection[int]) -> None:
         """Connect, and prove to each other that both are of this channel."""

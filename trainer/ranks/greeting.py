@@ -83,5 +83,5 @@ class Contacts(Protocol):
     def publish(self, rank: int, content: bytes) -> None:
         """Say it for all ranks."""
 
-    def find(self, rank: int, within_s: float) -> bytes | None:
-        """The newest words of this rank; None if it says nothing within that time. May raise RuntimeError."""
+    def find(self, rank: int) -> bytes | None:
+        """The newest words of this rank; None if it has said nothing yet. May raise RuntimeError."""
