@@ -16,9 +16,9 @@ from elaunch.trainer.keeper.verification import Verification
 class LookAround:
     """The looks of one training, from the restored step on. `pace` decides when snapshots are due.
 
-    A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after each multiple of these and of
-    `verify_every`. With `stop_every` the looks are at its multiples alone; a process without peers looks after each
-    step.
+    A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after
+    each multiple of these and of `verify_every`. With `stop_every` the looks are at its multiples alone; a process
+    without peers looks after each step.
     """
 
     def __init__(

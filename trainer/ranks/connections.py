@@ -10,6 +10,7 @@ After an error all connections are closed. So the neighbours get an error too, t
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import os
@@ -32,6 +33,7 @@ _ASK_SHARE, _ASK_S, _ASK_S_MAX = 8, 0.001, 1.0
 # At most so long passes before a wait looks at the clock, at silent hosts, and at ranks that have died meanwhile.
 _LOOK_S = 5.0
 _IN, _OUT, _LEFT = select.POLLIN, select.POLLOUT, select.POLLRDHUP
+_NO_WAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -342,7 +344,9 @@ def _told(error: OSError | None, contact: Contact, tries: int) -> OSError:
     """The last reason why this rank was not let in, with the place and the number of tries."""
     why = "the connection was closed before its reply" if error is None else error.strerror or str(error)
     often = "" if tries == 1 else f", {tries} times"
-    return OSError(f"{why}, at {contact.address} port {contact.port}{often}")
+    way_out = "; open that port to the other nodes, or name another interface of that node in GLOO_SOCKET_IFNAME"
+    is_barred = error is not None and error.errno in _NO_WAY
+    return OSError(f"{why}, at {contact.address} port {contact.port}{often}{way_out if is_barred else ''}")
 
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.trainer.ranks import listener
+from elaunch.trainer.ranks import connections, listener
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.greeting import CONFIRMATION_BYTES, HELLO_BYTES, NONCE_BYTES, REPLY_BYTES, Contact
@@ -193,6 +194,28 @@ def test_a_rank_listens_where_it_reaches_the_master_or_at_gloos_interface(
 def test_an_interface_without_an_address_is_said() -> None:
     with pytest.raises(OSError, match="GLOO_SOCKET_IFNAME is none0, and this host has no address"):
         own_address({"GLOO_SOCKET_IFNAME": "none0"})
+
+
+def test_an_address_at_which_no_rank_can_listen_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is for documentation, so no host has it.
+    monkeypatch.setattr(connections, "own_address", lambda _: "2001:db8::1")
+
+    with pytest.raises(OSError, match=r"cannot listen at 2001:db8::1 .*; GLOO_SOCKET_IFNAME=… names"):
+        channels(2)[0].largest([0])
+
+
+def test_a_port_that_a_firewall_closes_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_TRIES_S", 0.0)
+    book = Book()
+    book.publish(0, replace(CONTACT, address="127.0.0.1").to_bytes())
+
+    def bars(self: socket.socket, place: object) -> None:
+        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    monkeypatch.setattr(socket.socket, "connect", bars)
+
+    with pytest.raises(PeerLost, match=r"No route to host, at 127.0.0.1 port 4711; open that port to the"):
+        channels(2, book)[1].largest([1])
 
 
 def test_ranks_meet_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
