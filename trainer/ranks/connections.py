@@ -149,7 +149,7 @@ class Connections:
     def _connect(self, rank: int, waiting: Collection[int]) -> RankConnection:
         """Connect to a lower rank, again if this rank is turned away: by a full backlog or a flood of strangers."""
         pause_s, until_s = _PAUSE_S, math.inf
-        # After a restart the new process may take long to come. Until then these may be the words of the old one.
+        # After a restart the new process may take long to come. Until then this may be the contact of the old one.
         tries_s = math.inf if self._contacts.may_be_old else _TRIES_S
         for tries in itertools.count(1):
             contact = self._contact_of(rank, waiting)
@@ -163,7 +163,7 @@ class Connections:
                 if not isinstance(error, BrokenConnection) or error.peer is not made:
                     raise
                 until_s = min(until_s, time.monotonic() + min(tries_s, self._timeout_s or math.inf))
-                # Nobody listens there any more, unless these are words from before a restart.
+                # Nobody listens there any more, unless this contact is from before a restart.
                 is_over = isinstance(error.error, ConnectionRefusedError) and not self._contacts.may_be_old
                 if is_over or time.monotonic() >= until_s:
                     raise BrokenConnection(made, _told(error.error, contact, tries)) from error
