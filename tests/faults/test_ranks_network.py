@@ -15,7 +15,7 @@ pytestmark = needs_nodes
 
 # Two ranks, whose store is a folder. Seconds of silence after which a host is lost are few, for a quick test.
 RANK = """
-import os, pathlib, sys, time
+import pathlib, sys, time
 from elaunch.trainer.ranks import connections, tcp
 from elaunch.trainer.ranks.channel import Channel
 
@@ -24,12 +24,9 @@ class Folder:
     def publish(self, rank, content):
         pathlib.Path(f".{rank}").write_bytes(content)
         pathlib.Path(f".{rank}").rename(f"contact-{rank}")
-    def find(self, rank, within_s):
-        end_s = time.monotonic() + within_s
-        while time.monotonic() < end_s:
-            if os.path.exists(f"contact-{rank}"):
-                return pathlib.Path(f"contact-{rank}").read_bytes()
-            time.sleep(0.01)
+    def find(self, rank):
+        path = pathlib.Path(f"contact-{rank}")
+        return path.read_bytes() if path.exists() else None
 
 tcp.SILENT_S = connections.SILENT_S = 4
 connections._LOOK_S = 0.2

@@ -29,6 +29,8 @@ class DiskCopies:
         self._generation = generation
         # The newest step of which a checkpoint was begun or restored.
         self._newest = -1
+        # The step of the newest whole checkpoint that was there at the start, as far as is known; 0 if there was none.
+        self.found = 0
         self._storage, self._checkpoints = storage, None
         if storage is not None:
             self._checkpoints = Checkpoints(storage, generation=generation, say=say, group=peers)
@@ -55,6 +57,7 @@ class DiskCopies:
         if unreached:
             self._tell(f"{unreached}; there is a state in memory, which is taken")
         if newest <= newer_than:
+            self.found = max(0, newest)
             return None
         try:
             mark = self._training.load_whole(self._checkpoints.load_newest, self._peers.rank, self._peers.world_size)
@@ -64,6 +67,7 @@ class DiskCopies:
             self._tell(f"{error}; there is an older state in memory, which is taken")
             return None
         # It may be an older checkpoint, if the newest was torn.
+        self.found = 0 if mark is None else mark.step
         if mark is None or mark.step <= newer_than:
             return None
         again = max(0, done - mark.step)

@@ -16,9 +16,9 @@ from elaunch.trainer.keeper.verification import Verification
 class LookAround:
     """The looks of one training, from the restored step on. `pace` decides when snapshots are due.
 
-    A checkpoint is written every `checkpoint_every` steps. There is a look after each multiple of these and of
-    `verify_every`. With `stop_every` the looks are at its multiples alone; a process without peers looks after each
-    step.
+    A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after
+    each multiple of these and of `verify_every`. With `stop_every` the looks are at its multiples alone; a process
+    without peers looks after each step.
     """
 
     def __init__(
@@ -36,6 +36,8 @@ class LookAround:
         self._boundary, self._state, self._copies = boundary, state, copies
         self._verification, self._pace = verification, pace
         self._checkpoint_every = checkpoint_every
+        # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
+        self._checkpointed = copies.disk.found
         if stop_every is None and not boundary.has_peers:
             stop_every = 1
         multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
@@ -67,7 +69,8 @@ class LookAround:
             self._pace.snapshot_took(step, time.monotonic() - begun_s)
             self._state.copies_next |= self._copies.copies_after_snapshot
         self._copies.disk.look()
-        if step // self._checkpoint_every > self._looks.last // self._checkpoint_every:
+        if step // self._checkpoint_every > self._checkpointed // self._checkpoint_every:
+            self._checkpointed = step
             self._copies.checkpoint(self._state.version)
         self._looks.agreed(step, agreed.steps)
         self._looks.leave(step, time.monotonic())

@@ -45,8 +45,6 @@ class Looks:
     def __init__(self, every: int | None, step: int, multiples: Sequence[int] = ()) -> None:
         self._every, self._multiples = every, multiples
         self._next = step if every is None else -(-step // every) * every
-        # The step of the last look.
-        self.last = step
         self._left: tuple[int, float] | None = None
         self._now, self._before = _Measured(), _Measured()
 
@@ -88,6 +86,6 @@ class Looks:
 
     def agreed(self, step: int, steps: int) -> None:
         """The look after `step` is over, and the next one is `steps` steps later: the smallest number wanted."""
-        self.last, self._next = step, step + steps
+        self._next = step + steps
         if self._now.steps:
             self._now, self._before = _Measured(), self._now

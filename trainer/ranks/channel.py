@@ -192,8 +192,10 @@ class Channel:
         if found != kind or length not in (None, size):
             wanted = kind.name if length is None else f"{kind.name} of {length}"
             self._connections.close("ranks have called different collectives")
+            kinds = {kind.value: kind.name for kind in _Kind}
             raise PeerLost(
-                f"ranks call different collectives: rank {rank} sent message {found} of {size}, not {wanted}"
+                f"ranks call different collectives: rank {rank} has sent {kinds.get(found, found)} of {size}, and this "
+                f"rank waits for {wanted}; all ranks must call the same ones, in the same order"
             )
 
 

@@ -61,7 +61,7 @@ class RankConnection:
     def read(self, into: memoryview) -> int:
         """Read what has arrived, as far as it fits. Returns the number of bytes, 0 if there are none.
 
-        Raises BrokenConnection, also at the end of the other one's words.
+        Raises BrokenConnection, also when the other end has closed the connection and all it sent is read.
         """
         try:
             count = self.socket.recv_into(into[:_READ_BYTES])

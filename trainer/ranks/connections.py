@@ -10,6 +10,7 @@ After an error all connections are closed. So the neighbours get an error too, t
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import math
 import os
@@ -27,9 +28,12 @@ from elaunch.trainer.ranks.tcp import SILENT_S, has_unread, is_silent, unconnect
 
 # A rank that is turned away tries again for so long, with pauses that grow: a flood of strangers may be over by then.
 _TRIES_S, _PAUSE_S, _PAUSE_S_MAX = 60.0, 0.05, 1.0
+# How often the store is asked for a rank that has not come: after an eighth of the time that it was waited for.
+_ASK_SHARE, _ASK_S, _ASK_S_MAX = 8, 0.001, 1.0
 # At most so long passes before a wait looks at the clock, at silent hosts, and at ranks that have died meanwhile.
 _LOOK_S = 5.0
 _IN, _OUT, _LEFT = select.POLLIN, select.POLLOUT, select.POLLRDHUP
+_NO_WAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -145,6 +149,8 @@ class Connections:
     def _connect(self, rank: int, waiting: Collection[int]) -> RankConnection:
         """Connect to a lower rank, again if this rank is turned away: by a full backlog or a flood of strangers."""
         pause_s, until_s = _PAUSE_S, math.inf
+        # After a restart the new process may take long to come. Until then this may be the contact of the old one.
+        tries_s = math.inf if self._contacts.may_be_old else _TRIES_S
         for tries in itertools.count(1):
             contact = self._contact_of(rank, waiting)
             made = RankConnection(rank, unconnected(contact.address))
@@ -156,8 +162,8 @@ class Connections:
                 made.close()
                 if not isinstance(error, BrokenConnection) or error.peer is not made:
                     raise
-                until_s = min(until_s, time.monotonic() + min(_TRIES_S, self._timeout_s or math.inf))
-                # Nobody listens there any more, unless these are words from before a restart.
+                until_s = min(until_s, time.monotonic() + min(tries_s, self._timeout_s or math.inf))
+                # Nobody listens there any more, unless this contact is from before a restart.
                 is_over = isinstance(error.error, ConnectionRefusedError) and not self._contacts.may_be_old
                 if is_over or time.monotonic() >= until_s:
                     raise BrokenConnection(made, _told(error.error, contact, tries)) from error
@@ -167,12 +173,14 @@ class Connections:
 
     def _contact_of(self, rank: int, waiting: Collection[int]) -> Contact:
         """Wait until that rank has said where it listens. No `waiting` rank must die unnoticed meanwhile."""
-        end_s = self._end_s()
-        while (left_s := end_s - time.monotonic()) > 0:
-            if (content := self._contacts.find(rank, min(left_s, _LOOK_S))) is not None:
-                return Contact.from_bytes(self._channel, rank, content)
-            self._pause(0, waiting)
-        raise self._timed_out(rank)
+        begun_s, end_s = time.monotonic(), self._end_s()
+        while (content := self._contacts.find(rank)) is None:
+            now_s = time.monotonic()
+            if now_s >= end_s:
+                raise self._timed_out(rank)
+            pause_s = min(max(_ASK_S, (now_s - begun_s) / _ASK_SHARE), _ASK_S_MAX, end_s - now_s)
+            self._pause(pause_s, waiting)
+        return Contact.from_bytes(self._channel, rank, content)
 
     def _greet(self, made: RankConnection, contact: Contact, waiting: Collection[int]) -> None:
         """Connect, and prove to each other that both are of this channel."""
@@ -339,7 +347,9 @@ def _told(error: OSError | None, contact: Contact, tries: int) -> OSError:
     """The last reason why this rank was not let in, with the place and the number of tries."""
     why = "the connection was closed before its reply" if error is None else error.strerror or str(error)
     often = "" if tries == 1 else f", {tries} times"
-    return OSError(f"{why}, at {contact.address} port {contact.port}{often}")
+    way_out = "; open that port to the other nodes, or name another interface of that node in GLOO_SOCKET_IFNAME"
+    is_barred = error is not None and error.errno in _NO_WAY
+    return OSError(f"{why}, at {contact.address} port {contact.port}{often}{way_out if is_barred else ''}")
 
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()

@@ -74,14 +74,14 @@ class Contact:
 
 
 class Contacts(Protocol):
-    """The place where each rank of a channel says where it listens, for all others to read."""
+    """The place where each rank of a channel writes its contact, for all others to read."""
 
     @property
     def may_be_old(self) -> bool:
-        """Whether `find` may return words of the process that was this rank before a restart."""
+        """Whether `find` may return the contact of the process that was this rank before a restart."""
 
     def publish(self, rank: int, content: bytes) -> None:
-        """Say it for all ranks."""
+        """Write the contact of this rank, in place of an older one."""
 
-    def find(self, rank: int, within_s: float) -> bytes | None:
-        """The newest words of this rank; None if it says nothing within that time. May raise RuntimeError."""
+    def find(self, rank: int) -> bytes | None:
+        """The newest contact of this rank; None if there is none yet. Does not wait; may raise RuntimeError."""

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -63,16 +62,10 @@ class _StoreContacts:
     def publish(self, rank: int, content: bytes) -> None:
         _store().set(f"{self.channel}/{rank}", content)
 
-    def find(self, rank: int, within_s: float) -> bytes | None:
+    def find(self, rank: int) -> bytes | None:
+        # Not `wait` with a limit: torch prints two warnings whenever its time is over.
         key = f"{self.channel}/{rank}"
-        try:
-            # To the store 0 ms means no limit.
-            _store().wait([key], timedelta(seconds=max(within_s, 0.001)))
-        except RuntimeError:
-            # Its time is over. A store that is gone raises again.
-            if not _store().check([key]):
-                return None
-        return bytes(_store().get(key))
+        return bytes(_store().get(key)) if _store().check([key]) else None
 
 
 def _store() -> Any:

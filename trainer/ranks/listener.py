@@ -66,15 +66,14 @@ class RankListener:
 
     def admit(self, readable: Container[int]) -> list[tuple[int, socket.socket]]:
         """Accept connections, close those of strangers, and return those of ranks. Raises OSError if none has room."""
-        if self._socket.fileno() in readable:
-            self._accept()
+        has_room = self._accept() if self._socket.fileno() in readable else True
         now_s, found = time.monotonic(), []
         for guest in [*self._guests]:
             if self._is_proved(guest):
                 self._missing.discard(guest.rank)
                 found.append((guest.rank, guest.socket))
                 self._guests.remove(guest)
-            elif now_s >= guest.until_s:
+            elif now_s >= guest.until_s or (guest.rank < 0 and not has_room):
                 self._turn_away(guest)
         return found
 
@@ -83,20 +82,28 @@ class RankListener:
         for guest in [*self._guests]:
             self._turn_away(guest)
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept some connections. Returns False if there is no room for more, and strangers may be the reason."""
         for _ in range(_UNKNOWN_MAX // 4):
             try:
                 taken, _ = self._socket.accept()
             except OSError as error:
-                if error.errno in _NO_ROOM:
+                if error.errno not in _NO_ROOM:
+                    # There is no more, or this one was given up.
+                    return True
+                if not self._unknown:
                     # The rank that connects would wait for its answer, and this one would look at it again and again.
                     raise
-                # There is no more, or this one was given up.
-                return
+                return False
             self._guests.append(_Guest(tuned(taken), time.monotonic() + _HELLO_S))
-            unknown = [guest for guest in self._guests if guest.rank < 0]
-            if len(unknown) > _UNKNOWN_MAX:
-                self._turn_away(unknown[0])
+            if len(self._unknown) > _UNKNOWN_MAX:
+                self._turn_away(self._unknown[0])
+        return True
+
+    @property
+    def _unknown(self) -> list[_Guest]:
+        """The connections without a hello, the oldest first."""
+        return [guest for guest in self._guests if guest.rank < 0]
 
     def _is_proved(self, guest: _Guest) -> bool:
         """Go on with the greeting. Returns whether it is over, and this is a rank; a stranger is turned away."""

@@ -18,9 +18,15 @@ _SYN_SENT = 2
 def listening(address: str) -> socket.socket:
     """A socket that listens at `address`, at a port that the kernel chooses."""
     made = socket.socket(_family(address))
-    made.setblocking(False)
-    made.bind((address, 0))
-    made.listen(_BACKLOG)
+    try:
+        made.setblocking(False)
+        made.bind((address, 0))
+        made.listen(_BACKLOG)
+    except OSError as error:
+        made.close()
+        # A link-local address of IPv6, for example, which is nothing without an interface.
+        why = f"this rank cannot listen at {address} ({error.strerror}), so the other ranks cannot reach it"
+        raise OSError(f"{why}; GLOO_SOCKET_IFNAME=… names the interface to use") from error
     return made
 
 

@@ -30,7 +30,7 @@ def children(rank: int, world_size: int) -> list[int]:
 
 
 def below(rank: int, world_size: int) -> range:
-    """The rank itself, and all that get rank 0's words through it."""
+    """The rank itself, and all ranks that get rank 0's messages through it."""
     return range(rank, min(rank + _unit(rank), world_size) if rank else world_size)
 
 

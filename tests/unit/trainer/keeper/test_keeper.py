@@ -8,6 +8,7 @@ import io
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -279,6 +280,20 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     assert len(again.train(5)) == 5
     assert any("there is an older state in memory, which is taken" in text for text in again.said)
     assert "restored step 3 from memory (of generation 0); 0 steps are repeated" in again.said
+
+
+def test_a_checkpoint_that_was_not_complete_at_a_failure_is_written_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(checkpoints=tmp_path / "c", checkpoint_every=3)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(9, {5: fail})
+    shutil.rmtree(tmp_path / "c")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    Job(checkpoints=tmp_path / "c", checkpoint_every=3).train(9)
+
+    assert [mark.step for mark in catalog.marks(tmp_path / "c")] == [4, 6, 9]
 
 
 def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(

@@ -21,6 +21,7 @@ class Rank:
         self,
         *,
         step: int = 0,
+        on_disk: int = 0,
         far: int = 50,
         peers: bool = True,
         snapshot_every: int | None = None,
@@ -43,7 +44,7 @@ class Rank:
             needs_snapshots=snapshot_every is not None,
             paces=True,
             copies_after_snapshot=False,
-            disk=SimpleNamespace(look=lambda: None),
+            disk=SimpleNamespace(look=lambda: None, found=on_disk),
             checkpoint=lambda version: self.checkpoints.append(version.step),
             steps=SimpleNamespace(
                 is_off=is_strict, wants=lambda step: True, every=1, look_after=lambda step: self.next_copy
@@ -151,6 +152,17 @@ def test_checkpoints_are_written_after_their_multiples() -> None:
     looks_of(rank, range(50))
 
     assert rank.checkpoints == [16, 32, 48]
+
+
+@pytest.mark.parametrize(("on_disk", "written"), [(0, [17, 32]), (16, [32])], ids=["lost", "whole"])
+def test_a_checkpoint_that_a_failure_has_torn_is_written_at_the_first_look_after_it(
+    on_disk: int, written: list[int]
+) -> None:
+    rank = Rank(step=17, on_disk=on_disk, checkpoint_every=16)
+
+    looks_of(rank, range(17, 40))
+
+    assert rank.checkpoints == written
 
 
 @pytest.mark.parametrize(("options", "found"), [({"peers": False}, [0, 1, 2, 3, 4, 5]), ({"stop_every": 3}, [0, 3])])

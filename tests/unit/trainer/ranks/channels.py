@@ -30,15 +30,15 @@ class Book:
             self._said[rank] = content
             self._changed.notify_all()
 
-    def find(self, rank: int, within_s: float) -> bytes | None:
+    def find(self, rank: int) -> bytes | None:
         with self._changed:
-            self.found += self._changed.wait_for(lambda: rank in self._said, within_s)
+            self.found += rank in self._said
             return self._said.get(rank)
 
     def contact(self, rank: int) -> Contact:
-        said = self.find(rank, DEADLINE_S)
-        assert said, f"rank {rank} has not said where it listens"
-        return Contact.from_bytes(NAME, rank, said)
+        with self._changed:
+            assert self._changed.wait_for(lambda: rank in self._said, DEADLINE_S), f"rank {rank} does not listen"
+            return Contact.from_bytes(NAME, rank, self._said[rank])
 
 
 def channels(world_size: int, book: Book | None = None, timeout_s: float = DEADLINE_S) -> list[Channel]:

@@ -152,6 +152,21 @@ def test_the_address_of_a_rank_before_a_restart_is_forgotten_when_the_new_one_is
                 assert joining.result(DEADLINE_S) == [1]
 
 
+def test_a_rank_with_the_address_of_one_before_a_restart_waits_for_the_new_one_as_for_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_TRIES_S", 0.0)
+    with Listener(resets) as other:
+        book = Book(may_be_old=True)
+        ranks = channels(2, book)
+        book.publish(0, Contact(NAME, 0, "127.0.0.1", other.endpoint.port, b"s" * 32).to_bytes())
+        with called(lambda: ranks[1].largest([1])) as (joining,):
+            wait_for(lambda: other.accepted > 2 or joining.done(), "a third try")
+
+            assert ranks[0].largest([0]) == [1]
+            assert joining.result(DEADLINE_S) == [1]
+
+
 @pytest.mark.parametrize("has_come", [True, False], ids=["is busy", "is not there yet"])
 def test_a_death_is_an_error_on_a_rank_that_still_waits_to_meet_another_one(
     has_come: bool, monkeypatch: pytest.MonkeyPatch

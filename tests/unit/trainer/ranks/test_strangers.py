@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import resource
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +13,13 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.trainer.ranks import listener
+from elaunch.trainer.ranks import connections, listener
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.greeting import CONFIRMATION_BYTES, HELLO_BYTES, NONCE_BYTES, REPLY_BYTES, Contact
 from elaunch.trainer.ranks.own_address import own_address
 from tests.harness import DEADLINE_S
-from tests.unit.trainer.ranks.channels import Book, channels, on_all
+from tests.unit.trainer.ranks.channels import NAME, Book, channels, on_all
 
 ASKED = b"a" * NONCE_BYTES
 CONTACT = Contact("job/peers", 0, "10.0.0.1", 4711, b"s" * 32)
@@ -105,6 +108,29 @@ def test_more_strangers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pyte
             stack.enter_context(dial(book))
 
 
+def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        rank_0 = listener.RankListener(NAME, 0, 2, "127.0.0.1")
+        stack.callback(rank_0.close)
+        strangers = [stack.enter_context(socket.socket()) for _ in range(8)]
+        rank_1 = stack.enter_context(socket.socket())
+        unused = os.dup(rank_1.fileno())
+        os.close(unused)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unused + 3, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+
+        for each in (*strangers, rank_1):
+            each.connect((rank_0.contact.address, rank_0.contact.port))
+        rank_1.sendall(rank_0.contact.hello(1, ASKED))
+        for _ in range(len(strangers)):
+            assert rank_0.admit(rank_0.descriptors) == []
+        reply = rank_1.recv(REPLY_BYTES, socket.MSG_WAITALL)
+        rank_1.sendall(rank_0.contact.confirmation(1, ASKED, reply) or b"")
+
+        assert [rank for rank, _ in rank_0.admit(rank_0.descriptors)] == [1]
+
+
 def test_a_hello_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
     with rank_0_waits(2) as (book, _), dial(book, book.contact(0).hello(1, ASKED)) as stranger:
         # It has seen one greeting, and this one has another number.
@@ -168,6 +194,28 @@ def test_a_rank_listens_where_it_reaches_the_master_or_at_gloos_interface(
 def test_an_interface_without_an_address_is_said() -> None:
     with pytest.raises(OSError, match="GLOO_SOCKET_IFNAME is none0, and this host has no address"):
         own_address({"GLOO_SOCKET_IFNAME": "none0"})
+
+
+def test_an_address_at_which_no_rank_can_listen_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It is for documentation, so no host has it.
+    monkeypatch.setattr(connections, "own_address", lambda _: "2001:db8::1")
+
+    with pytest.raises(OSError, match=r"cannot listen at 2001:db8::1 .*; GLOO_SOCKET_IFNAME=… names"):
+        channels(2)[0].largest([0])
+
+
+def test_a_port_that_a_firewall_closes_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_TRIES_S", 0.0)
+    book = Book()
+    book.publish(0, replace(CONTACT, address="127.0.0.1").to_bytes())
+
+    def bars(self: socket.socket, place: object) -> None:
+        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    monkeypatch.setattr(socket.socket, "connect", bars)
+
+    with pytest.raises(PeerLost, match=r"No route to host, at 127.0.0.1 port 4711; open that port to the"):
+        channels(2, book)[1].largest([1])
 
 
 def test_ranks_meet_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
