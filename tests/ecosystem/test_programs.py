@@ -1,0 +1,71 @@
+"""Each program, unmodified: it trains, survives a SIGKILL of a rank, ends with the right code, and leaves nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.ecosystem.registry import FOLDER, PROGRAMS, Program
+from tests.ecosystem.runs import Place, first_steps, steps
+from tests.harness import Job, wait_for
+
+pytestmark = pytest.mark.slow
+# Imports of a large library on a busy machine, several times.
+_LIMIT_S = 180.0
+
+
+@pytest.fixture(params=PROGRAMS, ids=lambda program: program.name)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    program: Program = request.param
+    if importlib.util.find_spec(program.imports) is None:
+        pytest.skip(f"{program.imports} is not installed; `make ecosystem` installs it")
+    place = Place(tmp_path, program)
+    yield place
+    place.remove()
+
+
+def nothing_is_left(place: Place, job: Job) -> None:
+    wait_for(lambda: not job.processes(), "no process is left", 10)
+    assert place.left() == []
+
+
+def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
+    ranks = place.program.ranks
+    rank = random.randrange(ranks)
+    print(f"killed: rank {rank}")
+
+    with place.job("--max-restarts", "3", env={"PROGRAM_STEPS": "60"}) as job:
+        job.markers()
+        before = wait_for(lambda: found if len(found := first_steps(job)) == ranks else None, "first steps", _LIMIT_S)
+        os.kill(before[rank].pid, signal.SIGKILL)
+        pids = [step.pid for step in before.values()]
+        wait_for(lambda: len(first_steps(job, pids)) == ranks, "steps after the kill", _LIMIT_S)
+        code = job.wait(_LIMIT_S)
+        nothing_is_left(place, job)
+
+    assert code == 0, job.output
+    assert max(step.number for step in steps(job)) >= 60
+    assert "started again" in job.stderr or "restart" in job.stderr, job.stderr
+
+
+def test_a_program_that_fails_ends_the_job_with_its_own_error(place: Place) -> None:
+    with place.job("--max-restarts", "0", env={"PROGRAM_FAILS": "1"}) as job:
+        job.markers()
+        code = job.wait(_LIMIT_S)
+        nothing_is_left(place, job)
+
+    assert code == 1, job.output
+    assert "this step fails" in job.stderr, job.output
+
+
+def test_each_program_is_in_the_list_and_in_the_page() -> None:
+    files = {str(path.relative_to(FOLDER)) for path in FOLDER.glob("*.py")} - {"common.py"}
+
+    assert files | {"package/train.py"} == {program.file for program in PROGRAMS}
