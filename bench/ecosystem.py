@@ -1,14 +1,13 @@
 """`python -m bench.ecosystem`: how fast programs of other libraries start, and train again after a SIGKILL.
 
-The programs are those of tests/ecosystem, elaunch and torchrun take turns. Run it in the environment of `make ecosystem`:
-`.venv-ecosystem/bin/python -m bench.ecosystem --n 5`.
+The programs are those of tests/ecosystem, elaunch and torchrun take turns. Run it in the environment of
+`make ecosystem`: `.venv-ecosystem/bin/python -m bench.ecosystem --n 5`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import random
 import signal
@@ -33,6 +32,10 @@ _LIMIT_S = 120.0
 _LEARNING_S = 60.0
 _KILLS_PER_JOB = 5
 _LONG = "1000000"
+_COLUMNS = (
+    *("program", "launcher", "bare import", "start → imported", "start → step", "second start → step"),
+    *("kill → step", "the first kill", "ended"),
+)
 
 
 @dataclass
@@ -45,7 +48,6 @@ class Found:
     first_kill_s: list[float] = field(default_factory=list)
     kills_s: list[float] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    stages: list[dict[str, float]] = field(default_factory=list)
 
 
 def imports_of(text: str) -> str:
@@ -73,9 +75,7 @@ def bare_import_s(program: Program, folder: Path) -> float:
     code = imports_of((folder / program.file).read_text()) + "\nimport time; print(time.monotonic())"
     begun_s = time.monotonic()
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1]) - begun_s
 
 
@@ -103,7 +103,7 @@ def _imported_s(job: Job, begun_s: float) -> float:
 def _kill(job: Job, ranks: int, dice: random.Random) -> float:
     """Kill a rank. Returns the seconds until the last rank of the next generation has ended a step."""
     pids = {step.rank: step.pid for step in first_steps(job).values()}
-    known = {step_pid for step_pid in pids.values()} | _seen.setdefault(id(job), set())
+    known = {*pids.values()} | _seen.setdefault(id(job), set())
     _seen[id(job)] = known
     time.sleep(0.3 + dice.random() / 2)
     killed_s = time.monotonic()
@@ -112,18 +112,6 @@ def _kill(job: Job, ranks: int, dice: random.Random) -> float:
 
 
 _seen: dict[int, set[int]] = {}
-
-
-def _stages(log: Path, generation: int, since_s: float) -> dict[str, float]:
-    """The agent's times after a kill, from timeline.jsonl, in seconds from it."""
-    found: dict[str, float] = {}
-    for path in log.rglob("timeline.jsonl"):
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            at_s = entry.get("monotonic_s")
-            if at_s is not None and at_s >= since_s and entry.get("generation") in (generation - 1, generation):
-                found[entry["event"]] = at_s - since_s
-    return found
 
 
 def measure(program: Program, launcher: str, folder: Path, kills: int, dice: random.Random, found: Found) -> None:
@@ -176,8 +164,8 @@ def main() -> None:
     dice = random.Random(given.seed)
     launchers = [name for name in given.launchers.split(",") if name in LAUNCHERS]
     print("Seconds: median (95th percentile, number). 2 ranks unless the program has more.")
-    print("| program | launcher | bare import | start → imported | start → step | second start | kill → step | 1st kill | ended |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
+    print("| " + " | ".join(_COLUMNS) + " |")
+    print("| --- | --- |" + " ---: |" * (len(_COLUMNS) - 3) + " --- |")
     for program in given.programs:
         bare: list[float] = []
         results = {name: Found() for name in launchers}
@@ -191,12 +179,9 @@ def main() -> None:
                     except AssertionError as error:
                         results[launcher].ended.append(str(error).splitlines()[0])
         for launcher, found in results.items():
-            print(
-                f"| {program.name} | {launcher} | {_shown(bare)} | {_shown(found.imported_s)} | {_shown(found.starts_s)} |"
-                f" {_shown(found.again_s)} | {_shown(found.kills_s)} | {_shown(found.first_kill_s)} |"
-                f" {'; '.join(sorted({*found.ended}))} |",
-                flush=True,
-            )
+            figures = (bare, found.imported_s, found.starts_s, found.again_s, found.kills_s, found.first_kill_s)
+            words = (program.name, launcher, *map(_shown, figures), "; ".join(sorted({*found.ended})))
+            print("| " + " | ".join(words) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ CLEANERS_S = 0.5
 # id, since on a disk that hosts share one host may not see another host's locks.
 RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory|_socket)?")
 CLAIM = ".agent"
-# A process's temporary folder, as Python's multiprocessing names it, and a socket in it. A data loader's worker has one.
+# A process's temporary folder, as Python's multiprocessing names it, and a socket in it. Data loaders have them.
 _SOCKET_IN_FOLDER = re.compile(r"(/(?:.*/)?pymp-[a-z0-9_]{8})/[^/]+")
 # Where agents' sockets are: all processes of a host find these folders, whatever their TMPDIR is.
 SOCKET_FOLDERS = ("/tmp", "/dev/shm", "/var/tmp")
@@ -212,7 +212,7 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
 
 
 def _sockets_in_folders(pids: Iterable[int]) -> dict[str, str]:
-    """The sockets of these processes in temporary folders of Python's multiprocessing: their inodes, and the folders."""
+    """The sockets of these processes in temporary folders of Python's multiprocessing: the folders by inode."""
     found = _all_sockets_in_folders()
     return {inode: found[inode] for pid in pids for inode in _socket_inodes(pid) & found.keys()} if found else {}
 

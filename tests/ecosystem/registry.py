@@ -14,8 +14,7 @@ class Program:
 
     `imports` is a module that must be there, or the program is skipped. `workers` is the number that the launcher
     starts, `ranks` the number that say their steps. `leaves` are patterns of what the library itself leaves in the
-    temporary folder, also without a launcher. `hangs` says of a program whose ranks wait for each other at the end
-    that others wait for a rank that has failed: its failure is told by the launcher alone.
+    temporary folder, also without a launcher. `has_loaders` says that it has processes of a DataLoader that are forked.
     """
 
     name: str
@@ -26,6 +25,7 @@ class Program:
     workers: int = 2
     ranks: int = 2
     leaves: tuple[str, ...] = ()
+    has_loaders: bool = False
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -41,11 +41,15 @@ class Program:
 
 # torch.compile's cache, which the next run uses.
 _INDUCTOR = ("torchinductor_*",)
+# torch.multiprocessing's file of an error, which a parent that is killed does not read.
+_SPAWN = (*_INDUCTOR, "pytorch-errorfile-*")
+# Python ends the processes of a DataLoader that are left at its own end, and not their folders.
+_LOADERS = ("pymp-*",)
 _TORCH = "torch"
 PROGRAMS = (
     Program("ddp", _TORCH, "DistributedDataParallel"),
-    Program("dataloader", _TORCH, "a DataLoader's processes, forked and kept"),
-    Program("dataloader_forkserver", _TORCH, "a DataLoader's processes from Python's fork server"),
+    Program("dataloader", _TORCH, "a DataLoader's processes, forked and kept", leaves=_LOADERS, has_loaders=True),
+    Program("dataloader_forkserver", _TORCH, "a DataLoader's processes from Python's fork server", leaves=_LOADERS),
     Program("fsdp", _TORCH, "FullyShardedDataParallel"),
     Program("fsdp2", _TORCH, "fully_shard (FSDP2)"),
     Program("tensor_parallel", _TORCH, "parallelize_module"),
@@ -61,9 +65,15 @@ PROGRAMS = (
     Program("amp", _TORCH, "autocast, no_sync, activation checkpoints, averaged weights"),
     Program("megatron_groups", _TORCH, "tensor and data groups as Megatron makes them", workers=4, ranks=4),
     Program("objects", _TORCH, "collectives of objects, monitored_barrier, the store"),
-    Program("elastic_launch", _TORCH, "elastic_launch inside a worker"),
-    Program("own_spawn", _TORCH, "a program that spawns its own ranks", workers=1),
-    Program("own_processes", _TORCH, "a launcher of one's own, by subprocess", workers=1),
+    Program("elastic_launch", _TORCH, "elastic_launch inside a worker", leaves=("torchelastic_*",)),
+    Program(
+        "own_spawn",
+        _TORCH,
+        "a program that spawns its own ranks",
+        workers=1,
+        leaves=(*_INDUCTOR, "pytorch-errorfile-*"),
+    ),
+    Program("own_processes", _TORCH, "a launcher of one's own, by subprocess", workers=1, leaves=_INDUCTOR),
     Program("record", _TORCH, "@record, argparse, logging, torch.profiler", arguments=("--lr", "0.1")),
     Program("module", _TORCH, "a package, started by -m", arguments=("-m", "package.train")),
     Program("without_torch", "none", "a program that never imports torch"),
@@ -71,7 +81,14 @@ PROGRAMS = (
     Program("with_tensorboard", "TensorBoard", "SummaryWriter on rank 0", imports="tensorboard"),
     Program("with_wandb", "wandb", "an offline run on rank 0", imports="wandb"),
     Program("with_hydra", "Hydra", "hydra.main, instantiate, overrides", "hydra", ("optimizer.lr=0.01",)),
-    Program("with_lightning", "Lightning", "Trainer with the DDP strategy, a loader's processes", imports="lightning"),
+    Program(
+        "with_lightning",
+        "Lightning",
+        "Trainer with the DDP strategy, a loader's process",
+        imports="lightning",
+        leaves=_LOADERS,
+        has_loaders=True,
+    ),
     Program("with_lightning_cli", "LightningCLI", "a command line, ModelCheckpoint", "jsonargparse", ("fit",)),
     Program("with_fabric", "Fabric", "Fabric's set-up, bf16, clipping", imports="lightning"),
     Program("with_accelerate", "Accelerate", "Accelerator, accumulate, gather", imports="accelerate"),
@@ -81,8 +98,8 @@ PROGRAMS = (
     Program("with_trl", "TRL", "SFTTrainer", imports="trl"),
     Program("with_ignite", "ignite", "idist.Parallel, Engine, a metric", imports="ignite"),
     Program("with_torchmetrics", "torchmetrics", "a metric over all ranks", imports="torchmetrics"),
-    Program("with_datasets", "datasets", "map, split by node, a loader's process", imports="datasets"),
-    Program("with_torchdata", "torchdata", "StatefulDataLoader with processes", imports="torchdata"),
+    Program("with_datasets", "datasets", "map, split by node, a loader's process", "datasets", leaves=_LOADERS),
+    Program("with_torchdata", "torchdata", "StatefulDataLoader with processes", imports="torchdata", leaves=_LOADERS),
     Program("with_torchao", "torchao", "an optimizer of 8 bits", imports="torchao", leaves=_INDUCTOR),
     Program("with_fairscale", "fairscale", "OSS and ShardedDataParallel", imports="fairscale"),
     Program("with_deepspeed", "DeepSpeed", "an engine with ZeRO stage 1", imports="deepspeed"),

@@ -1,4 +1,4 @@
-"""One run of a program: what its ranks have said, in a copy of its folder and with places of its own for what it leaves."""
+"""One run of a program, in a copy of its folder: what its ranks say, and what it leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Step:
 
 
 class Place:
-    """The folders of one run. `text` replaces the program's own."""
+    """The folders of one run."""
 
     def __init__(self, folder: Path, program: Program, cache: Path | None = None) -> None:
         self.program = program
@@ -67,6 +67,11 @@ class Place:
         found = [path.name for path in self.temporary.iterdir()]
         kept = [name for name in found if not any(fnmatch(name, pattern) for pattern in self.program.leaves)]
         return sorted([*kept, *(f"/dev/shm/{path.name}" for path in self.memory.iterdir())])
+
+    def abandoned(self) -> list[str]:
+        """The temporary folders of data loaders in which nobody has a socket any more."""
+        bound = Path("/proc/net/unix").read_text()
+        return [path.name for path in self.temporary.glob("pymp-*") if f"{path}/" not in bound]
 
     def remove(self) -> None:
         """Remove the temporary folder. The rest is the test's own."""

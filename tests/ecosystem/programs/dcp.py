@@ -1,6 +1,6 @@
 """Distributed checkpoints: saved beside the training, and loaded again after a restart."""
 
-import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -9,14 +9,16 @@ from common import STEPS, step
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-FOLDER = os.path.abspath("checkpoint")
+FOLDER = Path("checkpoint").resolve()
 
-dist.init_process_group("cpu:gloo")
+dist.init_process_group("gloo")
+# A thread saves. Its collectives must not meet those of the training.
+saving_group = dist.new_group(backend="gloo")
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4))
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 first = 1
-if os.path.exists(f"{FOLDER}/.metadata"):
+if (FOLDER / ".metadata").exists():
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     states["step"] = 0
     dcp.load(states, checkpoint_id=FOLDER)
@@ -31,7 +33,7 @@ for number in range(first, STEPS + 1):
         if saving:
             saving.result()
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        saving = dcp.async_save({**states, "step": number}, checkpoint_id=FOLDER)
+        saving = dcp.async_save({**states, "step": number}, checkpoint_id=FOLDER, process_group=saving_group)
     step(number)
 if saving:
     saving.result()

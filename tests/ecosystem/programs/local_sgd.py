@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(16, 4))
-model.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=5), post_localSGD_hook)
+alone, _ = dist.new_subgroups(group_size=1)
+model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=5), post_localSGD_hook)
 averager = PeriodicModelAverager(period=4, warmup_steps=5)
 optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), averager)
 for number in range(1, STEPS + 1):

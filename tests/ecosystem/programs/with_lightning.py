@@ -25,5 +25,5 @@ class Module(L.LightningModule):
 
 
 data = TensorDataset(torch.randn(256, 16), torch.randn(256, 1))
-trainer = L.Trainer(accelerator="cpu", devices="auto", strategy="ddp", max_steps=STEPS, enable_progress_bar=False)
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=STEPS, enable_progress_bar=False)
 trainer.fit(Module(), DataLoader(data, batch_size=8, num_workers=1, persistent_workers=True))

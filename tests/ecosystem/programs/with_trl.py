@@ -2,8 +2,8 @@
 
 from common import STEPS, step
 from datasets import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 
