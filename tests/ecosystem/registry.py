@@ -14,7 +14,8 @@ class Program:
 
     `imports` is a module that must be there, or the program is skipped. `workers` is the number that the launcher
     starts, `ranks` the number that say their steps. `leaves` are patterns of what the library itself leaves in the
-    temporary folder, also without a launcher. `has_loaders` says that it has processes of a DataLoader that are forked.
+    temporary folder, also without a launcher; wandb does so if its own processes are killed. `has_loaders` says that
+    it has processes of a DataLoader that are forked.
     """
 
     name: str
@@ -79,7 +80,7 @@ PROGRAMS = (
     Program("without_torch", "none", "a program that never imports torch"),
     Program("bars", "rich, tqdm", "progress bars and a table", imports="rich"),
     Program("with_tensorboard", "TensorBoard", "SummaryWriter on rank 0", imports="tensorboard"),
-    Program("with_wandb", "wandb", "an offline run on rank 0", imports="wandb"),
+    Program("with_wandb", "wandb", "an offline run on rank 0", imports="wandb", leaves=("*wandb*",)),
     Program("with_hydra", "Hydra", "hydra.main, instantiate, overrides", "hydra", ("optimizer.lr=0.01",)),
     Program(
         "with_lightning",

@@ -6,13 +6,13 @@ import importlib.util
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.ecosystem.registry import PROGRAMS, Program
-from tests.ecosystem.runs import Place, first_steps, steps
+from tests.ecosystem.runs import Place, Step, first_steps, steps
 from tests.harness import Job, wait_for
 
 pytestmark = pytest.mark.slow
@@ -35,6 +35,18 @@ def nothing_is_left(place: Place, job: Job) -> None:
     assert place.left() == []
 
 
+def steps_of_all(job: Job, ranks: int, but: Sequence[int] = ()) -> dict[int, Step]:
+    """The first step of each rank in processes other than `but`, once all ranks have made one."""
+
+    def found() -> dict[int, Step] | None:
+        steps = first_steps(job, but)
+        is_whole = len(steps) == ranks
+        assert is_whole or job.process.poll() is None, f"ended before all ranks made a step:\n{job.output}"
+        return steps if is_whole else None
+
+    return wait_for(found, "a step of each rank", _LIMIT_S)
+
+
 def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
     ranks = place.program.ranks
     rank = random.randrange(ranks)
@@ -42,10 +54,10 @@ def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
 
     with place.job("--max-restarts", "3", env={"PROGRAM_STEPS": "60"}) as job:
         job.markers()
-        before = wait_for(lambda: found if len(found := first_steps(job)) == ranks else None, "first steps", _LIMIT_S)
+        before = steps_of_all(job, ranks)
         os.kill(before[rank].pid, signal.SIGKILL)
         pids = [step.pid for step in before.values()]
-        wait_for(lambda: len(first_steps(job, pids)) == ranks, "steps after the kill", _LIMIT_S)
+        steps_of_all(job, ranks, pids)
         if place.program.has_loaders:
             # With the second generation's loaders the folders of the first one's are gone.
             wait_for(lambda: not place.abandoned(), "the folders of killed loaders are removed", 10)
