@@ -197,7 +197,7 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
     while (found := living(kin, spare)) and now_s < start_s + SWEEP_S_MAX:
         patient = now_s < start_s + CLEANERS_S
         if not seen.issuperset(found):
-            theirs |= _sockets_in_folders(set(found) - seen)
+            theirs |= sockets_in_folders(set(found) - seen)
             seen.update(found)
         for pid in found:
             if not (patient and is_cleaner(pid)) and _kill(pid, kin):
@@ -207,17 +207,18 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
         time.sleep(0.001)
         now_s = time.monotonic()
     if theirs:
-        _remove_folders(theirs)
+        remove_folders(theirs)
     return len(ended)
 
 
-def _sockets_in_folders(pids: Iterable[int]) -> dict[str, str]:
+def sockets_in_folders(pids: Iterable[int]) -> dict[str, str]:
     """The sockets of these processes in temporary folders of Python's multiprocessing: the folders by inode."""
-    found = _all_sockets_in_folders()
+    found = all_sockets_in_folders()
     return {inode: found[inode] for pid in pids for inode in _socket_inodes(pid) & found.keys()} if found else {}
 
 
-def _all_sockets_in_folders() -> dict[str, str]:
+def all_sockets_in_folders() -> dict[str, str]:
+    """The same for all processes of this host."""
     with suppress(OSError):
         text = Path("/proc/net/unix").read_bytes()
         # Most hosts have none, and this is on the way of a restart.
@@ -239,9 +240,9 @@ def _socket_inodes(pid: int) -> set[str]:
     return inodes
 
 
-def _remove_folders(theirs: Mapping[str, str]) -> None:
+def remove_folders(theirs: Mapping[str, str]) -> None:
     """Remove the folders of the sockets `theirs`, which nobody has any more, unless somebody else has one there too."""
-    others = {folder for inode, folder in _all_sockets_in_folders().items() if inode not in theirs}
+    others = {folder for inode, folder in all_sockets_in_folders().items() if inode not in theirs}
     for folder in {*theirs.values()} - others:
         with suppress(OSError):
             if os.lstat(folder).st_uid == os.geteuid():

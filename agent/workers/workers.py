@@ -189,6 +189,7 @@ class Workers:
             return
         if order.signum == signal.SIGINT:
             self._prompts.interrupt(self._current.group, order.local_ranks)
+        self._guardian.note_folders(self._fork_server.pids)
         for local_rank in order.local_ranks:
             try:
                 self._spawner.signal(self._current.group, local_rank, order.signum)

@@ -96,7 +96,7 @@ PROGRAMS = (
     Program("with_transformers", "transformers", "Trainer with checkpoints", imports="transformers"),
     Program("with_transformers_loop", "transformers", "a model in one's own loop", imports="transformers"),
     Program("with_peft", "PEFT", "LoRA adapters", imports="peft"),
-    Program("with_trl", "TRL", "SFTTrainer", imports="trl"),
+    Program("with_trl", "TRL", "SFTTrainer", imports="trl", leaves=("*wandb*",)),
     Program("with_ignite", "ignite", "idist.Parallel, Engine, a metric", imports="ignite"),
     Program("with_torchmetrics", "torchmetrics", "a metric over all ranks", imports="torchmetrics"),
     Program("with_datasets", "datasets", "map, split by node, a loader's process", "datasets", leaves=_LOADERS),

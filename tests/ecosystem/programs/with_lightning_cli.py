@@ -41,4 +41,7 @@ if __name__ == "__main__":
         "logger": False,
     }
     saving = ModelCheckpoint("checkpoints", every_n_train_steps=10, save_last=True)
-    LightningCLI(Model, Data, trainer_defaults={**defaults, "callbacks": [Steps(), saving]})
+    overwrites = {"overwrite": True}
+    LightningCLI(
+        Model, Data, save_config_kwargs=overwrites, trainer_defaults={**defaults, "callbacks": [Steps(), saving]}
+    )

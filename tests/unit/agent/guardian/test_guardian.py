@@ -368,3 +368,20 @@ def test_a_link_to_another_folder_is_not_followed(spawned: Spawned, short_folder
     sweep(spawned.kin)
 
     assert list(kept.iterdir())
+
+
+def test_the_folder_of_a_loader_that_ends_with_its_signalled_worker_is_removed(
+    spawned: Spawned, short_folder: Path
+) -> None:
+    client = GuardianClient((), {})
+    pid = spawned.pid(WITH_FOLDER, client.marker, TMPDIR=str(short_folder))
+
+    client.note_folders(())
+    # As Python does with a DataLoader's processes at the end of their parent.
+    os.kill(pid, signal.SIGTERM)
+    wait_until_gone(pid)
+    assert len(folders(short_folder)) == 1
+    client.end_generation(0, (), lambda: None)
+
+    client.finish()
+    assert folders(short_folder) == []
