@@ -31,7 +31,8 @@ _LIMIT_S = 120.0
 # Nothing worth it was learned within this time, from the first step on.
 _LEARNING_S = 60.0
 _KILLS_PER_JOB = 5
-_LONG = "1000000"
+# Each generation makes them anew, in five minutes.
+_LONG = "10000"
 _COLUMNS = (
     *("program", "launcher", "bare import", "start → imported", "start → step", "second start → step"),
     *("kill → step", "the first kill", "ended"),
@@ -42,6 +43,7 @@ _COLUMNS = (
 class Found:
     """Seconds of one program under one launcher."""
 
+    # To the first step of all ranks, and to the end of the imports at the top of the program.
     starts_s: list[float] = field(default_factory=list)
     imported_s: list[float] = field(default_factory=list)
     again_s: list[float] = field(default_factory=list)
@@ -79,39 +81,39 @@ def bare_import_s(program: Program, folder: Path) -> float:
     return float(done.stdout.split()[-1]) - begun_s
 
 
-def _begin(place: Place, launcher: str, *options: str) -> tuple[Job, float]:
-    begun_s = time.monotonic()
-    return place.job(*options, launcher=launcher, env={"PROGRAM_STEPS": _LONG}), begun_s
+class _Ranks:
+    """The ranks of a job that runs. `started_s` is when its launcher was started."""
 
+    def __init__(self, place: Place, launcher: str, *options: str) -> None:
+        self.started_s = time.monotonic()
+        self.job = place.job(*options, launcher=launcher, env={"PROGRAM_STEPS": _LONG})
+        self._count = place.program.ranks
+        self._before: set[int] = set()
 
-def _first(job: Job, ranks: int, but: Sequence[int] = ()) -> float:
-    """When the last rank ended its first step. Raises AssertionError if the job ends before."""
+    def first_step_s(self) -> float:
+        """When the last rank of the newest generation ended its first step. AssertionError if the job ends before."""
 
-    def found() -> float | None:
-        assert job.process.poll() is None, "the job ended"
-        steps = first_steps(job, but)
-        return max(step.at_s for step in steps.values()) if len(steps) == ranks else None
+        def found() -> float | None:
+            steps = first_steps(self.job, sorted(self._before))
+            is_whole = len(steps) == self._count
+            assert is_whole or self.job.process.poll() is None, "the job ended"
+            return max(step.at_s for step in steps.values()) if is_whole else None
 
-    return wait_for(found, "a first step of each rank", _LIMIT_S, every_s=0.01)
+        return wait_for(found, "a first step of each rank", _LIMIT_S, every_s=0.01) or 0.0
+
+    def kill(self, dice: random.Random) -> float:
+        """Kill a rank. Returns the seconds until the last rank of the next generation has ended a step."""
+        pids = [step.pid for step in first_steps(self.job, sorted(self._before)).values()]
+        time.sleep(0.3 + dice.random() / 2)
+        self._before.update(pids)
+        killed_s = time.monotonic()
+        os.kill(dice.choice(pids), signal.SIGKILL)
+        return self.first_step_s() - killed_s
 
 
 def _imported_s(job: Job, begun_s: float) -> float:
     found = [float(line.rpartition(" ")[2]) for line in job.stdout.splitlines() if "imported at " in line]
     return max(found, default=begun_s) - begun_s
-
-
-def _kill(job: Job, ranks: int, dice: random.Random) -> float:
-    """Kill a rank. Returns the seconds until the last rank of the next generation has ended a step."""
-    pids = {step.rank: step.pid for step in first_steps(job).values()}
-    known = {*pids.values()} | _seen.setdefault(id(job), set())
-    _seen[id(job)] = known
-    time.sleep(0.3 + dice.random() / 2)
-    killed_s = time.monotonic()
-    os.kill(pids[dice.randrange(ranks)], signal.SIGKILL)
-    return _first(job, ranks, sorted(known)) - killed_s
-
-
-_seen: dict[int, set[int]] = {}
 
 
 def measure(program: Program, launcher: str, folder: Path, kills: int, dice: random.Random, found: Found) -> None:
@@ -122,21 +124,21 @@ def measure(program: Program, launcher: str, folder: Path, kills: int, dice: ran
     source.write_text(with_mark(source.read_text()))
     options = ("--max-restarts", str(kills + 2))
     try:
-        job, begun_s = _begin(place, launcher, *options)
-        with job:
-            found.starts_s.append(_first(job, program.ranks) - begun_s)
-            found.imported_s.append(_imported_s(job, begun_s))
+        ranks = _Ranks(place, launcher, *options)
+        with ranks.job as job:
+            found.starts_s.append(ranks.first_step_s() - ranks.started_s)
+            found.imported_s.append(_imported_s(job, ranks.started_s))
             try:
                 if launcher == "elaunch" and program.imports != "torch":
                     _await_learning(job)
                 for number in range(kills):
-                    (found.first_kill_s if number == 0 else found.kills_s).append(_kill(job, program.ranks, dice))
+                    (found.first_kill_s if number == 0 else found.kills_s).append(ranks.kill(dice))
             except AssertionError as error:
                 found.ended.append(str(error).splitlines()[0])
         if launcher == "elaunch":
-            again, begun_s = _begin(place, launcher, *options)
-            with again:
-                found.again_s.append(_first(again, program.ranks) - begun_s)
+            again = _Ranks(place, launcher, *options)
+            with again.job:
+                found.again_s.append(again.first_step_s() - again.started_s)
     finally:
         place.remove()
 
