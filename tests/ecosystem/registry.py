@@ -103,7 +103,7 @@ PROGRAMS = (
     Program("with_torchdata", "torchdata", "StatefulDataLoader with processes", imports="torchdata", leaves=_LOADERS),
     Program("with_torchao", "torchao", "an optimizer of 8 bits", imports="torchao", leaves=_INDUCTOR),
     Program("with_fairscale", "fairscale", "OSS and ShardedDataParallel", imports="fairscale"),
-    Program("with_deepspeed", "DeepSpeed", "an engine with ZeRO stage 1", imports="deepspeed"),
+    Program("with_deepspeed", "DeepSpeed", "an engine with ZeRO stage 1", imports="deepspeed", leaves=_INDUCTOR),
 )
 
 
