@@ -13,7 +13,7 @@ JOBS_UNIT ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(NICE) $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
 	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
-.PHONY: demo check test test-slow conformance integrations control-plane tools bench docs release lint clean
+.PHONY: demo check test test-slow conformance integrations ecosystem control-plane tools bench docs release lint clean
 
 demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twice, the same one left alone, and the report
 	rm -rf runs/demo
@@ -46,6 +46,12 @@ integrations: $(VENV)/.installed-dev  ## The trainer with other libraries (Light
 	$(BIN)/pip install --quiet --editable '.[integrations]'
 	$(call PYTEST,-m slow tests/integrations)
 
+# In an environment of its own: gigabytes of libraries, and torch first, so that none of them brings another one.
+ECOSYSTEM := .venv-ecosystem
+ecosystem: $(ECOSYSTEM)/.installed  ## Programs of other libraries as they are (Lightning, transformers, DeepSpeed, …): each is killed and must go on; ARGS="-k lightning"
+	folder=$$(mktemp -d /tmp/t.XXXX) && $(ECOSYSTEM)/bin/python -m pytest -q -m slow -n $$(nproc) --dist load \
+		--basetemp=$$folder/t tests/ecosystem $(ARGS); code=$$?; rm -rf $$folder; exit $$code
+
 control-plane: $(VENV)/.installed-dev tools  ## A real Kubernetes control plane, built here once (minutes), and pods under it
 	tests/controlplane/build.sh "$${ELAUNCH_CONTROL_PLANE:-$$HOME/.cache/elaunch-control-plane}"
 	$(BIN)/python -m pytest -m slow tests/controlplane
@@ -71,13 +77,22 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist site src/elaunch.egg-info
+	rm -rf $(VENV) $(ECOSYSTEM) build dist site src/elaunch.egg-info
 
 # torch first: left to the dependency resolver, a newer one with gigabytes of CUDA would come. numpy, or torch warns.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH) numpy
 	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+# fairscale and DeepSpeed are built here, and ask for torch while they are built.
+$(ECOSYSTEM)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/pip install --quiet $(TORCH) numpy setuptools wheel
+	echo $(TORCH) > $(ECOSYSTEM)/constraints.txt
+	$(ECOSYSTEM)/bin/pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --editable '.[ecosystem]'
+	$(ECOSYSTEM)/bin/pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --no-build-isolation fairscale deepspeed
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

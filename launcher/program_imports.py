@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _ast
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from elaunch.rendezvous.job_spec import ProgramKind
 _HIDING = {"importlib", "pickle", "pkgutil", "runpy", "__import__", "exec", "eval"}
 # Packages that are not of the standard library, and are known not to import torch.
 _WITHOUT_TORCH = {"numpy"}
+_IMPORTS_TORCH = re.compile(rb"^[ \t]*(import|from)[ \t]+torch\b", re.MULTILINE)
 # A larger program pays less by waiting.
 _FILES_MAX = 50
 
@@ -50,9 +52,13 @@ def _search(kind: ProgramKind, target: str) -> bool:
             # What is read of a pipe is not there for the program any more.
             return True
         text = file.read_bytes()
-        if len(seen) > _FILES_MAX or b"torch" in text:
+        # Most programs import it in so many words, and need not be parsed.
+        if len(seen) > _FILES_MAX or _IMPORTS_TORCH.search(text):
             return True
-        for name in _asked(text, file, root):
+        tree = _parsed(text, file)
+        if b"torch" in text and _names_torch(tree):
+            return True
+        for name in _asked(tree, file, root):
             own = list(_files(root, name))
             files += own
             if not own and not _is_harmless(name):
@@ -65,12 +71,24 @@ def _is_harmless(name: str) -> bool:
     return first not in _HIDING and (first in sys.stdlib_module_names or first in _WITHOUT_TORCH)
 
 
-def _asked(text: bytes, file: Path, root: Path) -> Iterator[str]:
-    """The names of modules that the text of `file` imports, and of built-in functions that import."""
+def _parsed(text: bytes, file: Path) -> object:
     with warnings.catch_warnings():
         # Python says these when it runs the program.
         warnings.simplefilter("ignore")
-        tree = compile(text, str(file), "exec", _ast.PyCF_ONLY_AST)
+        return compile(text, str(file), "exec", _ast.PyCF_ONLY_AST)
+
+
+def _names_torch(node: object) -> bool:
+    """Whether a string in it names torch: one that is used, no docstring. Comments are not in it at all."""
+    if isinstance(node, _ast.Constant):
+        return "torch" in str(node.value)
+    if isinstance(node, _ast.Expr) and isinstance(node.value, _ast.Constant):
+        return False
+    return any(_names_torch(child) for child in _children(node))
+
+
+def _asked(tree: object, file: Path, root: Path) -> Iterator[str]:
+    """The names of modules that the text of `file` imports, and of built-in functions that import."""
     package = file.parent.relative_to(root).parts
     for node in _walk(tree):
         if isinstance(node, _ast.Import):
@@ -87,11 +105,16 @@ def _asked(text: bytes, file: Path, root: Path) -> Iterator[str]:
 
 def _walk(node: object) -> Iterator[object]:
     yield node
+    for child in _children(node):
+        yield from _walk(child)
+
+
+def _children(node: object) -> Iterator[object]:
     for field in getattr(node, "_fields", ()):
         value = getattr(node, field, None)
         for each in value if isinstance(value, list) else (value,):
             if isinstance(each, _ast.AST):
-                yield from _walk(each)
+                yield each
 
 
 def _files(root: Path, name: str) -> Iterator[Path]:

@@ -15,10 +15,13 @@ from elaunch.agent.guardian.guardian import (
     RUN_DIRS,
     VARIABLE,
     Kin,
+    all_sockets_in_folders,
     clean_up,
     is_cleaner,
     living,
     marker_beside,
+    remove_folders,
+    sockets_in_folders,
     sweep,
 )
 
@@ -35,6 +38,7 @@ class GuardianClient:
         self._kin = Kin.of_this_process(self.marker, inherited)
         self.cgroup = JobCgroup(f"elaunch-{self.marker}")
         self.restarts = 0
+        self._folders: dict[str, str] = {}
         self._run_dirs = run_dirs
         self._fd, self._process = self._start()
         self.cgroup.make()
@@ -94,6 +98,14 @@ class GuardianClient:
         found = {*living(self._kin, spare), *self.cgroup.pids(generation)}
         return sorted(pid for pid in found if not is_cleaner(pid))
 
+    def note_folders(self, spare: Collection[int]) -> None:
+        """Note the temporary folders of a generation's data loaders, before its workers are signalled.
+
+        A worker that ends ends its loaders, and Python does not remove their folders then; `end_generation` does.
+        """
+        if all_sockets_in_folders():
+            self._folders |= sockets_in_folders(living(self._kin, spare))
+
     def end_generation(self, generation: int, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
         """End every process of a generation, whoever its parent is now, except the fork servers (their pids).
 
@@ -101,6 +113,9 @@ class GuardianClient:
         """
         sweep(self._kin, spare, meanwhile)
         self.cgroup.end(generation, meanwhile)
+        if self._folders:
+            remove_folders(self._folders)
+            self._folders = {}
 
     def finish(self) -> None:
         """Let the guardian clean up, and wait for it. If the guardian was killed, this process cleans up."""

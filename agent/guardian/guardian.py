@@ -48,6 +48,8 @@ CLEANERS_S = 0.5
 # id, since on a disk that hosts share one host may not see another host's locks.
 RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory|_socket)?")
 CLAIM = ".agent"
+# A process's temporary folder, as Python's multiprocessing names it, and a socket in it. Data loaders have them.
+_SOCKET_IN_FOLDER = re.compile(r"(/(?:.*/)?pymp-[a-z0-9_]{8})/[^/]+")
 # Where agents' sockets are: all processes of a host find these folders, whatever their TMPDIR is.
 SOCKET_FOLDERS = ("/tmp", "/dev/shm", "/var/tmp")
 
@@ -185,12 +187,18 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
     """SIGKILL all of `kin` but those in `spare`, until none is left. Returns how many were ended.
 
     Helpers that clean up after other processes (`CLEANERS`) are killed only if they do not end by themselves.
-    `meanwhile` is called again and again while there is something to wait for.
+    `meanwhile` is called again and again while there is something to wait for. The temporary folders in which they had
+    sockets are removed: Python does that at its end, which a killed process does not reach.
     """
     ended: set[int] = set()
+    seen: set[int] = set()
+    theirs: dict[str, str] = {}
     start_s = now_s = time.monotonic()
     while (found := living(kin, spare)) and now_s < start_s + SWEEP_S_MAX:
         patient = now_s < start_s + CLEANERS_S
+        if not seen.issuperset(found):
+            theirs |= sockets_in_folders(set(found) - seen)
+            seen.update(found)
         for pid in found:
             if not (patient and is_cleaner(pid)) and _kill(pid, kin):
                 ended.add(pid)
@@ -198,7 +206,48 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
         # Killed processes leave /proc in their own time; a look every millisecond is soon enough.
         time.sleep(0.001)
         now_s = time.monotonic()
+    if theirs:
+        remove_folders(theirs)
     return len(ended)
+
+
+def sockets_in_folders(pids: Iterable[int]) -> dict[str, str]:
+    """The sockets of these processes in temporary folders of Python's multiprocessing: the folders by inode."""
+    found = all_sockets_in_folders()
+    return {inode: found[inode] for pid in pids for inode in _socket_inodes(pid) & found.keys()} if found else {}
+
+
+def all_sockets_in_folders() -> dict[str, str]:
+    """The same for all processes of this host."""
+    with suppress(OSError):
+        text = Path("/proc/net/unix").read_bytes()
+        # Most hosts have none, and this is on the way of a restart.
+        if b"/pymp-" in text:
+            lines = [line.split(None, 7) for line in text.decode(errors="surrogateescape").split("\n")]
+            paths = {line[6]: _SOCKET_IN_FOLDER.fullmatch(line[7]) for line in lines if len(line) == 8}
+            return {inode: match[1] for inode, match in paths.items() if match}
+    return {}
+
+
+def _socket_inodes(pid: int) -> set[str]:
+    inodes = set()
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+            with suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
+    return inodes
+
+
+def remove_folders(theirs: Mapping[str, str]) -> None:
+    """Remove the folders of the sockets `theirs`, which nobody has any more, unless somebody else has one there too."""
+    others = {folder for inode, folder in all_sockets_in_folders().items() if inode not in theirs}
+    for folder in {*theirs.values()} - others:
+        with suppress(OSError):
+            if os.lstat(folder).st_uid == os.geteuid():
+                # A link is not followed.
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def living(kin: Kin, spare: Collection[int] = ()) -> list[int]:

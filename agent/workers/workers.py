@@ -207,6 +207,7 @@ class Workers:
             self._prompts.interrupt(self._current.group, order.local_ranks)
         if is_broken and order.signum == signal.SIGTERM:
             self._links.say_broken(self._current.group, order.local_ranks)
+        self._guardian.note_folders(self._fork_server.pids)
         for local_rank in order.local_ranks:
             try:
                 self._spawner.signal(self._current.group, local_rank, order.signum)

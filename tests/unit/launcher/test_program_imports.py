@@ -28,6 +28,7 @@ def tree(folder: Path, files: dict[str, str]) -> None:
         "import importlib",
         "from importlib import import_module",
         "__import__('to' + 'rch')",
+        "import pydoc\npydoc.locate('torch.nn')",
         "exec(open('other.py').read())",
         "import helper",
         "from helper import thing",
@@ -55,6 +56,7 @@ def test_a_program_that_may_import_torch(tmp_path: Path, text: str) -> None:
         "from package import deep, NAME",
         "import package.deep",
         "s = '\\d'",
+        "'A program without torch.'\n# No torch here.\ndef f():\n    'Nor torch here.'",
     ],
 )
 def test_a_program_that_does_not(tmp_path: Path, text: str, recwarn: pytest.WarningsRecorder) -> None:

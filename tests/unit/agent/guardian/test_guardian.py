@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -309,3 +311,77 @@ def test_the_guardian_knows_what_its_agent_knows() -> None:
         read = Kin.read(kin.text())
 
         assert vars(read) == vars(kin)
+
+
+# As a worker of a DataLoader: a socket in the folder of multiprocessing.
+WITH_FOLDER = f"""
+import os, socket, sys
+from multiprocessing import util
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(f"{{util.get_temp_dir()}}/listener-{{os.getpid()}}")
+listener.listen()
+print(os.getpid(), flush=True)
+{SLEEP}
+"""
+
+
+def folders(tmp: Path) -> list[Path]:
+    return list(tmp.glob("pymp-*"))
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A socket's path has at most 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_the_temporary_folder_of_a_killed_data_loader_is_removed(spawned: Spawned, short_folder: Path) -> None:
+    pid = spawned.pid(WITH_FOLDER, TMPDIR=str(short_folder))
+    assert len(folders(short_folder)) == 1
+
+    sweep(spawned.kin)
+
+    wait_until_gone(pid)
+    assert folders(short_folder) == []
+
+
+def test_a_folder_in_which_a_stranger_has_a_socket_too_stays(spawned: Spawned, short_folder: Path) -> None:
+    spawned.pid(WITH_FOLDER, TMPDIR=str(short_folder))
+    (folder,) = folders(short_folder)
+    spawned.pid(WITH_FOLDER, "", TMPDIR=str(short_folder))
+
+    with socket.socket(socket.AF_UNIX) as mine:
+        mine.bind(str(folder / "mine"))
+        sweep(spawned.kin)
+
+    assert len(folders(short_folder)) == 2
+    assert (folder / "mine").exists()
+
+
+def test_a_link_to_another_folder_is_not_followed(spawned: Spawned, short_folder: Path) -> None:
+    spawned.pid(WITH_FOLDER, TMPDIR=str(short_folder))
+    (folder,) = folders(short_folder)
+    kept = folder.rename(short_folder / "kept")
+    folder.symlink_to(kept)
+
+    sweep(spawned.kin)
+
+    assert list(kept.iterdir())
+
+
+def test_the_folder_of_a_loader_that_ends_with_its_signalled_worker_is_removed(
+    spawned: Spawned, short_folder: Path
+) -> None:
+    client = GuardianClient((), {})
+    pid = spawned.pid(WITH_FOLDER, client.marker, TMPDIR=str(short_folder))
+
+    client.note_folders(())
+    # As Python does with a DataLoader's processes at the end of their parent.
+    os.kill(pid, signal.SIGTERM)
+    wait_until_gone(pid)
+    assert len(folders(short_folder)) == 1
+    client.end_generation(0, (), lambda: None)
+
+    client.finish()
+    assert folders(short_folder) == []

@@ -1,0 +1,1 @@
+"""Programs in the style of the libraries' own documentation, run as they are: `make ecosystem`."""

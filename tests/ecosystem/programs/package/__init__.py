@@ -1,0 +1,1 @@
+"""A project of one's own, started as `-m package.train`."""

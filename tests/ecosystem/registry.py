@@ -1,0 +1,115 @@
+"""The programs: which library each is of, what it needs, and what it shows. One row is one program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "programs"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of `programs/`, and how it is launched.
+
+    `imports` is a module that must be there, or the program is skipped. `workers` is the number that the launcher
+    starts, `ranks` the number that say their steps. `leaves` are patterns of what the library itself leaves in the
+    temporary folder, also without a launcher; wandb does so if its own processes are killed. `has_loaders` says that
+    it has processes of a DataLoader that are forked.
+    """
+
+    name: str
+    library: str
+    shows: str
+    imports: str = "torch"
+    arguments: tuple[str, ...] = ()
+    workers: int = 2
+    ranks: int = 2
+    leaves: tuple[str, ...] = ()
+    has_loaders: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The end of the launcher's command line. Run it in a copy of `programs/`."""
+        if self.arguments[:1] == ("-m",):
+            return self.arguments
+        return (f"{self.name}.py", *self.arguments)
+
+    @property
+    def file(self) -> str:
+        return f"{self.arguments[1].replace('.', '/')}.py" if self.arguments[:1] == ("-m",) else f"{self.name}.py"
+
+
+# torch.compile's cache, which the next run uses.
+_INDUCTOR = ("torchinductor_*",)
+# torch.multiprocessing's file of an error, which a parent that is killed does not read.
+_SPAWN = (*_INDUCTOR, "pytorch-errorfile-*")
+# Python ends the processes of a DataLoader that are left at its own end, and not their folders.
+_LOADERS = ("pymp-*",)
+_TORCH = "torch"
+PROGRAMS = (
+    Program("ddp", _TORCH, "DistributedDataParallel"),
+    Program("dataloader", _TORCH, "a DataLoader's processes, forked and kept", leaves=_LOADERS, has_loaders=True),
+    Program("dataloader_forkserver", _TORCH, "a DataLoader's processes from Python's fork server", leaves=_LOADERS),
+    Program("fsdp", _TORCH, "FullyShardedDataParallel"),
+    Program("fsdp2", _TORCH, "fully_shard (FSDP2)"),
+    Program("tensor_parallel", _TORCH, "parallelize_module"),
+    Program("mesh_2d", _TORCH, "a mesh of two dimensions: FSDP2 and tensor parallelism", workers=4, ranks=4),
+    Program("pipelining", _TORCH, "PipelineStage and a 1F1B schedule"),
+    Program("dcp", _TORCH, "distributed checkpoints, saved beside the training"),
+    Program("join", _TORCH, "Join: uneven inputs"),
+    Program("zero", _TORCH, "ZeroRedundancyOptimizer"),
+    Program("compile", _TORCH, "torch.compile", leaves=_INDUCTOR),
+    Program("rpc", _TORCH, "torch.distributed.rpc"),
+    Program("comm_hooks", _TORCH, "a communication hook: PowerSGD"),
+    Program("local_sgd", _TORCH, "post-local SGD"),
+    Program("amp", _TORCH, "autocast, no_sync, activation checkpoints, averaged weights"),
+    Program("megatron_groups", _TORCH, "tensor and data groups as Megatron makes them", workers=4, ranks=4),
+    Program("objects", _TORCH, "collectives of objects, monitored_barrier, the store"),
+    Program("elastic_launch", _TORCH, "elastic_launch inside a worker", leaves=("torchelastic_*",)),
+    Program(
+        "own_spawn",
+        _TORCH,
+        "a program that spawns its own ranks",
+        workers=1,
+        leaves=(*_INDUCTOR, "pytorch-errorfile-*"),
+    ),
+    Program("own_processes", _TORCH, "a launcher of one's own, by subprocess", workers=1, leaves=_INDUCTOR),
+    Program("record", _TORCH, "@record, argparse, logging, torch.profiler", arguments=("--lr", "0.1")),
+    Program("module", _TORCH, "a package, started by -m", arguments=("-m", "package.train")),
+    Program("without_torch", "none", "a program that never imports torch"),
+    Program("bars", "rich, tqdm", "progress bars and a table", imports="rich"),
+    Program("with_tensorboard", "TensorBoard", "SummaryWriter on rank 0", imports="tensorboard"),
+    Program("with_wandb", "wandb", "an offline run on rank 0", imports="wandb", leaves=("*wandb*",)),
+    Program("with_hydra", "Hydra", "hydra.main, instantiate, overrides", "hydra", ("optimizer.lr=0.01",)),
+    Program(
+        "with_lightning",
+        "Lightning",
+        "Trainer with the DDP strategy, a loader's process",
+        imports="lightning",
+        leaves=_LOADERS,
+        has_loaders=True,
+    ),
+    Program("with_lightning_cli", "LightningCLI", "a command line, ModelCheckpoint", "jsonargparse", ("fit",)),
+    Program("with_fabric", "Fabric", "Fabric's set-up, bf16, clipping", imports="lightning"),
+    Program("with_accelerate", "Accelerate", "Accelerator, accumulate, gather", imports="accelerate"),
+    Program("with_transformers", "transformers", "Trainer with checkpoints", imports="transformers"),
+    Program("with_transformers_loop", "transformers", "a model in one's own loop", imports="transformers"),
+    Program("with_peft", "PEFT", "LoRA adapters", imports="peft"),
+    Program("with_trl", "TRL", "SFTTrainer", imports="trl", leaves=("*wandb*",)),
+    Program("with_ignite", "ignite", "idist.Parallel, Engine, a metric", imports="ignite"),
+    Program("with_torchmetrics", "torchmetrics", "a metric over all ranks", imports="torchmetrics"),
+    Program("with_datasets", "datasets", "map, split by node, a loader's process", "datasets", leaves=_LOADERS),
+    Program("with_torchdata", "torchdata", "StatefulDataLoader with processes", imports="torchdata", leaves=_LOADERS),
+    Program("with_torchao", "torchao", "an optimizer of 8 bits", imports="torchao", leaves=_INDUCTOR),
+    Program("with_fairscale", "fairscale", "OSS and ShardedDataParallel", imports="fairscale"),
+    Program("with_deepspeed", "DeepSpeed", "an engine with ZeRO stage 1", imports="deepspeed", leaves=_INDUCTOR),
+)
+
+
+def named(names: str) -> list[Program]:
+    """The programs whose names are in a list with commas. Raises ValueError with those that are not there."""
+    wanted = names.split(",")
+    if unknown := sorted({*wanted} - {each.name for each in PROGRAMS}):
+        raise ValueError(f"there is no program {', '.join(unknown)}")
+    return [each for each in PROGRAMS if each.name in wanted]

@@ -1,0 +1,96 @@
+"""One run of a program, in a copy of its folder: what its ranks say, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from tests.ecosystem.registry import FOLDER, Program
+from tests.harness import COMMAND, Job
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+LAUNCHERS: Mapping[str, Sequence[str]] = {"elaunch": COMMAND, "torchrun": TORCHRUN}
+_STEP = re.compile(r"step (\d+) rank (\d+) pid (\d+) at ([\d.]+)\n")
+# In the job's own mount namespace /dev/shm is a folder, so that only this job's files are in it.
+_OWN_MEMORY = 'mount --bind "$0" /dev/shm && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank says at a step's end."""
+
+    number: int
+    rank: int
+    pid: int
+    at_s: float
+
+
+class Place:
+    """The folders of one run."""
+
+    def __init__(self, folder: Path, program: Program, cache: Path | None = None) -> None:
+        self.program = program
+        self.folder = folder / "programs"
+        shutil.copytree(FOLDER, self.folder, ignore=shutil.ignore_patterns("__pycache__"))
+        # A socket's path has at most 107 characters, and DataLoaders make sockets there.
+        self.temporary = Path(tempfile.mkdtemp(prefix="eco", dir="/tmp"))
+        self.memory = folder / "shm"
+        self.memory.mkdir()
+        self.cache = cache or folder / "cache"
+
+    def job(self, *options: str, launcher: str = "elaunch", env: Mapping[str, str] | None = None) -> Job:
+        """Start the program there."""
+        prefix = ("unshare", "--mount", "sh", "-c", _OWN_MEMORY, str(self.memory)) if os.geteuid() == 0 else ()
+        command = LAUNCHERS[launcher]
+        words = (*command, "--nproc-per-node", str(self.program.workers), *options, *self.program.words)
+        own = {
+            "TMPDIR": str(self.temporary),
+            "XDG_CACHE_HOME": str(self.cache),
+            "HOME": str(self.folder),
+            "HF_HUB_OFFLINE": "1",
+            "WANDB_SILENT": "true",
+            "WANDB_MODE": "offline",
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        return _Started(self.folder, *words, env={**own, **(env or {})}, prefix=prefix)
+
+    def left(self) -> list[str]:
+        """What is left in the temporary folder and in shared memory, but for what the library leaves on purpose."""
+        found = [path.name for path in self.temporary.iterdir()]
+        kept = [name for name in found if not any(fnmatch(name, pattern) for pattern in self.program.leaves)]
+        return sorted([*kept, *(f"/dev/shm/{path.name}" for path in self.memory.iterdir())])
+
+    def abandoned(self) -> list[str]:
+        """The temporary folders of data loaders in which nobody has a socket any more."""
+        bound = Path("/proc/net/unix").read_text()
+        return [path.name for path in self.temporary.glob("pymp-*") if f"{path}/" not in bound]
+
+    def remove(self) -> None:
+        """Remove the temporary folder. The rest is the test's own."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class _Started(Job):
+    command = ()
+
+
+def steps(job: Job) -> list[Step]:
+    """All steps up to now, in the order of arrival."""
+    return [Step(int(n), int(rank), int(pid), float(at_s)) for n, rank, pid, at_s in _STEP.findall(job.stdout)]
+
+
+def first_steps(job: Job, but: Sequence[int] = ()) -> dict[int, Step]:
+    """The first step of each rank's newest process, leaving out the processes `but`."""
+    found: dict[int, Step] = {}
+    for step in steps(job):
+        if step.pid not in but and (step.rank not in found or found[step.rank].pid != step.pid):
+            found[step.rank] = step
+    return found

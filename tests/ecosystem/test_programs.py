@@ -1,0 +1,79 @@
+"""Each program, unmodified: it trains, survives a SIGKILL of a rank, ends with the right code, and leaves nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.ecosystem.registry import PROGRAMS, Program
+from tests.ecosystem.runs import Place, Step, first_steps, steps
+from tests.harness import Job, wait_for
+
+pytestmark = pytest.mark.slow
+# Imports of a large library on a busy machine, several times.
+_LIMIT_S = 180.0
+
+
+@pytest.fixture(params=PROGRAMS, ids=lambda program: program.name)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    program: Program = request.param
+    if importlib.util.find_spec(program.imports) is None:
+        pytest.skip(f"{program.imports} is not installed; `make ecosystem` installs it")
+    place = Place(tmp_path, program)
+    yield place
+    place.remove()
+
+
+def nothing_is_left(place: Place, job: Job) -> None:
+    wait_for(lambda: not job.processes(), "no process is left", 10)
+    assert place.left() == []
+
+
+def steps_of_all(job: Job, ranks: int, but: Sequence[int] = ()) -> dict[int, Step]:
+    """The first step of each rank in processes other than `but`, once all ranks have made one."""
+
+    def found() -> dict[int, Step] | None:
+        steps = first_steps(job, but)
+        is_whole = len(steps) == ranks
+        assert is_whole or job.process.poll() is None, f"ended before all ranks made a step:\n{job.output}"
+        return steps if is_whole else None
+
+    return wait_for(found, "a step of each rank", _LIMIT_S)
+
+
+def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
+    ranks = place.program.ranks
+    rank = random.randrange(ranks)
+    print(f"killed: rank {rank}")
+
+    with place.job("--max-restarts", "3", env={"PROGRAM_STEPS": "60"}) as job:
+        job.markers()
+        before = steps_of_all(job, ranks)
+        os.kill(before[rank].pid, signal.SIGKILL)
+        pids = [step.pid for step in before.values()]
+        steps_of_all(job, ranks, pids)
+        if place.program.has_loaders:
+            # With the second generation's loaders the folders of the first one's are gone.
+            wait_for(lambda: not place.abandoned(), "the folders of killed loaders are removed", 10)
+        code = job.wait(_LIMIT_S)
+        nothing_is_left(place, job)
+
+    assert code == 0, job.output
+    assert max(step.number for step in steps(job)) >= 60
+    assert "started again" in job.stderr or "restart" in job.stderr, job.stderr
+
+
+def test_a_program_that_fails_ends_the_job_with_its_own_error(place: Place) -> None:
+    with place.job("--max-restarts", "0", env={"PROGRAM_FAILS": "1"}) as job:
+        job.markers()
+        code = job.wait(_LIMIT_S)
+        nothing_is_left(place, job)
+
+    assert code == 1, job.output
+    assert "this step fails" in job.stderr, job.output
