@@ -53,7 +53,7 @@ def choose(on_node: Mapping[str, Iterable[Held]], nodes: Sequence[str]) -> Choic
         ranks_on.setdefault(node, []).append(rank)
     snapshots: dict[tuple[Version, int, str], dict[int, tuple[Parts, list[str]]]] = {}
     for node in ranks_on:
-        for held in set(on_node[node]):
+        for held in dict.fromkeys(on_node[node]):
             snapshot = snapshots.setdefault((held.piece.version, held.piece.world_size, held.whole), {})
             parts, there = snapshot.setdefault(held.piece.rank, (held.parts, []))
             if parts == held.parts:
