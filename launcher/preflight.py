@@ -155,7 +155,8 @@ def _check_log_dir(log_dir: Path) -> None:
     for place in (log_dir, *log_dir.parents):
         if place.is_dir():
             return
-        if place.exists():
+        # Another node may have made it since. Then it is a directory now.
+        if place.exists() and not place.is_dir():
             is_itself = place == log_dir
             raise UsageError(
                 f"--log-dir {log_dir} "

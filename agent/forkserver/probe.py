@@ -10,6 +10,7 @@ import builtins
 import importlib
 import importlib.util
 import os
+import resource
 import signal
 import sys
 import time
@@ -29,6 +30,8 @@ from elaunch.rendezvous.job_spec import Program
 
 # In the probe of a program that runs: it takes CPU time that nobody else wants.
 _LOWEST_PRIORITY = 19
+# An import that never ends is ended.
+_CPU_S_MAX = 120
 
 
 class Unsuited(Exception):
@@ -63,6 +66,7 @@ def probe(name: str, program: Program, loaded_at_start: Collection[str]) -> Sele
 def probe_for_agent(wanted_fd: int, answer_fd: int, program: Program, loaded_at_start: Collection[str]) -> NoReturn:
     """In a child of the fork server: import what a `Wanted` names, and write a `ProbeAnswer` for the agent."""
     os.nice(_LOWEST_PRIORITY)
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S_MAX, _CPU_S_MAX))
     with open(wanted_fd) as file:
         wanted = decode(Wanted, file.read())
     _answer(answer_fd, lambda: _ImportWatch(wanted).selection_of_all(program, loaded_at_start))

@@ -77,7 +77,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         preloaded = preload(boot, loaded_at_start, customise)
     except Unfaithful as error:
         if boot.learned.is_used:
-            _start_without_learned(boot, mask, environment, str(error))
+            _start_without_learned(boot, control, mask, environment, str(error))
         if boot.warm_s and not error.rest:
             # The next job finds out the same, and says it.
             os._exit(1)
@@ -158,10 +158,13 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     return mask, control
 
 
-def _start_without_learned(boot: Boot, mask: Collection[int], environment: dict[str, str], why: str) -> NoReturn:
+def _start_without_learned(
+    boot: Boot, control: socket.socket, mask: Collection[int], environment: dict[str, str], why: str
+) -> NoReturn:
     """What an earlier start has shown does not hold any more, so do as if there had been none."""
     if boot.is_paced:
         # The fork server that it was to replace stays.
+        _tell(control, {"event": "refused", "why": why})
         os._exit(1)
     told = f"what the last start needed is not imported as it was remembered: {why}"
     _start_anew(replace(boot, learned=Learned(), left_out=(told,), mask=tuple(mask)), environment)

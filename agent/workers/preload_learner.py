@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elaunch.agent.core.entries import NO_GENERATION
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.imported import candidates
 from elaunch.agent.forkserver.learned import Learned
@@ -36,7 +37,8 @@ _READ_BYTES = 1 << 16
 
 
 class PreloadLearner:
-    """`file` keeps what is learned for the next start; without it nothing is learned. `later` works in another thread.
+    """`file` keeps what is learned for the next start; without it nothing is learned. `later` calls a function in
+    another thread, and waits a moment for it.
 
     The agent's loop calls all methods.
     """
@@ -61,6 +63,8 @@ class PreloadLearner:
         # What is remembered. The fork server of this job keeps what it has begun with.
         self._learned = server.learned
         self._is_done = file is None
+        # The newest generation that has ended.
+        self._ended = NO_GENERATION
         self._since_s: float | None = None
         self._probe: _Probe | None = None
         self._successor: ForkServer | None = None
@@ -110,7 +114,7 @@ class PreloadLearner:
 
     def end(self, group: WorkerGroup) -> None:
         """At a generation's end: note whether the program has imported torch, if all its workers have returned."""
-        self._since_s = None
+        self._since_s, self._ended = None, group.generation
         said = {link.imported_torch if link.has_returned else None for link in group.links.values()}
         if said and None not in said:
             without_torch = "" if True in said else state_of_command(self._program)
@@ -136,8 +140,11 @@ class PreloadLearner:
         try:
             selection = decode(ProbeAnswer, probe.said.decode()).selection
         except ValueError:
-            # Its generation has ended, and the process with it. The workers of the next one can be asked again.
-            self._is_done = False
+            # With its generation the process ends too, and the workers of the next one can be asked again. If it ended
+            # before, an import has ended it, and would end the next one too.
+            self._is_done = self._ended < probe.generation
+            if self._is_done:
+                self._refuse("an import ended the process that tried it")
             return
         if selection.saved_s >= _WORTH_S:
             variables = tuple(sorted({*self._learned.variables, *probe.wanted.variables}))
@@ -157,6 +164,10 @@ class PreloadLearner:
             news = successor.receive()
         except BlockingIOError:
             return
+        if news and news["event"] == "refused":
+            self._refuse(news["why"])
+            # It ends now, and that is read next.
+            return
         if news and news["event"] != "ready":
             # It has forked the next workers ahead.
             return
@@ -175,6 +186,11 @@ class PreloadLearner:
             self._successor, self._is_successor_ready = None, False
             self._server.drop_successor()
 
+    def _refuse(self, why: str) -> None:
+        self._reporter.say(
+            f"workers import what the program needs again at each restart, since it is not preloaded: {why}"
+        )
+
     def _remember(self, learned: Learned) -> None:
         if self._file and learned != self._learned:
             self._learned = learned
@@ -186,6 +202,7 @@ class _Probe:
     """A process that tries what is `wanted`, and the pipe on which it answers. Raises OSError."""
 
     def __init__(self, server: ForkServer, generation: int, wanted: Wanted) -> None:
+        self.generation = generation
         self.wanted = wanted
         self.said = b""
         text_fd = os.memfd_create("elaunch-wanted", os.MFD_CLOEXEC)

@@ -160,6 +160,16 @@ ELSEWHERE = {
         "test_a_restart_with_the_keeper_loses_nothing_and_has_all_stages"
     ),
     ".venv/bin/python -m pytest tests/sim": "test_a_job_that_was_killed_goes_on_while_its_keys_are_there",
+    # With the libraries that `make ecosystem` installs.
+    "WANDB_MODE=offline elaunch --nproc-per-node 8 train.py": "test_a_program_survives_a_kill_and_leaves_nothing",
+    "elaunch --nproc-per-node 1 launcher.py": "test_a_program_survives_a_kill_and_leaves_nothing",
+    "elaunch --nproc-per-node 8 lora.py": "test_a_program_survives_a_kill_and_leaves_nothing",
+    "elaunch --nproc-per-node 8 run.py --output_dir out": "test_a_program_survives_a_kill_and_leaves_nothing",
+    "elaunch --nproc-per-node 8 sft.py": "test_a_program_survives_a_kill_and_leaves_nothing",
+    "elaunch --nproc-per-node 8 train.py fit --trainer.devices 8": "test_a_program_survives_a_kill_and_leaves_nothing",
+    "elaunch --nproc-per-node 8 train.py optimizer.lr=0.01 hydra.run.dir=runs/night": (
+        "test_a_program_survives_a_kill_and_leaves_nothing"
+    ),
 }
 NEEDS_CLUSTER = "needs a Kubernetes cluster with a registry"
 NEEDS_DOCKER = "needs Docker; hadolint checks the Dockerfile"
@@ -173,6 +183,7 @@ NOBODY = {
     ".venv/bin/python -m bench --only start,restart --workers 1": NEEDS_GPU,
     ".venv/bin/python -m pytest -m '' -rP tests/e2e/test_accelerator.py": NEEDS_GPU,
     "$EDITOR train.sbatch": "is for a person",
+    "elaunch --nproc-per-node 8 train.py --deepspeed_config ds.json": "was not yet seen to go on after a kill",
     "docker build -f deploy/docker/Dockerfile -t you/elaunch .": NEEDS_DOCKER,
     'docker run --rm --gpus all --shm-size 16g -v "$PWD":/workspace you/elaunch train.py': NEEDS_DOCKER,
     'docker run --rm --network host -e ELAUNCH_TOKEN -v "$PWD":/workspace you/elaunch --nnodes 2'

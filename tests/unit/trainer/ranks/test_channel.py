@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elaunch.agent.core.failures import TIMED_OUT
+from elaunch.agent.peer_lost import TIMED_OUT
 from elaunch.trainer.ranks import connections, tcp
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost

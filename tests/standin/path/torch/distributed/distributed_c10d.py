@@ -42,7 +42,7 @@ class _Store:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self.wait = client.wait
+        self.check = client.check
 
     def set(self, key: str, value: bytes) -> None:
         self._client.set(key, value.decode("latin-1"))

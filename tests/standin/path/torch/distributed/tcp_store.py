@@ -34,13 +34,15 @@ class TCPStore:
     def _answer(self, client: socket.socket) -> None:
         with suppress(OSError), client, client.makefile("rw") as stream:
             for line in stream:
-                key, value = json.loads(line)
+                key, value, waits = json.loads(line)
                 with self._changed:
                     if value is not None:
                         self._keys[key] = value
                         self._changed.notify_all()
-                    self._changed.wait_for(lambda key=key: key in self._keys)
-                stream.write(json.dumps(self._keys[key]) + "\n")
+                    if waits:
+                        self._changed.wait_for(lambda key=key: key in self._keys)
+                    found = self._keys.get(key)
+                stream.write(json.dumps(found) + "\n")
                 stream.flush()
 
 
@@ -56,20 +58,20 @@ class Client:
 
     def get(self, key: str) -> str:
         """The key's value, once somebody has set it."""
-        return self._asked(key, None)
+        return str(self._asked(key, None))
 
-    def wait(self, keys: list[str], timeout: object) -> None:
-        """Wait until somebody has set them, without a limit."""
-        for key in keys:
-            self.get(key)
+    def check(self, keys: list[str]) -> bool:
+        """Whether somebody has set them all."""
+        return all(self._asked(key, None, waits=False) is not None for key in keys)
 
-    def _asked(self, key: str, value: str | None) -> str:
-        self._stream.write(json.dumps([key, value]) + "\n")
+    def _asked(self, key: str, value: str | None, *, waits: bool = True) -> str | None:
+        self._stream.write(json.dumps([key, value, waits]) + "\n")
         self._stream.flush()
         line = self._stream.readline()
         if not line:
             raise RuntimeError("the store has closed the connection")
-        return str(json.loads(line))
+        found: str | None = json.loads(line)
+        return found
 
 
 def connected(host: str, port: int) -> socket.socket:
