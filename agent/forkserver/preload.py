@@ -232,10 +232,29 @@ def _kept_out(names: Collection[str]) -> Iterator[None]:
     asked: list[str] = []
 
     class Guard:
-        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-            if name in names:
-                asked.append(name)
-                raise _LeftOut(name)
+        # Who only asks whether there is such a module gets the answer that a worker gets, and runs nothing of it.
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            if name not in names:
+                return None
+            finders = [getattr(each, "find_spec", None) for each in sys.meta_path if each is not self]
+            spec = next((spec for find in finders if find and (spec := find(name, path, target))), None)
+            if spec is not None:
+                spec.loader = Refusing(spec.loader)
+            return spec
+
+    class Refusing:
+        def __init__(self, loader: Any) -> None:
+            self._loader = loader
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._loader, name)
+
+        def create_module(self, spec: Any) -> None:
+            asked.append(spec.name)
+            raise _LeftOut(spec.name)
+
+        def exec_module(self, module: Any) -> None:
+            """Never called: there is no module to execute."""
 
     guard = Guard()
     sys.meta_path.insert(0, guard)

@@ -98,6 +98,21 @@ def test_a_module_runs_where_it_is_kept_and_nowhere_else_aloud(job: Watched) -> 
     assert "fresh interpreter" not in job.output
 
 
+def test_who_only_looks_whether_an_unsuitable_module_is_there_finds_it_and_is_preloaded(tmp_path: Path) -> None:
+    """As transformers does for each package that it can use."""
+    env = library(tmp_path, "ranked", MODULES["ranked"])
+    library(tmp_path, "settings", MODULES["settings"])
+    library(tmp_path, "looking", "from importlib.util import find_spec\nis_there = find_spec('ranked') is not None")
+    library(tmp_path, "both", "import looking, ranked")
+    script(tmp_path, "import sys\nimport looking\nprint('there', looking.is_there, 'ranked' in sys.modules)")
+
+    with Watched(tmp_path, "--preload-only", f"{LIGHT[1]},both", "train.py", env=env) as job:
+        assert job.wait() == 0, job.output
+
+    assert "there True False" in job.stdout
+    assert "both is preloaded without 2 modules" in job.output
+
+
 def test_a_module_that_is_asked_for_only_now_and_then_costs_no_more_than_what_was_tried(tmp_path: Path) -> None:
     """This one imports the unsuitable module if it is not in the process that is thrown away."""
     env = library(tmp_path, "ranked", MODULES["ranked"])
