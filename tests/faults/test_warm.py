@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -223,6 +224,42 @@ def test_one_that_is_stopped_makes_it_cold_and_can_be_ended(tmp_path: Path, plac
     assert ended.returncode == 0, ended.stderr
     assert not is_alive(pid)
     assert list(place.glob("[0-9a-f]*")) == []
+
+
+def test_one_that_is_stopped_for_long_takes_no_connection_and_makes_no_start_wait(tmp_path: Path, place: Path) -> None:
+    pid = first(tmp_path)
+    (path,) = place.glob("[0-9a-f]*")
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(BlockingIOError):
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.setblocking(False)
+                connection.connect(os.fspath(path))
+
+    shown = command("--status")
+    ended = again(tmp_path)
+
+    why = f"the warm fork server (pid {pid}) does not answer, and too many starts wait for it"
+    assert shown.stdout == f"{path}: {why}; elaunch warm --stop ends it\n"
+    assert cold(ended) == f"{why}; elaunch warm --stop ends it"
+    assert told(ended)[0] == "one"
+    # Another one has taken its place.
+    assert not is_alive(pid)
+    assert stayed()["pid"] != pid
+
+
+def test_many_that_ask_at_once_are_all_answered(tmp_path: Path, place: Path) -> None:
+    pid = first(tmp_path)
+    (path,) = place.glob("[0-9a-f]*")
+    with ExitStack() as stack:
+        asking = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(40)]
+        for each in asking:
+            each.connect(os.fspath(path))
+            assert b"ready" in each.recv(1000)
+        for each in asking:
+            each.sendall(b'{"op": "state"}')
+
+        assert all(f'"pid": {pid}' in each.recv(10_000).decode() for each in asking)
 
 
 @pytest.mark.slow

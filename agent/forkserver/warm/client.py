@@ -18,6 +18,7 @@ from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, pausing
 from elaunch.agent.forkserver.learned import NOTHING, Learned
 from elaunch.agent.forkserver.warm.handover import MARKER_ROOM, Handover
+from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.interpreter import without_program
 from elaunch.agent.forkserver.warm.place import NoPlace, checked, folder, made, socket_path
 from elaunch.agent.guardian.guardian import VARIABLE
@@ -156,9 +157,11 @@ def _connected(path: Path) -> Iterator[socket.socket]:
     """A connection to the server at `path`. It is closed unless it has been detached. Raises Cold."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
-            connection.connect(os.fspath(path))
+            _connect(connection, path)
         except FileNotFoundError:
             raise Cold("", is_gone=True) from None
+        except BlockingIOError:
+            raise Cold(f"{_too_many(path)}; elaunch warm --stop ends it", is_outdated=True) from None
         except ConnectionRefusedError:
             raise Cold(f"the warm fork server of {path} was killed", is_gone=True) from None
         except OSError as error:
@@ -167,6 +170,27 @@ def _connected(path: Path) -> Iterator[socket.socket]:
         if uid != os.geteuid():
             raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
         yield connection
+
+
+def _connect(connection: socket.socket, path: Path) -> None:
+    """Connect it. Raises OSError; BlockingIOError where the server does not answer those who came before."""
+    # A connect that blocks would wait for ever.
+    connection.setblocking(False)
+    until_s = time.monotonic() + _ANSWER_S
+    while True:
+        try:
+            connection.connect(os.fspath(path))
+            break
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(_LOOK_S)
+    connection.setblocking(True)
+
+
+def _too_many(path: Path) -> str:
+    pids = ", ".join(map(str, holders(path)))
+    return f"the warm fork server{pids and f' (pid {pids})'} does not answer, and too many starts wait for it"
 
 
 def _answered(connection: socket.socket) -> Borrowed:
@@ -317,26 +341,36 @@ def stop(path: Path) -> bool:
     """
     try:
         with _connected(path) as connection:
-            pid = credentials(connection)[0]
-            pidfd = os.pidfd_open(pid)
-            try:
-                # Until the server has come to its name, the socket is that of the process which starts it.
-                if name(pid) != PROCESS_NAME:
-                    raise Cold(f"the process {pid}, which has the socket {path}, is no fork server yet; try again")
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                select.select([pidfd], [], [], _END_S)
-            finally:
-                os.close(pidfd)
+            is_there = _kill(credentials(connection)[0], path)
     except Cold as error:
-        if str(error) and not error.is_gone:
+        if error.is_gone:
+            is_there = False
+        elif error.is_outdated:
+            # It takes no connection any more, which would tell its pid.
+            is_there = any([_kill(pid, path) for pid in holders(path)])
+        else:
             raise
-        is_there = False
-    except ProcessLookupError:
-        is_there = False
-    else:
-        is_there = True
     path.unlink(missing_ok=True)
     return is_there
+
+
+def _kill(pid: int, path: Path) -> bool:
+    """End the server with that pid. Returns whether it was there. Raises Cold if it is another process."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # Until the server has come to its name, the socket is that of the process which starts it.
+        if name(pid) != PROCESS_NAME:
+            raise Cold(f"the process {pid}, which has the socket {path}, is no fork server yet; try again")
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [], _END_S)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
 
 
 def _asked(path: Path, what: str) -> dict[str, Any]:

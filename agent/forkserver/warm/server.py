@@ -33,7 +33,7 @@ from elaunch.agent.linux import credentials
 from elaunch.rendezvous.codec import encode
 
 # Connections that have not asked yet. The oldest goes when another one comes.
-_WAITING_MAX = 16
+_WAITING_MAX = 64
 _LOOK_S = 30.0
 _LOCALE = "LC_CTYPE"
 # Below this share of the host's memory that is free, the server ends.
