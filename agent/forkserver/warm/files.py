@@ -36,7 +36,7 @@ class Loaded:
     def now(cls, modules: Mapping[str, ModuleType]) -> Loaded:
         """Of these modules, which may be hidden."""
         names = frozenset(name.partition(".")[0] for name in modules)
-        files = {file for each in modules.values() if isinstance(file := _file(each), str)}
+        files = {_on_disk(file) for each in modules.values() if isinstance(file := _file(each), str)}
         texts = _pth_files()
         paths = {*files, *libraries(), *texts, os.path.realpath(sys.executable), *_settings()}
         return cls(
@@ -65,6 +65,16 @@ class Loaded:
 def _file(module: object) -> object:
     # Entries may be anything. A lazy module would import more if it were asked for an attribute that it lacks.
     return getattr(module, "__dict__", {}).get("__file__")
+
+
+def _on_disk(file: str) -> str:
+    """The file; the archive that it is in, if a module comes from one."""
+    path = file
+    while path and not os.path.exists(path):  # noqa: PTH110
+        path = os.path.dirname(path.rstrip("/"))  # noqa: PTH120
+        if path == "/":
+            return file
+    return path if os.path.isfile(path) else file  # noqa: PTH113
 
 
 def libraries() -> set[str]:

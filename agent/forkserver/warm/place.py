@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from elaunch.rendezvous.job_spec import Program
@@ -23,9 +24,17 @@ class NoPlace(Exception):
 def folder(environ: Mapping[str, str]) -> Path:
     """The user's folder, which need not exist."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(runtime) and os.path.isdir(runtime):  # noqa: PTH112, PTH117
+    # sudo and su may keep the variable: a folder of root's would stand in the user's way there.
+    if os.path.isabs(runtime) and _is_own_folder(Path(runtime)):  # noqa: PTH117
         return Path(runtime, "elaunch_warm")
     return Path("/tmp", f"elaunch_warm_{os.geteuid()}")
+
+
+def _is_own_folder(path: Path) -> bool:
+    with suppress(OSError):
+        found = path.stat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
 
 
 def checked(place: Path) -> Path | None:

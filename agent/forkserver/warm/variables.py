@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
 from elaunch.agent.environment import RANK_VARIABLES
@@ -28,6 +29,8 @@ _NAMES_WHEN_USED = {
     "LINES",
     "USER",
 }
+# The shell's path of the command. In a .pth file, this word is a name of Python.
+_OF_THE_SHELL = "_"
 # Each worker gets its own, or the guardian compares them (see condition.jobs).
 _OF_A_JOB = RANK_VARIABLES | {VARIABLE, *JOB_VARIABLES}
 
@@ -46,6 +49,7 @@ def read_before(
     `asked` are those that Python code looked up while it imported, `in_libraries` are names that loaded libraries hold.
     `start_up_text` is the text of the .pth files, which Python runs when it starts.
     """
+    words = {*re.findall(r"\w+", start_up_text)} - {_OF_THE_SHELL}
     for name in sorted({*then, *now} - _OF_A_JOB):
         if then.get(name) == now.get(name):
             continue
@@ -53,7 +57,7 @@ def read_before(
             why = "which was read while importing"
         elif name in _NAMES_AT_START or name.startswith(_AT_START) or (has_tqdm and name.startswith(_OF_TQDM)):
             why = "which is read when a program starts"
-        elif name in start_up_text:
+        elif name in words:
             why = "which is in a .pth file"
         elif name in in_libraries and name not in _NAMES_WHEN_USED and not name.startswith(_WHEN_USED):
             why = "which a loaded library may have read"

@@ -43,6 +43,18 @@ def test_a_written_a_touched_and_a_removed_file_are_seen(package: tuple[Path, Lo
     assert touched == loaded.change() == f"{file} has changed"
 
 
+def test_a_written_archive_with_a_module_in_it_is_seen(tmp_path: Path) -> None:
+    archive = tmp_path / "wheels.zip"
+    archive.write_text("one")
+    module = ModuleType("heavy")
+    module.__file__ = os.fspath(archive / "heavy" / "__init__.py")
+    loaded = Loaded.now({"heavy": module})
+
+    archive.write_text("another")
+
+    assert loaded.change() == f"{archive} has changed"
+
+
 def test_a_file_that_would_be_found_first_is_seen(package: tuple[Path, Loaded]) -> None:
     file, loaded = package
     (file.parent / "other").mkdir()

@@ -11,13 +11,26 @@ THEN = {"HOME": "/home/a", "OMP_NUM_THREADS": "2", "LR": "0.1", "TQDM_MININTERVA
 
 def why(then: dict[str, str], now: dict[str, str], *, has_tqdm: bool = False) -> str:
     return read_before(
-        then, now, {"HF_HOME"}, {"SOME_LIBRARY", "NCCL_DEBUG"}, "import os; os.getenv('COV')", has_tqdm=has_tqdm
+        then, now, {"HF_HOME"}, {"SOME_LIBRARY", "NCCL_DEBUG"}, "import os; _ = os.getenv('COV')", has_tqdm=has_tqdm
     )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["LR", "WANDB_MODE", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "PWD", "RANK", "ELAUNCH_MARKER", "TQDM_MININTERVAL"],
+    [
+        "LR",
+        "WANDB_MODE",
+        "NCCL_DEBUG",
+        "CUDA_VISIBLE_DEVICES",
+        "PWD",
+        "RANK",
+        "ELAUNCH_MARKER",
+        "TQDM_MININTERVAL",
+        # Parts of words in a .pth file; and the shell's path of the command.
+        "CO",
+        "env",
+        "_",
+    ],  # fmt: skip
 )
 def test_what_nobody_has_read_may_change_or_be_new(name: str) -> None:
     assert why(THEN, {**THEN, name: "other"}) == ""
