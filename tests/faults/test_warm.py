@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -75,6 +76,12 @@ def again(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
 
 def are_gone(*pids: int) -> bool:
     return not any(is_alive(pid) for pid in pids)
+
+
+def takes_no_connection(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        return connection.connect_ex(os.fspath(path)) == errno.EAGAIN
 
 
 def first(folder: Path) -> int:
@@ -230,11 +237,7 @@ def test_one_that_is_stopped_for_long_takes_no_connection_and_makes_no_start_wai
     pid = first(tmp_path)
     (path,) = place.glob("[0-9a-f]*")
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(BlockingIOError):
-        while True:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                connection.setblocking(False)
-                connection.connect(os.fspath(path))
+    wait_for(lambda: takes_no_connection(path), "its queue is full", every_s=0)
 
     shown = command("--status")
     ended = again(tmp_path)
@@ -369,6 +372,24 @@ def test_a_socket_without_a_server_is_taken_over(tmp_path: Path, place: Path) ->
     assert re.fullmatch(rf"the warm fork server of {place}/[0-9a-f]+ was killed", cold(ended))
     assert stayed()["pid"] != pid
     assert len(list(place.glob("[0-9a-f]*"))) == 1
+
+
+def test_one_that_finds_out_that_it_cannot_stay_tells_the_next_job_why(tmp_path: Path, place: Path) -> None:
+    file = tmp_path / "lib" / "site-packages" / "heavy.py"
+    # It is written while it is imported.
+    file.write_text("WORD = 'one'\nimport os\nos.utime(__file__)\n")
+    assert "a fork server stays" in again(tmp_path).stderr
+    wait_for(lambda: list(place.glob("*.why")), "it has given up")
+
+    shown = command("--status").stdout
+    why = cold(again(tmp_path))
+    wait_for(lambda: list(place.glob("*.why")), "the next one has given up too")
+    ended = command("--stop")
+
+    assert why == f"the last fork server could not stay: {file} was written while it was imported"
+    assert shown.endswith(f": {why}\n")
+    assert ended.returncode == 0
+    assert [each.name for each in place.iterdir()] == ["lock"]
 
 
 @pytest.mark.slow

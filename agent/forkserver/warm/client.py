@@ -20,7 +20,15 @@ from elaunch.agent.forkserver.learned import NOTHING, Learned
 from elaunch.agent.forkserver.warm.handover import MARKER_ROOM, Handover
 from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.interpreter import without_program
-from elaunch.agent.forkserver.warm.place import NoPlace, checked, folder, made, socket_path
+from elaunch.agent.forkserver.warm.place import (
+    NoPlace,
+    checked,
+    folder,
+    made,
+    reason_file,
+    socket_path,
+    why_it_could_not_stay,
+)
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import credentials, is_stopped, name
 from elaunch.records import dataclass
@@ -163,7 +171,11 @@ def _connected(path: Path) -> Iterator[socket.socket]:
         except BlockingIOError:
             raise Cold(f"{_too_many(path)}; elaunch warm --stop ends it", is_outdated=True) from None
         except ConnectionRefusedError:
-            raise Cold(f"the warm fork server of {path} was killed", is_gone=True) from None
+            why = why_it_could_not_stay(path)
+            told = (
+                f"the last fork server could not stay: {why}" if why else f"the warm fork server of {path} was killed"
+            )
+            raise Cold(told, is_gone=True) from None
         except OSError as error:
             raise Cold(f"{path} cannot be reached ({error.strerror})") from error
         uid = credentials(connection)[1]
@@ -326,7 +338,7 @@ def _locked(place: Path) -> Iterator[bool]:
 def servers() -> list[Path]:
     """The sockets of this user's warm fork servers. Raises NoPlace."""
     place = checked(folder(os.environ))
-    return sorted(path for path in place.iterdir() if path.name != _LOCK) if place else []
+    return sorted(path for path in place.iterdir() if path.name != _LOCK and not path.suffix) if place else []
 
 
 def state(path: Path) -> dict[str, Any]:
@@ -347,10 +359,11 @@ def stop(path: Path) -> bool:
             is_there = False
         elif error.is_outdated:
             # It takes no connection any more, which would tell its pid.
-            is_there = any([_kill(pid, path) for pid in holders(path)])
+            is_there = sum(_kill(pid, path) for pid in holders(path)) > 0
         else:
             raise
     path.unlink(missing_ok=True)
+    reason_file(path).unlink(missing_ok=True)
     return is_there
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.rendezvous.job_spec import Program
+from elaunch.rendezvous.texts import plain
 
 _ADDRESS_BYTES_MAX = 107
 # Another one for each change of the messages: releases of one installation do not meet.
@@ -77,3 +78,21 @@ def socket_path(place: Path, program: Program, preload: Sequence[str]) -> Path:
     if len(os.fsencode(path)) > _ADDRESS_BYTES_MAX:
         raise NoPlace(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
     return path
+
+
+def reason_file(path: Path) -> Path:
+    """Where a fork server that has found out that it cannot stay at the socket `path` says why."""
+    return path.with_suffix(".why")
+
+
+def cannot_stay(path: Path, why: str) -> None:
+    """Say to the next job why no fork server is there."""
+    with suppress(OSError):
+        reason_file(path).write_text(why, errors="replace")
+
+
+def why_it_could_not_stay(path: Path) -> str:
+    """The reason; empty if none was said."""
+    with suppress(OSError):
+        return plain(reason_file(path).read_text(errors="replace"))
+    return ""

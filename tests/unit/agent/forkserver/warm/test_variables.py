@@ -18,19 +18,11 @@ def why(then: dict[str, str], now: dict[str, str], *, has_tqdm: bool = False) ->
 @pytest.mark.parametrize(
     "name",
     [
-        "LR",
-        "WANDB_MODE",
-        "NCCL_DEBUG",
-        "CUDA_VISIBLE_DEVICES",
-        "PWD",
-        "RANK",
-        "ELAUNCH_MARKER",
-        "TQDM_MININTERVAL",
-        # Parts of words in a .pth file; and the shell's path of the command.
-        "CO",
-        "env",
-        "_",
-    ],  # fmt: skip
+        *("LR", "WANDB_MODE", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "PWD", "RANK", "ELAUNCH_MARKER"),
+        *("TQDM_MININTERVAL", "_"),
+        # Parts of words in a .pth file.
+        *("CO", "env"),
+    ],
 )
 def test_what_nobody_has_read_may_change_or_be_new(name: str) -> None:
     assert why(THEN, {**THEN, name: "other"}) == ""
