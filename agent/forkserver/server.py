@@ -104,6 +104,8 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
     if server:
+        # The server keeps what it needs of it.
+        environment.clear()
         taken = server.serve()
         gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded

@@ -101,6 +101,21 @@ def test_the_next_job_starts_from_it_with_an_environment_of_its_own(tmp_path: Pa
     assert place.stat().st_mode & 0o777 == 0o700
 
 
+def test_what_nobody_has_read_of_the_first_jobs_environment_does_not_stay(tmp_path: Path, place: Path) -> None:
+    secret = {**options(), "AWS_SECRET_ACCESS_KEY": "s3cret", "ELAUNCH_TOKEN": "t0ken", "HEAVY": "read"}
+    pid = leave_one(tmp_path, *WARM, env=secret)["pid"]
+    script(tmp_path, "import os, posix\nprint(open('/proc/self/environ').read(), os.environ, posix.environ)", "show.py")
+
+    kept = Path(f"/proc/{pid}/environ").read_text()
+    ended = again(tmp_path, "show.py", HEAVY="read")
+
+    assert "s3cret" not in kept
+    assert "t0ken" not in kept
+    assert "HEAVY=read" in kept
+    assert "warm start:" in ended.stderr, ended.stderr
+    assert "s3cret" not in ended.stdout
+
+
 @pytest.mark.slow
 def test_two_jobs_at_once_start_from_the_same_one(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
