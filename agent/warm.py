@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from elaunch.agent.forkserver.learned_file import read
 from elaunch.agent.forkserver.selection import together
 from elaunch.agent.forkserver.warm.client import Cold, WarmKind, leave_behind, servers, state, stop, why_useless
 from elaunch.agent.forkserver.warm.place import NoPlace as NoPlace
+from elaunch.agent.forkserver.warm.place import folder
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode_fields
 from elaunch.rendezvous.texts import plain
@@ -49,7 +51,7 @@ def leave(config: AgentConfig, fork_server: ForkServer) -> str:
     except NoPlace as error:
         return f"no fork server stays: {error}"
     except OSError as error:
-        return f"no fork server stays: {error.strerror}"
+        return f"no fork server stays: {error.filename or folder(os.environ)}: {error.strerror}"
     return (
         f"a fork server stays for {config.warm_s / 60:g} min without a job, so that the next start needs no import;"
         " elaunch warm --stop ends it"
@@ -120,5 +122,5 @@ def end(stayed: Stayed) -> str:
     except Cold as error:
         return str(error)
     except OSError as error:
-        return error.strerror or str(error)
+        return f"{stayed.path} cannot be ended or removed ({error.strerror})"
     return ""

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import resource
+import shlex
 import signal
 import socket
 import subprocess
@@ -357,6 +358,49 @@ def test_another_user_who_reaches_the_socket_is_refused(tmp_path: Path, place: P
     place.chmod(0o700)
 
     assert f"it is not for the user with id {OTHER}" in said
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_container_that_shares_the_folder_has_its_own_and_leaves_the_others_alone(
+    tmp_path: Path, place: Path
+) -> None:
+    pid = first(tmp_path)
+    (path,) = place.glob("[0-9a-f]*")
+    words = shlex.join([*COMMAND, *WARM, "train.py"])
+    stop = shlex.join([*COMMAND, "warm", "--stop"])
+
+    said = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{words} && {words}; {stop}; true"],
+        cwd=tmp_path,
+        env=environment(options()),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert said.stdout.count("told one") == 2
+    assert "warm start:" in said.stderr
+    assert (
+        f"{path} is a socket of another container, which shares this folder; end its fork server there" in said.stderr
+    )
+    assert told(again(tmp_path))[1] == str(pid)
+    assert list(place.glob("[0-9a-f]*")) == [path]
+
+
+@pytest.mark.slow
+@needs_root
+def test_on_a_full_disk_the_job_runs_and_says_where(tmp_path: Path, place: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True)
+    try:
+        ended = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(small))
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+    assert told(ended)[0] == "one"
+    assert f"no fork server stays: {small}/elaunch_warm/lock: No space left on device" in ended.stderr
 
 
 def test_without_a_place_for_the_socket_the_job_runs_and_says_so(tmp_path: Path, place: Path) -> None:

@@ -178,9 +178,11 @@ def _connected(path: Path) -> Iterator[socket.socket]:
             raise Cold(told, is_gone=True) from None
         except OSError as error:
             raise Cold(f"{path} cannot be reached ({error.strerror})") from error
-        uid = credentials(connection)[1]
+        pid, uid = credentials(connection)
         if uid != os.geteuid():
             raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
+        if pid == 0:
+            raise Cold(f"{path} is a socket of another container, which shares this folder; end its fork server there")
         yield connection
 
 

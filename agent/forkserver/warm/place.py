@@ -73,7 +73,17 @@ def socket_path(place: Path, program: Program, preload: Sequence[str]) -> Path:
 
     Raises NoPlace where the path is longer than a socket's address may be.
     """
-    kind = [program.interpreter, *program.interpreter_options, program.kind.value, *preload, __file__, _PROTOCOL]
+    # Containers may share the folder: a server of another one can be neither used nor ended.
+    container = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+    kind = [
+        container,
+        program.interpreter,
+        *program.interpreter_options,
+        program.kind.value,
+        *preload,
+        __file__,
+        _PROTOCOL,
+    ]
     path = place / hashlib.sha256(json.dumps(kind).encode()).hexdigest()[:16]
     if len(os.fsencode(path)) > _ADDRESS_BYTES_MAX:
         raise NoPlace(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
