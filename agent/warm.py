@@ -37,7 +37,7 @@ def leave(config: AgentConfig, fork_server: ForkServer) -> str:
         return ""
     learned = replace(read(config.imports_file), without_torch="")
     cold, origin = fork_server.cold, fork_server.began_from
-    if cold and not (cold.is_gone or cold.is_outdated):
+    if cold and not (cold.is_gone or cold.is_outdated or cold.is_stuck):
         # The one that is there serves other programs, or nobody could use one here.
         return ""
     known = origin.learned if origin else cold.learned if cold else NOTHING
@@ -46,8 +46,9 @@ def leave(config: AgentConfig, fork_server: ForkServer) -> str:
     program_too = together(known.program, learned.program)
     variables = tuple(sorted({*known.variables, *learned.variables}))
     learned = replace(learned, program=program_too, variables=variables)
+    kind = WarmKind(program, preload)
     try:
-        leave_behind(WarmKind(program, preload), config.environment, learned, config.warm_s)
+        leave_behind(kind, config.environment, learned, config.warm_s, in_place=not (cold and cold.is_gone))
     except NoPlace as error:
         return f"no fork server stays: {error}"
     except OSError as error:

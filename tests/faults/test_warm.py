@@ -128,6 +128,18 @@ def test_two_jobs_at_once_start_from_the_same_one(tmp_path: Path, place: Path) -
 
 
 @pytest.mark.slow
+def test_a_job_that_began_before_there_was_one_leaves_it_alone_when_it_ends(tmp_path: Path, place: Path) -> None:
+    script(tmp_path, WAIT, "wait.py")
+    with Job(tmp_path, *WARM, "wait.py", env=options()) as job:
+        job.wait_for_output(r"worker pid \d+\n")
+        pid = first(tmp_path)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
+
+    assert stayed()["pid"] == pid
+
+
+@pytest.mark.slow
 def test_a_job_outlives_the_kill_of_the_one_that_it_started_from_and_the_next_is_cold(
     tmp_path: Path, place: Path
 ) -> None:
@@ -391,7 +403,7 @@ def test_a_container_that_shares_the_folder_has_its_own_and_leaves_the_others_al
 @pytest.mark.slow
 @needs_root
 def test_on_a_full_disk_the_job_runs_and_says_where(tmp_path: Path, place: Path) -> None:
-    small = tmp_path / "small"
+    small = tmp_path / "s"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True)
     try:

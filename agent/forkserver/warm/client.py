@@ -40,6 +40,10 @@ from elaunch.rendezvous.texts import plain
 _IMPORT_S = 10.0
 # One that has imported answers in some milliseconds, unless the host has no CPU for it.
 _ANSWER_S = 2.0
+# The fork looks at each file that is loaded, which may be on a slow network file system.
+_CHECKS_S = 10.0
+# One that has begun to import so lately may still do so.
+_YOUNG_S = 60.0
 _LOOK_S = 0.05
 _END_S = 1.0
 _LOCK = "lock"
@@ -58,15 +62,23 @@ class Cold(Exception):
     """The job starts cold; the text says why, empty where no fork server is there.
 
     `is_outdated` says that a fork server that is there is of no use to the next job like this one. `learned` is what
-    that fork server has imported beyond the usual, if the job's program needs more. `is_gone` says that there is none.
+    that fork server has imported beyond the usual, if the job's program needs more. `is_gone` says that there was none,
+    or that it did not answer, `is_stuck` that it does not even take a connection.
     """
 
     def __init__(
-        self, why: str, learned: Learned = NOTHING, *, is_outdated: bool = False, is_gone: bool = False
+        self,
+        why: str,
+        learned: Learned = NOTHING,
+        *,
+        is_outdated: bool = False,
+        is_gone: bool = False,
+        is_stuck: bool = False,
     ) -> None:
         super().__init__(why)
         self.is_outdated = is_outdated
         self.is_gone = is_gone
+        self.is_stuck = is_stuck
         self.learned = learned
 
 
@@ -169,7 +181,7 @@ def _connected(path: Path) -> Iterator[socket.socket]:
         except FileNotFoundError:
             raise Cold("", is_gone=True) from None
         except BlockingIOError:
-            raise Cold(f"{_too_many(path)}; elaunch warm --stop ends it", is_outdated=True) from None
+            raise Cold(f"{_too_many(path)}; elaunch warm --stop ends it", is_stuck=True) from None
         except ConnectionRefusedError:
             why = why_it_could_not_stay(path)
             told = (
@@ -217,12 +229,13 @@ def _answered(connection: socket.socket) -> Borrowed:
             match said:
                 case {"event": "forked", "pid": int(pid)} if fds:
                     pidfd = fds[0]
+                    until_s += _CHECKS_S
                 case {"event": "warm", "since": float(since), "server": int(server)}:
                     origin = Origin(server, since, _learned(said.get("learned")))
                 case {"event": "cold", "why": str(why), "outdated": bool(is_outdated)}:
                     raise Cold(plain(why), _learned(said.get("learned")), is_outdated=is_outdated)
                 case _:
-                    raise Cold("the warm fork server ended, or said nothing that can be read", is_gone=True)
+                    raise Cold("the warm fork server ended, or said nothing that can be read", is_outdated=True)
         borrowed = Borrowed(pid, pidfd, connection.dup(), origin)
         pidfd = -1
         return borrowed
@@ -255,7 +268,7 @@ def _next(connection: socket.socket, until_s: float) -> tuple[dict[str, Any], tu
         if is_stopped(pid):
             raise Cold(f"the warm fork server (pid {pid}) is stopped; kill -CONT {pid}, or elaunch warm --stop")
         if time.monotonic() >= until_s:
-            raise Cold("the warm fork server does not answer; elaunch warm --stop ends it", is_outdated=True)
+            raise Cold("the warm fork server does not answer; elaunch warm --stop ends it", is_gone=True)
     return wire.receive(connection) or ({}, ())
 
 
@@ -266,16 +279,21 @@ def _learned(text: object) -> Learned:
     return Learned()
 
 
-def leave_behind(kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float) -> None:
-    """Start a fork server that outlives this process, in the place of one that may be there. Raises NoPlace, OSError.
+def leave_behind(
+    kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float, *, in_place: bool
+) -> None:
+    """Start a fork server that outlives this process. Raises NoPlace, OSError.
 
-    It has not imported yet when this returns. `environment` is without the job's marker.
+    One that is there it ends; without `in_place` only if that does not answer: it came while this job ran.
+    The new one has not imported yet when this returns. `environment` is without the job's marker.
     """
     program = without_program(kind.program)
     path = socket_path(made(folder(os.environ)), program, kind.preload)
     with _locked(path.parent) as is_ours:
         if not is_ours:
             # Another elaunch is doing just this.
+            return
+        if not in_place and _is_of_use(path):
             return
         try:
             stop(path)
@@ -302,6 +320,14 @@ def leave_behind(kind: WarmKind, environment: Mapping[str, str], learned: Learne
             except BaseException:
                 path.unlink()
                 raise
+
+
+def _is_of_use(path: Path) -> bool:
+    """Whether a server is there that answers, or that may still import."""
+    with suppress(Cold, OSError), _connected(path) as connection:
+        answers = select.select([connection], [], [], _LOOK_S)[0] and wire.receive(connection) is not None
+        return bool(answers) or time.time() - path.stat().st_mtime < _YOUNG_S
+    return False
 
 
 def _start(boot: Boot, environment: Mapping[str, str], place: Path) -> None:
@@ -359,7 +385,7 @@ def stop(path: Path) -> bool:
     except Cold as error:
         if error.is_gone:
             is_there = False
-        elif error.is_outdated:
+        elif error.is_stuck:
             # It takes no connection any more, which would tell its pid.
             is_there = sum(_kill(pid, path) for pid in holders(path)) > 0
         else:
