@@ -13,7 +13,8 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.learned import NOTHING
 from elaunch.agent.forkserver.learned_file import read
 from elaunch.agent.forkserver.selection import together
-from elaunch.agent.forkserver.warm.client import Cold, WarmKind, leave_behind, servers, state, stop, why_useless
+from elaunch.agent.forkserver.warm.client import Cold, WarmKind, why_useless
+from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, state, stop
 from elaunch.agent.forkserver.warm.place import NoPlace as NoPlace
 from elaunch.agent.forkserver.warm.place import folder
 from elaunch.records import dataclass

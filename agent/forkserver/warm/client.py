@@ -1,8 +1,7 @@
-"""An agent's side of warm fork servers: it asks one for a fork, and leaves one behind when its job has ended."""
+"""An agent asks a warm fork server for a fork."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -15,22 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, pausing
+from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.learned import NOTHING, Learned
-from elaunch.agent.forkserver.warm.handover import MARKER_ROOM, Handover
+from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.interpreter import without_program
 from elaunch.agent.forkserver.warm.place import (
     NoPlace,
     checked,
     folder,
-    made,
-    reason_file,
     socket_path,
     why_it_could_not_stay,
 )
-from elaunch.agent.guardian.guardian import VARIABLE
-from elaunch.agent.linux import credentials, is_stopped, name
+from elaunch.agent.linux import credentials, is_stopped
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
@@ -39,15 +35,11 @@ from elaunch.rendezvous.texts import plain
 # A server that still imports has begun before a cold start would: waiting for it is shorter.
 _IMPORT_S = 10.0
 # One that has imported answers in some milliseconds, unless the host has no CPU for it.
-_ANSWER_S = 2.0
+ANSWER_S = 2.0
 # The fork looks at each file that is loaded, which may be on a slow network file system.
 _CHECKS_S = 10.0
-# One that has begun to import so lately may still do so.
-_YOUNG_S = 60.0
-_LOOK_S = 0.05
+LOOK_S = 0.05
 _END_S = 1.0
-_LOCK = "lock"
-_BACKLOG = 64
 
 
 @dataclass(frozen=True)
@@ -145,8 +137,8 @@ def why_useless(program: Program, environment: Mapping[str, str]) -> str:
 def borrow(boot: Boot, environment: Mapping[str, str], control: socket.socket, idle_s: float) -> Borrowed:
     """Have a warm fork server fork one for `boot`, whose end of the socket is `control`. Raises Cold."""
     kind = WarmKind(boot.program, boot.preload or ())
-    with _connected(_path(kind, environment)) as connection:
-        _greeted(connection)
+    with connected(_path(kind, environment)) as connection:
+        greeted(connection)
         fds = [Handover.of_this_process(boot, environment).memfd()]
         try:
             fds.append(os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -173,7 +165,7 @@ def _path(kind: WarmKind, environment: Mapping[str, str]) -> Path:
 
 
 @contextmanager
-def _connected(path: Path) -> Iterator[socket.socket]:
+def connected(path: Path) -> Iterator[socket.socket]:
     """A connection to the server at `path`. It is closed unless it has been detached. Raises Cold."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
@@ -202,7 +194,7 @@ def _connect(connection: socket.socket, path: Path) -> None:
     """Connect it. Raises OSError; BlockingIOError where the server does not answer those who came before."""
     # A connect that blocks would wait for ever.
     connection.setblocking(False)
-    until_s = time.monotonic() + _ANSWER_S
+    until_s = time.monotonic() + ANSWER_S
     while True:
         try:
             connection.connect(os.fspath(path))
@@ -210,7 +202,7 @@ def _connect(connection: socket.socket, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() >= until_s:
                 raise
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
     connection.setblocking(True)
 
 
@@ -222,10 +214,10 @@ def _too_many(path: Path) -> str:
 def _answered(connection: socket.socket) -> Borrowed:
     """The fork that was asked for. Raises Cold, and leaves no fork then."""
     pid, pidfd, origin = 0, -1, None
-    until_s = time.monotonic() + _ANSWER_S
+    until_s = time.monotonic() + ANSWER_S
     try:
         while not (pid and origin):
-            said, fds = _next(connection, until_s)
+            said, fds = next_packet(connection, until_s)
             match said:
                 case {"event": "forked", "pid": int(pid)} if fds:
                     pidfd = fds[0]
@@ -246,12 +238,12 @@ def _answered(connection: socket.socket) -> Borrowed:
             os.close(pidfd)
 
 
-def _greeted(connection: socket.socket) -> None:
+def greeted(connection: socket.socket) -> None:
     """Wait until the server is ready. Raises Cold.
 
     Nothing is sent before: as long as a server does not read them, the job's descriptors would stay open in the kernel.
     """
-    said, _ = _next(connection, time.monotonic() + _IMPORT_S)
+    said, _ = next_packet(connection, time.monotonic() + _IMPORT_S)
     match said:
         case {"event": "ready"}:
             return
@@ -261,9 +253,9 @@ def _greeted(connection: socket.socket) -> None:
             raise Cold("the warm fork server ended while it imported", is_gone=True)
 
 
-def _next(connection: socket.socket, until_s: float) -> tuple[dict[str, Any], tuple[int, ...]]:
+def next_packet(connection: socket.socket, until_s: float) -> tuple[dict[str, Any], tuple[int, ...]]:
     """The next packet; empty if there is none any more. Raises Cold if the server does not answer in time."""
-    while not select.select([connection], [], [], _LOOK_S)[0]:
+    while not select.select([connection], [], [], LOOK_S)[0]:
         pid = credentials(connection)[0]
         if is_stopped(pid):
             raise Cold(f"the warm fork server (pid {pid}) is stopped; kill -CONT {pid}, or elaunch warm --stop")
@@ -277,148 +269,3 @@ def _learned(text: object) -> Learned:
         if isinstance(text, str) and text:
             return decode(Learned, text)
     return Learned()
-
-
-def leave_behind(
-    kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float, *, in_place: bool
-) -> None:
-    """Start a fork server that outlives this process. Raises NoPlace, OSError.
-
-    One that is there it ends; without `in_place` only if that does not answer: it came while this job ran.
-    The new one has not imported yet when this returns. `environment` is without the job's marker.
-    """
-    program = without_program(kind.program)
-    path = socket_path(made(folder(os.environ)), program, kind.preload)
-    with _locked(path.parent) as is_ours:
-        if not is_ours:
-            # Another elaunch is doing just this.
-            return
-        if not in_place and _is_of_use(path):
-            return
-        try:
-            stop(path)
-        except Cold as error:
-            raise NoPlace(str(error)) from error
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(os.fspath(path))
-            path.chmod(0o600)
-            listener.listen(_BACKLOG)
-            try:
-                _start(
-                    Boot(
-                        os.getpid(),
-                        listener.fileno(),
-                        program,
-                        kind.preload,
-                        environment.get("PYTHONPATH"),
-                        learned=learned,
-                        warm_s=idle_s,
-                    ),
-                    environment,
-                    path.parent,
-                )
-            except BaseException:
-                path.unlink()
-                raise
-
-
-def _is_of_use(path: Path) -> bool:
-    """Whether a server is there that answers, or that may still import."""
-    with suppress(Cold, OSError), _connected(path) as connection:
-        answers = select.select([connection], [], [], _LOOK_S)[0] and wire.receive(connection) is not None
-        return bool(answers) or time.time() - path.stat().st_mtime < _YOUNG_S
-    return False
-
-
-def _start(boot: Boot, environment: Mapping[str, str], place: Path) -> None:
-    boot_fd = boot.memfd()
-    try:
-        subprocess.Popen(
-            boot.program.argv,
-            # The room for a job's marker: see adopting.py.
-            env={**pausing(environment, boot_fd), VARIABLE: "-" * MARKER_ROOM},
-            stdin=subprocess.DEVNULL,
-            # What its imports print, the job's fork server has printed already.
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(boot_fd, boot.control_fd),
-            start_new_session=True,
-            # What modules keep of it is found again: see folder.py.
-            cwd=place,
-        )
-    finally:
-        os.close(boot_fd)
-
-
-@contextmanager
-def _locked(place: Path) -> Iterator[bool]:
-    """Whether nobody else starts a server meanwhile."""
-    fd = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(fd)
-
-
-def servers() -> list[Path]:
-    """The sockets of this user's warm fork servers. Raises NoPlace."""
-    place = checked(folder(os.environ))
-    return sorted(path for path in place.iterdir() if path.name != _LOCK and not path.suffix) if place else []
-
-
-def state(path: Path) -> dict[str, Any]:
-    """What the server at `path` says of itself. Raises Cold."""
-    return _asked(path, "state")
-
-
-def stop(path: Path) -> bool:
-    """End the server at `path`, also one that does not answer; no job has to do with it. Returns whether it was there.
-
-    Raises Cold if it cannot be ended.
-    """
-    try:
-        with _connected(path) as connection:
-            is_there = _kill(credentials(connection)[0], path)
-    except Cold as error:
-        if error.is_gone:
-            is_there = False
-        elif error.is_stuck:
-            # It takes no connection any more, which would tell its pid.
-            is_there = sum(_kill(pid, path) for pid in holders(path)) > 0
-        else:
-            raise
-    path.unlink(missing_ok=True)
-    reason_file(path).unlink(missing_ok=True)
-    return is_there
-
-
-def _kill(pid: int, path: Path) -> bool:
-    """End the server with that pid. Returns whether it was there. Raises Cold if it is another process."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    try:
-        # Until the server has come to its name, the socket is that of the process which starts it.
-        if name(pid) != PROCESS_NAME:
-            raise Cold(f"the process {pid}, which has the socket {path}, is no fork server yet; try again")
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [], _END_S)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(pidfd)
-    return True
-
-
-def _asked(path: Path, what: str) -> dict[str, Any]:
-    with _connected(path) as connection:
-        _greeted(connection)
-        wire.send(connection, {"op": what})
-        said, _ = _next(connection, time.monotonic() + _ANSWER_S)
-    if not said:
-        raise Cold("it has ended", is_gone=True)
-    return said

@@ -28,7 +28,7 @@ def forked() -> Iterator[tuple[int, int]]:
 def test_a_fork_may_take_longer_for_its_checks_than_the_server_for_its_answer(
     forked: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(client, "ANSWER_S", 0.1)
     ours, theirs = wire.pair()
     with ours, theirs:
         wire.send(theirs, {"event": "forked", "pid": forked[0]}, (forked[1],))
@@ -44,7 +44,7 @@ def test_a_fork_may_take_longer_for_its_checks_than_the_server_for_its_answer(
 
 
 def test_a_fork_that_says_nothing_is_ended_in_time(forked: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(client, "ANSWER_S", 0.1)
     monkeypatch.setattr(client, "_CHECKS_S", 0.1)
     ours, theirs = wire.pair()
     began_s = time.monotonic()
