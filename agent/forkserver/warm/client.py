@@ -139,8 +139,9 @@ def borrow(boot: Boot, environment: Mapping[str, str], control: socket.socket, i
     kind = WarmKind(boot.program, boot.preload or ())
     with connected(_path(kind, environment)) as connection:
         greeted(connection)
-        fds = [Handover.of_this_process(boot, environment).memfd()]
+        fds: list[int] = []
         try:
+            fds.append(Handover.of_this_process(boot, environment).memfd())
             fds.append(os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
             fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
             wire.send(connection, {"op": "fork", "idle_s": idle_s}, (*fds, 2, control.fileno()))
