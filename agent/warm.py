@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -12,8 +13,10 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.learned import NOTHING
 from elaunch.agent.forkserver.learned_file import read
 from elaunch.agent.forkserver.selection import together
-from elaunch.agent.forkserver.warm.client import Cold, WarmKind, leave_behind, servers, state, stop, why_useless
+from elaunch.agent.forkserver.warm.client import Cold, WarmKind, why_useless
+from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, state, stop
 from elaunch.agent.forkserver.warm.place import NoPlace as NoPlace
+from elaunch.agent.forkserver.warm.place import folder
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode_fields
 from elaunch.rendezvous.texts import plain
@@ -35,7 +38,7 @@ def leave(config: AgentConfig, fork_server: ForkServer) -> str:
         return ""
     learned = replace(read(config.imports_file), without_torch="")
     cold, origin = fork_server.cold, fork_server.began_from
-    if cold and not (cold.is_gone or cold.is_outdated):
+    if cold and not (cold.is_gone or cold.is_outdated or cold.is_stuck):
         # The one that is there serves other programs, or nobody could use one here.
         return ""
     known = origin.learned if origin else cold.learned if cold else NOTHING
@@ -44,12 +47,13 @@ def leave(config: AgentConfig, fork_server: ForkServer) -> str:
     program_too = together(known.program, learned.program)
     variables = tuple(sorted({*known.variables, *learned.variables}))
     learned = replace(learned, program=program_too, variables=variables)
+    kind = WarmKind(program, preload)
     try:
-        leave_behind(WarmKind(program, preload), config.environment, learned, config.warm_s)
+        leave_behind(kind, config.environment, learned, config.warm_s, in_place=not (cold and cold.is_gone))
     except NoPlace as error:
         return f"no fork server stays: {error}"
     except OSError as error:
-        return f"no fork server stays: {error.strerror}"
+        return f"no fork server stays: {error.filename or folder(os.environ)}: {error.strerror}"
     return (
         f"a fork server stays for {config.warm_s / 60:g} min without a job, so that the next start needs no import;"
         " elaunch warm --stop ends it"
@@ -120,5 +124,5 @@ def end(stayed: Stayed) -> str:
     except Cold as error:
         return str(error)
     except OSError as error:
-        return error.strerror or str(error)
+        return f"{stayed.path} cannot be ended or removed ({error.strerror})"
     return ""

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
@@ -79,8 +80,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         if boot.learned.is_used:
             _start_without_learned(boot, control, mask, environment, str(error))
         if boot.warm_s and not error.rest:
-            # The next job finds out the same, and says it.
-            os._exit(1)
+            _cannot_stay(control, str(error))
         told = (f"only {', '.join(error.rest)} can be preloaded: {error}",) if error.rest else ()
         fallback = "" if error.rest else str(error)
         _start_anew(
@@ -104,6 +104,8 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
     if server:
+        # The server keeps what it needs of it.
+        environment.clear()
         taken = server.serve()
         gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
@@ -125,8 +127,17 @@ def _warm(
 
     try:
         return server.WarmServer(boot, listener, preloaded, environment, dict(sys.modules), loaded_at_start, began_ns)
-    except (interpreter.Unknown, server.ChangedMeanwhile):
-        os._exit(1)
+    except interpreter.Unknown as error:
+        _cannot_stay(listener, f"{sys.executable} cannot be given another program: {error}")
+    except server.ChangedMeanwhile as error:
+        _cannot_stay(listener, f"{error} was written while it was imported")
+
+
+def _cannot_stay(listener: socket.socket, why: str) -> NoReturn:
+    from elaunch.agent.forkserver.warm.place import cannot_stay
+
+    cannot_stay(Path(listener.getsockname()), why)
+    os._exit(1)
 
 
 def bare(boot_fd: str) -> None:

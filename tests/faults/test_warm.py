@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -76,6 +79,12 @@ def are_gone(*pids: int) -> bool:
     return not any(is_alive(pid) for pid in pids)
 
 
+def takes_no_connection(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        return connection.connect_ex(os.fspath(path)) == errno.EAGAIN
+
+
 def first(folder: Path) -> int:
     """The pid of the fork server that a first job has left."""
     pid: int = leave_one(folder, *WARM, env=options())["pid"]
@@ -93,6 +102,21 @@ def test_the_next_job_starts_from_it_with_an_environment_of_its_own(tmp_path: Pa
     assert place.stat().st_mode & 0o777 == 0o700
 
 
+def test_what_nobody_has_read_of_the_first_jobs_environment_does_not_stay(tmp_path: Path, place: Path) -> None:
+    secret = {**options(), "AWS_SECRET_ACCESS_KEY": "s3cret", "ELAUNCH_TOKEN": "t0ken", "HEAVY": "read"}
+    pid = leave_one(tmp_path, *WARM, env=secret)["pid"]
+    script(tmp_path, "import os, posix\nprint(open('/proc/self/environ').read(), os.environ, posix.environ)", "show.py")
+
+    kept = Path(f"/proc/{pid}/environ").read_text()
+    ended = again(tmp_path, "show.py", HEAVY="read")
+
+    assert "s3cret" not in kept
+    assert "t0ken" not in kept
+    assert "HEAVY=read" in kept
+    assert "warm start:" in ended.stderr, ended.stderr
+    assert "s3cret" not in ended.stdout
+
+
 @pytest.mark.slow
 def test_two_jobs_at_once_start_from_the_same_one(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
@@ -101,6 +125,18 @@ def test_two_jobs_at_once_start_from_the_same_one(tmp_path: Path, place: Path) -
         ends = list(pool.map(lambda _: again(tmp_path), range(2)))
 
     assert [told(ended)[1] for ended in ends] == [str(pid)] * 2
+
+
+@pytest.mark.slow
+def test_a_job_that_began_before_there_was_one_leaves_it_alone_when_it_ends(tmp_path: Path, place: Path) -> None:
+    script(tmp_path, WAIT, "wait.py")
+    with Job(tmp_path, *WARM, "wait.py", env=options()) as job:
+        job.wait_for_output(r"worker pid \d+\n")
+        pid = first(tmp_path)
+        job.signal(signal.SIGTERM)
+        assert job.wait() == 143, job.output
+
+    assert stayed()["pid"] == pid
 
 
 @pytest.mark.slow
@@ -225,6 +261,38 @@ def test_one_that_is_stopped_makes_it_cold_and_can_be_ended(tmp_path: Path, plac
     assert list(place.glob("[0-9a-f]*")) == []
 
 
+def test_one_that_is_stopped_for_long_takes_no_connection_and_makes_no_start_wait(tmp_path: Path, place: Path) -> None:
+    pid = first(tmp_path)
+    (path,) = place.glob("[0-9a-f]*")
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: takes_no_connection(path), "its queue is full", every_s=0)
+
+    shown = command("--status")
+    ended = again(tmp_path)
+
+    why = f"the warm fork server (pid {pid}) does not answer, and too many starts wait for it"
+    assert shown.stdout == f"{path}: {why}; elaunch warm --stop ends it\n"
+    assert cold(ended) == f"{why}; elaunch warm --stop ends it"
+    assert told(ended)[0] == "one"
+    # Another one has taken its place.
+    assert not is_alive(pid)
+    assert stayed()["pid"] != pid
+
+
+def test_many_that_ask_at_once_are_all_answered(tmp_path: Path, place: Path) -> None:
+    pid = first(tmp_path)
+    (path,) = place.glob("[0-9a-f]*")
+    with ExitStack() as stack:
+        asking = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in range(40)]
+        for each in asking:
+            each.connect(os.fspath(path))
+            assert b"ready" in each.recv(1000)
+        for each in asking:
+            each.sendall(b'{"op": "state"}')
+
+        assert all(f'"pid": {pid}' in each.recv(10_000).decode() for each in asking)
+
+
 @pytest.mark.slow
 def test_it_ends_when_no_job_has_used_it_for_its_time(tmp_path: Path, place: Path) -> None:
     assert (
@@ -304,14 +372,62 @@ def test_another_user_who_reaches_the_socket_is_refused(tmp_path: Path, place: P
     assert f"it is not for the user with id {OTHER}" in said
 
 
+@pytest.mark.slow
+@needs_root
+def test_a_container_that_shares_the_folder_has_its_own_and_leaves_the_others_alone(
+    tmp_path: Path, place: Path
+) -> None:
+    pid = first(tmp_path)
+    (path,) = place.glob("[0-9a-f]*")
+    words = shlex.join([*COMMAND, *WARM, "train.py"])
+    stop = shlex.join([*COMMAND, "warm", "--stop"])
+
+    said = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{words} && {words}; {stop}; true"],
+        cwd=tmp_path,
+        env=environment(options()),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert said.stdout.count("told one") == 2
+    assert "warm start:" in said.stderr
+    assert (
+        f"{path} is a socket of another container, which shares this folder; end its fork server there" in said.stderr
+    )
+    assert told(again(tmp_path))[1] == str(pid)
+    assert list(place.glob("[0-9a-f]*")) == [path]
+
+
+@pytest.mark.slow
+@needs_root
+def test_on_a_full_disk_the_job_runs_and_says_where(tmp_path: Path, place: Path) -> None:
+    small = tmp_path / "s"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True)
+    try:
+        ended = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(small))
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+    assert told(ended)[0] == "one"
+    assert f"no fork server stays: {small}/elaunch_warm/lock: No space left on device" in ended.stderr
+
+
 def test_without_a_place_for_the_socket_the_job_runs_and_says_so(tmp_path: Path, place: Path) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
 
-    nowhere = again(tmp_path, XDG_RUNTIME_DIR="/proc")
+    shut = tmp_path / "shut"
+    shut.mkdir(mode=0o500)
+    # Root may write anywhere, but not there.
+    shut = Path("/proc") if os.geteuid() == 0 else shut
+
+    nowhere = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(shut))
     too_long = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(long))
 
-    assert re.search(r"no fork server stays: /proc/elaunch_warm cannot be made \(.*\)", nowhere.stderr)
+    assert re.search(rf"no fork server stays: {shut}/elaunch_warm cannot be made \(.*\)", nowhere.stderr)
     assert "is too long for a socket" in too_long.stderr
     assert told(nowhere)[0] == told(too_long)[0] == "one"
 
@@ -327,6 +443,24 @@ def test_a_socket_without_a_server_is_taken_over(tmp_path: Path, place: Path) ->
     assert re.fullmatch(rf"the warm fork server of {place}/[0-9a-f]+ was killed", cold(ended))
     assert stayed()["pid"] != pid
     assert len(list(place.glob("[0-9a-f]*"))) == 1
+
+
+def test_one_that_finds_out_that_it_cannot_stay_tells_the_next_job_why(tmp_path: Path, place: Path) -> None:
+    file = tmp_path / "lib" / "site-packages" / "heavy.py"
+    # It is written while it is imported.
+    file.write_text("WORD = 'one'\nimport os\nos.utime(__file__)\n")
+    assert "a fork server stays" in again(tmp_path).stderr
+    wait_for(lambda: list(place.glob("*.why")), "it has given up")
+
+    shown = command("--status").stdout
+    why = cold(again(tmp_path))
+    wait_for(lambda: list(place.glob("*.why")), "the next one has given up too")
+    ended = command("--stop")
+
+    assert why == f"the last fork server could not stay: {file} was written while it was imported"
+    assert shown.endswith(f": {why}\n")
+    assert ended.returncode == 0
+    assert [each.name for each in place.iterdir()] == ["lock"]
 
 
 @pytest.mark.slow

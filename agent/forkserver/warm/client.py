@@ -1,8 +1,7 @@
-"""An agent's side of warm fork servers: it asks one for a fork, and leaves one behind when its job has ended."""
+"""An agent asks a warm fork server for a fork."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -15,13 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, pausing
+from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.learned import NOTHING, Learned
-from elaunch.agent.forkserver.warm.handover import MARKER_ROOM, Handover
+from elaunch.agent.forkserver.warm.handover import Handover
+from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.interpreter import without_program
-from elaunch.agent.forkserver.warm.place import NoPlace, checked, folder, made, socket_path
-from elaunch.agent.guardian.guardian import VARIABLE
-from elaunch.agent.linux import credentials, is_stopped, name
+from elaunch.agent.forkserver.warm.place import (
+    NoPlace,
+    checked,
+    folder,
+    socket_path,
+    why_it_could_not_stay,
+)
+from elaunch.agent.linux import credentials, is_stopped
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
@@ -30,11 +35,11 @@ from elaunch.rendezvous.texts import plain
 # A server that still imports has begun before a cold start would: waiting for it is shorter.
 _IMPORT_S = 10.0
 # One that has imported answers in some milliseconds, unless the host has no CPU for it.
-_ANSWER_S = 2.0
-_LOOK_S = 0.05
+ANSWER_S = 2.0
+# The fork looks at each file that is loaded, which may be on a slow network file system.
+_CHECKS_S = 10.0
+LOOK_S = 0.05
 _END_S = 1.0
-_LOCK = "lock"
-_BACKLOG = 64
 
 
 @dataclass(frozen=True)
@@ -49,15 +54,23 @@ class Cold(Exception):
     """The job starts cold; the text says why, empty where no fork server is there.
 
     `is_outdated` says that a fork server that is there is of no use to the next job like this one. `learned` is what
-    that fork server has imported beyond the usual, if the job's program needs more. `is_gone` says that there is none.
+    that fork server has imported beyond the usual, if the job's program needs more. `is_gone` says that there was none,
+    or that it did not answer, `is_stuck` that it does not even take a connection.
     """
 
     def __init__(
-        self, why: str, learned: Learned = NOTHING, *, is_outdated: bool = False, is_gone: bool = False
+        self,
+        why: str,
+        learned: Learned = NOTHING,
+        *,
+        is_outdated: bool = False,
+        is_gone: bool = False,
+        is_stuck: bool = False,
     ) -> None:
         super().__init__(why)
         self.is_outdated = is_outdated
         self.is_gone = is_gone
+        self.is_stuck = is_stuck
         self.learned = learned
 
 
@@ -124,10 +137,11 @@ def why_useless(program: Program, environment: Mapping[str, str]) -> str:
 def borrow(boot: Boot, environment: Mapping[str, str], control: socket.socket, idle_s: float) -> Borrowed:
     """Have a warm fork server fork one for `boot`, whose end of the socket is `control`. Raises Cold."""
     kind = WarmKind(boot.program, boot.preload or ())
-    with _connected(_path(kind, environment)) as connection:
-        _greeted(connection)
-        fds = [Handover.of_this_process(boot, environment).memfd()]
+    with connected(_path(kind, environment)) as connection:
+        greeted(connection)
+        fds: list[int] = []
         try:
+            fds.append(Handover.of_this_process(boot, environment).memfd())
             fds.append(os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
             fds.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
             wire.send(connection, {"op": "fork", "idle_s": idle_s}, (*fds, 2, control.fileno()))
@@ -152,39 +166,69 @@ def _path(kind: WarmKind, environment: Mapping[str, str]) -> Path:
 
 
 @contextmanager
-def _connected(path: Path) -> Iterator[socket.socket]:
+def connected(path: Path) -> Iterator[socket.socket]:
     """A connection to the server at `path`. It is closed unless it has been detached. Raises Cold."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
-            connection.connect(os.fspath(path))
+            _connect(connection, path)
         except FileNotFoundError:
             raise Cold("", is_gone=True) from None
+        except BlockingIOError:
+            raise Cold(f"{_too_many(path)}; elaunch warm --stop ends it", is_stuck=True) from None
         except ConnectionRefusedError:
-            raise Cold(f"the warm fork server of {path} was killed", is_gone=True) from None
+            why = why_it_could_not_stay(path)
+            told = (
+                f"the last fork server could not stay: {why}" if why else f"the warm fork server of {path} was killed"
+            )
+            raise Cold(told, is_gone=True) from None
         except OSError as error:
             raise Cold(f"{path} cannot be reached ({error.strerror})") from error
-        uid = credentials(connection)[1]
+        pid, uid = credentials(connection)
         if uid != os.geteuid():
             raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
+        if pid == 0:
+            raise Cold(f"{path} is a socket of another container, which shares this folder; end its fork server there")
         yield connection
+
+
+def _connect(connection: socket.socket, path: Path) -> None:
+    """Connect it. Raises OSError; BlockingIOError where the server does not answer those who came before."""
+    # A connect that blocks would wait for ever.
+    connection.setblocking(False)
+    until_s = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            connection.connect(os.fspath(path))
+            break
+        except BlockingIOError:
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(LOOK_S)
+    connection.setblocking(True)
+
+
+def _too_many(path: Path) -> str:
+    pids = ", ".join(map(str, holders(path)))
+    return f"the warm fork server{pids and f' (pid {pids})'} does not answer, and too many starts wait for it"
 
 
 def _answered(connection: socket.socket) -> Borrowed:
     """The fork that was asked for. Raises Cold, and leaves no fork then."""
     pid, pidfd, origin = 0, -1, None
-    until_s = time.monotonic() + _ANSWER_S
+    until_s = time.monotonic() + ANSWER_S
     try:
         while not (pid and origin):
-            said, fds = _next(connection, until_s)
+            said, fds = next_packet(connection, until_s)
             match said:
                 case {"event": "forked", "pid": int(pid)} if fds:
                     pidfd = fds[0]
+                    until_s += _CHECKS_S
                 case {"event": "warm", "since": float(since), "server": int(server)}:
                     origin = Origin(server, since, _learned(said.get("learned")))
                 case {"event": "cold", "why": str(why), "outdated": bool(is_outdated)}:
                     raise Cold(plain(why), _learned(said.get("learned")), is_outdated=is_outdated)
                 case _:
-                    raise Cold("the warm fork server ended, or said nothing that can be read", is_gone=True)
+                    raise Cold("the warm fork server ended, or said nothing that can be read", is_outdated=True)
         borrowed = Borrowed(pid, pidfd, connection.dup(), origin)
         pidfd = -1
         return borrowed
@@ -195,12 +239,12 @@ def _answered(connection: socket.socket) -> Borrowed:
             os.close(pidfd)
 
 
-def _greeted(connection: socket.socket) -> None:
+def greeted(connection: socket.socket) -> None:
     """Wait until the server is ready. Raises Cold.
 
     Nothing is sent before: as long as a server does not read them, the job's descriptors would stay open in the kernel.
     """
-    said, _ = _next(connection, time.monotonic() + _IMPORT_S)
+    said, _ = next_packet(connection, time.monotonic() + _IMPORT_S)
     match said:
         case {"event": "ready"}:
             return
@@ -210,14 +254,14 @@ def _greeted(connection: socket.socket) -> None:
             raise Cold("the warm fork server ended while it imported", is_gone=True)
 
 
-def _next(connection: socket.socket, until_s: float) -> tuple[dict[str, Any], tuple[int, ...]]:
+def next_packet(connection: socket.socket, until_s: float) -> tuple[dict[str, Any], tuple[int, ...]]:
     """The next packet; empty if there is none any more. Raises Cold if the server does not answer in time."""
-    while not select.select([connection], [], [], _LOOK_S)[0]:
+    while not select.select([connection], [], [], LOOK_S)[0]:
         pid = credentials(connection)[0]
         if is_stopped(pid):
             raise Cold(f"the warm fork server (pid {pid}) is stopped; kill -CONT {pid}, or elaunch warm --stop")
         if time.monotonic() >= until_s:
-            raise Cold("the warm fork server does not answer; elaunch warm --stop ends it", is_outdated=True)
+            raise Cold("the warm fork server does not answer; elaunch warm --stop ends it", is_gone=True)
     return wire.receive(connection) or ({}, ())
 
 
@@ -226,124 +270,3 @@ def _learned(text: object) -> Learned:
         if isinstance(text, str) and text:
             return decode(Learned, text)
     return Learned()
-
-
-def leave_behind(kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float) -> None:
-    """Start a fork server that outlives this process, in the place of one that may be there. Raises NoPlace, OSError.
-
-    It has not imported yet when this returns. `environment` is without the job's marker.
-    """
-    program = without_program(kind.program)
-    path = socket_path(made(folder(os.environ)), program, kind.preload)
-    with _locked(path.parent) as is_ours:
-        if not is_ours:
-            # Another elaunch is doing just this.
-            return
-        try:
-            stop(path)
-        except Cold as error:
-            raise NoPlace(str(error)) from error
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(os.fspath(path))
-            path.chmod(0o600)
-            listener.listen(_BACKLOG)
-            try:
-                _start(
-                    Boot(
-                        os.getpid(),
-                        listener.fileno(),
-                        program,
-                        kind.preload,
-                        environment.get("PYTHONPATH"),
-                        learned=learned,
-                        warm_s=idle_s,
-                    ),
-                    environment,
-                    path.parent,
-                )
-            except BaseException:
-                path.unlink()
-                raise
-
-
-def _start(boot: Boot, environment: Mapping[str, str], place: Path) -> None:
-    boot_fd = boot.memfd()
-    try:
-        subprocess.Popen(
-            boot.program.argv,
-            # The room for a job's marker: see adopting.py.
-            env={**pausing(environment, boot_fd), VARIABLE: "-" * MARKER_ROOM},
-            stdin=subprocess.DEVNULL,
-            # What its imports print, the job's fork server has printed already.
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(boot_fd, boot.control_fd),
-            start_new_session=True,
-            # What modules keep of it is found again: see folder.py.
-            cwd=place,
-        )
-    finally:
-        os.close(boot_fd)
-
-
-@contextmanager
-def _locked(place: Path) -> Iterator[bool]:
-    """Whether nobody else starts a server meanwhile."""
-    fd = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(fd)
-
-
-def servers() -> list[Path]:
-    """The sockets of this user's warm fork servers. Raises NoPlace."""
-    place = checked(folder(os.environ))
-    return sorted(path for path in place.iterdir() if path.name != _LOCK) if place else []
-
-
-def state(path: Path) -> dict[str, Any]:
-    """What the server at `path` says of itself. Raises Cold."""
-    return _asked(path, "state")
-
-
-def stop(path: Path) -> bool:
-    """End the server at `path`, also one that does not answer; no job has to do with it. Returns whether it was there.
-
-    Raises Cold if it cannot be ended.
-    """
-    try:
-        with _connected(path) as connection:
-            pid = credentials(connection)[0]
-            pidfd = os.pidfd_open(pid)
-            try:
-                # Until the server has come to its name, the socket is that of the process which starts it.
-                if name(pid) != PROCESS_NAME:
-                    raise Cold(f"the process {pid}, which has the socket {path}, is no fork server yet; try again")
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                select.select([pidfd], [], [], _END_S)
-            finally:
-                os.close(pidfd)
-    except Cold as error:
-        if str(error) and not error.is_gone:
-            raise
-        is_there = False
-    except ProcessLookupError:
-        is_there = False
-    else:
-        is_there = True
-    path.unlink(missing_ok=True)
-    return is_there
-
-
-def _asked(path: Path, what: str) -> dict[str, Any]:
-    with _connected(path) as connection:
-        _greeted(connection)
-        wire.send(connection, {"op": what})
-        said, _ = _next(connection, time.monotonic() + _ANSWER_S)
-    if not said:
-        raise Cold("it has ended", is_gone=True)
-    return said

@@ -5,6 +5,7 @@ A fork server that is used by another job than the one that began it must be equ
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from contextlib import suppress
@@ -13,9 +14,19 @@ from pathlib import Path
 from elaunch.agent.guardian.guardian import JOB_VARIABLES
 from elaunch.records import dataclass
 
-_CREDENTIALS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
+_CREDENTIALS = (
+    "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "CapInh", "CapPrm", "CapEff", "CapBnd",
+    "CapAmb", "Mems_allowed_list", "THP_enabled",
+)  # fmt: skip
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
-_FILES = ("personality", "coredump_filter", "timerslack_ns")
+_FILES = ("personality", "coredump_filter", "timerslack_ns", "attr/current")
+# Calls that libc has no function for, by their numbers (linux/arch/*/entry/syscalls).
+_CALLS = {
+    "x86_64": {"get_mempolicy": 239, "keyctl": 250, "ioprio_get": 252},
+    "aarch64": {"get_mempolicy": 236, "keyctl": 219, "ioprio_get": 31},
+}.get(os.uname().machine, {})
+_KEYCTL_GET_KEYRING_ID, _KEY_SPEC_SESSION_KEYRING, _IOPRIO_WHO_PROCESS = 0, -3, 1
+_NUMA_NODES_MAX = 1024
 _SHOWN_MAX = 60
 
 
@@ -40,7 +51,10 @@ def condition() -> tuple[Fact, ...]:
         Fact("the CPUs", ",".join(map(str, sorted(os.sched_getaffinity(0))))),
         Fact("the nice value", str(os.getpriority(os.PRIO_PROCESS, 0))),
         Fact("the scheduling policy", f"{os.sched_getscheduler(0)}, {os.sched_getparam(0).sched_priority}"),
-        *(Fact(name, _text(f"/proc/self/{name}")) for name in _FILES),
+        Fact("the priority of its input and output (ionice)", _called("ioprio_get", _IOPRIO_WHO_PROCESS, 0)),
+        Fact("the NUMA policy (numactl)", _numa_policy()),
+        Fact("the session keyring", _called("keyctl", _KEYCTL_GET_KEYRING_ID, _KEY_SPEC_SESSION_KEYRING, 0)),
+        *(Fact(f"{name} in /proc/self", _text(f"/proc/self/{name}")) for name in _FILES),
     )
 
 
@@ -62,6 +76,24 @@ def difference(there: tuple[Fact, ...], here: tuple[Fact, ...]) -> str:
 def _shown(value: str) -> str:
     word = " ".join(value.split())
     return (word if len(word) <= _SHOWN_MAX else f"{word[:_SHOWN_MAX]}…") or "not set"
+
+
+def _called(call: str, *args: object) -> str:
+    """What a system call returns; empty where the kernel or a sandbox refuses it."""
+    number = _CALLS.get(call)
+    code = -1 if number is None else ctypes.CDLL(None).syscall(number, *args)
+    return "" if code < 0 else str(code)
+
+
+def _numa_policy() -> str:
+    """The mode and the nodes of set_mempolicy(2)."""
+    mode = ctypes.c_int()
+    nodes = (ctypes.c_ulong * (_NUMA_NODES_MAX // (8 * ctypes.sizeof(ctypes.c_ulong))))()
+    size = ctypes.c_ulong(_NUMA_NODES_MAX)
+    if not _called("get_mempolicy", ctypes.byref(mode), nodes, size, None, ctypes.c_ulong()):
+        return ""
+    number = int.from_bytes(bytes(nodes), "little")
+    return f"{mode.value} of {','.join(str(node) for node in range(number.bit_length()) if number >> node & 1)}"
 
 
 def _status() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from elaunch.agent.forkserver.learned_file import state_of_packages
 from elaunch.records import dataclass
 
+_FUTURE_NS = 3600 * 10**9
 # Names of environment variables, as C code has them for getenv.
 _NAME = re.compile(rb"\0([A-Z][A-Z0-9_]{2,63})(?=\0)")
 
@@ -36,7 +38,7 @@ class Loaded:
     def now(cls, modules: Mapping[str, ModuleType]) -> Loaded:
         """Of these modules, which may be hidden."""
         names = frozenset(name.partition(".")[0] for name in modules)
-        files = {file for each in modules.values() if isinstance(file := _file(each), str)}
+        files = {_on_disk(file) for each in modules.values() if isinstance(file := _file(each), str)}
         texts = _pth_files()
         paths = {*files, *libraries(), *texts, os.path.realpath(sys.executable), *_settings()}
         return cls(
@@ -58,13 +60,27 @@ class Loaded:
         return "" if state_of_packages() == self.packages else "packages were installed, upgraded or removed"
 
     def newer_than(self, time_ns: int) -> str:
-        """A file that was written after that time; empty if none."""
-        return next((path for path, stamp in self.stamps.items() if stamp[0] > time_ns), "")
+        """A file that was written after that time; empty if none.
+
+        A date that is far in the future comes from an archive, and tells nothing of when the file was written.
+        """
+        until_ns = time.time_ns() + _FUTURE_NS
+        return next((path for path, stamp in self.stamps.items() if time_ns < stamp[0] < until_ns), "")
 
 
 def _file(module: object) -> object:
     # Entries may be anything. A lazy module would import more if it were asked for an attribute that it lacks.
     return getattr(module, "__dict__", {}).get("__file__")
+
+
+def _on_disk(file: str) -> str:
+    """The file; the archive that it is in, if a module comes from one."""
+    path = file
+    while path and not os.path.exists(path):  # noqa: PTH110
+        path = os.path.dirname(path.rstrip("/"))  # noqa: PTH120
+        if path == "/":
+            return file
+    return path if os.path.isfile(path) else file  # noqa: PTH113
 
 
 def libraries() -> set[str]:

@@ -12,7 +12,7 @@ from elaunch.agent.forkserver.warm.condition import condition, difference, jobs
 from elaunch.agent.forkserver.warm.files import Loaded
 from elaunch.agent.forkserver.warm.folder import keepers, names_of_folder
 from elaunch.agent.forkserver.warm.handover import Handover
-from elaunch.agent.forkserver.warm.variables import read_before
+from elaunch.agent.forkserver.warm.variables import Read, read_before
 from elaunch.records import dataclass
 
 
@@ -20,16 +20,15 @@ from elaunch.records import dataclass
 class Known:
     """What a warm fork server knows of itself since its imports.
 
-    `folder` is where it imported, `environment` was there then. `asked` are the variables that were looked up
-    meanwhile, `in_libraries` those that loaded libraries name. `modules` are all loaded ones, whether hidden or not.
+    `folder` is where it imported, `environment` was there then, without what nothing can have `read`. `modules` are all
+    loaded ones, whether hidden or not.
     """
 
     folder: str
     environment: Mapping[str, str]
     brought: tuple[Brought, ...]
     modules: Mapping[str, ModuleType]
-    asked: frozenset[str]
-    in_libraries: frozenset[str]
+    read: Read
     loaded: Loaded
     loaded_at_start: Collection[str]
 
@@ -52,10 +51,7 @@ def misfit(known: Known, handover: Handover) -> Unfit | None:
         return Unfit(why)
     if why := difference(jobs(dict(known.environment)), jobs(handover.variables)):
         return Unfit(why)
-    tqdm = "tqdm" in known.modules
-    texts = known.loaded.pth
-    variables = handover.variables
-    if why := read_before(known.environment, variables, known.asked, known.in_libraries, texts, has_tqdm=tqdm):
+    if why := read_before(known.environment, handover.variables, known.read):
         return Unfit(why)
     if why := known.loaded.change():
         return Unfit(why)

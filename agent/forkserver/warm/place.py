@@ -7,9 +7,11 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from elaunch.rendezvous.job_spec import Program
+from elaunch.rendezvous.texts import plain
 
 _ADDRESS_BYTES_MAX = 107
 # Another one for each change of the messages: releases of one installation do not meet.
@@ -23,9 +25,17 @@ class NoPlace(Exception):
 def folder(environ: Mapping[str, str]) -> Path:
     """The user's folder, which need not exist."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(runtime) and os.path.isdir(runtime):  # noqa: PTH112, PTH117
+    # sudo and su may keep the variable: a folder of root's would stand in the user's way there.
+    if os.path.isabs(runtime) and _is_own_folder(Path(runtime)):  # noqa: PTH117
         return Path(runtime, "elaunch_warm")
     return Path("/tmp", f"elaunch_warm_{os.geteuid()}")
+
+
+def _is_own_folder(path: Path) -> bool:
+    with suppress(OSError):
+        found = path.stat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return False
 
 
 def checked(place: Path) -> Path | None:
@@ -63,8 +73,36 @@ def socket_path(place: Path, program: Program, preload: Sequence[str]) -> Path:
 
     Raises NoPlace where the path is longer than a socket's address may be.
     """
-    kind = [program.interpreter, *program.interpreter_options, program.kind.value, *preload, __file__, _PROTOCOL]
+    # Containers may share the folder: a server of another one can be neither used nor ended.
+    container = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+    kind = [
+        container,
+        program.interpreter,
+        *program.interpreter_options,
+        program.kind.value,
+        *preload,
+        __file__,
+        _PROTOCOL,
+    ]
     path = place / hashlib.sha256(json.dumps(kind).encode()).hexdigest()[:16]
     if len(os.fsencode(path)) > _ADDRESS_BYTES_MAX:
         raise NoPlace(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
     return path
+
+
+def reason_file(path: Path) -> Path:
+    """Where a fork server that has found out that it cannot stay at the socket `path` says why."""
+    return path.with_suffix(".why")
+
+
+def cannot_stay(path: Path, why: str) -> None:
+    """Say to the next job why no fork server is there."""
+    with suppress(OSError):
+        reason_file(path).write_text(why, errors="replace")
+
+
+def why_it_could_not_stay(path: Path) -> str:
+    """The reason; empty if none was said."""
+    with suppress(OSError):
+        return plain(reason_file(path).read_text(errors="replace"))
+    return ""

@@ -25,15 +25,17 @@ from elaunch.agent.forkserver.child import take_fds
 from elaunch.agent.forkserver.preload import Preloaded, hidden_packages
 from elaunch.agent.forkserver.warm import adopting
 from elaunch.agent.forkserver.warm.files import Loaded, libraries, names_in
+from elaunch.agent.forkserver.warm.first_environment import at_start, forget
 from elaunch.agent.forkserver.warm.fitness import Known, Unfit, misfit
 from elaunch.agent.forkserver.warm.folder import keepers, move
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.interpreter import places, set_program
+from elaunch.agent.forkserver.warm.variables import Read, of_no_use
 from elaunch.agent.linux import credentials
 from elaunch.rendezvous.codec import encode
 
 # Connections that have not asked yet. The oldest goes when another one comes.
-_WAITING_MAX = 16
+_WAITING_MAX = 64
 _LOOK_S = 30.0
 _LOCALE = "LC_CTYPE"
 # Below this share of the host's memory that is free, the server ends.
@@ -76,22 +78,20 @@ class WarmServer:
         self._preloaded = preloaded
         self._places = places(boot.program)
         # In a C locale Python changes this variable when it starts (PEP 538), in a fresh interpreter too.
-        pythons = {_LOCALE: environment[_LOCALE]} if environment.get(_LOCALE) != _at_start(_LOCALE) else {}
+        pythons = {_LOCALE: environment[_LOCALE]} if environment.get(_LOCALE) != at_start(_LOCALE) else {}
         self._customised = {**pythons, **preloaded.customised}
         if pythons:
-            given = _at_start(_LOCALE)
+            given = at_start(_LOCALE)
             environment = {name: value for name, value in environment.items() if name != _LOCALE}
             environment |= {} if given is None else {_LOCALE: given}
-        self._known = Known(
-            os.getcwd(),  # noqa: PTH109
-            environment,
-            preloaded.brought,
-            modules,
-            preloaded.asked,
-            frozenset(names_in(libraries())),
-            Loaded.now(modules),
-            loaded_at_start,
-        )
+        loaded = Loaded.now(modules)
+        read = Read(preloaded.asked, frozenset(names_in(libraries())), loaded.pth, "tqdm" in modules)
+        # Such as the credentials of the job that has left this process behind.
+        useless = of_no_use({*environment, *os.environ}, read)
+        forget(useless)
+        kept = {name: value for name, value in environment.items() if name not in useless}
+        here = os.getcwd()  # noqa: PTH109
+        self._known = Known(here, kept, preloaded.brought, modules, read, loaded, loaded_at_start)
         if file := self._known.loaded.newer_than(began_ns):
             raise ChangedMeanwhile(file)
         self._since = time.time()
@@ -283,13 +283,6 @@ class ChangedMeanwhile(Exception):
 
 # `kill PID` ends the server. In its forks they are blocked, as in every fork server.
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def _at_start(variable: str) -> str | None:
-    """The value of a variable when this process began; None without it."""
-    first = f"{variable}=".encode()
-    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
-    return next((os.fsdecode(entry[len(first) :]) for entry in entries if entry.startswith(first)), None)
 
 
 def _answer(connection: socket.socket, said: dict[str, Any]) -> None:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from elaunch.agent.forkserver.warm.condition import Fact, condition, difference, jobs
 
 SHOW = (
@@ -34,6 +36,31 @@ def test_a_lower_priority_is_another_condition() -> None:
     ).stdout
 
     assert f"'the nice value' '{min(os.nice(0) + 3, 19)}'" in lower
+
+
+# set_mempolicy(2) to prefer node 0, by its number; ioprio_set(2) to the idle class.
+_NUMBERS = {"x86_64": (238, 251), "aarch64": (237, 30)}
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        (
+            "syscall({0}, 1, ctypes.byref(ctypes.c_ulong(1)), ctypes.c_ulong(64))",
+            "'the NUMA policy (numactl)' '1 of 0'",
+        ),
+        ("syscall({1}, 1, 0, 3 << 13)", "'the priority of its input and output (ionice)' '24576'"),
+        ("prctl(41, 1, 0, 0, 0)", "'THP_enabled in /proc/self/status' '0'"),
+    ],
+)
+def test_what_a_child_inherits_from_a_wrapper_is_another_condition(call: str, shown: str) -> None:
+    code = f"import ctypes\nprint(ctypes.CDLL(None).{call.format(*_NUMBERS[os.uname().machine])})\n{SHOW}"
+    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    if said.startswith("-1"):
+        pytest.skip("the kernel has no such setting, or forbids it")
+    assert shown in said
+    assert shown not in "\n".join(f"{fact.what!r} {fact.value!r}" for fact in condition())
 
 
 def test_another_job_of_a_scheduler_is_another_job() -> None:

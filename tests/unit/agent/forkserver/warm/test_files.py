@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -43,6 +44,18 @@ def test_a_written_a_touched_and_a_removed_file_are_seen(package: tuple[Path, Lo
     assert touched == loaded.change() == f"{file} has changed"
 
 
+def test_a_written_archive_with_a_module_in_it_is_seen(tmp_path: Path) -> None:
+    archive = tmp_path / "wheels.zip"
+    archive.write_text("one")
+    module = ModuleType("heavy")
+    module.__file__ = os.fspath(archive / "heavy" / "__init__.py")
+    loaded = Loaded.now({"heavy": module})
+
+    archive.write_text("another")
+
+    assert loaded.change() == f"{archive} has changed"
+
+
 def test_a_file_that_would_be_found_first_is_seen(package: tuple[Path, Loaded]) -> None:
     file, loaded = package
     (file.parent / "other").mkdir()
@@ -63,6 +76,16 @@ def test_a_file_that_was_written_while_it_was_imported_is_seen(package: tuple[Pa
 
     assert loaded.newer_than(before_ns - 1) == os.fspath(file)
     assert loaded.newer_than(max(stamp[0] for stamp in loaded.stamps.values())) == ""
+
+
+def test_a_date_in_the_future_is_not_taken_for_a_write(package: tuple[Path, Loaded]) -> None:
+    file, _ = package
+    module = ModuleType("heavy")
+    module.__file__ = os.fspath(file)
+    before_ns = max(stamp[0] for stamp in Loaded.now({}).stamps.values())
+    os.utime(file, (0, time.time() + 86400))
+
+    assert Loaded.now({"heavy": module}).newer_than(before_ns) == ""
 
 
 def test_the_names_of_variables_are_found_in_libraries(tmp_path: Path) -> None:

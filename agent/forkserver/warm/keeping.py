@@ -1,0 +1,177 @@
+"""Leaves a warm fork server behind, asks those that stay for their state, and ends them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, pausing
+from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.forkserver.warm.client import ANSWER_S, LOOK_S, Cold, WarmKind, connected, greeted, next_packet
+from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
+from elaunch.agent.forkserver.warm.holders import holders
+from elaunch.agent.forkserver.warm.interpreter import without_program
+from elaunch.agent.forkserver.warm.place import NoPlace, checked, folder, made, reason_file, socket_path
+from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.agent.linux import credentials, name
+
+# One that has begun to import so lately may still do so.
+_YOUNG_S = 60.0
+_END_S = 1.0
+_LOCK = "lock"
+_BACKLOG = 64
+
+
+def leave_behind(
+    kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float, *, in_place: bool
+) -> None:
+    """Start a fork server that outlives this process. Raises NoPlace, OSError.
+
+    One that is there it ends; without `in_place` only if that does not answer: it came while this job ran.
+    The new one has not imported yet when this returns. `environment` is without the job's marker.
+    """
+    program = without_program(kind.program)
+    path = socket_path(made(folder(os.environ)), program, kind.preload)
+    with _locked(path.parent) as is_ours:
+        if not is_ours:
+            # Another elaunch is doing just this.
+            return
+        if not in_place and _is_of_use(path):
+            return
+        try:
+            stop(path)
+        except Cold as error:
+            raise NoPlace(str(error)) from error
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(os.fspath(path))
+            path.chmod(0o600)
+            listener.listen(_BACKLOG)
+            try:
+                _start(
+                    Boot(
+                        os.getpid(),
+                        listener.fileno(),
+                        program,
+                        kind.preload,
+                        environment.get("PYTHONPATH"),
+                        learned=learned,
+                        warm_s=idle_s,
+                    ),
+                    environment,
+                    path.parent,
+                )
+            except BaseException:
+                path.unlink()
+                raise
+
+
+def _is_of_use(path: Path) -> bool:
+    """Whether a server is there that answers, or that may still import."""
+    with suppress(Cold, OSError), connected(path) as connection:
+        answers = select.select([connection], [], [], LOOK_S)[0] and wire.receive(connection) is not None
+        return bool(answers) or time.time() - path.stat().st_mtime < _YOUNG_S
+    return False
+
+
+def _start(boot: Boot, environment: Mapping[str, str], place: Path) -> None:
+    boot_fd = boot.memfd()
+    try:
+        subprocess.Popen(
+            boot.program.argv,
+            # The room for a job's marker: see adopting.py.
+            env={**pausing(environment, boot_fd), VARIABLE: "-" * MARKER_ROOM},
+            stdin=subprocess.DEVNULL,
+            # What its imports print, the job's fork server has printed already.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(boot_fd, boot.control_fd),
+            start_new_session=True,
+            # What modules keep of it is found again: see folder.py.
+            cwd=place,
+        )
+    finally:
+        os.close(boot_fd)
+
+
+@contextmanager
+def _locked(place: Path) -> Iterator[bool]:
+    """Whether nobody else starts a server meanwhile."""
+    fd = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(fd)
+
+
+def servers() -> list[Path]:
+    """The sockets of this user's warm fork servers. Raises NoPlace."""
+    place = checked(folder(os.environ))
+    return sorted(path for path in place.iterdir() if path.name != _LOCK and not path.suffix) if place else []
+
+
+def state(path: Path) -> dict[str, Any]:
+    """What the server at `path` says of itself. Raises Cold."""
+    return _asked(path, "state")
+
+
+def stop(path: Path) -> bool:
+    """End the server at `path`, also one that does not answer; no job has to do with it. Returns whether it was there.
+
+    Raises Cold if it cannot be ended.
+    """
+    try:
+        with connected(path) as connection:
+            is_there = _kill(credentials(connection)[0], path)
+    except Cold as error:
+        if error.is_gone:
+            is_there = False
+        elif error.is_stuck:
+            # It takes no connection any more, which would tell its pid.
+            is_there = sum(_kill(pid, path) for pid in holders(path)) > 0
+        else:
+            raise
+    path.unlink(missing_ok=True)
+    reason_file(path).unlink(missing_ok=True)
+    return is_there
+
+
+def _kill(pid: int, path: Path) -> bool:
+    """End the server with that pid. Returns whether it was there. Raises Cold if it is another process."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # Until the server has come to its name, the socket is that of the process which starts it.
+        if name(pid) != PROCESS_NAME:
+            raise Cold(f"the process {pid}, which has the socket {path}, is no fork server yet; try again")
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [], _END_S)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True
+
+
+def _asked(path: Path, what: str) -> dict[str, Any]:
+    with connected(path) as connection:
+        greeted(connection)
+        wire.send(connection, {"op": what})
+        said, _ = next_packet(connection, time.monotonic() + ANSWER_S)
+    if not said:
+        raise Cold("it has ended", is_gone=True)
+    return said
