@@ -94,9 +94,10 @@ class QuickEnd:
 
     def _leave_memory(self) -> None:
         libc, python = self._ctypes.CDLL(None), self._ctypes.pythonapi
-        # Calls are made in the reverse order. glibc calls _exit with the exit code.
+        # Calls are made in the reverse order. glibc calls _exit with the exit code. What C has buffered is written as
+        # `exit` does it: `fflush` would wait for ever for a file that another thread reads.
         if libc.on_exit(self._ctypes.cast(libc._exit, self._ctypes.c_void_p), None) == 0:
-            libc["__cxa_atexit"](self._ctypes.cast(libc.fflush, self._ctypes.c_void_p), None, None)
+            libc["__cxa_atexit"](self._ctypes.cast(libc.fcloseall, self._ctypes.c_void_p), None, None)
         own = {name: module for name, module in sys.modules.items() if _is_own(name, module)}
         self._kept += [module for name, module in sys.modules.items() if name not in own]
         programs = [m for name, m in own.items() if name not in _PYTHONS_OWN and isinstance(m, ModuleType)]
