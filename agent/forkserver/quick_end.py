@@ -10,11 +10,11 @@ first, before the destructors of C++.
 
 from __future__ import annotations
 
+import _socket
 import atexit
 import gc
 import io
 import os
-import socket
 import stat
 import sys
 from contextlib import suppress
@@ -86,11 +86,14 @@ class QuickEnd:
         """Whether the agent has said that the group is broken. A program that reads its link has taken that away."""
         if os.fstat(exit_report.LINK_FD).st_ino != self._link:
             return False
-        with socket.socket(fileno=os.dup(exit_report.LINK_FD)) as link:
-            try:
-                return BROKEN in link.recv(_LINK_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
+        # Not `socket.socket`, in whose place gevent puts one that waits.
+        link = _socket.socket(fileno=os.dup(exit_report.LINK_FD))
+        try:
+            return BROKEN in link.recv(_LINK_BYTES, _socket.MSG_PEEK | _socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        finally:
+            link.close()
 
     def _leave_memory(self) -> None:
         libc, python = self._ctypes.CDLL(None), self._ctypes.pythonapi

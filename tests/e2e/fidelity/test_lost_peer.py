@@ -92,6 +92,10 @@ libc.fdopen.restype = ctypes.c_void_p
 stream = ctypes.c_void_p(libc.fdopen(os.pipe()[0], b"r"))
 threading.Thread(target=libc.fgetc, args=(stream,), daemon=True).start()
 """
+WAITING_SOCKET = """
+import socket, threading
+socket.socket.recv = lambda *_: threading.Event().wait()
+"""
 # As HDF5, which closes its files then.
 EXIT_FUNCTION_IN_C = """
 import mmap
@@ -167,8 +171,10 @@ def test_objects_of_libraries_that_the_program_has_end_as_ever(tmp_path: Path) -
             assert shelf["list"] == ["data"]
 
 
-@pytest.mark.parametrize("blocked", [BLOCKED, READING_IN_C], ids=["python writes", "c reads"])
-def test_a_thread_that_holds_a_files_lock_for_ever_does_not_hold_up_the_end(tmp_path: Path, blocked: str) -> None:
+@pytest.mark.parametrize(
+    "blocked", [BLOCKED, READING_IN_C, WAITING_SOCKET], ids=["python writes", "c reads", "sockets wait"]
+)
+def test_what_blocks_for_ever_does_not_hold_up_the_end(tmp_path: Path, blocked: str) -> None:
     script(tmp_path, f"{PROGRAM}{blocked}wait()\n")
 
     job = finished(tmp_path, *FORKED, *OPTIONS, "train.py")
