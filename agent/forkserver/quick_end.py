@@ -17,6 +17,7 @@ import io
 import os
 import stat
 import sys
+import threading
 from contextlib import suppress
 from types import FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -104,17 +105,24 @@ class QuickEnd:
         own = {name: module for name, module in sys.modules.items() if _is_own(name, module)}
         self._kept += [module for name, module in sys.modules.items() if name not in own]
         programs = [m for name, m in own.items() if name not in _PYTHONS_OWN and isinstance(m, ModuleType)]
-        if _flush_files():
+        is_quiet = _flush_files()
+        sys.setswitchinterval(_NO_SWITCH_S)
+        if is_quiet:
             gc.freeze()
             # Python empties a module to which something refers. Functions would keep the globals of one that is gone.
             self._kept += programs
         else:
+            # A daemon thread that runs while a finalizer waits misses these globals. Python would not let it run.
+            threading.excepthook = _say_nothing
             for module in programs:
                 _end_globals(module)
         python.Py_IncRef(self._ctypes.py_object(self._kept))
-        sys.setswitchinterval(_NO_SWITCH_S)
         sys.modules.clear()
         sys.modules.update(own)
+
+
+def _say_nothing(*_: object) -> None:
+    pass
 
 
 def _has_hdf5() -> bool:

@@ -92,6 +92,19 @@ libc.fdopen.restype = ctypes.c_void_p
 stream = ctypes.c_void_p(libc.fdopen(os.pipe()[0], b"r"))
 threading.Thread(target=libc.fgetc, args=(stream,), daemon=True).start()
 """
+# The thread runs while the finalizer waits.
+THREAD = """
+import threading
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.1)
+slow = Slow()
+def look():
+    while True:
+        slow
+        time.sleep(0.001)
+threading.Thread(target=look, daemon=True).start()
+"""
 WAITING_SOCKET = """
 import socket, threading
 socket.socket.recv = lambda *_: threading.Event().wait()
@@ -180,6 +193,15 @@ def test_what_blocks_for_ever_does_not_hold_up_the_end(tmp_path: Path, blocked: 
     job = finished(tmp_path, *FORKED, *OPTIONS, "train.py")
 
     assert ends(tmp_path) == [7, 1], job.output
+
+
+def test_a_daemon_thread_says_nothing_of_globals_that_have_ended(tmp_path: Path) -> None:
+    script(tmp_path, f"{PROGRAM}{THREAD}wait()\n")
+
+    job = finished(tmp_path, *FORKED, *OPTIONS, "train.py")
+
+    assert ends(tmp_path) == [7, 1], job.output
+    assert "NameError" not in job.output
 
 
 def test_exit_functions_of_hdf5_run(tmp_path: Path) -> None:
