@@ -10,14 +10,16 @@ first, before the destructors of C++.
 
 from __future__ import annotations
 
+import _socket
 import atexit
 import gc
 import io
 import os
-import socket
+import stat
 import sys
+import threading
 from contextlib import suppress
-from types import FunctionType, ModuleType
+from types import FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.forkserver import exit_report
@@ -34,6 +36,8 @@ _LINK_BYTES = 1 << 16
 _NO_SWITCH_S = 600.0
 _PYTHONS_OWN = ("builtins", "sys")
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+# Packages whose objects have finalizers that only free memory, or end processes and threads of this one.
+_ONLY_FREE = ("torch", "multiprocessing", "subprocess", "concurrent", "asyncio", "weakref", "tqdm")
 
 
 class QuickEnd:
@@ -47,6 +51,8 @@ class QuickEnd:
         self._link = -1
         self._kept: list[object] = []
         self._ctypes: Any = None
+        # Those that are there (a .pth file can register them) would run afterwards, and find no modules any more.
+        self._is_last = atexit._ncallbacks() == 0
         atexit.register(self._end)
 
     def arm(self, link: int, preloaded: Preloaded) -> None:
@@ -55,14 +61,14 @@ class QuickEnd:
         # Those that the program never imports are not in sys.modules.
         self._kept.append(preloaded)
         # The program may put anything in its place. It comes with torch; without torch there is not much to free.
-        self._ctypes = sys.modules.get("ctypes")
+        self._ctypes = sys.modules.get("ctypes") if self._is_last else None
 
     def _end(self) -> None:
         # A child that the program forked runs this too.
         if os.getpid() != self._pid or self._ctypes is None:
             return
         try:
-            if self._has_lost_peer():
+            if self._has_lost_peer() and not _has_hdf5():
                 self._leave_memory()
         except Exception:
             # The program may have broken anything in this interpreter. Then Python frees what it can, as ever.
@@ -81,28 +87,48 @@ class QuickEnd:
         """Whether the agent has said that the group is broken. A program that reads its link has taken that away."""
         if os.fstat(exit_report.LINK_FD).st_ino != self._link:
             return False
-        with socket.socket(fileno=os.dup(exit_report.LINK_FD)) as link:
-            try:
-                return BROKEN in link.recv(_LINK_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
+        # Not `socket.socket`, in whose place gevent puts one that waits.
+        link = _socket.socket(fileno=os.dup(exit_report.LINK_FD))
+        try:
+            return BROKEN in link.recv(_LINK_BYTES, _socket.MSG_PEEK | _socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        finally:
+            link.close()
 
     def _leave_memory(self) -> None:
         libc, python = self._ctypes.CDLL(None), self._ctypes.pythonapi
-        # Calls are made in the reverse order. glibc calls _exit with the exit code.
+        # Calls are made in the reverse order. glibc calls _exit with the exit code. What C has buffered is written as
+        # `exit` does it: `fflush` would wait for ever for a file that another thread reads.
         if libc.on_exit(self._ctypes.cast(libc._exit, self._ctypes.c_void_p), None) == 0:
-            libc["__cxa_atexit"](self._ctypes.cast(libc.fflush, self._ctypes.c_void_p), None, None)
-        if _flush_files():
-            gc.freeze()
+            libc["__cxa_atexit"](self._ctypes.cast(libc.fcloseall, self._ctypes.c_void_p), None, None)
         own = {name: module for name, module in sys.modules.items() if _is_own(name, module)}
         self._kept += [module for name, module in sys.modules.items() if name not in own]
-        for name, module in own.items():
-            if name not in _PYTHONS_OWN and isinstance(module, ModuleType):
+        programs = [m for name, m in own.items() if name not in _PYTHONS_OWN and isinstance(m, ModuleType)]
+        is_quiet = _flush_files()
+        sys.setswitchinterval(_NO_SWITCH_S)
+        if is_quiet:
+            gc.freeze()
+            # Python empties a module to which something refers. Functions would keep the globals of one that is gone.
+            self._kept += programs
+        else:
+            # A daemon thread that runs while a finalizer waits misses these globals. Python would not let it run.
+            threading.excepthook = _say_nothing
+            for module in programs:
                 _end_globals(module)
         python.Py_IncRef(self._ctypes.py_object(self._kept))
-        sys.setswitchinterval(_NO_SWITCH_S)
         sys.modules.clear()
         sys.modules.update(own)
+
+
+def _say_nothing(*_: object) -> None:
+    pass
+
+
+def _has_hdf5() -> bool:
+    """Whether the process has loaded HDF5, which writes the files that are still open by a C exit function."""
+    with open("/proc/self/maps", "rb") as maps:  # noqa: PTH123
+        return b"/libhdf5" in maps.read()
 
 
 def _flush_files() -> bool:
@@ -114,21 +140,39 @@ def _flush_files() -> bool:
     kinds = {id(kind): kind for kind in map(type, objects)}
     # Each flush goes through all files below it.
     files = {key for key, kind in kinds.items() if issubclass(kind, _BUFFERED)}
+    is_alone, is_all = len(sys._current_frames()) == 1, True
     for each in [each for each in objects if id(type(each)) in files] if files else ():
         with suppress(Exception):
-            # Closed, or no room: Python would not say so either.
-            each.flush()
-    return not any(map(_writes_at_end, kinds.values()))
+            if is_alone or not _may_block(each):
+                # Closed, or no room: Python would not say so either.
+                each.flush()
+            else:
+                is_all = False
+    if id(GeneratorType) in kinds and any(type(each) is GeneratorType and _is_programs(each) for each in objects):
+        return False
+    return is_all and not any(map(_writes_at_end, kinds.values()))
+
+
+def _is_programs(generator: GeneratorType[Any, Any, Any]) -> bool:
+    """Whether the generator, which may have a `finally`, is of the program itself."""
+    return not is_installed("", generator.gi_code.co_filename)
+
+
+def _may_block(file: Any) -> bool:
+    """Whether a daemon thread may hold the file for ever, while it writes: a pipe that nobody reads."""
+    try:
+        return not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except io.UnsupportedOperation:
+        return False
 
 
 def _writes_at_end(kind: type) -> bool:
-    """Whether objects of that class may write at their end: files of a kind of their own, and the program's objects."""
+    """Whether objects of that class may write at their end: files of a kind of their own, and what has a finalizer."""
     if issubclass(kind, io.IOBase):
         return kind.__module__ != "_io"
     for each in kind.__mro__:
-        finalizer = vars(each).get("__del__")
-        if isinstance(finalizer, FunctionType):
-            return each.__module__ == "zipfile" or not is_installed(each.__module__, finalizer.__code__.co_filename)
+        if isinstance(vars(each).get("__del__"), FunctionType):
+            return each.__module__.partition(".")[0] not in _ONLY_FREE
     return False
 
 

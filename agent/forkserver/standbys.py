@@ -7,6 +7,7 @@ that is most of the time. A standby has done it while the last generation traine
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from contextlib import suppress
@@ -34,13 +35,11 @@ class Standbys:
         """In how many seconds the next one is to be forked. None if there are enough."""
         return max(self._next_s - time.monotonic(), 0.0) if self._missing else None
 
-    def want(self, count: int) -> list[int]:
-        """From now on there are to be so many. Returns the pids of those that are too many, which end now."""
-        spare = list(self._waiting)[count:]
-        for pid in spare:
-            self.forget(pid)
+    def want(self, count: int) -> None:
+        """From now on there are to be so many. Those that are too many end now."""
+        for pid in list(self._waiting)[count:]:
+            self._end(pid)
         self._missing = count - len(self._waiting)
-        return spare
 
     def fork(self) -> tuple[int, socket.socket | None]:
         """Fork one. Returns 0 and the socket for its order in the new process, its pid in this one.
@@ -76,14 +75,19 @@ class Standbys:
                     del self._waiting[pid]
                     end.close()
                     return pid
-            self.forget(pid)
+            self._end(pid)
         return None
 
     def forget(self, pid: int) -> None:
-        """End it, if it waits: its socket is closed."""
+        """It has ended, if it is one that waited."""
         end = self._waiting.pop(pid, None)
         if end:
             end.close()
+
+    def _end(self, pid: int) -> None:
+        # Nobody has reaped it, so the pid is still its own. One that SIGSTOP holds would not end by itself.
+        os.kill(pid, signal.SIGKILL)
+        self.forget(pid)
 
 
 def wait(end: socket.socket) -> Order:

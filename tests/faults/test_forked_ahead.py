@@ -93,20 +93,22 @@ def test_workers_that_were_forked_ahead_are_as_forked_ones_and_none_outlives_the
     assert not any(map(is_alive, ahead | last))
 
 
-def test_one_that_is_gone_or_was_signalled_is_no_worker(tmp_path: Path) -> None:
+def test_one_that_is_gone_or_was_signalled_or_stopped_is_no_worker(tmp_path: Path) -> None:
     script(tmp_path, PROGRAM)
 
     with Job(tmp_path, *OPTIONS, "train.py") as job:
         first = facts(tmp_path, 0)
-        gone, signalled, *_ = forked_ahead(job)
+        gone, signalled, stopped = forked_ahead(job)
         os.kill(gone, signal.SIGKILL)
         os.kill(signalled, signal.SIGUSR1)
+        os.kill(stopped, signal.SIGSTOP)
         wait_for(lambda: not is_alive(gone), "the end of one that was killed")
         os.kill(first[0]["pid"], signal.SIGKILL)
         second = facts(tmp_path, 1)
         wait_for(lambda: not is_alive(signalled), "the end of one that was signalled")
+        wait_for(lambda: not is_alive(stopped), "the end of one that was stopped")
 
-    assert {gone, signalled}.isdisjoint(each["pid"] for each in second)
+    assert {gone, signalled, stopped}.isdisjoint(each["pid"] for each in second)
     assert [each["same"] for each in second] == [each["same"] for each in first]
 
 
