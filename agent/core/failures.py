@@ -63,6 +63,8 @@ _ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
 _SIGABRT, _SIGKILL = 6, 9
+# What an agent sends to a worker. Python's exit code after an exception, which they cut short.
+_FROM_AGENT, _EXCEPTION_CODE = (-_SIGKILL, -15), 1
 _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
 
 
@@ -120,6 +122,9 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
     if remains.code < 0 and not remains.raised and (crashed := crash.parse(remains.crash, remains.code)):
         raised = Raised("", "", crashed.frame, TRACEBACK.of(crashed.stack), not TRACEBACK.fits(crashed.stack))
+    if raised and remains.raised and remains.code in _FROM_AGENT:
+        # The end of a process may take a second. Its peers have told the agent of a lost one meanwhile.
+        remains = replace(remains, code=_EXCEPTION_CODE)
     kind, message = _kind_and_message(remains, raised, signal_name)
     return Failure(
         kind,

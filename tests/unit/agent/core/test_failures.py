@@ -13,6 +13,7 @@ import pytest
 
 from elaunch.agent.core.failures import Place, Remains, failure_of, parse_record, parse_traceback, with_tail
 from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.verdict import identical
 from elaunch.rendezvous.types import Failure, FailureKind
 
 PLACE = Place(generation=2, node_id="node-a-1", host="node-a", rank=5, local_rank=1, pid=4711)
@@ -50,6 +51,17 @@ def test_the_kernels_word_makes_a_kill_an_out_of_memory_one() -> None:
 
     assert killed.kind is FailureKind.OUT_OF_MEMORY
     assert killed.message == "was killed by SIGKILL (out of memory, says the kernel log)"
+
+
+@pytest.mark.parametrize(("code", "shown"), [(-15, 1), (-9, 1), (-11, -11), (1, 1)])
+def test_an_exception_whose_process_the_agent_ended_on_its_way_out_has_pythons_exit_code(code: int, shown: int) -> None:
+    """A peer that lost it may end first. Then the agent stops all workers, also this one."""
+    record = record_of("ValueError", "bad batch")
+
+    ended = failure_of(PLACE, Remains(code, error_record=record, raised=True), f"signal {-code}", 1.5)
+
+    assert (ended.kind, ended.exception, ended.code) == (FailureKind.EXCEPTION, "ValueError", shown)
+    assert identical(ended, replace(ended, generation=3)) is (shown > 0), "the second time ends the job"
 
 
 def test_a_traceback_that_was_printed_before_a_signal_does_not_hide_the_signal() -> None:
