@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
     from elaunch.agent.forkserver.quick_end import QuickEnd
+    from elaunch.agent.forkserver.warm.opened import Opened
     from elaunch.agent.forkserver.warm.server import WarmServer
 
 # What is larger does not go into one packet. The next start finds it out again.
@@ -74,6 +75,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
 
     environment, began_ns = dict(os.environ), time.time_ns()
     mask, control = _settle(boot)
+    opened = _opened() if boot.warm_s else None
     try:
         preloaded = preload(boot, loaded_at_start, customise)
     except Unfaithful as error:
@@ -98,7 +100,8 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
-    server = _warm(boot, control, preloaded, environment, loaded_at_start, began_ns) if boot.warm_s else None
+    files = opened.end() if opened else ()
+    server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
     gc.freeze()
     gc.enable()
@@ -114,19 +117,27 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
 
 
+def _opened() -> Opened:
+    from elaunch.agent.forkserver.warm.opened import Opened
+
+    return Opened()
+
+
 def _warm(
     boot: Boot,
     listener: socket.socket,
     preloaded: Preloaded,
     environment: dict[str, str],
     loaded_at_start: Collection[str],
+    opened: Collection[str],
     began_ns: int,
 ) -> WarmServer:
     """The warm fork server in this process, before modules are hidden. Ends the process if there can be none."""
     from elaunch.agent.forkserver.warm import interpreter, server
 
     try:
-        return server.WarmServer(boot, listener, preloaded, environment, dict(sys.modules), loaded_at_start, began_ns)
+        modules = dict(sys.modules)
+        return server.WarmServer(boot, listener, preloaded, environment, modules, loaded_at_start, opened, began_ns)
     except interpreter.Unknown as error:
         _cannot_stay(listener, f"{sys.executable} cannot be given another program: {error}")
     except server.ChangedMeanwhile as error:

@@ -211,6 +211,29 @@ def test_a_changed_file_of_a_package_makes_the_next_start_cold_and_the_one_after
     assert told(after)[:2] == ["two", str(following)]
 
 
+def test_a_file_that_a_module_has_read_makes_the_next_start_cold_when_it_changes(tmp_path: Path, place: Path) -> None:
+    packages = tmp_path / "lib" / "site-packages"
+    (packages / "word.txt").write_text("one")
+    (packages / "heavy.py").write_text(
+        "import os\nWORD = open(os.path.join(os.path.dirname(__file__), 'word.txt')).read()\n"
+        "try: open('settings.txt')\nexcept OSError: pass\n"
+    )
+    pid = first(tmp_path)
+    same = again(tmp_path)
+    (tmp_path / "settings.txt").write_text("mine")
+    mine = cold(again(tmp_path))
+    (tmp_path / "settings.txt").unlink()
+    kept = told(again(tmp_path))
+    (packages / "word.txt").write_text("two")
+
+    changed = again(tmp_path)
+
+    assert told(same)[:2] == kept[:2] == ["one", str(pid)]
+    assert mine == "a module reads settings.txt in the current folder while it is imported"
+    assert cold(changed) == f"{packages / 'word.txt'} has changed"
+    assert told(changed)[0] == "two"
+
+
 def test_another_number_of_threads_makes_it_cold(tmp_path: Path, place: Path) -> None:
     first(tmp_path)
 

@@ -28,21 +28,21 @@ class Loaded:
     name. `packages` is the state of the installed packages. `pth` is the text of the .pth files.
     """
 
-    stamps: dict[str, tuple[int, int, int]]
+    stamps: dict[str, tuple[int, int, int] | None]
     names: frozenset[str]
     beside: dict[str, tuple[str, ...]]
     packages: str
     pth: str
 
     @classmethod
-    def now(cls, modules: Mapping[str, ModuleType]) -> Loaded:
-        """Of these modules, which may be hidden."""
+    def now(cls, modules: Mapping[str, ModuleType], opened: Iterable[str] = ()) -> Loaded:
+        """Of these modules, which may be hidden. They have `opened` these files, which need not exist."""
         names = frozenset(name.partition(".")[0] for name in modules)
         files = {_on_disk(file) for each in modules.values() if isinstance(file := _file(each), str)}
         texts = _pth_files()
         paths = {*files, *libraries(), *texts, os.path.realpath(sys.executable), *_settings()}
         return cls(
-            {path: stamp for path in paths if (stamp := _stamp(path))},
+            {path: _stamp(path) for path in opened} | {path: stamp for path in paths if (stamp := _stamp(path))},
             names,
             {folder: _beside(folder, names) for folder in sys.path},
             state_of_packages(),
@@ -65,7 +65,7 @@ class Loaded:
         A date that is far in the future comes from an archive, and tells nothing of when the file was written.
         """
         until_ns = time.time_ns() + _FUTURE_NS
-        return next((path for path, stamp in self.stamps.items() if time_ns < stamp[0] < until_ns), "")
+        return next((path for path, stamp in self.stamps.items() if stamp and time_ns < stamp[0] < until_ns), "")
 
 
 def _file(module: object) -> object:

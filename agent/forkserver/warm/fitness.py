@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from types import ModuleType
 
@@ -21,7 +22,7 @@ class Known:
     """What a warm fork server knows of itself since its imports.
 
     `folder` is where it imported, `environment` was there then, without what nothing can have `read`. `modules` are all
-    loaded ones, whether hidden or not.
+    loaded ones, whether hidden or not. `in_folder` are files that they looked for in the current folder.
     """
 
     folder: str
@@ -30,6 +31,7 @@ class Known:
     modules: Mapping[str, ModuleType]
     read: Read
     loaded: Loaded
+    in_folder: frozenset[str]
     loaded_at_start: Collection[str]
 
 
@@ -55,6 +57,8 @@ def misfit(known: Known, handover: Handover) -> Unfit | None:
         return Unfit(why)
     if why := known.loaded.change():
         return Unfit(why)
+    if found := sorted(path for path in known.in_folder if os.path.exists(path)):  # noqa: PTH110
+        return Unfit(f"a module reads {found[0]} in the current folder while it is imported", is_outdated=False)
     return _of_program(known, handover)
 
 

@@ -1,4 +1,4 @@
-"""Finds the warm fork servers that have a socket, where the socket itself cannot tell: it takes no connection."""
+"""Finds the warm fork servers that have a socket, where the socket itself cannot tell who that is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.forkserver.boot import PROCESS_NAME
+from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
+from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import name
 
 
@@ -16,8 +18,16 @@ def holders(path: Path) -> list[int]:
         lines = (line.split(maxsplit=7) for line in Path("/proc/net/unix").read_text(errors="replace").splitlines())
         sockets = {f"socket:[{words[6]}]" for words in lines if len(words) == 8 and words[7] == os.fspath(path)}
         pids = (int(each) for each in os.listdir("/proc") if each.isdigit())  # noqa: PTH208
-        return sorted(pid for pid in pids if name(pid) == PROCESS_NAME and sockets & _open(pid))
+        return sorted(pid for pid in pids if _is_one(pid) and sockets & _open(pid))
     return []
+
+
+def _is_one(pid: int) -> bool:
+    """Whether it is a warm fork server, or is going to be one: then only its environment tells (see MARKER_ROOM)."""
+    with suppress(OSError):
+        marker = f"{VARIABLE}={'-' * MARKER_ROOM}".encode()
+        return name(pid) == PROCESS_NAME or marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def _open(pid: int) -> set[str]:

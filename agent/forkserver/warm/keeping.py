@@ -132,39 +132,35 @@ def stop(path: Path) -> bool:
 
     Raises Cold if it cannot be ended.
     """
+    pid, is_there, is_stuck = 0, True, False
     try:
         with connected(path) as connection:
-            is_there = _kill(credentials(connection)[0], path)
+            pid = credentials(connection)[0]
     except Cold as error:
-        if error.is_gone:
-            is_there = False
-        elif error.is_stuck:
-            # It takes no connection any more, which would tell its pid.
-            is_there = sum(_kill(pid, path) for pid in holders(path)) > 0
-        else:
+        if not error.is_gone and not error.is_stuck:
             raise
+        is_there = is_stuck = error.is_stuck
+    # One that takes no connection does not tell its pid. Until it has come to its name, the socket has that of the
+    # process which has started it.
+    pids = [] if not is_there else [pid] if name(pid) == PROCESS_NAME else holders(path)
+    if not pids and (is_stuck or name(pid)):
+        who = f"the process {pid}" if pid else "a process"
+        raise Cold(f"{path} is a socket of {who}, which is no fork server yet; try again, or remove it")
+    for each in pids:
+        _kill(each)
     path.unlink(missing_ok=True)
     reason_file(path).unlink(missing_ok=True)
     return is_there
 
 
-def _kill(pid: int, path: Path) -> bool:
-    """End the server with that pid. Returns whether it was there. Raises Cold if it is another process."""
-    try:
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    try:
-        # Until the server has come to its name, the socket is that of the process which starts it.
-        if name(pid) != PROCESS_NAME:
-            raise Cold(f"the process {pid}, which has the socket {path}, is no fork server yet; try again")
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        select.select([pidfd], [], [], _END_S)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(pidfd)
-    return True
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            select.select([pidfd], [], [], _END_S)
+        finally:
+            os.close(pidfd)
 
 
 def _asked(path: Path, what: str) -> dict[str, Any]:

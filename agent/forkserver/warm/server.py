@@ -60,7 +60,8 @@ class Taken:
 class WarmServer:
     """The server in this process, which has preloaded. `began_ns` is the time before its imports (time.time_ns).
 
-    `environment` is from before them too. `modules` are all that are loaded. Raises Unknown and ChangedMeanwhile.
+    `environment` is from before them too. `modules` are all that are loaded, `opened` the files that they have read.
+    Raises Unknown and ChangedMeanwhile.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class WarmServer:
         environment: Mapping[str, str],
         modules: Mapping[str, ModuleType],
         loaded_at_start: Collection[str],
+        opened: Collection[str],
         began_ns: int,
     ) -> None:
         self._boot = boot
@@ -84,14 +86,15 @@ class WarmServer:
             given = at_start(_LOCALE)
             environment = {name: value for name, value in environment.items() if name != _LOCALE}
             environment |= {} if given is None else {_LOCALE: given}
-        loaded = Loaded.now(modules)
+        in_folder = frozenset(path for path in opened if not os.path.isabs(path))  # noqa: PTH117
+        loaded = Loaded.now(modules, {*opened} - in_folder)
         read = Read(preloaded.asked, frozenset(names_in(libraries())), loaded.pth, "tqdm" in modules)
         # Such as the credentials of the job that has left this process behind.
         useless = of_no_use({*environment, *os.environ}, read)
         forget(useless)
         kept = {name: value for name, value in environment.items() if name not in useless}
         here = os.getcwd()  # noqa: PTH109
-        self._known = Known(here, kept, preloaded.brought, modules, read, loaded, loaded_at_start)
+        self._known = Known(here, kept, preloaded.brought, modules, read, loaded, in_folder, loaded_at_start)
         if file := self._known.loaded.newer_than(began_ns):
             raise ChangedMeanwhile(file)
         self._since = time.time()

@@ -1,0 +1,50 @@
+"""The end of a warm fork server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.forkserver.warm.client import Cold
+from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
+from elaunch.agent.forkserver.warm.keeping import stop
+from elaunch.agent.guardian.guardian import VARIABLE
+
+
+def test_one_that_hangs_before_it_has_its_name_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        # As a Python that waits for its files.
+        hanging = subprocess.Popen(
+            ["sleep", "60"], env={**os.environ, VARIABLE: "-" * MARKER_ROOM}, pass_fds=[listener.fileno()]
+        )
+
+    try:
+        was_there = stop(path)
+        code = hanging.wait(5)
+    finally:
+        hanging.kill()
+        hanging.wait()
+
+    assert was_there
+    assert code == -signal.SIGKILL
+    assert not path.exists()
+
+
+def test_a_socket_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+
+        with pytest.raises(Cold, match="is no fork server yet; try again, or remove it"):
+            stop(path)
+
+    assert path.exists()
