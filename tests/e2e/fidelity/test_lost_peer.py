@@ -69,6 +69,8 @@ next(generator.file)
 del generator
 """
 LIBRARIES = """
+# As a registry of functions, which keeps the program's globals.
+json.kept = handle
 import dbm.dumb, shelve, tempfile
 temporary = tempfile.NamedTemporaryFile(dir=".", prefix="temporary")
 shelf = shelve.Shelf(dbm.dumb.open("shelf" + GENERATION, "n"), writeback=True)
