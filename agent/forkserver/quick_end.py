@@ -177,10 +177,20 @@ def _writes_at_end(kind: type) -> bool:
 
 
 def _end_globals(module: ModuleType) -> None:
-    """Let go of those globals that may write at their end: a library's reference to the module would keep them."""
+    """Let go of those globals that may write at their end: a library's reference to a function would keep them."""
     names = vars(module)
-    for name in [name for name, value in names.items() if _writes_at_end(type(value))]:
+    for name in [name for name, value in names.items() if _has_writer(value)]:
         del names[name]
+
+
+def _has_writer(value: object) -> bool:
+    """Whether the object may write at its end, or one that it holds: a temporary file is two objects."""
+    if isinstance(value, (FunctionType, ModuleType, type)):
+        return False
+    held = [value, *gc.get_referents(value)]
+    # An object's attributes may be in a dictionary of theirs.
+    held += [each for some in held[1:] if type(some) is dict for each in some.values()]
+    return any(map(_writes_at_end, {type(each) for each in held}))
 
 
 def _is_own(name: str, module: object) -> bool:

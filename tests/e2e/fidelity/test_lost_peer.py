@@ -41,9 +41,10 @@ said = type(handle)((lambda _: os.write(1, b"the plain object ends\\n")).__code_
 json.watch = weakref.ref(plain, said)
 signal.signal(signal.SIGTERM, handle)
 def wait():
-    open("ready" + GENERATION, "x").close()
     if GENERATION == "1":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open("ready" + GENERATION, "x").close()
+    if GENERATION == "1":
         raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
     while True:
         time.sleep(0.01)
@@ -69,6 +70,8 @@ next(generator.file)
 del generator
 """
 LIBRARIES = """
+# As a registry of functions, which keeps the program's globals.
+json.kept = handle
 import dbm.dumb, shelve, tempfile
 temporary = tempfile.NamedTemporaryFile(dir=".", prefix="temporary")
 shelf = shelve.Shelf(dbm.dumb.open("shelf" + GENERATION, "n"), writeback=True)
