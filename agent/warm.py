@@ -75,12 +75,16 @@ class WarmState:
 
 @dataclass(frozen=True)
 class Stayed:
-    """A fork server of this user, by its socket; `state` is None where `trouble` says why it does not tell."""
+    """A fork server of this user, by its socket; `state` is None where `trouble` says why it does not tell.
+
+    `is_gone` says that somebody has killed it, and nothing is left but its socket.
+    """
 
     path: Path
     state: WarmState | None
     pss_bytes: int | None = None
     trouble: str = ""
+    is_gone: bool = False
 
 
 _HINTS = {
@@ -103,7 +107,7 @@ def _looked_at(path: Path) -> Stayed:
     try:
         said = WarmState(**decode_fields(_HINTS, state(path)))
     except Cold as error:
-        return Stayed(path, None, trouble=str(error) or "it has ended")
+        return Stayed(path, None, trouble=str(error) or "it has ended", is_gone=error.is_gone)
     except (KeyError, TypeError, ValueError, OSError) as error:
         return Stayed(path, None, trouble=plain(str(error)))
     return Stayed(path, said, _pss_bytes(said.pid))

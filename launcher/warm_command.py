@@ -44,14 +44,15 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([record(each) for each in found], indent=2))
     else:
         print("\n".join([text(each) for each in found]) or _NONE)
-    return 3 if any(each.trouble for each in found) else 0
+    return 3 if any(each.trouble and not each.is_gone for each in found) else 0
 
 
 def _stop(found: Sequence[Stayed]) -> int:
     troubles = [why for each in found if (why := end(each))]
     if troubles:
         raise SiteError("; ".join(troubles))
-    ended = [f"the fork server with pid {each.state.pid}" if each.state else str(each.path) for each in found]
+    there = [each for each in found if not each.is_gone]
+    ended = [f"the fork server with pid {each.state.pid}" if each.state else str(each.path) for each in there]
     print(f"ended: {', '.join(ended)}" if ended else _NONE)
     return 0
 
@@ -77,6 +78,8 @@ def record(stayed: Stayed) -> dict[str, object]:
 def text(stayed: Stayed) -> str:
     """Some lines for a person."""
     state = stayed.state
+    if state is None and stayed.is_gone:
+        return f"{stayed.trouble}; the next job with --warm leaves another one"
     if state is None:
         return f"{stayed.path}: {stayed.trouble}"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since))

@@ -340,6 +340,19 @@ def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path)
     assert "no fork server stays" in after.stdout
 
 
+def test_one_that_was_killed_is_no_trouble_and_its_socket_is_removed(tmp_path: Path, place: Path) -> None:
+    pid = first(tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(pid), "it is gone")
+
+    shown, ended = command("--status"), command("--stop")
+
+    assert shown.returncode == ended.returncode == 0
+    assert shown.stdout.endswith(" was killed; the next job with --warm leaves another one\n")
+    assert ended.stdout.startswith("no fork server stays")
+    assert not list(place.glob("[0-9a-f]*"))
+
+
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, place: Path) -> None:
     first(tmp_path)
     place.chmod(0o755)
