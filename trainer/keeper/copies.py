@@ -380,7 +380,9 @@ class Copies:
     def _say_nothing_is_there(self, done: int) -> None:
         self.repeated = done
         if self._place.generation:
-            self._tell(f"there is no state to restore: training begins at step 1; {repeated(done)}")
+            # Without room in memory nobody knows how many steps are lost.
+            lost = f"; {repeated(done)}" if done else ""
+            self._tell(f"there is no state to restore: training begins at step 1{lost}")
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

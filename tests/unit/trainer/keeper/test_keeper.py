@@ -114,6 +114,16 @@ def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
     assert resumed.said == ["restored step 4 from memory (of generation 0); 0 steps are repeated"]
 
 
+def test_a_restart_that_finds_nothing_does_not_say_that_no_step_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory may have had no room for the number of the newest step either."""
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    job = Job()
+
+    job.train(1)
+
+    assert job.said == ["there is no state to restore: training begins at step 1"]
+
+
 def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(snapshot_every=1000)
     real = job.optimizer.step
