@@ -298,6 +298,7 @@ def test_a_checkpoint_that_was_not_complete_at_a_failure_is_written_at_the_next_
     job = Job(checkpoints=tmp_path / "c", checkpoint_every=3)
     with pytest.raises(RuntimeError, match="reset by peer"):
         job.train(9, {5: fail})
+    job.keeper._state._copies.disk.wait()
     shutil.rmtree(tmp_path / "c")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
