@@ -79,7 +79,7 @@ def text(stayed: Stayed) -> str:
     """Some lines for a person."""
     state = stayed.state
     if state is None and stayed.is_gone:
-        return f"{stayed.trouble}; the next job with --warm leaves another one"
+        return f"{stayed.trouble}; elaunch --warm script.py leaves another one"
     if state is None:
         return f"{stayed.path}: {stayed.trouble}"
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since))

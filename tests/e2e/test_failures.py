@@ -447,7 +447,7 @@ class TestFirstCause:
         if ways[-1] == "lingers":
             cause = r"^rank 1 .* raised ValueError: the cause that lingers in generation 5\.$"
             assert re.search(cause, _report(job), re.MULTILINE), job.output
-            assert "-15 (pid" in _report(job), "it was our signal that ended it"
+            assert "exitcode  : 1 (pid" in _report(job), "Python's own, though our signal ended it"
 
 
 class TestRecordDecorator:

@@ -348,7 +348,7 @@ def test_one_that_was_killed_is_no_trouble_and_its_socket_is_removed(tmp_path: P
     shown, ended = command("--status"), command("--stop")
 
     assert shown.returncode == ended.returncode == 0
-    assert shown.stdout.endswith(" was killed; the next job with --warm leaves another one\n")
+    assert shown.stdout.endswith(" was killed; elaunch --warm script.py leaves another one\n")
     assert ended.stdout.startswith("no fork server stays")
     assert not list(place.glob("[0-9a-f]*"))
 
@@ -494,7 +494,7 @@ def test_one_that_finds_out_that_it_cannot_stay_tells_the_next_job_why(tmp_path:
     ended = command("--stop")
 
     assert why == f"the last fork server could not stay: {file} was written while it was imported"
-    assert shown.endswith(f": {why}\n")
+    assert shown == f"{why}; elaunch --warm script.py leaves another one\n"
     assert ended.returncode == 0
     assert [each.name for each in place.iterdir()] == ["lock"]
 
