@@ -58,13 +58,15 @@ class Inside:
     """What a worker's own thread says of the others, at one moment.
 
     `at` is the instruction of the main thread's innermost frame, and `main` that frame. `others` are the frames of the
-    other threads that run Python, innermost first. `tracker` is the pid of Python's resource tracker, -1 for none.
+    other threads that run Python, innermost first. `answers` is the id of the thread that says so, which is elaunch's:
+    it may be awake, since it is asked again and again. `tracker` is the pid of Python's resource tracker, -1 for none.
     `ranks` and `timeout_s` are those of the default group, `counts` those of all groups.
     """
 
     at: tuple[int, int]
     main: Frame
     others: tuple[tuple[Frame, ...], ...]
+    answers: int
     tracker: int
     ranks: int
     timeout_s: float
@@ -112,9 +114,10 @@ def read_inside(text: bytes) -> Inside | None:
         told: dict[str, Any] = parse_json(line)
         frame, instruction = told["at"]
         others = tuple(tuple(_frame(call) for call in calls) for calls in told["others"])
-        tracker = int(told["tracker"] or -1)
+        answers, tracker = int(told["answers"]), int(told["tracker"] or -1)
         at, main = (int(frame), int(instruction)), _frame(told["main"][0])
-        return Inside(at, main, others, tracker, int(told["ranks"]), float(told["timeout_s"]), read_counts(dumps))
+        ranks, timeout_s = int(told["ranks"]), float(told["timeout_s"])
+        return Inside(at, main, others, answers, tracker, ranks, timeout_s, read_counts(dumps))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
 
@@ -160,17 +163,22 @@ def _is_asleep(look: SurvivorLook) -> bool:
     main, _ = outside.calls.get(outside.main, ("", ""))
     return (
         main == _MAIN_WAITS_IN
-        and all(call in _WAITS_IN for call, _ in outside.calls.values())
+        and all(call in _WAITS_IN for call, _ in _others_calls(look).values())
         and all(pid == look.inside.tracker or name == _LOADER for pid, name in outside.children.items())
         and not outside.is_pending
     )
+
+
+def _others_calls(look: SurvivorLook) -> dict[int, tuple[str, str]]:
+    """The system calls of all threads but the one that answers."""
+    return {tid: call for tid, call in look.outside.calls.items() if tid != look.inside.answers}
 
 
 def _is_unchanged(first: SurvivorLook, now: SurvivorLook) -> bool:
     before, after_it = first.outside, now.outside
     return (
         first.inside == now.inside
-        and (before.calls, before.written_bytes) == (after_it.calls, after_it.written_bytes)
+        and (_others_calls(first), before.written_bytes) == (_others_calls(now), after_it.written_bytes)
         and before.children == after_it.children
         and after_it.cpu_s - before.cpu_s <= _CPU_S_MAX
     )

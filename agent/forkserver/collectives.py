@@ -218,6 +218,7 @@ def _threads() -> bytes:
         "at": [id(found[main]), found[main].f_lasti],
         "main": _calls(found[main]),
         "others": [_calls(frame) for ident, frame in found.items() if ident not in (main, mine)],
+        "answers": _thread.get_native_id(),
         "tracker": getattr(tracker, "_pid", None),
         "ranks": group.size(),
         "timeout_s": timeout.total_seconds(),

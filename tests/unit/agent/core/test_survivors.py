@@ -30,6 +30,7 @@ INSIDE = Inside(
     at=(7, 24),
     main=frame("broadcast", C10D),
     others=(),
+    answers=102,
     tracker=202,
     ranks=WORLD_SIZE,
     timeout_s=1800.0,
@@ -70,6 +71,15 @@ def test_one_that_only_waits_in_a_collective_of_all_ranks_is_stuck_after_a_while
     assert not is_stuck(early)
     assert is_stuck(late)
     assert not is_stuck(None)
+
+
+def test_the_thread_that_answers_may_be_awake_and_no_other_one() -> None:
+    awake, asleep = {102: ("", "")}, OUTSIDE.calls
+    answering = [outside(calls={**asleep, **awake}), LOOK, outside(calls={**asleep, **awake})]
+    other = [outside(calls={**asleep, 101: ("", "")}), LOOK, LOOK]
+
+    assert is_stuck(state_after(*answering))
+    assert not is_stuck(state_after(*other))
 
 
 def test_one_that_was_not_seen_since_is_not_stuck_by_the_passing_of_time() -> None:
@@ -179,6 +189,7 @@ ANSWER = {
     "at": [7, 24],
     "main": [["broadcast", C10D], ["handler", "/home/me/train.py"]],
     "others": [[["wait", f"{PYTHON}/threading.py"]]],
+    "answers": 102,
     "tracker": 202,
     "ranks": 3,
     "timeout_s": 1800.0,
