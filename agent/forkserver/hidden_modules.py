@@ -23,12 +23,16 @@ from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
 
+# What a module may have imported that has imported torch.
+_OF_TORCH = ("torch", "torch.distributed")
+
 
 class Gate:
     """Hides torch, numpy and the packages that were preloaded by name, and puts each back when it is imported.
 
-    The modules that came with a package come back with it. Another package, such as numpy, also comes back alone. The
-    gate is made once, before any fork. It has no base class: importlib.abc would bring thirty modules.
+    The modules that came with a package come back with it, and so do those that it has imported. Another package, such
+    as numpy, also comes back alone. The gate is made once, before any fork. It has no base class: importlib.abc would
+    bring thirty modules.
     """
 
     def __init__(self, brought: Sequence[Brought]) -> None:
@@ -36,6 +40,8 @@ class Gate:
         self._where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
         # When the program imports one of these packages, all modules that came with its preload come back too.
         self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
+        # In the order of their imports: what one of them has imported comes before it.
+        self._learned = [each for each in brought if each.is_learned]
         self._environment = dict(os.environ)
         self._link = 0
         self._is_moved = False
@@ -82,11 +88,20 @@ class Gate:
         return spec
 
     def open(self, name: str) -> None:
-        """Put the module back, with all modules that came when its package was imported."""
+        """Put the module back, with all that came when its package was imported, and what they have imported."""
+        brought = self._where.get(name)
+        if brought is None:
+            # Another thread has put it back.
+            return
+        for each in self._learned if brought.is_learned else ():
+            if each is brought:
+                break
+            self._open_one("", each)
+        self._open_one(name, brought)
+
+    def _open_one(self, name: str, brought: Brought) -> None:
         with self._lock:
-            brought = self._where.get(name)
-            if brought is None:
-                # Another thread has put it back.
+            if not any(self._where.get(each) is brought for each in brought.modules):
                 return
             back = self._put_back(name, brought)
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
@@ -97,11 +112,15 @@ class Gate:
         after_fork.set_threads(changed, back)
         if self._is_moved and FOLDER in brought.readers:
             changed.add(FOLDER)
-        self._tell(name, replay(changed, brought.readers, back) - {FOLDER})
+        self._tell(name or brought.name, replay(changed, brought.readers, back) - {FOLDER})
+        if brought.is_learned and any(_has_torch(module) for module in back.values()):
+            # The program may never import it by itself.
+            for of_torch in _OF_TORCH:
+                self.open(of_torch)
 
     def _put_back(self, name: str, brought: Brought) -> dict[str, ModuleType]:
         package = name.partition(".")[0]
-        whole = package in self._named
+        whole = brought.is_learned or package in self._named
         back = {
             n: module
             for n, module in brought.modules.items()
@@ -145,6 +164,10 @@ class _Handover:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spec.loader if self._spec else None, name)
+
+
+def _has_torch(module: ModuleType) -> bool:
+    return isinstance(vars(module).get("torch"), ModuleType)
 
 
 def _unbind(name: str, module: ModuleType) -> None:

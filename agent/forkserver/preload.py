@@ -42,8 +42,8 @@ class Brought:
 
     `sets` are the variables that it set or removed. `looked_up` are the variables that were looked up, `asked` those of
     them that were looked up by name, not by a walk through all. `readers` gives, for each that a module has kept, the
-    names of these modules. `at_exit` are the calls that hidden modules
-    wanted at Python's end. They are not registered yet.
+    names of these modules. `at_exit` are the calls that hidden modules wanted at Python's end. They are not registered
+    yet. `is_learned` says that an earlier run of the program has imported it, after those that come before it.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Brought:
     asked: set[str] = field(default_factory=set)
     readers: dict[str, set[str]] = field(default_factory=dict)
     at_exit: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    is_learned: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def _all_imports(boot: Boot, loaded_at_start: Collection[str], custom: Brought) 
             if name not in sys.modules:
                 with _kept_out(left_out):
                     more.append(_import(name, (name,), hidden))
+                more[-1].is_learned = True
         if more:
             _check(boot, loaded_at_start, (*first, *more), known)
             _check_variables(boot.learned.variables, more)
