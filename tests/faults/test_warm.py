@@ -353,6 +353,13 @@ def test_one_that_was_killed_is_no_trouble_and_its_socket_is_removed(tmp_path: P
     assert not list(place.glob("[0-9a-f]*"))
 
 
+def test_minutes_that_are_not_joined_to_the_option_are_a_usage_error_that_says_how(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--warm", "5", "train.py")
+
+    assert ended.returncode == 2
+    assert "did you mean --warm=5?" in ended.stderr
+
+
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path, place: Path) -> None:
     first(tmp_path)
     place.chmod(0o755)
