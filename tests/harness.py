@@ -47,7 +47,7 @@ def preloading(module: str) -> tuple[str, str]:
     return ("--preload", module)
 
 
-def seeds(every: Sequence[int], check: int = 50) -> list[Any]:
+def seeds(every: Sequence[int], check: int = 25) -> list[Any]:
     """A random test's seeds. `make check` takes the first `check` of them."""
     return [*every[:check], *(pytest.param(seed, marks=pytest.mark.thorough) for seed in every[check:])]
 

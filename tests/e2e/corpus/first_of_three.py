@@ -16,7 +16,7 @@ if rank != "2":
     while not Path("first").is_symlink():
         time.sleep(0.01)
     # Until it is gone, and its parent knows that.
-    while Path("/proc", os.readlink("first")).exists():
+    while Path("/proc", Path("first").readlink()).exists():
         time.sleep(0.01)
     raise KeyError(f"{rank} has the data of rank 2 no more")
 while not (Path("ready 0").exists() and Path("ready 1").exists()):
