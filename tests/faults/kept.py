@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,12 @@ def main() -> None:
 def open_sockets() -> list[str]:
     """The sockets of this process: those of the process group, and of the Keeper while it is entered."""
     files = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return [target for path in files if (target := str(path.readlink())).startswith("socket:")]
+    targets = []
+    for path in files:
+        # A thread may close it meanwhile.
+        with suppress(FileNotFoundError):
+            targets.append(str(path.readlink()))
+    return [target for target in targets if target.startswith("socket:")]
 
 
 def spread(network: Network) -> tuple[Any, Any]:
