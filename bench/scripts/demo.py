@@ -39,6 +39,18 @@ def network() -> Any:
     return GPT(**_SHAPE, context=_CONTEXT, dropout=0.0)
 
 
+def train(keeper: Any, model: Any, optimizer: Any) -> None:
+    """Train within the Keeper until the job is ended, with a mark before and after each step."""
+    mark("restored", keeper.step)
+    for step in keeper.steps(10**9):
+        mark("begun", step)
+        loss(model, step).backward()
+        with keeper.commit():
+            optimizer.step()
+            optimizer.zero_grad()
+        mark("done", step)
+
+
 def loss(model: Any, step: int) -> Any:
     """The forward pass of this rank's part of a step's batch. Step and rank decide the samples."""
     import torch

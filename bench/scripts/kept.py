@@ -18,11 +18,4 @@ model = DistributedDataParallel(demo.network())
 optimizer = AdamW(model.parameters(), lr=3e-4)
 warm_up = lambda: demo.loss(model, 0).backward()  # noqa: E731
 with Keeper(model, optimizer, checkpoints="checkpoints", warm_up=warm_up) as keeper:
-    demo.mark("restored", keeper.step)
-    for step in keeper.steps(10**9):
-        demo.mark("begun", step)
-        demo.loss(model, step).backward()
-        with keeper.commit():
-            optimizer.step()
-            optimizer.zero_grad()
-        demo.mark("done", step)
+    demo.train(keeper, model, optimizer)

@@ -27,11 +27,4 @@ with Keeper(
     copy_every=int(every) if every else None,
     warm_up=lambda: demo.loss(model, 0).backward(),
 ) as keeper:
-    demo.mark("restored", keeper.step)
-    for step in keeper.steps(10**9):
-        demo.mark("begun", step)
-        demo.loss(model, step).backward()
-        with keeper.commit():
-            optimizer.step()
-            optimizer.zero_grad()
-        demo.mark("done", step)
+    demo.train(keeper, model, optimizer)
