@@ -133,6 +133,15 @@ def waits_for_terminal(pid: int) -> bool:
     return (call == "read" and first == 0) or (call in ("select", "pselect6") and first == 1)
 
 
+def memory_file(name: str, text: str, *, outlives_exec: bool = False) -> int:
+    """A new descriptor of a file in memory, from whose beginning `text` can be read."""
+    fd = os.memfd_create(name, 0 if outlives_exec else os.MFD_CLOEXEC)
+    with open(fd, "w", closefd=False) as file:
+        file.write(text)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
 def state(pid: int) -> str:
     """The letter of that process's state in /proc: R, S, D, T, t, Z; empty where the process is gone."""
     return _status(pid, "State")[:1]

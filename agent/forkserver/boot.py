@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.linux import memory_file
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
@@ -51,10 +52,7 @@ class Boot:
 
     def memfd(self) -> int:
         """A new descriptor from which this process, or one that inherits it, can `read` the message."""
-        fd = os.memfd_create("elaunch-boot", 0)
-        os.write(fd, encode(self).encode())
-        os.lseek(fd, 0, os.SEEK_SET)
-        return fd
+        return memory_file("elaunch-boot", encode(self), outlives_exec=True)
 
     @classmethod
     def read(cls, fd: int) -> Boot:

@@ -22,6 +22,7 @@ from elaunch.agent.forkserver.imported import candidates
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.learned_file import state_of_command, write
 from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted, together
+from elaunch.agent.linux import memory_file
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.rendezvous.codec import decode, encode
@@ -205,13 +206,10 @@ class _Probe:
         self.generation = generation
         self.wanted = wanted
         self.said = b""
-        text_fd = os.memfd_create("elaunch-wanted", os.MFD_CLOEXEC)
+        text_fd = memory_file("elaunch-wanted", encode(wanted))
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         self._fd, answer_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            with open(text_fd, "w", closefd=False) as text:
-                text.write(encode(wanted))
-            os.lseek(text_fd, 0, os.SEEK_SET)
             os.set_blocking(answer_fd, True)
             server.probe(generation, (null, null, null, text_fd, answer_fd))
         except OSError:

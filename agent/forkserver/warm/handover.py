@@ -9,6 +9,7 @@ from pathlib import Path
 
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.warm.condition import Fact, condition
+from elaunch.agent.linux import memory_file
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
 
@@ -56,11 +57,7 @@ class Handover:
 
     def memfd(self) -> int:
         """A new descriptor from which a process that gets it can `read` this."""
-        fd = os.memfd_create("elaunch-handover", os.MFD_CLOEXEC)
-        with open(fd, "w", closefd=False) as file:
-            file.write(encode(self))
-        os.lseek(fd, 0, os.SEEK_SET)
-        return fd
+        return memory_file("elaunch-handover", encode(self))
 
     @classmethod
     def read(cls, fd: int) -> Handover:
