@@ -40,11 +40,10 @@ def settle(agent_pid: int, template_pid: int) -> None:
 
 
 def prepare(preloaded: Preloaded) -> None:
-    """Ahead of the order: what does not depend on it. A worker's start then finds memory of its own where it writes."""
+    """Do ahead of the order what does not depend on it."""
     from elaunch.agent.forkserver import after_fork
 
     after_fork.refresh(preloaded)
-    after_fork.standard_streams()
 
 
 def become(child: Child) -> None:
