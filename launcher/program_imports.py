@@ -49,7 +49,7 @@ def _search(kind: ProgramKind, target: str) -> bool:
             continue
         seen.add(file)
         if not file.is_file():
-            # What is read of a pipe is not there for the program any more.
+            # A pipe can be read only once, and the program needs it.
             return True
         text = file.read_bytes()
         # Most programs import it in so many words, and need not be parsed.

@@ -62,9 +62,9 @@ _SAID_CHARACTERS_MAX = 64 << 10
 _ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
-_SIGABRT, _SIGKILL = 6, 9
-# What an agent sends to a worker. Python's exit code after an exception, which they cut short.
-_FROM_AGENT, _EXCEPTION_CODE = (-_SIGKILL, -15), 1
+_SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
+# The signals by which an agent may end a process before Python has returned its exit code for an exception.
+_FROM_AGENT, _EXCEPTION_CODE = (-_SIGKILL, -_SIGTERM), 1
 _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
 
 

@@ -234,7 +234,7 @@ def _kept_out(names: Collection[str]) -> Iterator[None]:
     asked: list[str] = []
 
     class Guard:
-        # Who only asks whether there is such a module gets the answer that a worker gets, and runs nothing of it.
+        # Code that only asks whether a module is there gets the answer of a worker. The module does not run.
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
             if name not in names:
                 return None

@@ -171,7 +171,7 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     control = socket.socket(fileno=boot.control_fd)
     if boot.warm_s:
         set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
-        # Who connects sees the pid of this process, not of that which has bound the socket.
+        # The peer of a connection sees the pid of the process that called listen.
         control.listen(_BACKLOG)
     else:
         die_with_parent(boot.agent_pid, signal.SIGKILL)

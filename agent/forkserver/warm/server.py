@@ -289,7 +289,7 @@ _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _answer(connection: socket.socket, said: dict[str, Any]) -> None:
-    # Who asked may be gone, or may not read.
+    # The process that asked may be gone, or may not read.
     with suppress(OSError):
         wire.send(connection, said)
 

@@ -80,7 +80,7 @@ def of_no_use(names: Collection[str], read: Read) -> set[str]:
 
 
 def _change(then: str | None, now: str | None) -> str:
-    """What has become of a variable; not its value, which may be a secret."""
+    """How a variable has changed, in words. Its value may be a secret, and is not among them."""
     if then is None:
         return "is set, and was not"
     return "is not set any more" if now is None else "has another value"
