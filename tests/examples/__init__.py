@@ -1,0 +1,1 @@
+"""The programs of examples/: each runs, trains, and survives the kill of a worker."""
