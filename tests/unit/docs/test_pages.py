@@ -70,9 +70,7 @@ def test_the_diagrams_are_what_the_script_draws(script: str) -> None:
     drawn = runpy.run_path(str(DOCS / "record" / script))["PICTURES"]
 
     for name, draw in drawn.items():
-        assert (DOCS / "images" / name).read_text() == draw(), (
-            f"run: python docs/record/{script} docs/images ({name})"
-        )
+        assert (DOCS / "images" / name).read_text() == draw(), f"run: python docs/record/{script} docs/images ({name})"
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.name)
