@@ -7,6 +7,7 @@ they are without a plan.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -16,9 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-# The optimizers import it, and it is no part of a plan's memory.
-import torch._dynamo
 
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
@@ -84,13 +82,11 @@ def main() -> None:
         # These are no part of a plan's memory either.
         from elaunch.trainer.parallel import divided, tensor  # noqa: F401
     elif config.plan.is_even:
-        import torch.distributed.fsdp
+        from torch.distributed import fsdp  # noqa: F401
     dist.barrier()
     before = memory("VmRSS")
     parallel = build(config, new_gpt(config, CPU), sizes, place.rank, CPU, decay_groups)
     # The whole network was there, and goes: it is no part of a plan's peak.
-    import gc
-
     gc.collect()
     forget_peak()
     times_s = []
