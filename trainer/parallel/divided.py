@@ -182,9 +182,10 @@ class Pipeline(Divided):
         Returns this worker's part of the step's loss: the mean over all workers is the loss.
         """
         losses: list[Tensor] = []
+        inputs, targets = _without_fillers(inputs, targets, micros, self._shape.micro_batch)
         self._schedule.step(
             *([inputs] if self._stages[0].is_first else []),
-            target=_without_fillers(targets, micros) if self._stages[-1].is_last else None,
+            target=targets if self._stages[-1].is_last else None,
             losses=losses,
             return_outputs=False,
         )
@@ -229,13 +230,16 @@ class Pipeline(Divided):
             dist.all_reduce(gradients.local(parameter.grad), group=self._tied)
 
 
-def _without_fillers(targets: Tensor, micros: Sequence[Micro]) -> Tensor:
-    """Leave out the windows of micro-batches that do not count: they are there to give all replicas the same number."""
-    rows = len(targets) // len(micros)
-    for place, micro in enumerate(micros):
-        if micro.weight == 0:
-            targets[place * rows : (place + 1) * rows] = IGNORED
-    return targets
+def _without_fillers(inputs: Tensor, targets: Tensor, micros: Sequence[Micro], size: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets in micro-batches of one size, of which the last may not count.
+
+    A micro-batch that gives all replicas the same number has one window, and comes after the others.
+    """
+    counted = sum(micro.weight > 0 for micro in micros) * size
+    missing = len(micros) * size - len(inputs)
+    inputs, targets = (torch.cat([rows, rows[-1:].expand(missing, -1)]) for rows in (inputs, targets))
+    targets[counted:] = IGNORED
+    return inputs, targets
 
 
 def _tied_group(mesh: DeviceMesh) -> ProcessGroup | None:

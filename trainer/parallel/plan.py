@@ -136,7 +136,7 @@ def _pairs(text: str) -> dict[str, str]:
         key, equals, value = word.partition("=")
         if key not in _KEYS:
             hint = f"; {key} alone is a plan by itself" if key in KINDS else f"; use {_or(_KEYS)}"
-            raise PlanError(f"--parallel {text}: {key or word!r} is no key{_meant(key, _KEYS)}{hint}")
+            raise PlanError(f"--parallel {text}: {key!r} is no key{_meant(key, _KEYS)}{hint}")
         if not equals or not value:
             raise PlanError(f"--parallel {text}: {key} has no value; write {key}={'1f1b' if key == 'schedule' else 2}")
         if key in given:
