@@ -23,7 +23,7 @@ def memory() -> Iterator[str]:
 
 def generation(forker: RankForker, folder: Path, memory: str, number: int, workers: int, **more: str) -> list[Ended]:
     env = {"ELAUNCH_GENERATION": str(number), "ELAUNCH_MEMORY": memory, **more}
-    with Ranks(forker, workers, PROGRAM, str(folder), str(STEPS), env=env) as ranks:
+    with Ranks(forker, workers, PROGRAM, str(folder), str(steps), env=env) as ranks:
         return ranks.end()
 
 
@@ -44,19 +44,18 @@ def test_each_stage_comes_back_with_its_own_parameters_from_4_to_2_to_4_ranks(
     third = generation(forker, tmp_path, memory, 2, 4)
 
     assert (first[3].code, second[0].code) == (-signal.SIGKILL, -signal.SIGKILL)
-    assert [rank.notes[0] for rank in second] == [{"began": 6}] * 2
+    # The other replica of the killed rank's stage may have kept step 7.
+    assert [rank.notes[0] for rank in second] in ([{"began": 6}] * 2, [{"began": 7}] * 2)
     # No step is lost.
     assert_done(third, began=11)
 
 
 def test_a_checkpoint_of_stages_is_loaded_by_their_names(forker: RankForker, tmp_path: Path, memory: str) -> None:
-    (tmp_path / "die-0-9-1").touch()
-
-    assert generation(forker, tmp_path, memory, 0, 4)[1].code == -signal.SIGKILL
+    assert_done(generation(forker, tmp_path, memory, 0, 4, steps=8), began=0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as empty:
-        ended = generation(forker, tmp_path, empty, 1, 2)
+        ended = generation(forker, tmp_path, empty, 0, 2)
 
-    assert_done(ended, began=6)
+    assert_done(ended, began=8)
 
 
 def test_stages_whose_optimizers_have_different_options_are_refused(
