@@ -21,7 +21,9 @@ def memory() -> Iterator[str]:
         yield folder
 
 
-def generation(forker: RankForker, folder: Path, memory: str, number: int, workers: int, **more: str) -> list[Ended]:
+def generation(
+    forker: RankForker, folder: Path, memory: str, number: int, workers: int, steps: int = STEPS, **more: str
+) -> list[Ended]:
     env = {"ELAUNCH_GENERATION": str(number), "ELAUNCH_MEMORY": memory, **more}
     with Ranks(forker, workers, PROGRAM, str(folder), str(steps), env=env) as ranks:
         return ranks.end()
