@@ -86,6 +86,7 @@ def train_in_group(
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
             snapshot_every=config.snapshot_every,
+            copy_every=config.copy_every,
             # DDP settles in which order it sums gradients before a state is restored; the compiler does its work.
             warm_up=lambda: parallel.warm_up(*windows.dummy()),
             say=progress.say if place.leads else None,

@@ -97,12 +97,13 @@ def test_under_an_agent_a_killed_stage_comes_back_and_no_step_is_lost(
     tmp_path: Path, calm_training: CalmTrainings
 ) -> None:
     calm = calm_training(2, *SHAPE, steps=STEPS)
-    words = (*SHAPE, "--eval-every", "11", "--parallel", "dp=2,pp=2", "--snapshot-every", "1")
+    words = (*SHAPE, "--eval-every", "11", "--parallel", "dp=2,pp=2", "--copy-every", "1")
 
     with OneNode(tmp_path / "run", 4, *words, asks=["loss-0-14-3"]) as launched:
         run = launched.ended()
 
     assert run.struck() == ["loss-0-14-3"]
+    assert run.began(1) == 13
     assert_trained(run, calm, 0)
 
 

@@ -47,10 +47,12 @@ _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or h
   dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved, microbatches=N)."""
 _PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
   [default: for known GPUs their dense bfloat16]"""
+_COPY_EVERY = """Steps between copies of what a worker alone has, where --parallel divides the state; with 1 a killed
+  worker costs no step.  [default: as often as it costs less than 1 % of the time]"""
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
-_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger"}
+_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "copy_every"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
@@ -68,9 +70,9 @@ def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any
 class TrainConfig:
     """What a run is made of.
 
-    `snapshot_every` is None where the measured cost decides, `log_every` where the device does, `out` and `data` where
-    the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the run directory's own
-    folder.
+    `snapshot_every` and `copy_every` are None where the measured cost decides, `log_every` where the device does, `out`
+    and `data` where the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the run
+    directory's own folder.
     """
 
     steps: int = _option(400, _COUNT, "N", "Optimizer steps in all.")
@@ -96,6 +98,7 @@ class TrainConfig:
     tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
     peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
     ledger: bool = _option(False, bool, None, _LEDGER)
+    copy_every: int | None = _option(None, _COUNT, "STEPS", _COPY_EVERY)
 
     @property
     def identity(self) -> dict[str, Plain]:
