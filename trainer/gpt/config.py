@@ -71,8 +71,8 @@ class TrainConfig:
     """What a run is made of.
 
     `snapshot_every` and `copy_every` are None where the measured cost decides, `log_every` where the device does, `out`
-    and `data` where the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the run
-    directory's own folder.
+    and `data` where the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the
+    run directory's own folder.
     """
 
     steps: int = _option(400, _COUNT, "N", "Optimizer steps in all.")

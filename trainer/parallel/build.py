@@ -38,13 +38,14 @@ def build(config: TrainConfig, gpt: GPT, sizes: Sizes, rank: int, device: torch.
     plan = config.plan
     if plan.divides_model:
         return _divided(config, plan, gpt, sizes, rank, device, groups)
-    model, optimizer = _whole(plan, gpt, sizes, device, groups)
+    model, optimizer = _whole(config, gpt, sizes, device, groups)
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16)
     return Whole(plan, sizes.share(rank), gpt, model, optimizer, autocast)
 
 
-def _whole(plan: Plan, gpt: GPT, sizes: Sizes, device: torch.device, groups: Groups) -> tuple[nn.Module, Any]:
+def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, groups: Groups) -> tuple[nn.Module, Any]:
     """The module whose backward sums gradients over the workers, and the optimizer."""
+    plan = config.plan
     if plan.kind in ("ddp", "zero1"):
         gpu_ids = [device.index] if device.type == "cuda" else None
         model = DistributedDataParallel(gpt, device_ids=gpu_ids, gradient_as_bucket_view=True)
