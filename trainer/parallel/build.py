@@ -63,7 +63,7 @@ def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, gr
     else:
         mesh = init_device_mesh(device.type, (sizes.fsdp,), mesh_dim_names=("fsdp",))
     # ZeRO-2 keeps the gathered parameters until the backward pass has used them.
-    options = {"mesh": mesh, "reshard_after_forward": plan.kind != "zero2"}
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": plan.kind != "zero2"}
     for block in gpt.blocks:
         fully_shard(block, **options)
     fully_shard(gpt, **options)
@@ -99,7 +99,7 @@ def _divided(
         for number, each in zip(numbers, ends, strict=True)
     ]
     # A pipeline computes a stage for many micro-batches in turn: it would gather the parameters for each.
-    options = {"mesh": mesh["dp", "fsdp"], "reshard_after_forward": plan.pp == 1}
+    options: dict[str, Any] = {"mesh": mesh["dp", "fsdp"], "reshard_after_forward": plan.pp == 1}
     for stage in local:
         for block in stage.blocks:
             fully_shard(block, **options)

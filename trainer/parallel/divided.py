@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -109,7 +109,7 @@ class TensorParallel(Divided):
         Returns this worker's part of the step's loss: the mean over all workers is the loss.
         """
         part = self._mean(inputs, targets) * micros[0].weight
-        part.backward()
+        part.backward()  # type: ignore[no-untyped-call]
         return part.detach() * self._plan.tp
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Pipeline(Divided):
     def _loss_of(self, scores: Tensor, targets: Tensor) -> Tensor:
         return nats(scores, targets, self._tp) * self._scale
 
-    def _on_both(self) -> list[nn.Parameter]:
+    def _on_both(self) -> list[Tensor]:
         """The parameters that the first and the last worker of the pipeline have."""
         return [self._part.embed_byte.weight] if hasattr(self._part, "embed_byte") else []
 

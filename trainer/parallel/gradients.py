@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def clip(parameters: Iterable[nn.Parameter], norm_max: float, twice: Collection[nn.Parameter] = ()) -> Tensor:
+def clip(parameters: Iterable[nn.Parameter], norm_max: float, twice: Collection[Tensor] = ()) -> Tensor:
     """Scale the gradients so that their norm, over all workers' parts of all parameters, is at most `norm_max`.
 
     Returns the norm before. Each part counts once, however many workers have it: a DTensor says so for its mesh, and
@@ -38,7 +38,7 @@ def local(tensor: Tensor) -> Tensor:
     return found
 
 
-def _is_in(parameter: nn.Parameter, some: Collection[nn.Parameter]) -> bool:
+def _is_in(parameter: nn.Parameter, some: Collection[Tensor]) -> bool:
     # `in` would compare the contents.
     return any(parameter is one for one in some)
 

@@ -78,10 +78,10 @@ def in_usual_order(name: str, parameter: Tensor, heads: int) -> Tensor:
     """A whole parameter of that name with its rows as the whole network has them."""
     if _BY_HEAD not in name:
         return parameter
-    rows = parameter.unflatten(0, (heads, 3, -1))
+    rows = parameter.reshape(heads, 3, -1, *parameter.shape[1:])
     return rows.transpose(0, 1).flatten(0, 2).contiguous()
 
 
 def _by_head(parameter: Tensor, heads: int) -> Tensor:
-    rows = parameter.unflatten(0, (3, heads, -1))
+    rows = parameter.reshape(3, heads, -1, *parameter.shape[1:])
     return rows.transpose(0, 1).flatten(0, 2).contiguous()

@@ -43,9 +43,10 @@ class Whole:
         Returns this worker's part of the step's loss: the mean over all workers is the loss.
         """
         with self._autocast:
-            loss: Tensor = self.model(inputs, targets) * micros[0].weight
+            loss = self.model(inputs, targets) * micros[0].weight
         loss.backward()
-        return loss.detach()
+        found: Tensor = loss.detach()
+        return found
 
     def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
         """A pass whose gradients do not count: DDP settles in which order it sums, and the compiler does its work."""

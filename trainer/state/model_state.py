@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -194,7 +194,7 @@ def _by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
     """The weights and moments of the parameters that this rank has, by their names."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    weights, moments = get_state_dict(model, optimizers)
+    weights, moments = cast(tuple[Any, Any], get_state_dict(model, optimizers))
     # The names in a group differ between the ranks, and its options do not.
     groups = [{key: value for key, value in group.items() if key != "params"} for group in moments["param_groups"]]
     return {"model": PerRank(weights), "optimizer": {"state": PerRank(moments["state"]), "param_groups": groups}}
@@ -204,7 +204,7 @@ def _put_by_name(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any
     """Load what `_by_name` returned on ranks that had these names. Raises ValueError if some are missing."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    own_weights, own_moments = get_state_dict(model, optimizers)
+    own_weights, own_moments = cast(tuple[Any, Any], get_state_dict(model, optimizers))
     missing = [name for name in own_weights if not isinstance(weights.get(name), Tensor)]
     kept = moments["state"]
     missing += [f"the optimizer's {name}" for name, its in own_moments["state"].items() if its and not kept.get(name)]
@@ -214,5 +214,5 @@ def _put_by_name(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any
         {**options, "params": own["params"]}
         for own, options in zip(own_moments["param_groups"], moments["param_groups"], strict=True)
     ]
-    state = {"state": dict(kept), "param_groups": groups}
+    state: Any = {"state": dict(kept), "param_groups": groups}
     set_state_dict(model, optimizers, model_state_dict=dict(weights), optim_state_dict=state)
