@@ -20,20 +20,10 @@ from elaunch.trainer.parallel.estimate import Worker, estimate
 from elaunch.trainer.parallel.plan import PlanError, fit, parse
 
 SHAPE = Shape(layers=8, heads=8, width=384, context=128, global_batch=32, micro_batch=4)
-PLANS: tuple[str, ...] = (
-    "ddp",
-    "zero1",
-    "zero2",
-    "fsdp2",
-    "hsdp",
-    "tp=2",
-    "fsdp=2,tp=2",
-    "tp=4",
-    "pp=2",
-    "pp=4",
-    "fsdp=2,pp=2",
-)
-PLANS += ("tp=2,pp=2", "pp=4,schedule=gpipe", "pp=2,schedule=interleaved")
+PLANS = [
+    *("ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp=2", "fsdp=2,tp=2", "tp=4", "pp=2", "pp=4", "fsdp=2,pp=2"),
+    *("tp=2,pp=2", "pp=4,schedule=gpipe", "pp=2,schedule=interleaved"),
+]
 WORKERS, STEPS = 4, 6
 _LIMIT_S = 300.0
 
