@@ -18,11 +18,11 @@ from elaunch.trainer.memory.restore import NodeMemory, drop_newer, gather, take_
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
-from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.rank_objects import equal
 from elaunch.trainer.state.region import fingerprint
 from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.tree import State
 from elaunch.trainer.state.version import Version
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Copies:
         self._is_durable = storage is not None
         # The version that `put_down` stored last, which buffers that were, and the rest.
         self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
+        self._staged: State = {}
         # How many completed steps `restore` has lost.
         self.repeated = 0
         # The state that all ranks have compared, and the newest snapshot of such a state.
@@ -179,7 +180,7 @@ class Copies:
         `per_rank` stays: its objects may have fetched the next step's batch already.
         """
         stored, buffers, own = self._put
-        random = rng_state.capture(self._training.device)
+        random = self._training.random.capture()
         if stored == version and not equal(random, own["random"]):
             self._put = (version, buffers, {**own, "random": random})
             self._stage(version)
@@ -188,7 +189,11 @@ class Copies:
         if self._records is None or not self._has_room_for_own:
             return
         try:
-            self._records.stage(version, {"buffers": self._training.buffers(), **self._put[2]})
+            state = {"buffers": self._training.buffers(), **self._put[2]}
+            # Often there is nothing else and nobody draws random numbers. The same object says so.
+            if state["buffers"] or "per_rank" in state or state["random"] is not self._staged.get("random"):
+                self._staged = state
+            self._records.stage(version, self._staged)
             if version in self.steps.versions:
                 self._keep(version)
         except (OSError, NotPlain) as error:
