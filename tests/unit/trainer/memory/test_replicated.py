@@ -433,7 +433,8 @@ def test_a_state_that_comes_again_is_there_for_each_step(tmp_path: Path) -> None
         records.stage(Version(0, step), other if step == 5 else same)
 
     found = {step: records.find(Version(0, step)) for step in range(3, 8)}
-    assert found.pop(3) is None and found.pop(4) is None
+    assert found.pop(3) is None
+    assert found.pop(4) is None
     assert [its["random"].tolist() for its in found.values()] == [[1] * 5, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     # After a step that was given up, and after a file that is gone.
     records.drop_newer(Version(0, 6))
