@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _interrupt(signum: int, _frame: object) -> None:
     for each in _SIGNALS:
-        # The end of the training is waited for.
+        # The end of the training is waited for: see `train`.
         signal.signal(each, signal.SIG_IGN)
     raise Interrupted(signum)
 
@@ -130,13 +130,16 @@ def train(
     with ExitStack() as stack:
         target = stack.enter_context(log.open("wb")) if log else None
         command = [sys.executable, "-m", "elaunch", *words]
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=target, stderr=target)
+        # In a session of its own: Ctrl-C at the terminal reaches it through this process alone, and so once.
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=target, stderr=target, start_new_session=True)
         try:
             _strike(job, kills, out, out.parent / "logs")
             code = job.wait()
-        except BaseException:
-            # A Ctrl-C at the terminal has reached the job, too. Another signal has not.
-            job.send_signal(signal.SIGTERM)
+        except BaseException as error:
+            for signum in _SIGNALS if isinstance(error, Interrupted) else ():
+                # Ctrl-C again ends it at once.
+                signal.signal(signum, lambda again, _: job.send_signal(again))
+            job.send_signal(error.signum if isinstance(error, Interrupted) else signal.SIGTERM)
             job.wait()
             raise
     if code:

@@ -71,7 +71,7 @@ def test_a_signal_ends_it_with_one_sentence_and_leaves_nothing(tmp_path: Path, s
             said += process.stdout.readline()
         below = psutil.Process(process.pid).children(recursive=True)
 
-        # Ctrl-C reaches the training, too, and `kill` does not.
+        # Ctrl-C reaches all of the terminal's processes.
         os.killpg(process.pid, signum) if signum == signal.SIGINT else process.send_signal(signum)
         said += process.stdout.read()
 
@@ -81,6 +81,7 @@ def test_a_signal_ends_it_with_one_sentence_and_leaves_nothing(tmp_path: Path, s
         " make demo begins anew\n"
     )
     assert "Traceback" not in said
+    assert re.findall(r"^elaunch: (SIG\w+): ", said, re.MULTILINE) == [signum.name], "the training gets it once"
     # Whatever the training has said of its files is true afterwards.
     folders = re.findall(r"^elaunch: the workers' output is in (\S+)$", said, re.MULTILINE)
     assert folders
