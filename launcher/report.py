@@ -118,7 +118,7 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
             f" ({failure.message.removeprefix(f'raised {failure.exception}: ')}); give the name of a module that can be"
             f" run, below the current folder or PYTHONPATH; exit code {outcome.exit_code}\n"
         )
-    if failure and (said := _wrong_arguments(failure)):
+    if failure and outcome.restarts == 0 and (said := _wrong_arguments(failure)):
         head = f"elaunch: {spec.program.target} FAILED on {failure.host}: rank {failure.rank} {said}"
         next_step = f"Next step: {failure.advice}.\n" if failure.advice else ""
         log = f"elaunch: its output is in {failure.log_path}\n" if failure.log_path else ""

@@ -336,18 +336,22 @@ OF_ARGPARSE = replace(
 
 
 def test_what_a_program_says_of_its_own_arguments_is_one_line() -> None:
-    assert failed(WRONG_ARGUMENTS) == (
+    assert refused(WRONG_ARGUMENTS) == (
         "elaunch: train.py FAILED on node-a: rank 5 exited with code 2 (the exit code of a wrong command line): No such"
         " option: --stepz (Possible options: --steps); see elaunch -m elaunch.trainer --help; exit code 1\n"
     )
-    assert failed(OF_ARGPARSE) == (
+    assert refused(OF_ARGPARSE) == (
         "elaunch: train.py FAILED on node-a: rank 5 exited with code 2 (the exit code of a wrong command line;"
         " unrecognized arguments: --lrr); exit code 1\n"
         "Next step: correct the arguments behind the script; train.py --help lists them.\n"
     )
-    assert "elaunch: its output is in /logs/5/stderr.log\n" in failed(
-        replace(WRONG_ARGUMENTS, log_path="/logs/5/stderr.log"), Path("/logs")
-    )
+    log_path = "/logs/5/stderr.log"
+    assert f"elaunch: its output is in {log_path}\n" in refused(replace(WRONG_ARGUMENTS, log_path=log_path))
+
+
+def refused(failure: Failure) -> str:
+    """The report on a job that ends by this failure without a restart."""
+    return report(replace(FAILED, restarts=0, failure=failure), SPEC, None)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +365,11 @@ def test_what_a_program_says_of_its_own_arguments_is_one_line() -> None:
     ids=["nothing said", "much said", "progress", "another code"],
 )
 def test_another_end_with_few_words_has_the_whole_report(other: Failure) -> None:
-    assert "Root Cause" in failed(other)
+    assert "Root Cause" in refused(other)
+
+
+def test_a_job_that_has_restarted_says_why_it_stopped_after_any_failure() -> None:
+    assert "Why it stopped: " in failed(WRONG_ARGUMENTS)
 
 
 def test_output_that_was_one_pipe_is_not_called_stderr() -> None:
