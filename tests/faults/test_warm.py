@@ -342,8 +342,10 @@ def test_it_ends_when_no_job_has_used_it_for_its_time(tmp_path: Path, place: Pat
 def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
 
-    shown, ended, after = command("--status"), command("--stop"), command("--status")
+    alone, shown, ended, after = command(), command("--status"), command("--stop"), command("--status")
 
+    assert alone.stdout.splitlines()[1:] == shown.stdout.splitlines()[1:]
+    assert (alone.returncode, alone.stdout[:20]) == (0, shown.stdout[:20])
     assert re.match(
         rf"pid {pid}, since 20\d\d-.*, 1[45]\.\d min left, \d+ MB of memory\n  imported: heavy\n", shown.stdout
     )
