@@ -90,7 +90,8 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
     learned = read(config.imports_file)
     if preload == DEFAULT_PRELOAD and learned.without_torch == state_of_command(program):
         preload = ()
-    return ForkServer(program, preload, environment, config.ignored, learned, warm_s=config.warm_s)
+    sharers = config.slots if config.shares_cores else 0
+    return ForkServer(program, preload, environment, config.ignored, learned, warm_s=config.warm_s, sharers=sharers)
 
 
 class AgentRun:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _NVIDIA = "/dev/nvidiactl"
+_TRAINER = "elaunch.trainer"
 # Commands that print an answer and end. Their reader may have read enough before (`| head`).
 _PRINTERS = ("doctor", "report", "stacks", "status", "top", "warm")
 
@@ -108,10 +109,18 @@ def _main() -> int:
         if isinstance(asked, HelpRequested):
             print(asked.text)
             return 0
+        if _asks_for_help_of_trainer(asked):
+            # A job would import torch first, on behalf of workers that print a text.
+            os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
         return run(asked, as_started(os.environ))
     except (UsageError, SiteError) as error:
         _say_in(_asked_format(sys.argv[1:], os.environ), str(error), "error")
         return 2 if isinstance(error, UsageError) else 3
+
+
+def _asks_for_help_of_trainer(options: Options) -> bool:
+    """Whether the program is the bundled trainer, and is only to print its options. Of a user's nobody knows that."""
+    return options.module and options.target == _TRAINER and not {"-h", "--help"}.isdisjoint(options.args)
 
 
 def _doctor(argv: list[str]) -> int:

@@ -43,7 +43,7 @@ class ForkServer:
 
     `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
     With `warm_s` it is forked from a fork server that an earlier job has left behind, if that fits; `cold` says why it
-    was not, `began_from` which one it was. The one that is left may be idle for so long.
+    was not, `began_from` which one it was. The one that is left may be idle for so long. `sharers` as in `Boot`.
     Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
     wait in the socket. `fileno` is readable when `receive` has news.
     """
@@ -58,11 +58,13 @@ class ForkServer:
         *,
         is_paced: bool = False,
         warm_s: float = 0.0,
+        sharers: int = 0,
     ) -> None:
         self._program = program
         self._environment = environment
         self._ignored = ignored
         self._is_paced = is_paced
+        self.sharers = sharers
         self.preload = preload
         self.learned = learned
         self._successor: ForkServer | None = None
@@ -138,6 +140,7 @@ class ForkServer:
             self._ignored,
             learned=self.learned,
             is_paced=self._is_paced,
+            sharers=self.sharers,
         )
 
     def _start(self) -> tuple[socket.socket, Process]:

@@ -66,6 +66,7 @@ class Stdio:
                 # The only worker of a job keeps its terminal: progress bars and debuggers work as without elaunch.
                 return out, os.dup(2) if os.isatty(2) else self._pipe(group, local_rank, Streams.ERR)
             # One pipe for both streams keeps their order, as without elaunch.
+            group.mixed.add(local_rank)
             both = self._pipe(group, local_rank, Streams.ERR)
             return both, os.dup(both)
         return self._pipe(group, local_rank, Streams.OUT), self._pipe(group, local_rank, Streams.ERR)
@@ -131,5 +132,5 @@ class Stdio:
 
 
 def _fold(group: WorkerGroup) -> TracebackFold | None:
-    """What holds back a survivor's traceback. A worker that is alone has no peer to lose."""
-    return TracebackFold(tells_of_lost_peer) if group.table.world_size > 1 else None
+    """What holds back tracebacks that tell nothing new. A worker that is alone has no peer that tells the same."""
+    return TracebackFold(tells_of_lost_peer, lambda: group.is_interrupted) if group.table.world_size > 1 else None

@@ -175,7 +175,7 @@ _OUTPUT = (
         "ranks-filter", Group.OUTPUT, "RANKS", "global ranks on the console, as 0,8", values.ranks,
         default_text="all",
     ),
-    _switch("show-all-tracebacks", Group.OUTPUT, "also those of ranks that only lost a peer"),
+    _switch("show-all-tracebacks", Group.OUTPUT, "also those about a lost peer, or of Ctrl-C"),
     OptionSpec(
         "log-format", Group.OUTPUT, "FORM", "text (with times in files), plain, json", values.log_format,
         default=LogFormat.TEXT, default_text="text",

@@ -243,6 +243,18 @@ def test_another_number_of_threads_makes_it_cold(tmp_path: Path, place: Path) ->
     assert "a fork server stays" in ended.stderr
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is one thread for any number of workers")
+def test_another_number_of_workers_makes_it_cold_and_is_named_as_the_reason(tmp_path: Path, place: Path) -> None:
+    nothing = script(tmp_path, "", "nothing.py")
+    leave_one(tmp_path, *WARM)
+    cores = len(os.sched_getaffinity(0))
+
+    more = run(tmp_path, *WARM, "--nproc-per-node", str(cores), os.fspath(nothing))
+
+    assert cold(more).startswith(f"{cores} workers here, and 1 worker before: each has another share of the cores (OMP")
+    assert "OMP_NUM_THREADS in the shell" in cold(more)
+
+
 @pytest.mark.slow
 def test_another_limit_makes_it_cold(tmp_path: Path, place: Path) -> None:
     first(tmp_path)
@@ -330,8 +342,10 @@ def test_it_ends_when_no_job_has_used_it_for_its_time(tmp_path: Path, place: Pat
 def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
 
-    shown, ended, after = command("--status"), command("--stop"), command("--status")
+    alone, shown, ended, after = command(), command("--status"), command("--stop"), command("--status")
 
+    assert alone.stdout.splitlines()[1:] == shown.stdout.splitlines()[1:]
+    assert (alone.returncode, alone.stdout[:20]) == (0, shown.stdout[:20])
     assert re.match(
         rf"pid {pid}, since 20\d\d-.*, 1[45]\.\d min left, \d+ MB of memory\n  imported: heavy\n", shown.stdout
     )
