@@ -19,6 +19,7 @@ import stat
 import sys
 import threading
 from contextlib import suppress
+from itertools import compress
 from types import FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -137,18 +138,24 @@ def _flush_files() -> bool:
     Such an object ends when nothing refers to it any more, and the garbage collector may have to find that out.
     """
     objects = gc.get_objects()
-    kinds = {id(kind): kind for kind in map(type, objects)}
+    # There may be half a million. By number, since a program's classes may be equal, or have no hash.
+    kinds = dict(zip(map(id, map(type, objects)), map(type, objects), strict=True))
+
+    def of_kinds(numbers: set[int]) -> list[object]:
+        return list(compress(objects, map(numbers.__contains__, map(id, map(type, objects))))) if numbers else []
+
     # Each flush goes through all files below it.
     files = {key for key, kind in kinds.items() if issubclass(kind, _BUFFERED)}
     is_alone, is_all = len(sys._current_frames()) == 1, True
-    for each in [each for each in objects if id(type(each)) in files] if files else ():
+    for each in of_kinds(files):
         with suppress(Exception):
             if is_alone or not _may_block(each):
                 # Closed, or no room: Python would not say so either.
                 each.flush()
             else:
                 is_all = False
-    if id(GeneratorType) in kinds and any(type(each) is GeneratorType and _is_programs(each) for each in objects):
+    generators: list[Any] = of_kinds({id(GeneratorType)} & kinds.keys())
+    if any(map(_is_programs, generators)):
         return False
     return is_all and not any(map(_writes_at_end, kinds.values()))
 

@@ -43,7 +43,9 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Brought
     root.handlers = handlers
     sys.meta_path[:] = finders
     sys.modules.pop(NAME, None)
-    logging.getLogger("of_the_library").handlers.clear()
+    log = logging.getLogger("of_the_library")
+    log.propagate = True
+    log.handlers.clear()
 
 
 def imported(brought: Brought) -> ModuleType:
@@ -74,20 +76,18 @@ def test_a_rank_that_the_program_has_given_stays(brought: Brought, monkeypatch: 
     assert importlib.import_module(NAME).only_zero.rank == 5
 
 
-def test_a_library_has_its_own_handler_where_the_program_has_none(brought: Brought) -> None:
-    log = imported(brought).log
-
-    assert len(log.handlers) == 1
-    assert not log.propagate
-
-
-def test_a_library_has_no_handler_where_the_program_has_set_up_logging_before(brought: Brought) -> None:
-    logging.getLogger().addHandler(logging.NullHandler())
+@pytest.mark.parametrize("of_the_program", [(), (logging.NullHandler(),)])
+def test_a_library_has_a_handler_of_its_own_only_where_the_program_has_set_up_no_logging(
+    brought: Brought, monkeypatch: pytest.MonkeyPatch, of_the_program: tuple[logging.Handler, ...]
+) -> None:
+    # pytest adds handlers of its own.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [*of_the_program])
 
     log = imported(brought).log
 
-    assert not log.handlers
-    assert log.propagate
+    own = [each for each in log.handlers if type(each) is logging.StreamHandler]
+    assert len(own) == (0 if of_the_program else 1)
+    assert log.propagate == bool(of_the_program)
 
 
 @pytest.mark.parametrize(
