@@ -6,6 +6,7 @@ what the user waits for. All that is needed later is imported meanwhile.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -36,6 +37,8 @@ def main() -> NoReturn:
 
     Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address was not to be had, 128 + n ended by signal n.
     """
+    # Python would look for garbage a hundred times while elaunch imports, and there is none. The agent has it on again.
+    gc.disable()
     as_command(_main)
 
 
@@ -75,9 +78,13 @@ def as_command(work: Callable[[], int]) -> NoReturn:
 def _main() -> int:
     # Imported here, so that a Ctrl-C meanwhile is none that Python shows with a traceback.
     from elaunch.launcher.errors import SiteError, UsageError
+    from elaunch.launcher.options.commands import COMMANDS
     from elaunch.launcher.options.options import HelpRequested, parse
     from elaunch.launcher.resources import as_started
 
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        # Some of them run for long (`elaunch top`, `elaunch store`).
+        gc.enable()
     if "_ELAUNCH_COMPLETE" in os.environ:
         from elaunch.launcher.completion import answer
 
@@ -159,6 +166,7 @@ def run(
 
     say = partial(_say_in, options.log_format)
     if cluster.task > 0:
+        gc.enable()
         return wait_for_agent(cluster, say)
     with seen_by_others(cluster, say):
         return _run_agent(options, environ, cluster, tell)

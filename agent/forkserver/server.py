@@ -100,6 +100,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
+    quick_end.know_libraries()
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)

@@ -314,6 +314,22 @@ def test_one_that_is_stopped_for_long_takes_no_connection_and_makes_no_start_wai
     assert stayed()["pid"] != pid
 
 
+def test_who_waits_for_one_that_still_imports_is_told_so_and_starts_from_it(tmp_path: Path, place: Path) -> None:
+    heavy = tmp_path / "lib" / "site-packages" / "heavy.py"
+    waits = "while 'warm' in open('/proc/self/comm').read() and not os.path.exists(GO):\n    time.sleep(0.01)\n"
+    heavy.write_text(f"import os, time\nWORD, GO = 'late', {os.fspath(tmp_path / 'go')!r}\n{waits}")
+    left = again(tmp_path)
+
+    with Job(tmp_path, *WARM, "train.py", env=options()) as job:
+        job.wait_for_output("still imports; this start waits for it")
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.output
+
+    assert "still imports" not in left.stderr
+    assert "warm start: from the fork server" in job.stderr
+    assert "told late" in job.stdout
+
+
 def test_many_that_ask_at_once_are_all_answered(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
     (path,) = place.glob("[0-9a-f]*")
