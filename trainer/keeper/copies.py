@@ -65,9 +65,8 @@ class Copies:
         self._nodes = peers.from_all(node_of(Path(folder)) if folder else "")
         if folder:
             layout, speaks = training.layout(), self._nodes.index(self._nodes[peers.rank]) == peers.rank
-            if peers.world_size == 1 < place.world_size:
-                # Another process on the node may keep a training of this name for itself too.
-                name = f"{name}-{place.rank}"
+            # Another process on the node may keep a training of this name for itself too.
+            name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             memory = ReplicatedMemory(Path(folder), name, layout, place.rank, place.world_size)
             self._node_memory = NodeMemory(memory, name, layout, place.world_size, speaks, say)
         self._parts: ShardedMemory | None = None
@@ -91,12 +90,10 @@ class Copies:
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
         self._said: set[str] = set()
-        self.disk = DiskCopies(training, peers, storage, place.generation, say)
-        self._is_durable = storage is not None
+        self.disk, self._is_durable = DiskCopies(training, peers, storage, place.generation, say), storage is not None
         # The version that `put_down` stored last, which buffers that were, and the rest.
         self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
-        # How many completed steps `restore` has lost.
-        self.repeated = 0
+        self.repeated = 0  # How many completed steps `restore` has lost.
         # The state that all ranks have compared, and the newest snapshot of such a state.
         self.compared: Version | None = None
         self.verified: Version | None = None
