@@ -23,7 +23,10 @@ def joined(*, follows: bool = False, timeout_s: float = 60.0) -> Iterator[str]:
         name,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout_s),
+        # TCP, also within a host. TensorPipe's shared memory has a thread in each process that never sleeps.
+        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+            rpc_timeout=timeout_s, _transports=["uv"], _channels=["basic"]
+        ),
     )
     if follows:
         # Without this it would get SIGTERM at a stop. After a failure it gets that all the same, and ends at once.

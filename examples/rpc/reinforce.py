@@ -1,6 +1,6 @@
 """Reinforcement learning: observers play, an agent chooses every action by RPC and learns from all their games.
 
-elaunch --roles agent=1,observer=2 reinforce.py --rounds 100
+elaunch --roles agent=1,observer=2 reinforce.py --rounds 50
 
 The environment is a pole on a cart. The agent's Keeper has the policy. The observers have no state: a round begins
 anew if a process dies in it, with the same games.
@@ -23,7 +23,7 @@ from torch.distributed import rpc
 
 from elaunch.trainer import Keeper
 
-STEPS_MAX = 200
+STEPS_MAX = 100
 
 
 @dataclass
@@ -113,7 +113,7 @@ def learn(observers: list[str], args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--checkpoints", default="checkpoints-agent")
     args = parser.parse_args()
     role = os.environ["ROLE_NAME"]
