@@ -15,7 +15,7 @@ PEER_LOST = re.compile(
     r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .{0,200} disconnected"
     r"|so_error: connection refused|collective operation timeout"
     r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients"
-    r"|\(this error originated at tensorpipe/|rpc ran for more than set timeout"
+    r"|\(this error originated at tensorpipe/"
     # The Keeper's words for the status of a group.
     r"|\((?:TIMEOUT|COMM_ERROR|REMOTE_ERROR), group \w"
     rf"|{TIMED_OUT}",

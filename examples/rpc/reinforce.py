@@ -13,7 +13,6 @@ import hashlib
 import math
 import os
 import sys
-import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -46,12 +45,11 @@ class Pole:
 
 @dataclass
 class Agent:
-    """The policy. It remembers how likely the actions of this round's games were."""
+    """The policy. It remembers this round's games: for each action the state, and whether it went to the right."""
 
     policy: nn.Module
-    games: dict[str, list[Tensor]] = field(default_factory=dict)
+    games: dict[str, list[tuple[list[float], bool]]] = field(default_factory=dict)
     dice: dict[str, torch.Generator] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, round_: int, observers: list[str]) -> None:
         self.games = {name: [] for name in observers}
@@ -60,21 +58,20 @@ class Agent:
 
     def choose(self, observer: str, state: list[float]) -> bool:
         """Runs in a thread of RPC's for each observer; the result does not depend on their order."""
-        probability = torch.sigmoid(self.policy(torch.tensor(state)))[0]
-        right = bool(torch.rand((), generator=self.dice[observer]) < probability)
-        self.games[observer].append((probability if right else 1 - probability).log())
+        with torch.no_grad():
+            probability = torch.sigmoid(self.policy(torch.tensor(state)))
+        right = bool(torch.rand(1, generator=self.dice[observer]) < probability)
+        self.games[observer].append((state, right))
         return right
 
     def loss(self) -> Tensor:
         """REINFORCE: what came before a long rest of a game becomes more likely."""
         games = [self.games[name] for name in sorted(self.games)]
-        returns = [torch.arange(len(game), 0, -1.0) for game in games]
-        every = torch.cat(returns)
-        mean, deviation = every.mean(), every.std() + 1e-6
-        weighed = [
-            (torch.stack(game) * (each - mean) / deviation).sum() for game, each in zip(games, returns, strict=True)
-        ]
-        return -torch.stack(weighed).sum()
+        states, rights = (torch.tensor([move[part] for game in games for move in game]) for part in (0, 1))
+        rests = torch.cat([torch.arange(len(game), 0, -1.0) for game in games])
+        chances = torch.sigmoid(self.policy(states))[:, 0]
+        logs = torch.where(rights, chances, 1 - chances).log()
+        return -(logs * (rests - rests.mean()) / (rests.std() + 1e-6)).sum()
 
 
 def play(agent: rpc.RRef[Agent], round_: int) -> int:

@@ -8,6 +8,7 @@ An ensemble: each other worker has one expert, and worker 0 has the gate. All ex
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 from pathlib import Path
 
@@ -57,6 +58,9 @@ def train(workers: list[str], args: argparse.Namespace) -> None:
         if step % CHECKPOINT_EVERY == 0:
             save(args.checkpoint, step, gate, modules)
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    values = [value for each in modules for value in each.rpc_sync().state_dict().values()]
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in values))
+    print(f"parameters {digest.hexdigest()[:12]}", flush=True)
 
 
 def save(path: Path, step: int, gate: nn.Module, modules: list[rpc.RRef[nn.Module]]) -> None:

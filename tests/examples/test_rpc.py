@@ -74,6 +74,7 @@ def end_of(program: Program, unfailed: dict[str, list[str]], folder: Path) -> li
         job = finished(folder / "unfailed", *program.words)
         assert job.code == 0, job.output
         unfailed[program.name] = ends(job)
+        assert unfailed[program.name], job.output
     return unfailed[program.name]
 
 
@@ -107,7 +108,8 @@ def test_the_death_of_a_process_changes_nothing_of_the_result(
     assert ends(job) == expected, job.output
     if program is not MODULES:
         # Its checkpoint is of some steps before.
-        assert "0 steps are repeated" in job.output or "goes on after step" in job.output, job.output
+        # A server that is killed between a step's end and its copy repeats that step: no trainer has seen it.
+        assert re.search(r"(?:0 steps are|1 step is) repeated|goes on after step (?!1\d\b)\d\d", job.output), job.output
     first = [e for e in timeline(tmp_path) if e["generation"] == 0 and e["event"] == "exited"]
     assert len(first) == len({e["rank"] for e in timeline(tmp_path) if e["event"] == "forked"})
     moments = [e["monotonic_s"] for e in first]
