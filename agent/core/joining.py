@@ -90,13 +90,14 @@ def _name_of_job(agent: Agent) -> str:
 
 
 def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
-    """A word of several agents on one host, which is rarely meant: their workers share its accelerators."""
-    agents = sum(host_of(seat.node_id) == host for seat in table.seats)
-    return (
-        (Say(f"{agents} agents of this job run on {host}; was one meant for another host?", "warning"),)
-        if agents > 1
-        else ()
-    )
+    """A word of several agents on one host, which is rarely meant: their workers share its accelerators.
+
+    Agents with a role each are meant.
+    """
+    roles = [seat.role for seat in table.seats if host_of(seat.node_id) == host]
+    if len(roles) == len(set(roles)):
+        return ()
+    return (Say(f"{len(roles)} agents of this job run on {host}; was one meant for another host?", "warning"),)
 
 
 def _why_seatless(agent: Agent, table: RankTable) -> str:
