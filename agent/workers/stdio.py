@@ -14,6 +14,7 @@ from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
 from elaunch.agent.terminal import terminal_size
 from elaunch.agent.workers.group import WorkerGroup
+from elaunch.rendezvous.rules.roles import role_of
 
 
 class Stdio:
@@ -123,7 +124,8 @@ class Stdio:
     def _prefix(self, group: WorkerGroup, local_rank: int) -> bytes:
         if self._plan.prefix_template is None:
             return b"" if group.table.world_size == 1 else f"[{group.rank(local_rank)}] ".encode()
-        names = {"role_name": self._role, "rank": str(group.rank(local_rank)), "local_rank": str(local_rank)}
+        role = role_of(self._role, group.slots, local_rank)
+        names = {"role_name": role, "rank": str(group.rank(local_rank)), "local_rank": str(local_rank)}
         return Template(self._plan.prefix_template).safe_substitute(names).encode()
 
     def _on_console(self, group: WorkerGroup, local_rank: int) -> bool:

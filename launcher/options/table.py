@@ -213,7 +213,11 @@ _WORKERS = (
     _switch("virtual-local-rank", Group.WORKERS, "LOCAL_RANK 0 and one visible GPU each", peer="virtual-local-rank"),
     OptionSpec(
         "role", Group.WORKERS, "NAME", "ROLE_NAME, and the prefix of console lines",
-        values.name(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
+        values.role(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
+    ),
+    OptionSpec(
+        "roles", Group.WORKERS, "NAME=N,…", "N workers of each role here, in this order",
+        values.roles(ROLE_BYTES_MAX), default="", default_text="none",
     ),
 )  # fmt: skip
 

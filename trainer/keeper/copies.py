@@ -15,6 +15,7 @@ from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.recovery_plan import decide, pieces_on_nodes, repeated, sentence
 from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
 from elaunch.trainer.memory.restore import NodeMemory, drop_newer, gather, take_over
+from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
@@ -60,12 +61,16 @@ class Copies:
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
         self.groups = GroupStatus()
         self._node_memory = None
+        # Of the ranks of this group: the job may have others on the node, of another role.
+        self._nodes = peers.from_all(node_of(Path(folder)) if folder else "")
         if folder:
-            layout, speaks = training.layout(), place.local_rank == 0
+            layout, speaks = training.layout(), self._nodes.index(self._nodes[peers.rank]) == peers.rank
+            # Another process on the node may keep a training of this name for itself too.
+            name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             memory = ReplicatedMemory(Path(folder), name, layout, place.rank, place.world_size)
             self._node_memory = NodeMemory(memory, name, layout, place.world_size, speaks, say)
         self._parts: ShardedMemory | None = None
-        if training.is_in_parts and all(peers.from_all(bool(folder))):
+        if training.is_in_parts and all(self._nodes):
             parts = Path(folder, f"{name}.parts")
             parts.mkdir(mode=0o700, exist_ok=True)
             from elaunch.trainer.memory.sharded import ShardedMemory
@@ -85,13 +90,11 @@ class Copies:
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
         self._said: set[str] = set()
-        self.disk = DiskCopies(training, peers, storage, place.generation, say)
-        self._is_durable = storage is not None
+        self.disk, self._is_durable = DiskCopies(training, peers, storage, place.generation, say), storage is not None
         # The version that `put_down` stored last, which buffers that were, and the rest.
         self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
         self._staged: State = {}
-        # How many completed steps `restore` has lost.
-        self.repeated = 0
+        self.repeated = 0  # How many completed steps `restore` has lost.
         # The state that all ranks have compared, and the newest snapshot of such a state.
         self.compared: Version | None = None
         self.verified: Version | None = None
@@ -373,9 +376,8 @@ class Copies:
         self.disk.close()
 
     def _mirrored(self) -> Mirror | None:
-        """The mirror that sends records to a second node; None if there is no second node or no memory. Collective."""
-        node_memory = self._node_memory
-        nodes = self._peers.from_all("" if node_memory is None else node_memory.node)
+        """The mirror that sends records to a second node; None if there is no second node or no memory."""
+        node_memory, nodes = self._node_memory, self._nodes
         if node_memory is None or not all(nodes) or len(set(nodes)) == 1:
             return None
         lost = "the communication hook" if self._training.has_large else "the random state of its ranks"
