@@ -30,7 +30,9 @@ def prepare(folder: Path, nanogpt: Path, vocabulary: int) -> None:
     text = b"".join(_library())
     held_out = len(text) // 20
     for name, part in (("train.bin", text[:-held_out]), ("val.bin", text[-held_out:])):
-        (data / name).write_bytes(array.array("H", part).tobytes())
+        tokens = array.array("H")
+        tokens.extend(part)
+        (data / name).write_bytes(tokens.tobytes())
     # nanoGPT takes the size of its vocabulary from here.
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocabulary}))
     link = folder / "configurator.py"

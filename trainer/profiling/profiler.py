@@ -88,9 +88,12 @@ class Profiler:
     ) -> None:
         if error is None:
             self._end()
-        elif self._recording is not None and self._leads and not isinstance(error, GeneratorExit):
-            # The other ranks may be gone, and there is no time.
-            self._say(f"no trace: the training stopped while {self._window} were profiled")
+        elif self._recording is not None:
+            # After an error the other ranks may be gone: the profiler waits for the GPU, and that may wait for them.
+            if isinstance(error, SystemExit | GeneratorExit) and not sys.is_finalizing():
+                self._recording.abandon()
+            if self._leads and not isinstance(error, GeneratorExit):
+                self._say(f"profile: no trace, since the training stopped while {self._window} were profiled")
         self._recording = None
 
     def step(self) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+_LEVEL, _ERRORS = "KINETO_LOG_LEVEL", "5"
 
 
 class Recording:
@@ -29,11 +32,16 @@ class Recording:
         )
 
     def begin(self) -> None:
-        self._try(self._profile.start)
+        if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+            # Only one can be active: ours would end the program's own.
+            self._trouble = "the program uses torch.profiler itself in these steps"
+        with _quiet():
+            self._try(self._profile.start)
 
     def next_step(self) -> None:
         """A step has ended, and another begins."""
-        self._try(self._profile.step)
+        with _quiet():
+            self._try(self._profile.step)
 
     def abandon(self) -> None:
         """No step was recorded, and none will be."""
@@ -60,6 +68,19 @@ class Recording:
             call()
         except (RuntimeError, AssertionError) as error:
             self._trouble = f"torch.profiler failed: {str(error).partition(chr(10))[0]}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """kineto tells each stage on stderr, if nobody wants it otherwise. It reads the level when it is first used."""
+    if _LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LEVEL] = _ERRORS
+    try:
+        yield
+    finally:
+        del os.environ[_LEVEL]
 
 
 def _scratch() -> str | None:

@@ -74,7 +74,7 @@ def report(
     found = ranks.to_rank_0(mine)
     rounds, senders = ranks.from_rank_0(None if found is None else _asked(found))
     readings = _exchange_clocks(ranks, rounds)
-    contents = ranks.to_rank_0(mine.content if ranks.rank in senders else b"")
+    contents = ranks.to_rank_0(mine.content if ranks.leads or ranks.rank in senders else b"")
     if found is None or contents is None:
         return []
     offsets = clock_offsets([each.clock for each in found], readings)

@@ -43,7 +43,8 @@ class Bucket:
     """A collective as all its ranks had it: one bucket of gradients, or another one.
 
     `begins_ns` are from the begin of the step on rank 0, on its clock, by rank. `last` is the rank that began it last,
-    -1 if none was late; `late_ns` how long after the others, in the median of these.
+    -1 if none was late; `late_ns` how long after the others, in the median of these. `is_compared` says that this is
+    known.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Bucket:
     lengths_ns: Mapping[int, int]
     last: int
     late_ns: int
+    is_compared: bool
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ProfileSummary:
     @property
     def matched(self) -> int:
         """The collectives of which it is known who came last."""
-        return sum(len(bucket.begins_ns) > 1 for bucket in self.buckets)
+        return sum(bucket.is_compared for bucket in self.buckets)
 
 
 def summarize(
@@ -156,12 +158,13 @@ def _buckets(activities: Sequence[RankActivity], offsets: Sequence[ClockOffset])
     starts = _starts(activities, offsets)
     buckets = []
     for (step, _, kind, size, _), by_rank in sorted(found.items(), key=_first_begin):
-        is_known = not (nameless and several) and (not nameless or len(by_rank) == len(activities))
-        last, late_ns = _last(by_rank) if is_known and kind != "send_recv" else (-1, 0)
+        is_one = len(by_rank) > 1 and kind != "send_recv"
+        is_compared = is_one and not (nameless and (several or len(by_rank) < len(activities)))
+        last, late_ns = _last(by_rank) if is_compared else (-1, 0)
         start_ns = starts.get(step, 0)
         begins_ns = {rank: begin - start_ns for rank, (begin, _) in sorted(by_rank.items())}
         lengths_ns = {rank: end - begin for rank, (begin, end) in sorted(by_rank.items())}
-        buckets.append(Bucket(step, kind, size, begins_ns, lengths_ns, last, late_ns))
+        buckets.append(Bucket(step, kind, size, begins_ns, lengths_ns, last, late_ns, is_compared))
     return tuple(buckets), sentence
 
 
@@ -195,8 +198,6 @@ def _starts(activities: Sequence[RankActivity], offsets: Sequence[ClockOffset]) 
 
 def _last(by_rank: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     """The rank that began last and how long after the others, in their median; -1 if it was not late."""
-    if len(by_rank) < 2:
-        return -1, 0
     begins = sorted((begin, rank) for rank, (begin, _) in by_rank.items())
     begin_ns, rank = begins[-1]
     late_ns = begin_ns - begins[(len(begins) - 2) // 2][0]

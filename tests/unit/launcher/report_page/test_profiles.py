@@ -106,7 +106,7 @@ def test_what_a_file_says_is_text_on_the_page() -> None:
 def test_a_large_profile_makes_a_page_of_bounded_size() -> None:
     of = made()
     of["buckets"] = [of["buckets"][0]] * BUCKETS_MAX
-    of["steps"] = [{**of["steps"][0], "step": n} for n in range(1000)]
+    of["steps"] = [{**of["steps"][0], "step": n, "seconds": 0.03 if n == 10 else 0.02} for n in range(1000)]
 
     shown = read_profile(text(of))
 
