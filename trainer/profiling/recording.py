@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-_LEVEL, _ERRORS = "KINETO_LOG_LEVEL", "5"
+_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "6"
 
 
 class Recording:
@@ -40,8 +40,7 @@ class Recording:
 
     def next_step(self) -> None:
         """A step has ended, and another begins."""
-        with _quiet():
-            self._try(self._profile.step)
+        self._try(self._profile.step)
 
     def abandon(self) -> None:
         """No step was recorded, and none will be."""
@@ -72,11 +71,14 @@ class Recording:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """kineto tells each stage on stderr, if nobody wants it otherwise. It reads the level when it is first used."""
-    if _LEVEL in os.environ:
+    """kineto tells each stage on stderr, if nobody wants it otherwise. It reads the level when it is first used.
+
+    On a GPU it may have something to say: that this user may not look at it.
+    """
+    if _LEVEL in os.environ or torch.cuda.is_available():
         yield
         return
-    os.environ[_LEVEL] = _ERRORS
+    os.environ[_LEVEL] = _NOTHING
     try:
         yield
     finally:

@@ -26,8 +26,8 @@ def op(name: str, begin_ms: float, end_ms: float, tid: int = MAIN) -> Event:
 
 
 def gloo(begin_ms: float, end_ms: float, elements: int = 1000, name: str = "all_reduce") -> Event:
-    shapes = {"Input Dims": [[[elements]]], "Input type": ["TensorList"]}
-    return slice_of(f"gloo:{name}", begin_ms, end_ms, "cpu_op", GLOO, **shapes)
+    shapes = {"Input Dims": [[elements]], "Input type": ["float"]}
+    return slice_of(f"gloo:{name}", begin_ms, end_ms, "user_annotation", GLOO, **shapes)
 
 
 def kernel(name: str, begin_ms: float, end_ms: float, **args: object) -> Event:
