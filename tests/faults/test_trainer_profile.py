@@ -37,19 +37,21 @@ def test_a_worker_killed_in_a_profiled_step_costs_the_trace_and_no_step_and_the_
 def test_a_disk_that_is_full_while_steps_are_profiled_costs_their_files_and_is_said(
     tmp_path: Path, calm_training: CalmTrainings
 ) -> None:
-    held = "hold:forward-0-11-0"
+    held = "hold:forward-0-15-0"
     with (
         small_disk(tmp_path / "disk") as disk,
-        OneNode(tmp_path / "run", 2, "--profile", "10-12", asks=[held], disk=disk) as run,
+        OneNode(tmp_path / "run", 2, "--profile", "14-16", asks=[held], disk=disk) as run,
     ):
-        run.wait_for("held", step=11)
+        run.wait_for("held", step=15)
         filler = fill(disk)
-        run.release("forward-0-11-0")
+        run.release("forward-0-15-0")
         run.job.wait_for_output(r"profile\.json cannot be written \(No space left on device\)")
         filler.unlink()
         run.ended()
+        result = run.result
 
-    run.assert_same(calm_training(2))
+    assert result["params_sha256"] == calm_training(2).result["params_sha256"]
+    assert result["steps_lost"] == 0
     output = run.job.output
     assert re.search(r"rank_0\.json\.gz cannot be written \(No space left on device\)", output)
-    assert re.search("profile: steps 10 to 12 took", output)
+    assert re.search("profile: steps 14 to 16 took", output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -152,14 +152,14 @@ class Profiler:
         window = StepWindow(window.first, window.first + self._recorded - 1)
         folder = profile_folder(os.environ, self._place.generation, self._folder)
         mine = collect(recording, folder, self._ranks.rank, window.first)
-        self._sentences = report(self._ranks, mine, folder, self._place.generation, **self._costs)
+        self._sentences, troubles = report(self._ranks, mine, folder, self._place.generation, **self._costs)
         if self._leads:
             write_mark(os.environ, Before.DONE, self._sentences)
-            self._tell()
+            self._tell([*self._sentences, *troubles])
         self._said_step = number
 
-    def _tell(self) -> None:
-        for sentence in self._sentences:
+    def _tell(self, sentences: Sequence[str]) -> None:
+        for sentence in sentences:
             self._say(f"profile: {sentence}")
 
     def _end(self) -> None:
@@ -173,7 +173,7 @@ class Profiler:
                 self._say(f"profile: the training ended before {self._window} were profiled")
         elif self._sentences and self._leads and self._said_step < self._next - 1:
             # Once more, since the log has grown.
-            self._tell()
+            self._tell(self._sentences)
         if self._planned:
             self._ranks.close()
 

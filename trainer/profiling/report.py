@@ -28,7 +28,7 @@ from elaunch.trainer.ranks.agreement import Ranks
 # Rank 0 reads one trace after the other, while all wait: more than this is joined by the user, on another machine.
 MERGED_BYTES_MAX = 256 << 20
 _CLOCK_ROUNDS = 8
-_TROUBLES_MAX = 3
+_TROUBLES_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,17 @@ def collect(recording: Recording, folder: Path, rank: int, first_step: int) -> C
 
 def report(
     ranks: Ranks, mine: Collected, folder: Path, generation: int, *, flops_per_step: float, peak_flops: float
-) -> list[str]:
-    """Write the record and the joined trace on rank 0. Returns the sentences there. Collective."""
+) -> tuple[list[str], list[str]]:
+    """Write the record and the joined trace on rank 0. Collective.
+
+    Returns there what the profile says, and what could not be written.
+    """
     found = ranks.to_rank_0(mine)
     rounds, senders = ranks.from_rank_0(None if found is None else _asked(found))
     readings = _exchange_clocks(ranks, rounds)
     contents = ranks.to_rank_0(mine.content if ranks.leads or ranks.rank in senders else b"")
     if found is None or contents is None:
-        return []
+        return [], []
     offsets = clock_offsets([each.clock for each in found], readings)
     summary = summarize(
         [each.activity for each in found], offsets, flops_per_step=flops_per_step, peak_flops=peak_flops
@@ -100,7 +103,7 @@ def report(
     said = sentences(summary)
     if merged:
         said.append(f"open {(folder / MERGED).absolute()} at https://ui.perfetto.dev")
-    return [*said, *troubles[:_TROUBLES_MAX], *_more(len(troubles) - _TROUBLES_MAX)]
+    return said, [*troubles[:_TROUBLES_MAX], *_more(len(troubles) - _TROUBLES_MAX)]
 
 
 def _asked(found: Sequence[Collected]) -> tuple[int, frozenset[int]]:
