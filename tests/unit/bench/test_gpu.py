@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,11 +272,15 @@ def test_the_trainers_parts_run_on_this_machine_with_a_small_shape(tmp_path: Pat
     wanted = {each.name: each for each in parts(tmp_path, None, shape=(*small, "--peak-tflops", "0.001"))}
 
     # The one with another vocabulary, and the one whose steps are profiled.
-    large = run(wanted["bf16-compile-124m"], 240)
-    profiled = run(wanted["bf16-compile"], 240)
+    # A compiler takes minutes here, and is another test's.
+    large, profiled = (
+        run(replace(each, command=tuple(word for word in each.command if word != "--compile")), 120)
+        for each in (wanted["bf16-compile-124m"], wanted["bf16-compile"])
+    )
 
     for found in (large, profiled):
-        assert found["figures"]["steps"] == 21, found
+        assert "why" not in found, found
+        assert found["figures"]["steps"] == 21
         assert found["figures"]["mfu"] > 0
     assert profiled["figures"]["profiled_step_s"] > 0
     assert profiled["figures"]["gpu_busy"] is None
