@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"--only: there is no {', '.join(unknown)}; there are {', '.join(p.name for p in wanted)}")
             return 2
         wanted = [part for part in wanted if part.name in names]
-    results = {"machine": machine.describe(), "parts": run_all(wanted, options.began_s + BUDGET_S, _say)}
+    out.mkdir(parents=True)
+    found = run_all(wanted, options.began_s + BUDGET_S, _say)
+    results: dict[str, Any] = {"machine": machine.describe(), "parts": found}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(render(results))
     if not options.only:

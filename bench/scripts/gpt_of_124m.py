@@ -9,7 +9,7 @@ from elaunch.trainer.gpt import model
 
 # GPT-2's 50,257, rounded up to a multiple of 64 as in nanoGPT.
 model.VOCABULARY = 50304
-model.GPT.write = lambda self, prompt, length, **_: b""  # type: ignore[assignment,method-assign]
+model.GPT.write = lambda self, prompt, length, **_: b""  # type: ignore[method-assign]
 
 from elaunch.trainer.__main__ import main  # noqa: E402
 

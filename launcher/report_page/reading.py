@@ -190,7 +190,7 @@ def stacks_file(folder: Path, generation: int) -> str:
 
 def profiles(folder: Path) -> list[tuple[bytes, tuple[str, ...]]]:
     """The records of the profiles below a run's folder, of the newest generations, with their files that are there."""
-    found = []
+    found: list[tuple[bytes, tuple[str, ...]]] = []
     for attempt in sorted(_numbered(folder, "attempt_"), reverse=True):
         place = (f"attempt_{attempt}", PROFILE)
         descriptor = _opened_below(folder, (*place, PROFILE_RECORD))

@@ -51,7 +51,7 @@ _TYPE_BYTES = (
 
 
 @dataclass(frozen=True)
-class Collective:
+class RankCollective:
     """One collective of a rank: when it was under way there. `bytes` is 0, and `group` empty, if the trace lacks it."""
 
     kind: str
@@ -87,7 +87,7 @@ class RankActivity:
     host: str = ""
     on_gpu: bool = False
     steps: tuple[ProfiledStep, ...] = ()
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[RankCollective, ...] = ()
     computes: tuple[Span, ...] = ()
     groups: int = 0
     trouble: str = ""
@@ -122,7 +122,7 @@ def read_activity(trace: Mapping[str, Any], rank: int, *, first_step: int, host:
     )
 
 
-Found = tuple[int, int, "Collective | None"]
+Found = tuple[int, int, "RankCollective | None"]
 
 
 def _steps(slices: Iterable[Mapping[str, Any]], base_ns: int, first_step: int) -> tuple[ProfiledStep, ...]:
@@ -150,7 +150,7 @@ def _on_gpu(slices: Iterable[Mapping[str, Any]], base_ns: int) -> Iterator[Found
         elements = max(_whole(args.get("In msg nelems")), _whole(args.get("Out msg nelems")))
         group = str(args.get("Process Group Ranks") or args.get("Process Group Name") or "")
         size = elements * _type_bytes(str(args.get("dtype", "")))
-        yield begin_ns, end_ns, Collective(kind, begin_ns, end_ns, size, group)
+        yield begin_ns, end_ns, RankCollective(kind, begin_ns, end_ns, size, group)
 
 
 def _on_cpu(slices: Iterable[Mapping[str, Any]], base_ns: int) -> Iterator[Found]:
@@ -161,7 +161,7 @@ def _on_cpu(slices: Iterable[Mapping[str, Any]], base_ns: int) -> Iterator[Found
         backend = next((each for each in _BACKENDS if name.startswith(each)), "")
         if backend:
             kind = _spelling(name.removeprefix(backend))
-            yield begin_ns, end_ns, Collective(kind, begin_ns, end_ns, _input_bytes(_args(event)))
+            yield begin_ns, end_ns, RankCollective(kind, begin_ns, end_ns, _input_bytes(_args(event)))
         if category == "cpu_op" or backend or name.startswith(_COMPILED):
             by_thread[str(event.get("tid"))].append((begin_ns, -end_ns, name))
     for operators in by_thread.values():

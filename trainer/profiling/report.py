@@ -41,7 +41,7 @@ class Collected:
     activity: RankActivity
     clock: str
     path: str
-    bytes: int = 0
+    packed_bytes: int = 0
     trouble: str = ""
     content: bytes = field(default=b"", repr=False)
 
@@ -109,15 +109,15 @@ def report(
 def _asked(found: Sequence[Collected]) -> tuple[int, frozenset[int]]:
     """How often clocks are compared, and the ranks that send their traces since rank 0 does not see their files."""
     rounds = _CLOCK_ROUNDS if len({each.clock for each in found}) > 1 else 0
-    if sum(each.bytes for each in found) > MERGED_BYTES_MAX:
+    if sum(each.packed_bytes for each in found) > MERGED_BYTES_MAX:
         return rounds, frozenset()
-    away = (rank for rank, each in enumerate(found) if rank and each.bytes and not _is_seen(each))
+    away = (rank for rank, each in enumerate(found) if rank and each.packed_bytes and not _is_seen(each))
     return rounds, frozenset(away)
 
 
 def _is_seen(each: Collected) -> bool:
     try:
-        return bool(each.path) and Path(each.path).stat().st_size == each.bytes
+        return bool(each.path) and Path(each.path).stat().st_size == each.packed_bytes
     except OSError:
         return False
 
@@ -139,13 +139,13 @@ def _merge(
     path: Path, found: Sequence[Collected], contents: Sequence[bytes], offsets: Sequence[ClockOffset]
 ) -> tuple[bool, str]:
     """Join the traces into one file. Returns whether it is there, and why it is not."""
-    total = sum(each.bytes for each in found)
+    total = sum(each.packed_bytes for each in found)
     if total > MERGED_BYTES_MAX:
         return False, (
             f"the traces have {total / 1e6:,.0f} MB, too many to be joined while the ranks wait; "
             "join them with python -m elaunch.trainer.profiling"
         )
-    if not any(each.bytes for each in found):
+    if not any(each.packed_bytes for each in found):
         return False, ""
     link.phase("joining traces")
     try:
@@ -159,7 +159,7 @@ def _traces(
     found: Sequence[Collected], contents: Sequence[bytes], offsets: Sequence[ClockOffset]
 ) -> Iterator[RankTrace]:
     for rank, each in enumerate(found):
-        if not each.bytes:
+        if not each.packed_bytes:
             continue
         content = contents[rank] or Path(each.path).read_bytes()
         yield RankTrace(rank, each.activity.host, parsed(unpacked(content)), offsets[rank].ahead_ns)

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elaunch.trainer.profiling.activity import Collective, RankActivity
+from elaunch.trainer.profiling.activity import RankCollective, RankActivity
 from elaunch.trainer.profiling.clocks import ClockOffset
 from elaunch.trainer.profiling.intervals import clip, length, minus, union
 
@@ -173,7 +173,7 @@ def _first_begin(one: tuple[_Key, Mapping[int, tuple[int, int]]]) -> tuple[int, 
     return step, min(begin for begin, _ in by_rank.values())
 
 
-def _numbered(activity: RankActivity) -> list[tuple[_Key, Collective]]:
+def _numbered(activity: RankActivity) -> list[tuple[_Key, RankCollective]]:
     """The rank's collectives with what makes them the same as another rank's."""
     seen: Counter[tuple[int, str, str, int]] = Counter()
     numbered = []
