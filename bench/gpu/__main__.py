@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ BUDGET_S = 525.0
 _LEAST_S = 20.0
 _GRACE_S = 8.0
 _LAST_LINES = 3
+_ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception)\b")
 
 Say = Callable[[str], None]
 
@@ -104,11 +106,17 @@ def run(part: Part, limit_s: float) -> dict[str, Any]:
     try:
         figures = part.read(output)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        last = " | ".join(line.strip()[:160] for line in output.strip().splitlines()[-_LAST_LINES:])
-        return {"why": f"exit code {code}, no figures ({error}): {last}", "went_wrong": True, **took}
+        return {"why": f"exit code {code}, no figures ({error}): {last_words(output)}", "went_wrong": True, **took}
     # Failed tests are figures: they are told with the others.
     wrong = {"why": f"exit code {code}", "went_wrong": True} if code and "failed" not in figures else {}
     return {"figures": figures, **wrong, **took}
+
+
+def last_words(output: str) -> str:
+    """The last line that names an error, or else the last lines: behind an error a launcher has its report."""
+    lines = [line.strip()[:200] for line in output.strip().splitlines()]
+    named = [line for line in lines if _ERROR.match(line)]
+    return named[-1] if named else " | ".join(lines[-_LAST_LINES:])
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> int | None:

@@ -105,6 +105,11 @@ def install(torch: str, wheels: Path | None) -> str:
     _run("pip", *pip, "--editable", str(ROOT), *EXTRA)
     if ask_torch(str(python)).get("torch") != torch:
         raise NotHere(f"{ENVIRONMENT} does not have torch {torch}; remove it, and try again")
+    torchrun = python.with_name("torchrun")
+    if not torchrun.exists():
+        # Its command is where torch is; the bench looks for it beside elaunch's.
+        torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\n\nmain()\n")
+        torchrun.chmod(0o755)
     mark.write_text(wanted)
     return str(python)
 

@@ -42,7 +42,6 @@ _SPELLINGS = {
     "alltoall": "all_to_all",
     "all_to_allv": "all_to_all",
 }
-_WAITS_FOR_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _TYPE_BYTES = (
     *(("double", 8), ("long", 8), ("int64", 8), ("complex", 8), ("bfloat16", 2), ("half", 2), ("float16", 2)),
     *(("float8", 1), ("short", 2), ("int16", 2), ("char", 1), ("byte", 1), ("bool", 1), ("uint8", 1), ("int8", 1)),
@@ -59,11 +58,6 @@ class RankCollective:
     end_ns: int
     bytes: int = 0
     group: str = ""
-
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether no rank can end it before all have begun it."""
-        return self.kind in _WAITS_FOR_ALL
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elaunch.trainer.profiling.activity import RankCollective, RankActivity
+from elaunch.trainer.profiling.activity import RankActivity, RankCollective
 from elaunch.trainer.profiling.clocks import ClockOffset
 from elaunch.trainer.profiling.intervals import clip, length, minus, union
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.gpu import figures, nanogpt, prepare
-from bench.gpu.__main__ import run, run_all
+from bench.gpu.__main__ import last_words, run, run_all
 from bench.gpu.page import BEGIN, END, NOT_RUN, failed, render, update
 from bench.gpu.parts import Part, parts
 from tests.harness import REPOSITORY, wait_for
@@ -148,6 +148,8 @@ def test_a_part_that_fails_is_told_with_its_last_lines_and_the_others_run(tmp_pa
     assert "exit code 1, no figures (it printed no facts): CUDA error: out of memory" in found["broken"]["why"]
     assert found["whole"]["figures"] == {"gpu": 1}
     assert failed(found) == ["broken"]
+    report = "Traceback\n  torch.AcceleratorError: CUDA error: no kernel image\n====\nelaunch: the run as a page: x\n"
+    assert last_words(report) == "torch.AcceleratorError: CUDA error: no kernel image"
     # Figures of a part that then failed are shown, and it counts as failed.
     both = run(part(tmp_path, "print('facts {}'); raise SystemExit(3)", "both"), 60)
     assert (both["why"], both["went_wrong"]) == ("exit code 3", True)
