@@ -28,6 +28,7 @@ from elaunch.trainer.gpt.progress import Progress, opening
 from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -71,6 +72,8 @@ def train_in_group(
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
     costs = {"flops_per_token": flops_per_token(parameters, config), "peak_flops": peak_flops(config, device)}
     recorder = Recorder(config, place, run, progress, device, **costs)
+    totals = {"flops_per_step": costs["flops_per_token"] * config.global_batch * config.context}
+    totals["peak_flops"] = costs["peak_flops"] * place.world_size
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16)
 
     def warm_up() -> None:
@@ -94,7 +97,9 @@ def train_in_group(
         recorder.begin(keeper, windows.order),
     ):
         progress.say(opening(config, corpus, place, run, parameters, keeper.step))
-        for step in keeper.steps(config.steps):
+        for step in profiled(
+            keeper.steps(config.steps), config.profile, folder=run.profile, say=progress.say, **totals
+        ):
             # At the beginning of the step: a restart, which does the step again, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
             held_out = held_out_loss(gpt, windows, autocast) if is_due else None

@@ -17,6 +17,7 @@ import click
 
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import fitting_micro_batch
+from elaunch.trainer.profiling.steps import last_step_needed, parse_steps
 from elaunch.trainer.ranks.place import RankInfo
 
 Plain: TypeAlias = int | float | bool | str | None
@@ -45,10 +46,11 @@ _PARALLEL = (
 )
 _PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
   [default: for known GPUs their dense bfloat16]"""
+_PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
-_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger"}
+_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "profile"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
@@ -94,6 +96,7 @@ class TrainConfig:
     tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
     peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
     ledger: bool = _option(False, bool, None, _LEDGER)
+    profile: str | None = _option(None, None, "STEPS", _PROFILE)
 
     @property
     def identity(self) -> dict[str, Plain]:
@@ -117,6 +120,7 @@ class TrainConfig:
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
             )
         self._check_batch(world_size)
+        self._check_profile()
         if self.checkpoints is not None:
             try:
                 storage_at(self.checkpoints)
@@ -129,6 +133,19 @@ class TrainConfig:
             raise ConfigError("--tensorboard needs the package tensorboard: pip install tensorboard")
         if self.compile and not (os.environ.get("CXX") or any(map(shutil.which, _COMPILERS))):
             raise ConfigError("--compile needs a C++ compiler, and none is on the PATH; install g++ or leave it out")
+
+    def _check_profile(self) -> None:
+        if self.profile is None:
+            return
+        try:
+            needed = last_step_needed(parse_steps(self.profile))
+        except ValueError as error:
+            raise ConfigError(f"--profile: {error}") from error
+        if needed > self.steps:
+            raise ConfigError(
+                f"--profile {self.profile} ends with step {needed}, and --steps is {self.steps}; "
+                f"give fewer or earlier steps, or --steps {needed}"
+            )
 
     def _check_batch(self, world_size: int) -> None:
         batch, micro = self.global_batch, self.micro_batch
