@@ -17,6 +17,9 @@ import click
 
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import fitting_micro_batch
+from elaunch.trainer.parallel import checks
+from elaunch.trainer.parallel.plan import Plan, PlanError, Sizes, fit
+from elaunch.trainer.parallel.plan import parse as parse_plan
 from elaunch.trainer.profiling.steps import last_step_needed, parse_steps
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -41,16 +44,17 @@ _CHECKPOINTS = """Where the checkpoints go: a folder, or a URL that fsspec reach
   [default: checkpoints in --out]"""
 _DATA = "Train on the files below DIR, of any kind.  [default: Python's own library, *.py]"
 _LEARNING_RATE = "Peak learning rate: warms up, then falls as a cosine to a tenth."
-_PARALLEL = (
-    "What a worker holds: ddp all of the state, zero1 its part of the optimizer's, fsdp2 its part of everything."
-)
+_PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or hsdp, or their number along each axis, as
+  dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved, microbatches=N)."""
 _PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
   [default: for known GPUs their dense bfloat16]"""
+_COPY_EVERY = """Steps between copies of what a worker alone has, where --parallel divides the state; with 1 a killed
+  worker costs no step.  [default: as often as it costs less than 1 % of the time]"""
 _PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
-_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "profile"}
+_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "copy_every", "profile"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
@@ -68,9 +72,9 @@ def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any
 class TrainConfig:
     """What a run is made of.
 
-    `snapshot_every` is None where the measured cost decides, `log_every` where the device does, `out` and `data` where
-    the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the run directory's own
-    folder.
+    `snapshot_every` and `copy_every` are None where the measured cost decides, `log_every` where the device does, `out`
+    and `data` where the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the
+    run directory's own folder.
     """
 
     steps: int = _option(400, _COUNT, "N", "Optimizer steps in all.")
@@ -91,18 +95,40 @@ class TrainConfig:
     learning_rate: float = _option(3e-3, _POSITIVE, "RATE", _LEARNING_RATE, name="--lr")
     dropout: float = _option(0.0, _SHARE, "SHARE", "Share of activations dropped while training.")
     bf16: bool = _option(False, bool, None, "Compute in bfloat16 (autocast); weights stay float32.")
-    parallel: str = _option("ddp", click.Choice(["ddp", "zero1", "fsdp2"]), None, _PARALLEL)
+    parallel: str = _option("ddp", None, "PLAN", _PARALLEL)
     compile: bool = _option(False, bool, None, "Compile the transformer blocks with torch.compile.")
     tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
     peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
     ledger: bool = _option(False, bool, None, _LEDGER)
     profile: str | None = _option(None, None, "STEPS", _PROFILE)
+    copy_every: int | None = _option(None, _COUNT, "STEPS", _COPY_EVERY)
 
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
         plain = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _FREE}
-        return {**plain, "data": None if self.data is None else str(self.data.absolute())}
+        data = None if self.data is None else str(self.data.absolute())
+        return {**plain, "data": data, "parallel": self.plan.identity}
+
+    @property
+    def plan(self) -> Plan:
+        """What `--parallel` asks for. Raises ConfigError."""
+        try:
+            return parse_plan(self.parallel)
+        except PlanError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def shape(self) -> checks.Shape:
+        """What a plan divides."""
+        return checks.Shape(self.layers, self.heads, self.width, self.context, self.global_batch, self.micro_batch)
+
+    def sizes(self, place: RankInfo) -> Sizes:
+        """How many workers each axis of the plan gets. Raises ConfigError."""
+        try:
+            return fit(self.plan, place.world_size, again=place.generation > 0)
+        except PlanError as error:
+            raise ConfigError(str(error)) from error
 
     @property
     def out_path(self) -> Path:
@@ -112,15 +138,22 @@ class TrainConfig:
         digest = hashlib.sha256(repr(sorted(self.identity.items())).encode()).hexdigest()
         return Path("runs") / f"gpt-{self.layers}x{self.width}-{digest[:8]}"
 
-    def check(self, world_size: int) -> None:
+    def check(self, place: RankInfo) -> None:
         """Raise ConfigError where the options contradict each other or the number of workers."""
         if self.width % self.heads:
             raise ConfigError(
                 f"--width ({self.width}) is not divisible by --heads ({self.heads}); "
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
             )
-        self._check_batch(world_size)
         self._check_profile()
+        sizes = self.sizes(place)
+        self._check_batch(sizes.data)
+        try:
+            checks.require_fitting(self.plan, sizes, self.shape)
+        except PlanError as error:
+            raise ConfigError(str(error)) from error
+        if self.compile and self.plan.divides_model:
+            raise ConfigError(f"--compile is not tried with --parallel {self.parallel}; leave one of the two out")
         if self.checkpoints is not None:
             try:
                 storage_at(self.checkpoints)
@@ -182,7 +215,7 @@ def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
         raise ConfigError(f"{sentence}; see elaunch -m elaunch.trainer --help") from error
     if not isinstance(config, TrainConfig):
         return None
-    config.check(place.world_size)
+    config.check(place)
     if place.leads:
         config.check_machine()
     return config

@@ -56,6 +56,7 @@ class Copies:
         say: Callable[[str], None],
         copy_every: int | None = None,
     ) -> None:
+        training.compare_names(peers.from_all)
         training.require_plain(durably=storage is not None)
         self._training, self._peers, self._place, self._say = training, peers, place, say
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()

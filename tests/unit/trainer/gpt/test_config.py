@@ -30,7 +30,11 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--steps", "many"], "'many'"),
         (["--stepz", "3"], "--stepz"),
         (["--dropout", "1"], "--dropout"),
-        (["--parallel", "zero2"], "'zero2' is not one of 'ddp', 'zero1', 'fsdp2'"),
+        (["--parallel", "fsdp3"], "--parallel fsdp3: there is no such plan (did you mean fsdp2?)"),
+        (["--parallel", "dp=4"], "--parallel dp=4 is for 4 workers, and there are 2; use dp=2"),
+        (["--parallel", "tp=2", "--heads", "1"], "--heads (1) is not divisible by tp (2); use tp=1 or --heads 2"),
+        (["--parallel", "pp=2", "--layers", "1"], "2 stages, and the network only 1 layer; use --layers 2"),
+        (["--parallel", "tp=2", "--compile"], "--compile is not tried with --parallel tp=2; leave one of the two out"),
         (["--eval-every", "0"], "--eval-every"),
         (["--peak-tflops", "0"], "--peak-tflops"),
         (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
@@ -99,7 +103,7 @@ def test_the_default_batch_said_aloud_is_the_default_run() -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_any_number_of_workers_up_to_that_of_micro_batches_may_share_a_batch(world_size: int) -> None:
-    TrainConfig().check(world_size)
+    TrainConfig().check(RankInfo(world_size=world_size))
 
 
 def test_help_is_printed_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +125,8 @@ def test_without_out_the_same_options_find_the_same_directory() -> None:
     assert TrainConfig().out_path != TrainConfig(seed=1).out_path
     # Their checkpoints are not of one kind.
     assert TrainConfig().out_path != TrainConfig(parallel="fsdp2").out_path
+    # More or fewer replicas are the same run.
+    assert TrainConfig(parallel="dp=2,tp=2").out_path == TrainConfig(parallel="tp=2").out_path
     assert TrainConfig().out_path.parent == Path("runs")
 
 
