@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from elaunch.trainer import link
 from elaunch.trainer.data.accumulation import accumulate
 from elaunch.trainer.data.order import Micro, Order
+from elaunch.trainer.ddp.wrapper import hook_state, wrap
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
@@ -85,6 +85,7 @@ def train_in_group(
             model,
             optimizer,
             extra=recorder.state,
+            hook_state=hook_state(model),
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
             snapshot_every=config.snapshot_every,
@@ -211,8 +212,7 @@ def build(config: TrainConfig, device: torch.device) -> tuple[GPT, nn.Module, Op
             fully_shard(block, mesh=mesh)
         fully_shard(gpt, mesh=mesh)
         return gpt, gpt, AdamW(decay_groups(gpt), betas=BETAS, fused=True)
-    gpu_ids = [device.index] if device.type == "cuda" else None
-    model = DistributedDataParallel(gpt, device_ids=gpu_ids, gradient_as_bucket_view=True)
+    model = wrap(gpt, config.ddp, device)
     if config.parallel == "zero1":
         from torch.distributed.optim import ZeroRedundancyOptimizer
 

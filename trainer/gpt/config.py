@@ -17,6 +17,7 @@ import click
 
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import fitting_micro_batch
+from elaunch.trainer.ddp.options import DdpOptions
 from elaunch.trainer.ranks.place import RankInfo
 
 Plain: TypeAlias = int | float | bool | str | None
@@ -45,10 +46,21 @@ _PARALLEL = (
 )
 _PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
   [default: for known GPUs their dense bfloat16]"""
+_COMM_HOOK = """How DDP exchanges gradients: none (whole), fp16, bf16, quantised (8 bits), powersgd,
+  batched-powersgd, or a hook of your own as MODULE:NAME.  [default: none]"""
+_POWERSGD_RANK = "Rank of PowerSGD's matrices: more is more exact and more bytes.  [default: 1]"
+_POWERSGD_START = "Steps that exchange whole gradients before PowerSGD begins.  [default: 10]"
+_BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
+_FIRST_BUCKET_MB = "Size of DDP's first bucket in MiB.  [default: 1, or --bucket-mb]"
+_NO_BUCKET_VIEW = "Copy the gradients out of DDP's buckets: takes the memory of all gradients once more."
+_STATIC_GRAPH = "Promise DDP that each step uses the same parameters."
+_FIND_UNUSED = "Let DDP search each forward pass for parameters that it does not use."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
 _FREE |= {"compile", "tensorboard", "peak_tflops", "ledger"}
+# They change at most the order of float sums, as another number of workers does.
+_FREE |= {"bucket_mb", "first_bucket_mb", "no_bucket_view", "static_graph", "find_unused"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
@@ -94,6 +106,15 @@ class TrainConfig:
     tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
     peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
     ledger: bool = _option(False, bool, None, _LEDGER)
+    # None by default: a run directory of before has none of them.
+    comm_hook: str | None = _option(None, None, "HOOK", _COMM_HOOK)
+    powersgd_rank: int | None = _option(None, _COUNT, "N", _POWERSGD_RANK)
+    powersgd_start: int | None = _option(None, click.IntRange(min=2), "STEPS", _POWERSGD_START)
+    bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _BUCKET_MB)
+    first_bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _FIRST_BUCKET_MB)
+    no_bucket_view: bool = _option(False, bool, None, _NO_BUCKET_VIEW)
+    static_graph: bool = _option(False, bool, None, _STATIC_GRAPH)
+    find_unused: bool = _option(False, bool, None, _FIND_UNUSED, name="--find-unused-parameters")
 
     @property
     def identity(self) -> dict[str, Plain]:
@@ -109,6 +130,20 @@ class TrainConfig:
         digest = hashlib.sha256(repr(sorted(self.identity.items())).encode()).hexdigest()
         return Path("runs") / f"gpt-{self.layers}x{self.width}-{digest[:8]}"
 
+    @property
+    def ddp(self) -> DdpOptions:
+        """The options of DistributedDataParallel."""
+        return DdpOptions(
+            hook=self.comm_hook or "none",
+            powersgd_rank=self.powersgd_rank,
+            powersgd_start=self.powersgd_start,
+            bucket_mb=self.bucket_mb,
+            first_bucket_mb=self.first_bucket_mb,
+            copies_gradients=self.no_bucket_view,
+            static_graph=self.static_graph,
+            find_unused=self.find_unused,
+        )
+
     def check(self, world_size: int) -> None:
         """Raise ConfigError where the options contradict each other or the number of workers."""
         if self.width % self.heads:
@@ -117,6 +152,10 @@ class TrainConfig:
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
             )
         self._check_batch(world_size)
+        if refusal := self.ddp.refusal():
+            raise ConfigError(refusal)
+        if self.parallel == "fsdp2" and (given := self.ddp.given()):
+            raise ConfigError(f"{given[0]} is DDP's, and --parallel fsdp2 has no DDP; leave it out")
         if self.checkpoints is not None:
             try:
                 storage_at(self.checkpoints)
@@ -127,6 +166,8 @@ class TrainConfig:
         """Raise ConfigError where this machine lacks what an option needs."""
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("--tensorboard needs the package tensorboard: pip install tensorboard")
+        if missing := self.ddp.missing():
+            raise ConfigError(missing)
         if self.compile and not (os.environ.get("CXX") or any(map(shutil.which, _COMPILERS))):
             raise ConfigError("--compile needs a C++ compiler, and none is on the PATH; install g++ or leave it out")
 
