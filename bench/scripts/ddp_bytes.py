@@ -47,7 +47,7 @@ def measured(hook: str) -> dict[str, object]:
         model.zero_grad()
     dist.barrier()
     sent = (sent_bytes() - before) / COUNTED / dist.get_world_size()
-    sizes = [int(word) for word in model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")]
+    sizes = [4 * bucket.buffer().numel() for bucket in model.reducer._get_zeros_like_grad_buckets()]
     shapes = [list(parameter.shape) for parameter in module.parameters()]
     return {"hook": hook, "ranks": dist.get_world_size(), "sent": sent, "shapes": shapes, "buckets": sizes}
 

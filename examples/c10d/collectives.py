@@ -80,12 +80,13 @@ def all_to_all() -> None:
     parts = several()
     dist.all_gather(parts, own())  # [0, 1, …] everywhere
     check("all_gather", parts, EVERYONE)
+    # torch 2.13 has these two names, earlier releases `all_gather_into_tensor` and `reduce_scatter_tensor`.
     whole = own(*[-1] * N)
-    dist.all_gather_into_tensor(whole, own())  # the same as one tensor
-    check("all_gather_into_tensor", whole, EVERYONE)
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, own())  # the same as one tensor
+    check("all_gather_single", whole, EVERYONE)
     part = own(-1)
-    dist.reduce_scatter_tensor(part, own(*EVERYONE))  # rank r: N·r
-    check("reduce_scatter_tensor", part, [N * RANK])
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, own(*EVERYONE))  # rank r: N·r
+    check("reduce_scatter_single", part, [N * RANK])
     swapped = own(*[-1] * N)
     dist.all_to_all_single(swapped, own(*(10 * RANK + rank for rank in EVERYONE)))  # rank r: [r, 10+r, 20+r …]
     check("all_to_all_single", swapped, [10 * rank + RANK for rank in EVERYONE])

@@ -55,7 +55,10 @@ else:
 leaders = [None] * WORLD_SIZE
 dist.all_gather_object(leaders, leader)
 assert len(set(leaders)) == 1
-say(f"env://: {type(store.underlying_store).__name__} below a {type(store).__name__}; rank {leader} was first")
+served = store
+while isinstance(served, dist.PrefixStore):
+    served = served.underlying_store
+say(f"env://: a {type(served).__name__} below a prefix; rank {leader} was first")
 
 # Rank 0 tells the others, over the first group, where to meet next.
 place = [tempfile.mkdtemp(prefix="elaunch_example_") if RANK == 0 else None, None]

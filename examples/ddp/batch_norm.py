@@ -12,12 +12,25 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 RANK, WORLD_SIZE = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class SumOverRanks(torch.autograd.Function):
+    """An all-reduce with a gradient: that of all ranks' losses together."""
+
+    @staticmethod
+    def forward(context: object, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(context: object, gradient: Tensor) -> Tensor:
+        return SumOverRanks.apply(gradient)
 
 
 class SynchronisedNorm(nn.BatchNorm1d):
@@ -26,8 +39,7 @@ class SynchronisedNorm(nn.BatchNorm1d):
     def forward(self, inputs: Tensor) -> Tensor:
         count = torch.full((1, inputs.shape[1]), float(len(inputs)))
         sums = torch.stack([inputs.sum(0), inputs.square().sum(0), count[0]])
-        # This all-reduce has a gradient: the sum of all ranks' gradients.
-        total, squares, counts = all_reduce(sums)
+        total, squares, counts = SumOverRanks.apply(sums)
         mean = total / counts
         variance = squares / counts - mean.square()
         with torch.no_grad():

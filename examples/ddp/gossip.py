@@ -104,14 +104,14 @@ def main(steps: int) -> None:
             distance = apart(module)
             if rank == 0:
                 print(f"step {step}: loss {float(loss.detach()):.4f}, ranks apart by {distance:.3f}", flush=True)
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).cpu()
+    digest = hashlib.sha256(bytes(weights.view(torch.uint8).tolist())).hexdigest()[:16]
     before = apart(module)
     # Without gradients, mixing alone brings the ranks together.
     for _ in range(20):
         gossip.start(list(module.parameters()))
         gossip.mix()
     assert apart(module) <= before / 10 + 1e-6, (before, apart(module))
-    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).cpu()
-    digest = hashlib.sha256(bytes(weights.view(torch.uint8).tolist())).hexdigest()[:16]
     print(f"rank {rank} ends with weights {digest}", flush=True)
     dist.destroy_process_group()
 

@@ -70,7 +70,7 @@ def main(steps: int) -> None:
         dist.broadcast(first, src=0)
         assert torch.equal(first, flat), name
         # What PowerSGD leaves out of one step goes into the next ones.
-        assert error <= {"none": 0.0, "fp16": 1e-3, "bf16": 1e-2, "quantised": 2e-2}.get(name, 1.0), (name, error)
+        assert error <= {"none": 0.0, "fp16": 1e-2, "bf16": 1e-2, "quantised": 2e-2}.get(name, 1.0), (name, error)
         lines.append(f"{name:<18}{1000 * took_s:8.2f} ms {1000 * (took_s - floor_s):8.2f} ms    {error:.1e}")
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {4 * flat.numel() / 2**20:.1f} MiB of gradients, {steps} steps each")

@@ -19,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import Keeper
 
+# torch 2.13 has another name for it, and warns at the old one.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class TopK:
     """The hook and its state. `share` of each bucket's elements is sent, by their size."""
@@ -39,7 +42,7 @@ class TopK:
         message = torch.cat([gradient[indices], indices.to(torch.int32).view(torch.float32)])
         received = message.new_empty(self.group.size() * message.numel())
         self.unsent[bucket.index()] = gradient.index_fill(0, indices, 0.0)
-        work = dist.all_gather_into_tensor(received, message, group=self.group, async_op=True)
+        work = all_gather(received, message, group=self.group, async_op=True)
 
         def mean(done: torch.futures.Future[Any]) -> Tensor:
             done.value()

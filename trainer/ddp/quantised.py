@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 has another name for it, and warns at the old one.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 LEVELS = 255
 # The lowest value of a tensor and the size of a level, in float32.
 HEADER_BYTES = 8
@@ -23,7 +25,7 @@ def quantised_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.f
     sizes = torch.tensor([part.numel() for part in bucket.gradients()], device=gradient.device)
     message = encode(gradient, sizes)
     received = torch.empty(group.size() * message.numel(), dtype=torch.uint8, device=gradient.device)
-    work = dist.all_gather_into_tensor(received, message, group=group, async_op=True)
+    work = _all_gather(received, message, group=group, async_op=True)
 
     def mean(done: torch.futures.Future[Tensor]) -> Tensor:
         # Raises here if the exchange has failed.

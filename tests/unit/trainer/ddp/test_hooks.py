@@ -40,7 +40,7 @@ def gradients(model: nn.Module, steps: int = 4) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("hook", "tolerance"), [("none", 0.0), ("fp16", 1e-3), ("bf16", 1e-2), ("quantised", 1e-2), ("powersgd", 0.9)]
+    ("hook", "tolerance"), [("none", 0.0), ("fp16", 1e-3), ("bf16", 1e-2), ("quantised", 2e-2), ("powersgd", 0.9)]
 )
 def test_each_hook_gives_the_gradients_within_its_precision(hook: str, tolerance: float) -> None:
     start = 2 if hook == "powersgd" else None
@@ -65,7 +65,7 @@ def sizes(**options: Any) -> list[int]:
     """Bytes of each bucket after DDP has made them anew. A layer has 16,640."""
     model = wrap(network(), DdpOptions(**options), CPU)
     gradients(model, 2)
-    return [int(word) for word in model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")]
+    return [4 * bucket.buffer().numel() for bucket in model.reducer._get_zeros_like_grad_buckets()]
 
 
 def test_the_sizes_of_buckets_are_those_that_were_asked_for() -> None:
