@@ -1,4 +1,4 @@
-"""Communication hooks by their names: torch's own, and the quantised one."""
+"""Communication hooks by their names: torch's own, and ours where torch's is coarse or broken."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,15 +37,18 @@ def hook_for(options: DdpOptions, group: dist.ProcessGroup) -> Hook | None:
         case "quantised":
             return Hook(group, quantised_hook, starts_later=False)
         case "powersgd" | "batched-powersgd":
-            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-            state = powerSGD_hook.PowerSGDState(
+            from elaunch.trainer.ddp.batched_powersgd import batched_powersgd_hook
+
+            state = PowerSGDState(
                 group,
                 matrix_approximation_rank=options.powersgd_rank or RANK,
                 start_powerSGD_iter=options.powersgd_start or START,
+                # A gradient that is 0 everywhere must not become NaN.
+                orthogonalization_epsilon=1e-8,
             )
-            is_batched = options.hook == "batched-powersgd"
-            return Hook(state, powerSGD_hook.batched_powerSGD_hook if is_batched else powerSGD_hook.powerSGD_hook)
+            return Hook(state, batched_powersgd_hook if options.hook == "batched-powersgd" else powerSGD_hook)
         case _:
             raise ValueError(f"{options.hook} is no hook of elaunch's")
 

@@ -27,28 +27,30 @@ class InOrder:
     def _begin(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         # The first bucket of a step follows nothing: an earlier backward pass may have failed halfway.
         before = None if bucket.index() == 0 else self._before
-        result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._before = result
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        exchanges: list[torch.futures.Future[torch.Tensor]] = []
+        errors: list[Exception] = []
 
         def run(previous: torch.futures.Future[torch.Tensor] | None = None) -> None:
-            # An exception in a callback would be printed and lost, and the backward pass would wait forever.
+            # An exception in this callback would be printed and lost, and the backward pass would wait forever.
             try:
                 if previous is not None:
                     previous.value()
-                self._hook(state, bucket).add_done_callback(finish)
+                exchanges.append(self._hook(state, bucket))
+                exchanges[0].add_done_callback(lambda _: ended.set_result(None))
             except Exception as error:
-                result.set_exception(error)
+                errors.append(error)
+                ended.set_result(None)
 
-        def finish(done: torch.futures.Future[torch.Tensor]) -> None:
-            try:
-                value = done.value()
-            except Exception as error:
-                result.set_exception(error)
-            else:
-                result.set_result(value)
+        def result(_: torch.futures.Future[None]) -> torch.Tensor:
+            if errors:
+                raise errors[0]
+            return exchanges[0].value()
 
+        # What `then` raises reaches the backward pass with its words. An exception that is set on a future does not.
+        self._before = ended.then(result)
         if before is None:
             run()
         else:
             before.add_done_callback(run)
-        return result
+        return self._before

@@ -40,10 +40,11 @@ def gradients(model: nn.Module, steps: int = 4) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("hook", "tolerance"), [("none", 0.0), ("fp16", 1e-3), ("bf16", 1e-2), ("quantised", 2e-2), ("powersgd", 0.9)]
+    ("hook", "tolerance"),
+    [("none", 0.0), ("fp16", 1e-3), ("bf16", 1e-2), ("quantised", 2e-2), ("powersgd", 0.9), ("batched-powersgd", 0.9)],
 )
 def test_each_hook_gives_the_gradients_within_its_precision(hook: str, tolerance: float) -> None:
-    start = 2 if hook == "powersgd" else None
+    start = 2 if "powersgd" in hook else None
     exact = gradients(network())
 
     found = gradients(wrap(network(), DdpOptions(hook, powersgd_start=start, bucket_mb=0.02), CPU))
