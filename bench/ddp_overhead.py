@@ -127,7 +127,10 @@ def plain(steps: int) -> Iterator[Turns]:
         }
         for rank in range(WORKERS):
             env = environment(os.environ, ELAUNCH, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            process = subprocess.Popen([sys.executable, "-u", str(SCRIPTS / "ddp_steps.py")], cwd=folder, env=env)
+            # A session each, as elaunch's workers have: the kernel may share the CPUs out by sessions.
+            process = subprocess.Popen(
+                [sys.executable, "-u", str(SCRIPTS / "ddp_steps.py")], cwd=folder, env=env, start_new_session=True
+            )
             stack.callback(process.wait)
             stack.callback(process.kill)
         yield turns

@@ -28,7 +28,7 @@ def test_each_example_has_its_line_here_and_in_the_list() -> None:
     assert there == set(SHOWN) | MODULES == listed
 
 
-@pytest.mark.parametrize("name", ["collectives.py", "own_backend.py", slow("stores.py"), slow("timeouts.py")])
+@pytest.mark.parametrize("name", ["collectives.py", "own_backend.py", "stores.py", slow("timeouts.py")])
 def test_an_example_shows_what_it_says(forker: RankForker, name: str) -> None:
     assert re.search(SHOWN[name], told(forker, f"c10d/{name}"))
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.examples.running import EXAMPLES, killed_once, launched, told, weights
-from tests.harness import slow
 from tests.ranks import RankForker
 
 # For each example the arguments of a short run, and what it must print.
@@ -24,7 +23,6 @@ SHOWN = {
     "hooks.py": (("6",), r"batched-powersgd +\d+\.\d\d ms"),
     "data_parallel.py": ((), r"no GPU: DataParallel is the module itself"),
 }
-FAST = ("uneven_inputs.py", "buckets.py", "own_hook.py", "local_sgd.py", "gossip.py", "hooks.py")
 TRAINING = {"own_hook.py": (200, r"step 40"), "local_sgd.py": (60, r"round 10"), "gossip.py": (400, r"step 50")}
 
 
@@ -35,7 +33,8 @@ def test_each_example_has_its_line_here_and_in_the_list() -> None:
     assert there == set(SHOWN) == listed
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in SHOWN])
+# Two ranks of one take 0.1 s of CPU time, as they are forked.
+@pytest.mark.parametrize("name", SHOWN)
 def test_an_example_shows_what_it_says(forker: RankForker, name: str) -> None:
     args, shown = SHOWN[name]
 
