@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from elaunch.trainer import link
 from elaunch.trainer.data.order import Micro, Order
+from elaunch.trainer.ddp.wrapper import hook_state
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
@@ -86,6 +87,7 @@ def train_in_group(
             parallel.model,
             optimizer,
             extra=recorder.state,
+            hook_state=hook_state(parallel.model),
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
             snapshot_every=config.snapshot_every,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from elaunch.trainer.ddp.wrapper import wrap
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.parallel.checks import layers_of, microbatches, stages, windows_of_microbatch
@@ -46,9 +46,8 @@ def build(config: TrainConfig, gpt: GPT, sizes: Sizes, rank: int, device: torch.
 def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, groups: Groups) -> tuple[nn.Module, Any]:
     """The module whose backward sums gradients over the workers, and the optimizer."""
     plan = config.plan
-    if plan.kind in ("ddp", "zero1"):
-        gpu_ids = [device.index] if device.type == "cuda" else None
-        model = DistributedDataParallel(gpt, device_ids=gpu_ids, gradient_as_bucket_view=True)
+    if plan.has_ddp:
+        model = wrap(gpt, config.ddp, device)
         if plan.kind == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -48,9 +48,14 @@ class Plan:
         return self.tp * self.pp > 1
 
     @property
+    def has_ddp(self) -> bool:
+        """Whether each worker has all parameters, in DistributedDataParallel."""
+        return not self.divides_model and self.kind in ("ddp", "zero1")
+
+    @property
     def is_even(self) -> bool:
         """Whether all workers must compute the same number of micro-batches: each needs collectives of all."""
-        return self.divides_model or self.kind not in ("ddp", "zero1")
+        return not self.has_ddp
 
     @property
     def stages_per_worker(self) -> int:
