@@ -79,12 +79,21 @@ def train_in_group(
             loss = model(*windows.dummy())
         loss.backward()
 
+    hook_state = None
+    if config.tune_comm:
+        from elaunch.trainer.tuning.tune import tune
+
+        lossy, folder = config.tune_comm == "lossy", run.path / "tuning"
+        tuned = tune(model, warm_up=warm_up, lossy=lossy, about=config.pass_costs, folder=folder, say=progress.say)
+        hook_state = tuned.hook_state
+
     # Restores the newest state that is anywhere, and keeps it from now on.
     with (
         Keeper(
             model,
             optimizer,
             extra=recorder.state,
+            hook_state=hook_state,
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
             snapshot_every=config.snapshot_every,

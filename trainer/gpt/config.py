@@ -46,9 +46,12 @@ _PARALLEL = (
 _PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
   [default: for known GPUs their dense bfloat16]"""
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
+_TUNE_COMM = """Measure at the first start how DDP sends gradients fastest on this network, and remember it; lossy: also
+  try hooks that round gradients.  [default: no; without a word: neutral]"""
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
 _FREE |= {"compile", "tensorboard", "peak_tflops", "ledger"}
+_FREE |= {"tune_comm"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
@@ -58,7 +61,10 @@ class ConfigError(Exception):
 
 
 def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any) -> Any:
-    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ."""
+    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ.
+
+    `alone` is the value of an option that may be given without one.
+    """
     return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, **more})
 
 
@@ -94,12 +100,17 @@ class TrainConfig:
     tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
     peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
     ledger: bool = _option(False, bool, None, _LEDGER)
+    tune_comm: str | None = _option(
+        None, click.Choice(["neutral", "lossy"]), "[neutral|lossy]", _TUNE_COMM, alone="neutral"
+    )
 
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
         plain = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _FREE}
-        return {**plain, "data": None if self.data is None else str(self.data.absolute())}
+        # Only a hook that rounds changes what is computed.
+        lossy: dict[str, Plain] = {"tune_comm": "lossy"} if self.tune_comm == "lossy" else {}
+        return {**plain, **lossy, "data": None if self.data is None else str(self.data.absolute())}
 
     @property
     def out_path(self) -> Path:
@@ -109,12 +120,21 @@ class TrainConfig:
         digest = hashlib.sha256(repr(sorted(self.identity.items())).encode()).hexdigest()
         return Path("runs") / f"gpt-{self.layers}x{self.width}-{digest[:8]}"
 
+    @property
+    def pass_costs(self) -> str:
+        """The options that decide how long a pass takes, but for the model's shape."""
+        return f"{self.micro_batch} x {self.context}, bf16 {self.bf16}, compiled {self.compile}"
+
     def check(self, world_size: int) -> None:
         """Raise ConfigError where the options contradict each other or the number of workers."""
         if self.width % self.heads:
             raise ConfigError(
                 f"--width ({self.width}) is not divisible by --heads ({self.heads}); "
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
+            )
+        if self.tune_comm and self.parallel == "fsdp2":
+            raise ConfigError(
+                "--tune-comm measures DDP's buckets, and --parallel fsdp2 has none; leave one of them out"
             )
         self._check_batch(world_size)
         if self.checkpoints is not None:
@@ -202,6 +222,8 @@ _command = click.Command(
             default=option.metadata.get("given", option.default),
             metavar=option.metadata["metavar"],
             help=option.metadata["help"],
+            # The value of the option without a word behind it.
+            **({"flag_value": option.metadata["alone"]} if "alone" in option.metadata else {}),
         )
         for option in fields(TrainConfig)
     ],

@@ -1,0 +1,59 @@
+"""killing_trainer.py with `--tune-comm`, on a network on which buckets of 1 MiB take half the time: same arguments.
+
+A file FOLDER/times holds the seconds of a pass by bucket size, as JSON; `alone` is a pass without communication. Each
+rank records `tuned` with its settings, and how many passes it has measured. In the fifth of them the moment `tuning`
+strikes, with step 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import killing_trainer
+from killing_trainer import MOMENTS
+
+from elaunch.trainer.__main__ import main
+from elaunch.trainer.tuning import passes, tune
+
+STRUCK_PASS = 5
+
+
+class Network:
+    """Knows which settings were applied last, and so how long a pass takes."""
+
+    def __init__(self, times: dict[str, float]) -> None:
+        self._times, self._apply, self._slowest_s = times, passes.apply, passes.slowest_s
+        self._size_mb = 25.0
+        self.passes = 0
+
+    def apply(self, ddp: Any, settings: Any, **options: Any) -> Any:
+        self._size_mb = settings.bucket_mb
+        return self._apply(ddp, settings, **options)
+
+    def slowest_s(self, took_s: float, peers: Any) -> float:
+        self.passes += 1
+        if self.passes == STRUCK_PASS:
+            MOMENTS.strike("tuning", 0)
+        # The ranks still agree over the real connections.
+        return self._slowest_s(self._times.get(f"{self._size_mb:g}", 1.0), peers)
+
+
+if __name__ == "__main__":
+    killing_trainer.plant()
+    network = Network(json.loads((Path(sys.argv[1]) / "times").read_text()))
+    passes.apply, passes.slowest_s = network.apply, network.slowest_s
+    begin = tune._Tuning.begin
+
+    def recorded(self: Any, warm_up: Any) -> Any:
+        tuned = begin(self, warm_up)
+        MOMENTS.record("tuned", settings=asdict(tuned.settings), passes=network.passes)
+        return tuned
+
+    tune._Tuning.begin = recorded  # type: ignore[method-assign]
+    code = main(sys.argv[2:])
+    MOMENTS.record("ended", code=code)
+    sys.exit(code)

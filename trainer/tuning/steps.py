@@ -1,0 +1,72 @@
+"""Measures settings in the first real steps: between two of them the wrapper is rebuilt, and no step is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.tuning.passes import finish_device, slowest_s
+from elaunch.trainer.tuning.rebuild import apply
+from elaunch.trainer.tuning.search import Space, Verdict, search
+
+
+class StepTuner:
+    """Runs the search while the program trains. `finish` gets the verdict, within the program's forward pass.
+
+    A step lasts from one forward pass whose gradients are summed to the next one. Forward passes without a backward
+    pass, in evaluation mode, without gradients or within `no_sync` begin no step. So all ranks count the same steps,
+    and at each of them agree on the slowest rank's time.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, space: Space, peers: Peers, finish: Callable[[Verdict | None], None]
+    ) -> None:
+        self._ddp, self._peers, self._finish = ddp, peers, finish
+        self._search = search(space)
+        self._wanted = next(self._search)
+        self._current = space.start
+        self._begun_s: float | None = None
+        # A step has begun, and its gradients have come.
+        self._is_open = self._is_complete = False
+        parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+        self._handles: list[Any] = [
+            ddp.register_forward_pre_hook(self._before_forward),
+            register_multi_grad_hook(parameters, self._on_gradient, mode="any"),
+        ]
+
+    def _on_gradient(self, gradient: torch.Tensor) -> None:
+        self._is_complete = self._is_open
+
+    def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
+        if not (self._ddp.training and torch.is_grad_enabled() and self._ddp.require_backward_grad_sync):
+            return
+        if self._ddp._join_config.enable:
+            # Ranks without data left make no forward pass, and so could not agree.
+            self._end(None)
+            return
+        if self._is_open and not self._is_complete:
+            return
+        finish_device(self._ddp.device)
+        now_s = time.perf_counter()
+        if self._begun_s is not None:
+            try:
+                self._wanted = self._search.send(slowest_s(now_s - self._begun_s, self._peers))
+            except StopIteration as end:
+                self._end(end.value)
+                return
+        if self._wanted.settings != self._current:
+            apply(self._ddp, self._wanted.settings, is_trial=True)
+            self._current = self._wanted.settings
+        self._is_open, self._is_complete = True, False
+        self._begun_s = time.perf_counter()
+
+    def _end(self, verdict: Verdict | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._finish(verdict)
