@@ -67,9 +67,9 @@ def main(count: int) -> None:
     for name, lossy in (("tuned", False), ("tuned, lossy", True)):
         apply(model, CommSettings())
         tuned = tune(model, warm_up=backward, lossy=lossy, say=said.append)
-        assert tuned.verdict is not None, said
+        assert tuned.result is not None, said
         contenders[name] = tuned.settings
-        found[name] = {"words": tuned.settings.words, "passes": tuned.verdict.passes, "spent_s": tuned.verdict.spent_s}
+        found[name] = {"words": tuned.settings.words, "passes": tuned.result.passes, "spent_s": tuned.result.spent_s}
     steps: dict[str, list[float]] = {name: [] for name in contenders}
     while len(steps["tuned"]) < count:
         for name, settings in contenders.items():

@@ -26,7 +26,7 @@ _SECONDS_MAX = 86400.0
 
 
 @dataclass(frozen=True)
-class Key:
+class TuningKey:
     """What a choice depends on. Two trainings with equal keys share it.
 
     `model` is a digest of the parameters' shapes, `link` the backend and the network interfaces that its environment
@@ -49,7 +49,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedChoice:
     """What was chosen for a key, and what a pass took in seconds when it was."""
 
     settings: CommSettings
@@ -58,23 +58,23 @@ class Choice:
     passes: int
     # Seconds since 1970, for people.
     at: float
-    key: Key
+    key: TuningKey
 
 
-class Shelf:
+class ChoiceFiles:
     """The folders in which choices are kept, the first one first. The last may be the user's cache folder."""
 
     def __init__(self, folders: Sequence[Path], cache: Path | None) -> None:
         self._folders, self._cache = list(folders), cache
 
     @classmethod
-    def of(cls, environ: Mapping[str, str], folder: Path | None) -> Shelf:
+    def of(cls, environ: Mapping[str, str], folder: Path | None) -> ChoiceFiles:
         """The run's own `folder`, the job's memory on this node, and the user's cache folder: those that there are."""
         memory = environ.get("ELAUNCH_MEMORY")
         job = [Path(memory, "tuning")] if memory else []
         return cls([*([folder] if folder else []), *job], _cache_folder(environ))
 
-    def find(self, key: Key) -> tuple[Choice | None, Path | None, list[str]]:
+    def find(self, key: TuningKey) -> tuple[TunedChoice | None, Path | None, list[str]]:
         """The choice for this key, its file, and a sentence about each file that could not be used."""
         troubles = []
         for folder in self._all():
@@ -90,9 +90,9 @@ class Shelf:
                 troubles.append(f"{file} cannot be used ({_reason(error)}), and is written anew")
         return None, None, troubles
 
-    def find_of_run(self, key: Key) -> Choice | None:
+    def find_of_run(self, key: TuningKey) -> TunedChoice | None:
         """The newest choice of this run that differs from this key in the number of workers and nodes alone."""
-        found: list[Choice] = []
+        found: list[TunedChoice] = []
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 for file in sorted(folder.iterdir())[:_FILES_MAX]:
@@ -101,7 +101,7 @@ class Shelf:
         alike = [one for one in found if replace(one.key, world_size=key.world_size, nodes=key.nodes) == key]
         return max(alike, key=lambda one: one.at, default=None)
 
-    def keep(self, choice: Choice) -> tuple[Path | None, str]:
+    def keep(self, choice: TunedChoice) -> tuple[Path | None, str]:
         """Write it to each folder. Returns the last file that was written, and why not where none was."""
         content = json.dumps({"format": _FORMAT, **asdict(choice)}, indent=1).encode() + b"\n"
         kept, why = None, "there is no folder: neither HOME nor XDG_CACHE_HOME is a path"
@@ -122,7 +122,7 @@ class Shelf:
         return [*self._folders, *([self._cache] if self._cache else [])]
 
 
-def _read(file: Path) -> Choice:
+def _read(file: Path) -> TunedChoice:
     """Raises OSError or ValueError, with a reason, for a file that is not whole and sound."""
     if file.stat().st_uid != os.geteuid():
         raise OSError("it belongs to another user")
@@ -138,7 +138,7 @@ def _read(file: Path) -> Choice:
         raise ValueError("its hook or its bucket_view is unknown")
     if hook != "none" and not key.lossy:
         raise ValueError(f"its hook {hook} rounds gradients, which was not allowed")
-    return Choice(
+    return TunedChoice(
         CommSettings(
             bucket_mb=_number(settings, "bucket_mb", _SIZE_MB_MAX),
             first_bucket_mb=_number(settings, "first_bucket_mb", _SIZE_MB_MAX),
@@ -153,14 +153,14 @@ def _read(file: Path) -> Choice:
     )
 
 
-def _key(found: object) -> Key:
+def _key(found: object) -> TuningKey:
     kinds = {"world_size": int, "nodes": int, "lossy": bool}
-    names = [field.name for field in fields(Key)]
+    names = [field.name for field in fields(TuningKey)]
     if not isinstance(found, dict) or sorted(found) != sorted(names):
         raise ValueError("it does not say what it is of")
     if any(type(found[name]) is not kinds.get(name, str) for name in names):
         raise ValueError("what it says that it is of is damaged")
-    return Key(**found)
+    return TuningKey(**found)
 
 
 def _number(values: Mapping[str, Any], name: str, most: float) -> float:

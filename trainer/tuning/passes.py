@@ -14,12 +14,14 @@ from elaunch.trainer import link
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.tuning.rebuild import apply
-from elaunch.trainer.tuning.search import Space, Verdict, search
+from elaunch.trainer.tuning.search import SearchResult, SearchSpace, search
 
 NS_PER_S = 1_000_000_000
 
 
-def measure(ddp: DistributedDataParallel, space: Space, warm_up: Callable[[], object], peers: Peers) -> Verdict:
+def measure(
+    ddp: DistributedDataParallel, space: SearchSpace, warm_up: Callable[[], object], peers: Peers
+) -> SearchResult:
     """Run the search with `warm_up`, which does one forward and backward pass. Collective.
 
     Parameters are not changed; buffers and random states are afterwards what they were. The wrapper is left with the
@@ -46,8 +48,8 @@ def measure(ddp: DistributedDataParallel, space: Space, warm_up: Callable[[], ob
             try:
                 wanted = passes.send(slowest_s(took_s, peers))
             except StopIteration as end:
-                verdict: Verdict = end.value
-                return verdict
+                result: SearchResult = end.value
+                return result
 
 
 def slowest_s(took_s: float, peers: Peers) -> float:

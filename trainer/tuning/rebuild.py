@@ -44,6 +44,8 @@ def settings_of(ddp: DistributedDataParallel) -> CommSettings:
     """Its present settings. A hook of the program's own counts as none."""
     size = ddp.bucket_bytes_cap / _MB
     first = CommSettings.first_bucket_mb if ddp.bucket_bytes_cap_default else size
+    if listed := _listed(ddp):
+        first, size = listed[0] / _MB, listed[-1] / _MB
     return CommSettings(size, first, bool(ddp.gradient_as_bucket_view))
 
 
@@ -64,7 +66,7 @@ def obstacle(model: nn.Module, ddp: DistributedDataParallel) -> str:
     found = {
         "its communication hook has a state that belongs to its buckets": own or len(ddp._comm_hooks) > 1,
         f"it has torch's built-in hook {built_in}": bool(built_in),
-        "it has a list of bucket sizes": bool(getattr(ddp, "bucket_bytes_cap_list", None)),
+        "it has a list of more than two bucket sizes": len(_listed(ddp)) > 2,
         "it has mixed_precision": getattr(ddp, "mixed_precision", None) is not None,
         "all-reduces of some parameters are delayed": bool(getattr(ddp, "_delay_all_reduce_params", None)),
         "optimizers run in its backward pass": in_backward,
@@ -72,6 +74,11 @@ def obstacle(model: nn.Module, ddp: DistributedDataParallel) -> str:
         "it is compiled as a whole; compile the module inside instead": bool(compiled) or hasattr(model, "_orig_mod"),
     }
     return next((why for why, is_so in found.items() if is_so), "")
+
+
+def _listed(ddp: DistributedDataParallel) -> list[int]:
+    """The sizes in bytes if the first bucket or several have sizes of their own. Not every release can have them."""
+    return list(getattr(ddp, "bucket_bytes_cap_list", ()))
 
 
 def apply(ddp: DistributedDataParallel, settings: CommSettings, *, is_trial: bool = False) -> Any:

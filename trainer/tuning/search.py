@@ -35,7 +35,7 @@ _DEVIATION = 1.4826
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What may be tried for a model that sends `gradient_mb` MiB.
 
     `start` are the program's own settings; those of its fields that are in `fixed` stay. `hooks` are the lossy hooks
@@ -52,7 +52,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Pass:
+class TimedPass:
     """The next pass to be timed: with these settings, and if it `is_alone` without communication."""
 
     settings: CommSettings
@@ -60,7 +60,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SearchResult:
     """What was chosen, and why.
 
     `start_s` and `chosen_s` are medians of a pass, `spent_s` is the time of all `passes`.
@@ -80,8 +80,8 @@ class Verdict:
         return self.start_s / self.chosen_s if self.settings != self.start else 1.0
 
 
-def search(space: Space) -> Generator[Pass, float, Verdict]:
-    """Yields the pass to run next, is sent the seconds that the slowest rank took for it, and returns the verdict."""
+def search(space: SearchSpace) -> Generator[TimedPass, float, SearchResult]:
+    """Yields the pass to run next, is sent the seconds that the slowest rank took for it, and returns the result."""
     log = _Log(space)
     start = space.start
     yield from log.visit(start)
@@ -90,7 +90,7 @@ def search(space: Space) -> Generator[Pass, float, Verdict]:
         hidden_s = log.median(start) - alone_s
         if hidden_s < GAIN_MIN * log.median(start):
             share = max(0.0, hidden_s / log.median(start))
-            return log.verdict(start, f"the communication adds {share:.0%} to a pass, so there is nothing to gain")
+            return log.result(start, f"the communication adds {share:.0%} to a pass, so there is nothing to gain")
 
     best = start
     for settings in sizes(space):
@@ -102,14 +102,14 @@ def search(space: Space) -> Generator[Pass, float, Verdict]:
         # A program can see them, so they need a reason.
         best = views if log.saves(views, best, GAIN_MIN) else best
     lossy = best
-    for hook in space.hooks if "hook" not in space.fixed else ():
-        yield from log.visit(replace(best, hook=hook))
-        lossy = log.faster(lossy, replace(best, hook=hook))
+    for settings in _hooked(space, best):
+        yield from log.visit(settings)
+        lossy = log.faster(lossy, settings)
 
     finalists = [best] if log.saves(best, start, GAIN_MIN) else []
     finalists += [lossy] if lossy.is_lossy and log.saves(lossy, log.faster(start, best), LOSSY_GAIN_MIN) else []
     if not finalists:
-        return log.verdict(start, f"nothing else was faster by {GAIN_MIN:.0%}")
+        return log.result(start, f"nothing else was faster by {GAIN_MIN:.0%}")
     turns: list[_Log] = []
     for number in range(_TURNS):
         contenders = [start, *finalists]
@@ -117,7 +117,7 @@ def search(space: Space) -> Generator[Pass, float, Verdict]:
     return _decided(log, turns, start, finalists)
 
 
-def sizes(space: Space) -> list[CommSettings]:
+def sizes(space: SearchSpace) -> list[CommSettings]:
     """The bucket sizes to try besides the program's own, as settings."""
     if "bucket_mb" in space.fixed:
         return []
@@ -125,17 +125,33 @@ def sizes(space: Space) -> list[CommSettings]:
     tried = [_sized(space, size, first=min(size, _SIZES_MB[0])) for size in found]
     if space.gradient_mb > _SIZES_MB[0]:
         # One bucket: nothing overlaps with the backward pass, but it is one message.
-        whole = float(math.ceil(space.gradient_mb) + 1)
-        tried.append(_sized(space, whole, first=whole))
+        tried.append(_whole(space))
     return tried
 
 
-def _sized(space: Space, size: float, *, first: float) -> CommSettings:
+def _hooked(space: SearchSpace, best: CommSettings) -> list[CommSettings]:
+    """The lossy hooks to try, with the best settings that are not."""
+    tried = [replace(best, hook=hook) for hook in space.hooks if "hook" not in space.fixed]
+    if {"bucket_mb", "first_bucket_mb"} & space.fixed:
+        return [settings for settings in tried if settings.hook != "powersgd"]
+    # PowerSGD sends its second matrix when the first has come. With several buckets, gloo's ranks could send matrices
+    # of two of them in different orders.
+    one = _whole(space)
+    sizes = {"bucket_mb": one.bucket_mb, "first_bucket_mb": one.first_bucket_mb}
+    return [replace(settings, **sizes) if settings.hook == "powersgd" else settings for settings in tried]
+
+
+def _whole(space: SearchSpace) -> CommSettings:
+    size = float(math.ceil(space.gradient_mb) + 1)
+    return _sized(space, size, first=size)
+
+
+def _sized(space: SearchSpace, size: float, *, first: float) -> CommSettings:
     is_fixed = "first_bucket_mb" in space.fixed
     return replace(space.start, bucket_mb=size, first_bucket_mb=space.start.first_bucket_mb if is_fixed else first)
 
 
-def _decided(log: _Log, turns: Sequence[_Log], start: CommSettings, finalists: Sequence[CommSettings]) -> Verdict:
+def _decided(log: _Log, turns: Sequence[_Log], start: CommSettings, finalists: Sequence[CommSettings]) -> SearchResult:
     """The final's winner. Only passes of the final count: the contenders took turns in it, whatever else changed."""
     pooled = _Log(log.space, {each: [s for turn in turns for s in turn.samples[each]] for each in (start, *finalists)})
     log.final = pooled
@@ -147,14 +163,14 @@ def _decided(log: _Log, turns: Sequence[_Log], start: CommSettings, finalists: S
         if wins_each and is_clear and pooled.saves(finalist, chosen, least):
             chosen = finalist
     reason = "it won each turn" if chosen != start else "what looked faster did not stay so in turns"
-    return log.verdict(chosen, reason)
+    return log.result(chosen, reason)
 
 
 @dataclass
 class _Log:
     """The times so far, by settings."""
 
-    space: Space
+    space: SearchSpace
     samples: dict[CommSettings, list[float]] = field(default_factory=dict)
     passes: int = 0
     spent_s: float = 0.0
@@ -163,39 +179,39 @@ class _Log:
 
     def visit(
         self, settings: CommSettings, measured: int = _MEASURED, *, gives_up: bool = True
-    ) -> Generator[Pass, float, list[float]]:
+    ) -> Generator[TimedPass, float, list[float]]:
         """Measure passes with these settings, after those in which DDP settles. Returns their times.
 
         With `gives_up` no further pass is measured after one that is much slower than the best so far.
         """
         for _ in range(self._settling(settings) if settings != self._newest else 0):
-            yield from self._timed(Pass(settings))
+            yield from self._timed(TimedPass(settings))
         self._newest = settings
         best_s = min(map(statistics.median, self.samples.values()), default=math.inf)
         held = self.samples.setdefault(settings, [])
         found: list[float] = []
         for _ in range(measured):
-            found.append((yield from self._timed(Pass(settings))))
+            found.append((yield from self._timed(TimedPass(settings))))
             held.append(found[-1])
             if gives_up and found[0] > _HOPELESS * best_s:
                 break
         return found
 
-    def alone(self, settings: CommSettings) -> Generator[Pass, float, float]:
+    def alone(self, settings: CommSettings) -> Generator[TimedPass, float, float]:
         """The median of passes without communication."""
         found = []
         for _ in range(_MEASURED):
-            found.append((yield from self._timed(Pass(settings, is_alone=True))))
+            found.append((yield from self._timed(TimedPass(settings, is_alone=True))))
         return statistics.median(found)
 
-    def turn(self, contenders: Sequence[CommSettings]) -> Generator[Pass, float, _Log]:
+    def turn(self, contenders: Sequence[CommSettings]) -> Generator[TimedPass, float, _Log]:
         """Measure each once more. Returns the times of this turn."""
         turn = _Log(self.space)
         for settings in contenders:
             turn.samples[settings] = yield from self.visit(settings, _MEASURED_IN_TURN, gives_up=False)
         return turn
 
-    def _timed(self, one: Pass) -> Generator[Pass, float, float]:
+    def _timed(self, one: TimedPass) -> Generator[TimedPass, float, float]:
         took_s = yield one
         self.passes += 1
         self.spent_s += took_s
@@ -223,6 +239,6 @@ class _Log:
         distance_s = statistics.median(abs(each - middle) for each in samples)
         return 2 * _DEVIATION * distance_s / math.sqrt(len(samples))
 
-    def verdict(self, chosen: CommSettings, reason: str) -> Verdict:
+    def result(self, chosen: CommSettings, reason: str) -> SearchResult:
         times, start = self.final or self, self.space.start
-        return Verdict(chosen, start, times.median(start), times.median(chosen), self.passes, self.spent_s, reason)
+        return SearchResult(chosen, start, times.median(start), times.median(chosen), self.passes, self.spent_s, reason)

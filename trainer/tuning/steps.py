@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.tuning.passes import finish_device, slowest_s
 from elaunch.trainer.tuning.rebuild import apply
-from elaunch.trainer.tuning.search import Space, Verdict, search
+from elaunch.trainer.tuning.search import SearchResult, SearchSpace, search
 
 
 class StepTuner:
-    """Runs the search while the program trains. `finish` gets the verdict, within the program's forward pass.
+    """Runs the search while the program trains. `finish` gets the result, within the program's forward pass.
 
     A step lasts from one forward pass whose gradients are summed to the next one. Forward passes without a backward
     pass, in evaluation mode, without gradients or within `no_sync` begin no step. So all ranks count the same steps,
@@ -25,7 +25,11 @@ class StepTuner:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, space: Space, peers: Peers, finish: Callable[[Verdict | None], None]
+        self,
+        ddp: DistributedDataParallel,
+        space: SearchSpace,
+        peers: Peers,
+        finish: Callable[[SearchResult | None], None],
     ) -> None:
         self._ddp, self._peers, self._finish = ddp, peers, finish
         self._search = search(space)
@@ -66,7 +70,7 @@ class StepTuner:
         self._is_open, self._is_complete = True, False
         self._begun_s = time.perf_counter()
 
-    def _end(self, verdict: Verdict | None) -> None:
+    def _end(self, result: SearchResult | None) -> None:
         for handle in self._handles:
             handle.remove()
-        self._finish(verdict)
+        self._finish(result)

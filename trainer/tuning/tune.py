@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.tuning import hooks, passes, rebuild
-from elaunch.trainer.tuning.memory import Choice, Key, Shelf
-from elaunch.trainer.tuning.search import Space, Verdict
+from elaunch.trainer.tuning.memory import ChoiceFiles, TunedChoice, TuningKey
+from elaunch.trainer.tuning.search import SearchResult, SearchSpace
 from elaunch.trainer.tuning.settings import FIELDS, LOSSY_HOOKS, CommSettings
 from elaunch.trainer.tuning.steps import StepTuner
 
@@ -31,14 +31,14 @@ class Tuned:
     """What `tune` has done, or does while the program trains.
 
     `settings` are the present ones; `is_done` tells whether they stay. `hook_state` is the state of a chosen hook for
-    the Keeper's argument of that name, None without one. `verdict` is what was measured, None if nothing was.
+    the Keeper's argument of that name, None without one. `result` is what was measured, None if nothing was.
     """
 
     def __init__(self, settings: CommSettings) -> None:
         self.settings = settings
         self.is_done = True
         self.hook_state: Any = None
-        self.verdict: Verdict | None = None
+        self.result: SearchResult | None = None
 
 
 def tune(
@@ -94,7 +94,7 @@ class _Tuning:
         self._fixed = fixed | rebuild.given_by_program(ddp)
         self._start = rebuild.settings_of(ddp)
         self._peers = Peers(ddp.process_group)
-        self._shelf = Shelf.of(os.environ, folder)
+        self._files = ChoiceFiles.of(os.environ, folder)
         self._key = _key_of(ddp, self._start, self._fixed, lossy, about)
         self._tuned = Tuned(self._start)
 
@@ -115,14 +115,14 @@ class _Tuning:
             StepTuner(self._ddp, space, self._peers, self._finish)
         return self._tuned
 
-    def _remembered(self) -> tuple[Choice | None, list[str]]:
+    def _remembered(self) -> tuple[TunedChoice | None, list[str]]:
         """The choice to use, None to measure, and what is said of it."""
-        found, file, sentences = self._shelf.find(self._key)
+        found, file, sentences = self._files.find(self._key)
         if found is not None:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.at))
             return found, [*sentences, f"communication: {found.settings.words}, as measured on {when} (kept in {file})"]
         is_restart = RankInfo.from_environ(os.environ).generation > 0
-        if is_restart and (earlier := self._shelf.find_of_run(self._key)):
+        if is_restart and (earlier := self._files.find_of_run(self._key)):
             # A restart does not wait for a measurement.
             sentence = (
                 f"communication: {earlier.settings.words}, as this run measured with {earlier.world_size} workers"
@@ -133,12 +133,17 @@ class _Tuning:
             sentences.append("communication: no choice of an earlier generation is left; this one may choose otherwise")
         return None, sentences
 
-    def _space(self, has_warm_up: bool) -> Space:
-        tried = [hook for hook in LOSSY_HOOKS if has_warm_up or hook != "powersgd"] if self._is_lossy else []
+    def _space(self, has_warm_up: bool) -> SearchSpace:
+        # PowerSGD needs a Keeper that keeps its state, and one bucket: see `search`. A bucket has one type, and DDP
+        # sends another message beside it to find unused parameters.
+        types = {each.dtype for each in self._ddp.module.parameters() if each.requires_grad}
+        one_message = len(types) == 1 and not self._ddp.find_unused_parameters
+        tried = [hook for hook in LOSSY_HOOKS if hook != "powersgd" or (has_warm_up and one_message)]
+        tried = tried if self._is_lossy else []
         able = [hook for hook in tried if hooks.works_here(hook, self._ddp)] if "hook" not in self._fixed else []
         all_able = set.intersection(*map(set, self._peers.from_all(able)))
         gradients = [each for each in self._ddp.module.parameters() if each.requires_grad]
-        return Space(
+        return SearchSpace(
             self._start,
             sum(each.numel() * each.element_size() for each in gradients) / _MB,
             fixed=self._fixed,
@@ -147,16 +152,16 @@ class _Tuning:
             is_static=bool(self._ddp.static_graph),
         )
 
-    def _finish(self, verdict: Verdict | None) -> None:
-        """The search is over. Without a verdict the model is used in a way in which nothing can be measured."""
-        if verdict is None:
+    def _finish(self, result: SearchResult | None) -> None:
+        """The search is over. Without a result the model is used in a way in which nothing can be measured."""
+        if result is None:
             self._say("the communication is not tuned: the model is used within join()")
             self._use(self._start)
         else:
-            self._use(verdict.settings)
-            self._tuned.verdict = verdict
+            self._use(result.settings)
+            self._tuned.result = result
             if self._peers.leads:
-                self._say(sentence_of(verdict, *self._shelf.keep(_choice_of(verdict, self._key))))
+                self._say(sentence_of(result, *self._files.keep(_choice_of(result, self._key))))
         self._tuned.is_done = True
         self._peers.close()
 
@@ -166,15 +171,15 @@ class _Tuning:
         self._tuned.settings = settings
 
 
-def sentence_of(verdict: Verdict, kept: Path | None, why_not: str) -> str:
+def sentence_of(result: SearchResult, kept: Path | None, why_not: str) -> str:
     """What was measured, what it gained and what it cost, in one sentence."""
-    spent = f"communication tuned in {verdict.passes} passes ({verdict.spent_s:.1f} s)"
+    spent = f"communication tuned in {result.passes} passes ({result.spent_s:.1f} s)"
     where = f"kept in {kept}" if kept else f"not kept: {why_not}"
-    if verdict.settings == verdict.start:
-        return f"{spent}: {verdict.start.words} as before, {verdict.reason}; {where}"
+    if result.settings == result.start:
+        return f"{spent}: {result.start.words} as before, {result.reason}; {where}"
     return (
-        f"{spent}: {verdict.settings.words}; a pass takes {_time(verdict.chosen_s)}, with the program's own settings "
-        f"{_time(verdict.start_s)} ({verdict.gain:.2f} times as fast); {where}"
+        f"{spent}: {result.settings.words}; a pass takes {_time(result.chosen_s)}, with the program's own settings "
+        f"{_time(result.start_s)} ({result.gain:.2f} times as fast); {where}"
     )
 
 
@@ -182,25 +187,27 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _choice_of(verdict: Verdict, key: Key) -> Choice:
-    return Choice(
-        verdict.settings,
-        verdict.start_s,
-        verdict.chosen_s,
-        verdict.passes,
+def _choice_of(result: SearchResult, key: TuningKey) -> TunedChoice:
+    return TunedChoice(
+        result.settings,
+        result.start_s,
+        result.chosen_s,
+        result.passes,
         at=time.time(),
         key=key,
     )
 
 
-def _key_of(ddp: DistributedDataParallel, start: CommSettings, fixed: frozenset[str], lossy: bool, about: str) -> Key:
+def _key_of(
+    ddp: DistributedDataParallel, start: CommSettings, fixed: frozenset[str], lossy: bool, about: str
+) -> TuningKey:
     digest = hashlib.sha256()
     for name, each in ddp.module.named_parameters():
         digest.update(repr((name, tuple(each.shape), str(each.dtype), each.requires_grad)).encode())
     size = ddp.process_group.size()
     device = torch.cuda.get_device_name(ddp.device) if ddp.device.type == "cuda" else ddp.device.type
     interfaces = [f"{name}={os.environ[name]}" for name in _INTERFACES if os.environ.get(name)]
-    return Key(
+    return TuningKey(
         model=digest.hexdigest()[:32],
         world_size=size,
         nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),

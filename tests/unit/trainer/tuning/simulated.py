@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elaunch.trainer.tuning.search import Pass, Space, Verdict, search
+from elaunch.trainer.tuning.search import SearchResult, SearchSpace, TimedPass, search
 from elaunch.trainer.tuning.settings import CommSettings
 
 
@@ -24,13 +24,13 @@ class World:
     spikes: float = 0.0
     alone_s: float = 0.1
     seed: int = 0
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[TimedPass] = field(default_factory=list)
 
     def true_s(self, settings: CommSettings) -> float:
         """What the slowest rank needs."""
         return max(self.cost_s(settings, rank) for rank in range(self.ranks))
 
-    def run(self, space: Space) -> Verdict:
+    def run(self, space: SearchSpace) -> SearchResult:
         """The whole search."""
         dice = random.Random(self.seed)
         steps = search(space)
@@ -47,8 +47,8 @@ class World:
             try:
                 wanted = steps.send(max(0.1 * max(costs), max(costs)) * drifted * spike)
             except StopIteration as end:
-                verdict: Verdict = end.value
-                return verdict
+                result: SearchResult = end.value
+                return result
 
 
 def by_size(times: dict[float, float], otherwise: float = 1.0) -> Callable[[CommSettings, int], float]:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.tuning.memory import Choice, Key, Shelf
+from elaunch.trainer.tuning.memory import ChoiceFiles, TunedChoice, TuningKey
 from elaunch.trainer.tuning.settings import CommSettings
 
-KEY = Key("abc", world_size=4, nodes=2, link="gloo cpu", torch="2.13", lossy=False, start="()", about="")
-CHOICE = Choice(CommSettings(5, 1, bucket_view=True), start_s=0.5, chosen_s=0.4, passes=40, at=1e9, key=KEY)
+KEY = TuningKey("abc", world_size=4, nodes=2, link="gloo cpu", torch="2.13", lossy=False, start="()", about="")
+CHOICE = TunedChoice(CommSettings(5, 1, bucket_view=True), start_s=0.5, chosen_s=0.4, passes=40, at=1e9, key=KEY)
 
 
-def cache(tmp_path: Path) -> Shelf:
-    return Shelf.of({"XDG_CACHE_HOME": str(tmp_path / "cache")}, None)
+def cache(tmp_path: Path) -> ChoiceFiles:
+    return ChoiceFiles.of({"XDG_CACHE_HOME": str(tmp_path / "cache")}, None)
 
 
-def file_of(tmp_path: Path, key: Key = KEY) -> Path:
+def file_of(tmp_path: Path, key: TuningKey = KEY) -> Path:
     return tmp_path / "cache" / "elaunch" / "tuning" / key.file_name
 
 
@@ -55,7 +55,7 @@ def damaged(**changes: object) -> str:
     """The file of CHOICE with other values."""
     content = {"format": 1, "start_s": 0.5, "chosen_s": 0.4, "passes": 40, "at": 1e9}
     content["settings"] = {"bucket_mb": 5, "first_bucket_mb": 1, "bucket_view": True, "hook": "none"}  # type: ignore[assignment]
-    content["key"] = {name: getattr(KEY, name) for name in Key.__dataclass_fields__}  # type: ignore[assignment]
+    content["key"] = {name: getattr(KEY, name) for name in TuningKey.__dataclass_fields__}  # type: ignore[assignment]
     for name, value in changes.items():
         place, _, rest = name.partition("__")
         if rest:
@@ -128,8 +128,11 @@ def test_a_link_or_a_pipe_in_its_place_is_not_read(tmp_path: Path) -> None:
 
 
 def test_without_a_home_it_says_why_nothing_is_kept() -> None:
-    assert Shelf.of({}, None).keep(CHOICE) == (None, "there is no folder: neither HOME nor XDG_CACHE_HOME is a path")
-    assert Shelf.of({"HOME": "relative"}, None).find(KEY) == (None, None, [])
+    assert ChoiceFiles.of({}, None).keep(CHOICE) == (
+        None,
+        "there is no folder: neither HOME nor XDG_CACHE_HOME is a path",
+    )
+    assert ChoiceFiles.of({"HOME": "relative"}, None).find(KEY) == (None, None, [])
 
 
 def test_a_folder_that_cannot_be_written_costs_a_sentence(tmp_path: Path) -> None:
@@ -143,27 +146,27 @@ def test_a_folder_that_cannot_be_written_costs_a_sentence(tmp_path: Path) -> Non
 
 def test_the_runs_own_folder_comes_first_and_the_cache_gets_it_too(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "ELAUNCH_MEMORY": str(tmp_path)}
-    shelf = Shelf.of(environ, tmp_path / "run")
-    shelf.keep(CHOICE)
+    files = ChoiceFiles.of(environ, tmp_path / "run")
+    files.keep(CHOICE)
     for folder in ("run", "tuning", ".cache/elaunch/tuning"):
         assert (tmp_path / folder / KEY.file_name).exists()
 
     other = replace(CHOICE, settings=CommSettings(100, 1))
-    Shelf([tmp_path / "run"], None).keep(other)
-    assert shelf.find(KEY)[0] == other
+    ChoiceFiles([tmp_path / "run"], None).keep(other)
+    assert files.find(KEY)[0] == other
 
 
 def test_a_restart_finds_the_runs_newest_choice_at_another_number_of_workers(tmp_path: Path) -> None:
-    shelf = Shelf([tmp_path / "run"], tmp_path / "cache")
-    shelf.keep(CHOICE)
-    shelf.keep(replace(CHOICE, at=2e9, settings=CommSettings(1, 1), key=replace(KEY, world_size=8)))
-    shelf.keep(replace(CHOICE, at=3e9, key=replace(KEY, about="another batch size")))
+    files = ChoiceFiles([tmp_path / "run"], tmp_path / "cache")
+    files.keep(CHOICE)
+    files.keep(replace(CHOICE, at=2e9, settings=CommSettings(1, 1), key=replace(KEY, world_size=8)))
+    files.keep(replace(CHOICE, at=3e9, key=replace(KEY, about="another batch size")))
 
-    found = shelf.find_of_run(replace(KEY, world_size=2, nodes=1))
+    found = files.find_of_run(replace(KEY, world_size=2, nodes=1))
 
     assert found is not None
     assert found.settings == CommSettings(1, 1)
-    assert Shelf([], tmp_path / "cache").find_of_run(replace(KEY, world_size=2)) is None
+    assert ChoiceFiles([], tmp_path / "cache").find_of_run(replace(KEY, world_size=2)) is None
 
 
 def test_the_oldest_files_are_removed(tmp_path: Path) -> None:

@@ -139,6 +139,9 @@ def test_settings_are_read_off_the_wrapper_and_sizes_that_were_given_are_fixed()
     own = wrapped(bucket_cap_mb=7, gradient_as_bucket_view=True)
     assert settings_of(own) == CommSettings(7, 7, bucket_view=True)
     assert given_by_program(own) == {"bucket_mb", "first_bucket_mb", "bucket_view"}
+    listed = wrapped(bucket_cap_mb_list=[2, 10])
+    assert settings_of(listed) == CommSettings(10, 2)
+    assert given_by_program(listed) == {"bucket_mb", "first_bucket_mb"}
 
 
 def test_what_cannot_be_rebuilt_is_said() -> None:
@@ -149,8 +152,8 @@ def test_what_cannot_be_rebuilt_is_said() -> None:
     built_in = wrapped()
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     assert "built-in hook" in obstacle(built_in, built_in)
-    listed = wrapped(bucket_cap_mb_list=[1, 2])
-    assert "list of bucket sizes" in obstacle(listed, listed)
+    listed = wrapped(bucket_cap_mb_list=[1, 2, 4])
+    assert "list of more than two" in obstacle(listed, listed)
     compiled = wrapped()
     compiled.compile()
     assert "compiled as a whole" in obstacle(compiled, compiled)

@@ -10,7 +10,7 @@ from elaunch.trainer.tuning.search import (
     LOSSY_PASSES_MAX,
     PASSES_MAX,
     STATIC_FACTOR,
-    Space,
+    SearchSpace,
     sizes,
 )
 from elaunch.trainer.tuning.settings import LOSSY_HOOKS, CommSettings
@@ -18,25 +18,25 @@ from tests.unit.trainer.tuning.simulated import World, by_size
 
 SEEDS = range(100)
 OWN = CommSettings()
-SPACE = Space(OWN, gradient_mb=60)
-LOSSY = Space(OWN, gradient_mb=60, hooks=LOSSY_HOOKS)
+SPACE = SearchSpace(OWN, gradient_mb=60)
+LOSSY = SearchSpace(OWN, gradient_mb=60, hooks=LOSSY_HOOKS)
 
 
 def test_the_fastest_bucket_size_is_found() -> None:
     for seed in SEEDS:
-        verdict = World(by_size({1: 0.9, 5: 0.6, 25: 1.0}), seed=seed).run(SPACE)
+        result = World(by_size({1: 0.9, 5: 0.6, 25: 1.0}), seed=seed).run(SPACE)
 
-        assert verdict.settings.bucket_mb == 5, seed
-        assert verdict.gain == pytest.approx(1 / 0.6, rel=0.1)
+        assert result.settings.bucket_mb == 5, seed
+        assert result.gain == pytest.approx(1 / 0.6, rel=0.1)
 
 
 def test_among_equals_the_programs_own_settings_stay() -> None:
     for noise in (0.0, 0.01, 0.05):
         for seed in SEEDS:
-            verdict = World(by_size({}), noise=noise, seed=seed).run(LOSSY)
+            result = World(by_size({}), noise=noise, seed=seed).run(LOSSY)
 
-            assert verdict.settings == OWN, (noise, seed)
-            assert verdict.gain == 1.0
+            assert result.settings == OWN, (noise, seed)
+            assert result.gain == 1.0
 
 
 def test_the_choice_is_never_slower_than_the_programs_own_by_more_than_the_noise() -> None:
@@ -46,9 +46,9 @@ def test_the_choice_is_never_slower_than_the_programs_own_by_more_than_the_noise
         noise = dice.choice((0.0, 0.02, 0.1, 0.3))
         world = World(by_size(times), noise=noise, drift=dice.uniform(-0.4, 0.4), spikes=0.05, seed=seed)
 
-        verdict = world.run(SPACE)
+        result = world.run(SPACE)
 
-        assert world.true_s(verdict.settings) <= world.true_s(OWN) * (1 + noise), (seed, noise, times, verdict)
+        assert world.true_s(result.settings) <= world.true_s(OWN) * (1 + noise), (seed, noise, times, result)
 
 
 @pytest.mark.parametrize("drift", [-0.4, 0.4])
@@ -81,7 +81,7 @@ def test_views_are_tried_with_the_best_size_and_are_never_taken_away() -> None:
 
     assert World(cost_s).run(SPACE).settings == CommSettings(5, 1, bucket_view=True)
     without = World(lambda settings, rank: 2.0 - cost_s(settings, rank))
-    without.run(Space(CommSettings(bucket_view=True), gradient_mb=60))
+    without.run(SearchSpace(CommSettings(bucket_view=True), gradient_mb=60))
     assert all(each.settings.bucket_view for each in without.passes)
 
 
@@ -92,6 +92,16 @@ def test_hooks_are_tried_only_if_they_are_allowed_and_must_gain_a_tenth() -> Non
     assert cost_s(0.5).run(SPACE).settings == OWN
     assert cost_s(0.5).run(LOSSY).settings.is_lossy
     assert cost_s(0.06).run(LOSSY).settings == OWN
+
+
+def test_powersgd_has_one_bucket_and_is_left_out_if_the_program_wants_others() -> None:
+    def cost_s(settings: CommSettings, rank: int) -> float:
+        return 0.3 if settings.hook == "powersgd" else 0.9 if settings.bucket_mb == 5 else 1.0
+
+    assert World(cost_s).run(LOSSY).settings == CommSettings(61, 61, hook="powersgd")
+    fixed = World(cost_s)
+    fixed.run(SearchSpace(OWN, gradient_mb=60, hooks=LOSSY_HOOKS, fixed=frozenset({"bucket_mb"})))
+    assert {each.settings.hook for each in fixed.passes} == {"none", "bf16", "fp16"}
 
 
 def test_a_lossy_hook_must_beat_the_best_loss_neutral_settings() -> None:
@@ -106,18 +116,18 @@ def test_what_the_program_has_chosen_itself_stays(name: str) -> None:
     own = CommSettings(25, 3)
     world = World(lambda settings, rank: 1.0 if settings == own else 0.5)
 
-    world.run(Space(own, gradient_mb=60, fixed=frozenset({name}), hooks=LOSSY_HOOKS))
+    world.run(SearchSpace(own, gradient_mb=60, fixed=frozenset({name}), hooks=LOSSY_HOOKS))
 
     assert {getattr(each.settings, name) for each in world.passes} == {getattr(own, name)}
 
 
 def test_without_communication_to_hide_it_ends_at_once() -> None:
     world = World(by_size({}), alone_s=0.99, noise=0.001)
-    verdict = world.run(Space(OWN, gradient_mb=60, runs_alone=True))
+    result = world.run(SearchSpace(OWN, gradient_mb=60, runs_alone=True))
 
-    assert verdict.settings == OWN
-    assert verdict.passes == len(world.passes) <= 8
-    assert "adds 1% to a pass" in verdict.reason
+    assert result.settings == OWN
+    assert result.passes == len(world.passes) <= 8
+    assert "adds 1% to a pass" in result.reason
 
 
 def test_it_ends_within_the_passes_that_are_promised() -> None:
@@ -127,7 +137,7 @@ def test_it_ends_within_the_passes_that_are_promised() -> None:
         world = World(lambda settings, rank: costs.setdefault(settings, dice.uniform(0.3, 1.0)), seed=seed)  # noqa: B023
         for hooks, most in (((), PASSES_MAX), (LOSSY_HOOKS, LOSSY_PASSES_MAX)):
             for is_static, factor in ((False, 1.0), (True, STATIC_FACTOR)):
-                space = Space(OWN, gradient_mb=1000, hooks=hooks, runs_alone=True, is_static=is_static)
+                space = SearchSpace(OWN, gradient_mb=1000, hooks=hooks, runs_alone=True, is_static=is_static)
                 assert world.run(space).passes <= most * factor
 
 
@@ -140,7 +150,7 @@ def test_settings_that_are_hopeless_are_measured_once() -> None:
 
 
 def test_sizes_are_those_that_make_other_buckets() -> None:
-    assert [each.bucket_mb for each in sizes(Space(OWN, gradient_mb=0.5))] == []
-    assert [each.bucket_mb for each in sizes(Space(OWN, gradient_mb=8.5))] == [1, 5, 10]
-    assert [each.bucket_mb for each in sizes(Space(OWN, gradient_mb=400))] == [1, 5, 100, 401]
-    assert [each.first_bucket_mb for each in sizes(Space(OWN, gradient_mb=400))] == [1, 1, 1, 401]
+    assert [each.bucket_mb for each in sizes(SearchSpace(OWN, gradient_mb=0.5))] == []
+    assert [each.bucket_mb for each in sizes(SearchSpace(OWN, gradient_mb=8.5))] == [1, 5, 10]
+    assert [each.bucket_mb for each in sizes(SearchSpace(OWN, gradient_mb=400))] == [1, 5, 100, 401]
+    assert [each.first_bucket_mb for each in sizes(SearchSpace(OWN, gradient_mb=400))] == [1, 1, 1, 401]

@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.tuning.search import Verdict
+from elaunch.trainer.tuning.search import SearchResult
 from elaunch.trainer.tuning.settings import CommSettings
 from elaunch.trainer.tuning.tune import sentence_of, tune
 
-VERDICT = Verdict(CommSettings(5, 1), CommSettings(), 0.472, 0.291, passes=43, spent_s=18.24, reason="it won each turn")
+RESULT = SearchResult(
+    CommSettings(5, 1), CommSettings(), 0.472, 0.291, passes=43, spent_s=18.24, reason="it won each turn"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,11 +46,11 @@ def test_a_field_that_is_none_is_refused() -> None:
 
 
 def test_the_sentence_has_the_gain_the_cost_and_the_place() -> None:
-    assert sentence_of(VERDICT, Path("/c/f"), "") == (
+    assert sentence_of(RESULT, Path("/c/f"), "") == (
         "communication tuned in 43 passes (18.2 s): buckets of 5 MiB; a pass takes 291 ms, with the program's own "
         "settings 472 ms (1.62 times as fast); kept in /c/f"
     )
-    same = Verdict(CommSettings(), CommSettings(), 1.5, 1.5, passes=31, spent_s=50.0, reason="nothing was faster")
+    same = SearchResult(CommSettings(), CommSettings(), 1.5, 1.5, passes=31, spent_s=50.0, reason="nothing was faster")
     assert sentence_of(same, None, "/c: no space left on device") == (
         "communication tuned in 31 passes (50.0 s): buckets of 25 MiB as before, nothing was faster; not kept: /c: no "
         "space left on device"
