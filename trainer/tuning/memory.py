@@ -30,7 +30,7 @@ class TuningKey:
     """What a choice depends on. Two trainings with equal keys share it.
 
     `model` is a digest of the parameters' shapes, `link` the backend and the network interfaces that its environment
-    names, `about` what the program says of itself (as its batch size).
+    names, `hooks` the lossy ones that could be tried, `about` what the program says of itself (as its batch size).
     """
 
     model: str
@@ -38,7 +38,7 @@ class TuningKey:
     nodes: int
     link: str
     torch: str
-    lossy: bool
+    hooks: str
     start: str
     about: str
 
@@ -136,7 +136,7 @@ def _read(file: Path) -> TunedChoice:
     hook = settings["hook"]
     if hook not in HOOKS or not isinstance(settings["bucket_view"], bool):
         raise ValueError("its hook or its bucket_view is unknown")
-    if hook != "none" and not key.lossy:
+    if hook not in ("none", *key.hooks.split()):
         raise ValueError(f"its hook {hook} rounds gradients, which was not allowed")
     return TunedChoice(
         CommSettings(
@@ -154,7 +154,7 @@ def _read(file: Path) -> TunedChoice:
 
 
 def _key(found: object) -> TuningKey:
-    kinds = {"world_size": int, "nodes": int, "lossy": bool}
+    kinds = {"world_size": int, "nodes": int}
     names = [field.name for field in fields(TuningKey)]
     if not isinstance(found, dict) or sorted(found) != sorted(names):
         raise ValueError("it does not say what it is of")

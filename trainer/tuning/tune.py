@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ def tune(
     if why := rebuild.obstacle(model, ddp):
         to_people(f"the communication is not tuned: {why}")
         return Tuned(rebuild.settings_of(ddp))
-    return _Tuning(ddp, lossy, frozenset(fixed), about, folder, to_people).begin(warm_up)
+    hooks_to_try = [hook for hook in LOSSY_HOOKS if hook != "powersgd" or warm_up is not None] if lossy else []
+    return _Tuning(ddp, hooks_to_try, frozenset(fixed), about, folder, to_people).begin(warm_up)
 
 
 class _Tuning:
@@ -84,18 +85,19 @@ class _Tuning:
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        lossy: bool,
+        hooks_to_try: Sequence[str],
         fixed: frozenset[str],
         about: str,
         folder: Path | None,
         say: Callable[[str], None],
     ) -> None:
-        self._ddp, self._say, self._is_lossy = ddp, say, lossy
+        self._ddp, self._say = ddp, say
         self._fixed = fixed | rebuild.given_by_program(ddp)
         self._start = rebuild.settings_of(ddp)
         self._peers = Peers(ddp.process_group)
         self._files = ChoiceFiles.of(os.environ, folder)
-        self._key = _key_of(ddp, self._start, self._fixed, lossy, about)
+        self._hooks = () if "hook" in self._fixed else self._able(hooks_to_try)
+        self._key = _key_of(ddp, self._start, self._fixed, self._hooks, about)
         self._tuned = Tuned(self._start)
 
     def begin(self, warm_up: Callable[[], object] | None) -> Tuned:
@@ -115,6 +117,17 @@ class _Tuning:
             StepTuner(self._ddp, space, self._peers, self._finish)
         return self._tuned
 
+    def _able(self, hooks_to_try: Sequence[str]) -> tuple[str, ...]:
+        """Those that can run on all ranks."""
+        # PowerSGD has one bucket: see `search`. A bucket has one type, and DDP sends another message beside it to find
+        # unused parameters.
+        types = {each.dtype for each in self._ddp.module.parameters() if each.requires_grad}
+        tried = [one for one in hooks_to_try if one != "powersgd" or len(types) == 1]
+        tried = [one for one in tried if one != "powersgd" or not self._ddp.find_unused_parameters]
+        here = {one for one in tried if hooks.works_here(one, self._ddp)}
+        everywhere = set.intersection(*self._peers.from_all(here))
+        return tuple(one for one in tried if one in everywhere)
+
     def _remembered(self) -> tuple[TunedChoice | None, list[str]]:
         """The choice to use, None to measure, and what is said of it."""
         found, file, sentences = self._files.find(self._key)
@@ -125,29 +138,21 @@ class _Tuning:
         if is_restart and (earlier := self._files.find_of_run(self._key)):
             # A restart does not wait for a measurement.
             sentence = (
-                f"communication: {earlier.settings.words}, as this run measured with {earlier.world_size} workers"
+                f"communication: {earlier.settings.words}, as this run measured with {earlier.key.world_size} workers; "
+                f"for {self._key.world_size} the next start of the job measures"
             )
-            now = f"they were not measured for {self._key.world_size}; the next start of the job does that"
-            return earlier, [*sentences, f"{sentence}; {now}"]
+            return earlier, [*sentences, sentence]
         if is_restart:
             sentences.append("communication: no choice of an earlier generation is left; this one may choose otherwise")
         return None, sentences
 
     def _space(self, has_warm_up: bool) -> SearchSpace:
-        # PowerSGD needs a Keeper that keeps its state, and one bucket: see `search`. A bucket has one type, and DDP
-        # sends another message beside it to find unused parameters.
-        types = {each.dtype for each in self._ddp.module.parameters() if each.requires_grad}
-        one_message = len(types) == 1 and not self._ddp.find_unused_parameters
-        tried = [hook for hook in LOSSY_HOOKS if hook != "powersgd" or (has_warm_up and one_message)]
-        tried = tried if self._is_lossy else []
-        able = [hook for hook in tried if hooks.works_here(hook, self._ddp)] if "hook" not in self._fixed else []
-        all_able = set.intersection(*map(set, self._peers.from_all(able)))
         gradients = [each for each in self._ddp.module.parameters() if each.requires_grad]
         return SearchSpace(
             self._start,
             sum(each.numel() * each.element_size() for each in gradients) / _MB,
             fixed=self._fixed,
-            hooks=tuple(hook for hook in able if hook in all_able),
+            hooks=self._hooks,
             runs_alone=has_warm_up,
             is_static=bool(self._ddp.static_graph),
         )
@@ -199,7 +204,7 @@ def _choice_of(result: SearchResult, key: TuningKey) -> TunedChoice:
 
 
 def _key_of(
-    ddp: DistributedDataParallel, start: CommSettings, fixed: frozenset[str], lossy: bool, about: str
+    ddp: DistributedDataParallel, start: CommSettings, fixed: frozenset[str], hooks_tried: Sequence[str], about: str
 ) -> TuningKey:
     digest = hashlib.sha256()
     for name, each in ddp.module.named_parameters():
@@ -213,7 +218,7 @@ def _key_of(
         nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         link=" ".join([dist.get_backend(ddp.process_group), device, *interfaces]),
         torch=torch.__version__,
-        lossy=lossy,
+        hooks=" ".join(hooks_tried),
         start=repr((start, sorted(fixed))),
         about=about,
     )

@@ -12,7 +12,7 @@ import pytest
 from elaunch.trainer.tuning.memory import ChoiceFiles, TunedChoice, TuningKey
 from elaunch.trainer.tuning.settings import CommSettings
 
-KEY = TuningKey("abc", world_size=4, nodes=2, link="gloo cpu", torch="2.13", lossy=False, start="()", about="")
+KEY = TuningKey("abc", world_size=4, nodes=2, link="gloo cpu", torch="2.13", hooks="fp16", start="()", about="")
 CHOICE = TunedChoice(CommSettings(5, 1, bucket_view=True), start_s=0.5, chosen_s=0.4, passes=40, at=1e9, key=KEY)
 
 
@@ -40,7 +40,7 @@ def test_a_choice_is_found_again(tmp_path: Path) -> None:
         {"nodes": 1},
         {"link": "nccl"},
         {"torch": "2.14"},
-        {"lossy": True},
+        {"hooks": "fp16 bf16"},
         {"start": "(25)"},
         {"about": "batch 3"},
     ],
