@@ -16,12 +16,35 @@ _WHOLE_PASSES_IN_TRIAL = 2
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+# Functions of their own, by which a rebuild knows them from a program's hook. Under its own name DDP refuses torch's
+# bfloat16 hook without NCCL, while gloo sums bfloat16 too.
 def sum_in_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook under another name. DDP refuses it by its name without NCCL, while gloo sums bfloat16 too."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     found: torch.futures.Future[torch.Tensor] = default_hooks.bf16_compress_hook(state, bucket)
     return found
+
+
+def sum_in_fp16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    found: torch.futures.Future[torch.Tensor] = default_hooks.fp16_compress_hook(state, bucket)
+    return found
+
+
+def sum_in_low_rank(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    found: torch.futures.Future[torch.Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
+    return found
+
+
+_OURS = (sum_in_bf16, sum_in_fp16, sum_in_low_rank)
+
+
+def of_program(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """The hooks, each with its state, that the program has registered itself."""
+    return [(hook, state) for hook, state in ddp._comm_hooks if hook not in _OURS]
 
 
 def register(ddp: DistributedDataParallel, name: str, *, is_trial: bool) -> Any:
@@ -34,12 +57,10 @@ def register(ddp: DistributedDataParallel, name: str, *, is_trial: bool) -> Any:
             matrix_approximation_rank=_RANK,
             start_powerSGD_iter=_WHOLE_PASSES_IN_TRIAL if is_trial else _WHOLE_PASSES,
         )
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        ddp.register_comm_hook(state, sum_in_low_rank)
         return state
     if name != "none":
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        ddp.register_comm_hook(ddp.process_group, sum_in_bf16 if name == "bf16" else default_hooks.fp16_compress_hook)
+        ddp.register_comm_hook(ddp.process_group, sum_in_bf16 if name == "bf16" else sum_in_fp16)
     return None
 
 

@@ -54,17 +54,18 @@ def given_by_program(ddp: DistributedDataParallel) -> frozenset[str]:
     sizes = set() if ddp.bucket_bytes_cap_default else {"bucket_mb", "first_bucket_mb"}
     # Without views each gradient would be in memory twice.
     views = {"bucket_view"} if ddp.gradient_as_bucket_view else set()
-    return frozenset(sizes | views | ({"hook"} if ddp._comm_hooks else set()))
+    return frozenset(sizes | views | ({"hook"} if hooks.of_program(ddp) else set()))
 
 
 def obstacle(model: nn.Module, ddp: DistributedDataParallel) -> str:
     """Why this wrapper's buckets must stay as they are; "" if they need not."""
-    own = any(not isinstance(state, dist.ProcessGroup | None) for _, state in ddp._comm_hooks)
+    own = hooks.of_program(ddp)
+    is_stateful = any(not isinstance(state, dist.ProcessGroup | None) for _, state in own)
     built_in = not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook")
     in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters())
     compiled = [each for each in (model, ddp) if getattr(each, "_compiled_call_impl", None) is not None]
     found = {
-        "its communication hook has a state that belongs to its buckets": own or len(ddp._comm_hooks) > 1,
+        "its communication hook has a state that belongs to its buckets": is_stateful or len(own) > 1,
         f"it has torch's built-in hook {built_in}": bool(built_in),
         "it has a list of more than two bucket sizes": len(_listed(ddp)) > 2,
         "it has mixed_precision": getattr(ddp, "mixed_precision", None) is not None,
@@ -86,7 +87,7 @@ def apply(ddp: DistributedDataParallel, settings: CommSettings, *, is_trial: boo
 
     Call it when no pass has begun. A hook of the program's own stays. A trial's hook sends little from the first pass.
     """
-    own_hooks = list(ddp._comm_hooks)
+    own_hooks = hooks.of_program(ddp)
     arguments = _arguments(ddp)
     # The old reducer takes its hooks off the parameters when it goes: there must never be two.
     for name in ("logger", "reducer"):

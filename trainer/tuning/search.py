@@ -25,7 +25,7 @@ _SETTLING = 2
 _SETTLING_STATIC = 1
 _SETTLING_POWERSGD = 1
 _MEASURED = 3
-# Settings whose first measured pass takes so many times as long as the best are measured no further.
+# Settings whose first two measured passes take so many times as long as the best are measured no further.
 _HOPELESS = 1.5
 # In the final, the contenders take turns.
 _TURNS, _MEASURED_IN_TURN = 3, 2
@@ -157,8 +157,10 @@ def _decided(log: _Log, turns: Sequence[_Log], start: CommSettings, finalists: S
     log.final = pooled
     chosen = start
     for finalist in finalists:
-        wins_each = all(turn.median(finalist) < turn.median(start) for turn in turns)
-        is_clear = pooled.median(start) - pooled.median(finalist) > pooled.noise_s(start)
+        # The least of a turn: something else on the machine makes single passes longer, and none shorter.
+        wins_each = all(min(turn.samples[finalist]) < min(turn.samples[start]) for turn in turns)
+        noise_s = pooled.noise_s(start) + pooled.noise_s(finalist)
+        is_clear = pooled.median(start) - pooled.median(finalist) > noise_s
         least = LOSSY_GAIN_MIN if finalist.is_lossy else GAIN_MIN
         if wins_each and is_clear and pooled.saves(finalist, chosen, least):
             chosen = finalist
@@ -182,7 +184,7 @@ class _Log:
     ) -> Generator[TimedPass, float, list[float]]:
         """Measure passes with these settings, after those in which DDP settles. Returns their times.
 
-        With `gives_up` no further pass is measured after one that is much slower than the best so far.
+        With `gives_up` no further pass is measured after two that are much slower than the best so far.
         """
         for _ in range(self._settling(settings) if settings != self._newest else 0):
             yield from self._timed(TimedPass(settings))
@@ -193,7 +195,7 @@ class _Log:
         for _ in range(measured):
             found.append((yield from self._timed(TimedPass(settings))))
             held.append(found[-1])
-            if gives_up and found[0] > _HOPELESS * best_s:
+            if gives_up and len(found) > 1 and min(found) > _HOPELESS * best_s:
                 break
         return found
 
@@ -233,11 +235,11 @@ class _Log:
         return settings != beside and self.median(settings) <= (1 - share) * self.median(beside)
 
     def noise_s(self, settings: CommSettings) -> float:
-        """Two standard errors of the median, by the samples' median distance from it."""
+        """A standard error of the median, by the samples' median distance from it."""
         middle = self.median(settings)
         samples = self.samples[settings]
         distance_s = statistics.median(abs(each - middle) for each in samples)
-        return 2 * _DEVIATION * distance_s / math.sqrt(len(samples))
+        return _DEVIATION * distance_s / math.sqrt(len(samples))
 
     def result(self, chosen: CommSettings, reason: str) -> SearchResult:
         times, start = self.final or self, self.space.start

@@ -19,9 +19,9 @@ from elaunch.trainer.tuning.search import SearchResult, SearchSpace, search
 class StepTuner:
     """Runs the search while the program trains. `finish` gets the result, within the program's forward pass.
 
-    A step lasts from one forward pass whose gradients are summed to the next one. Forward passes without a backward
-    pass, in evaluation mode, without gradients or within `no_sync` begin no step. So all ranks count the same steps,
-    and at each of them agree on the slowest rank's time.
+    A step begins with the first forward pass after a backward pass that has summed gradients, and ends where the next
+    one begins. Passes without gradients begin none. So all ranks count the same steps, and at each of them agree on
+    the slowest rank's time.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class StepTuner:
         self._wanted = next(self._search)
         self._current = space.start
         self._begun_s: float | None = None
-        # A step has begun, and its gradients have come.
-        self._is_open = self._is_complete = False
+        # Whether the newest forward pass was one whose gradients are summed, and whether such gradients have come.
+        self._sums = self._is_complete = False
         parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         self._handles: list[Any] = [
             ddp.register_forward_pre_hook(self._before_forward),
@@ -45,16 +45,19 @@ class StepTuner:
         ]
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
-        self._is_complete = self._is_open
+        self._is_complete = self._is_complete or self._sums
 
     def _before_forward(self, module: torch.nn.Module, inputs: object) -> None:
-        if not (self._ddp.training and torch.is_grad_enabled() and self._ddp.require_backward_grad_sync):
+        if not torch.is_grad_enabled():
             return
+        # Also before a pass within `no_sync`. DDP may exchange something in it, and where one rank accumulates over
+        # more passes than another, what all ranks exchange must come in the same order.
+        self._sums = self._ddp.require_backward_grad_sync
         if self._ddp._join_config.enable:
             # Ranks without data left make no forward pass, and so could not agree.
             self._end(None)
             return
-        if self._is_open and not self._is_complete:
+        if self._begun_s is not None and not self._is_complete:
             return
         finish_device(self._ddp.device)
         now_s = time.perf_counter()
@@ -67,7 +70,7 @@ class StepTuner:
         if self._wanted.settings != self._current:
             apply(self._ddp, self._wanted.settings, is_trial=True)
             self._current = self._wanted.settings
-        self._is_open, self._is_complete = True, False
+        self._is_complete = False
         self._begun_s = time.perf_counter()
 
     def _end(self, result: SearchResult | None) -> None:

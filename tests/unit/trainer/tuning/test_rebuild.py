@@ -23,10 +23,13 @@ INPUTS = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """A group of one rank."""
+    """A group of one rank, whose threads do not wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
+    torch.set_num_threads(threads)
 
 
 def wrapped(**options: Any) -> DistributedDataParallel:
@@ -84,7 +87,8 @@ def test_a_hook_of_the_programs_own_is_called_once_for_each_bucket_and_stays() -
     model = wrapped()
     sizes: list[int] = []
 
-    def own(state: object, bucket: dist.GradBucket):  # type: ignore[no-untyped-def]
+    # DDP compares annotations with classes, and here they are strings.
+    def own(state, bucket):  # type: ignore[no-untyped-def]
         sizes.append(bucket.buffer().numel())
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -111,9 +115,8 @@ def test_a_lossy_hook_makes_almost_the_same_gradients(name: str) -> None:
     state = apply(model, CommSettings(hook=name), is_trial=True)
 
     assert (state is not None) == (name == "powersgd")
-    for passes in (2, 3):
-        found = gradients(model, passes)
-        assert any(not torch.equal(one, other) for one, other in zip(found, exact, strict=True)), name
+    found = gradients(model, passes=4)
+    assert any(not torch.equal(one, other) for one, other in zip(found, exact, strict=True))
     if name != "powersgd":
         assert all(torch.allclose(one, other, rtol=0.02, atol=1e-2) for one, other in zip(found, exact, strict=True))
     apply(model, CommSettings())

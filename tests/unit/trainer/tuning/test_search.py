@@ -31,12 +31,15 @@ def test_the_fastest_bucket_size_is_found() -> None:
 
 
 def test_among_equals_the_programs_own_settings_stay() -> None:
-    for noise in (0.0, 0.01, 0.05):
+    for noise in (0.0, 0.01, 0.02):
         for seed in SEEDS:
             result = World(by_size({}), noise=noise, seed=seed).run(LOSSY)
 
             assert result.settings == OWN, (noise, seed)
             assert result.gain == 1.0
+    # Of more noise than the least gain some survives, which costs nothing.
+    loud = [World(by_size({}), noise=0.1, seed=seed).run(LOSSY).settings for seed in SEEDS]
+    assert loud.count(OWN) >= 90
 
 
 def test_the_choice_is_never_slower_than_the_programs_own_by_more_than_the_noise() -> None:
@@ -141,12 +144,12 @@ def test_it_ends_within_the_passes_that_are_promised() -> None:
                 assert world.run(space).passes <= most * factor
 
 
-def test_settings_that_are_hopeless_are_measured_once() -> None:
+def test_settings_that_are_hopeless_are_measured_twice() -> None:
     world = World(by_size({1: 3.0}), noise=0.0)
     world.run(SPACE)
 
-    # Two passes in which DDP settles, and one that is measured.
-    assert sum(each.settings.bucket_mb == 1 for each in world.passes) == 3
+    # After two passes in which DDP settles.
+    assert sum(each.settings.bucket_mb == 1 for each in world.passes) == 4
 
 
 def test_sizes_are_those_that_make_other_buckets() -> None:
