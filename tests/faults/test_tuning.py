@@ -17,7 +17,8 @@ PROGRAM = Path(__file__).with_name("tuning_trainer.py")
 # 3 MiB of gradients: buckets of 1 MiB are others than those of 25.
 STEPS = 20
 SHORT = ("--steps", str(STEPS), "--width", "256", "--lr", "3e-4")
-FASTER_SMALL = {"1": 0.5, "25": 1.0}
+FASTER_SMALL = {"1": 0.5, "25": 1.0, "alone": 0.2}
+FASTER_LARGE = {"1": 1.0, "25": 0.5, "alone": 0.2}
 SMALL, OWN = 1.0, 25.0
 
 
@@ -54,7 +55,7 @@ def test_all_ranks_choose_alike_a_kill_costs_no_step_and_the_restart_uses_the_ch
     with Tuned(tmp_path / "run", forker, ("loss-0-14-1",)) as run:
         first = run.generation(0, 2)
         # If the second generation measured, it would choose otherwise.
-        run.set_times({"1": 1.0, "25": 0.5})
+        run.set_times(FASTER_LARGE)
         second = run.generation(1, 2)
 
     assert run.struck() == ["loss-0-14-1"]
@@ -123,14 +124,14 @@ def test_another_run_finds_the_choice_in_the_users_cache_and_a_damaged_file_is_m
 ) -> None:
     with Tuned(tmp_path / "first", forker) as first:
         first.generation(0, 2)
-    with Tuned(tmp_path / "second", forker, times={"1": 1.0, "25": 0.5}) as second:
+    with Tuned(tmp_path / "second", forker, times=FASTER_LARGE) as second:
         (tmp_path / "first" / "cache").rename(tmp_path / "second" / "cache")
         found = second.generation(0, 2)
         (file,) = (tmp_path / "second" / "cache" / "elaunch" / "tuning").iterdir()
     assert second.choices(0) == [(SMALL, 0), (SMALL, 0)]
     assert str(file) in found[0].err
 
-    with Tuned(tmp_path / "third", forker, times={"1": 1.0, "25": 0.5}) as third:
+    with Tuned(tmp_path / "third", forker, times=FASTER_LARGE) as third:
         (tmp_path / "second" / "cache").rename(tmp_path / "third" / "cache")
         (file,) = (tmp_path / "third" / "cache" / "elaunch" / "tuning").iterdir()
         file.write_bytes(file.read_bytes()[:100])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,29 +24,35 @@ STRUCK_PASS = 5
 
 
 class Network:
-    """Knows which settings were applied last, and so how long a pass takes."""
+    """Knows which pass the search wants next, and so how long it takes."""
 
     def __init__(self, times: dict[str, float]) -> None:
-        self._times, self._apply, self._slowest_s = times, passes.apply, passes.slowest_s
-        self._size_mb = 25.0
+        self._times, self._search, self._slowest_s = times, passes.search, passes.slowest_s
         self.passes = 0
 
-    def apply(self, ddp: Any, settings: Any, **options: Any) -> Any:
-        self._size_mb = settings.bucket_mb
-        return self._apply(ddp, settings, **options)
+    def search(self, space: Any) -> Generator[Any, float, Any]:
+        steps = self._search(space)
+        self._wanted = next(steps)
+        while True:
+            took_s = yield self._wanted
+            try:
+                self._wanted = steps.send(took_s)
+            except StopIteration as end:
+                return end.value
 
     def slowest_s(self, took_s: float, peers: Any) -> float:
         self.passes += 1
         if self.passes == STRUCK_PASS:
             MOMENTS.strike("tuning", 0)
+        name = "alone" if self._wanted.is_alone else f"{self._wanted.settings.bucket_mb:g}"
         # The ranks still agree over the real connections.
-        return self._slowest_s(self._times.get(f"{self._size_mb:g}", 1.0), peers)
+        return self._slowest_s(self._times.get(name, 1.0), peers)
 
 
 if __name__ == "__main__":
     killing_trainer.plant()
     network = Network(json.loads((Path(sys.argv[1]) / "times").read_text()))
-    passes.apply, passes.slowest_s = network.apply, network.slowest_s
+    passes.search, passes.slowest_s = network.search, network.slowest_s
     begin = tune._Tuning.begin
 
     def recorded(self: Any, warm_up: Any) -> Any:
