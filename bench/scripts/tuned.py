@@ -20,7 +20,8 @@ from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.tuning.rebuild import apply
 
-WINDOWS, CONTEXT = 4, 64
+# Few windows, so that even the fastest link costs something beside them.
+WINDOWS, CONTEXT = 2, 64
 # Steps in which DDP settles after a change: PowerSGD needs three.
 SETTLING, IN_TURN = 3, 5
 _PROBE_BYTES = 4_000_000

@@ -141,7 +141,7 @@ def test_another_run_finds_the_choice_in_the_users_cache_and_a_damaged_file_is_m
     assert [rank.code for rank in ended] == [0, 0]
 
 
-# A model of 4 MiB, trained in one process group: as it is, while it is tuned, and with the choice remembered.
+# A model of 1.5 MiB, trained in one process group: as it is, while it is tuned, and with the choice remembered.
 SCRIPT = """
 import hashlib, json, os, sys
 import torch
@@ -156,7 +156,7 @@ rank = dist.get_rank()
 
 def train(steps, **options):
     torch.manual_seed(0)
-    layers = [nn.Linear(256, 256) for _ in range(16)]
+    layers = [nn.Linear(256, 256) for _ in range(6)]
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Dropout(0.1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     said = []
@@ -188,13 +188,12 @@ print(json.dumps([train(steps), train(steps, about="x"), train(steps, about="x")
 
 def test_a_script_is_tuned_in_its_first_steps_and_trains_the_same_bits(tmp_path: Path, forker: RankForker) -> None:
     program = script(tmp_path, SCRIPT)
-    # Without views, sizes and final there are fewer than the 60 that are promised.
-    with Ranks(forker, 2, program, "75", env={"XDG_CACHE_HOME": str(tmp_path)}) as ranks:
+    with Ranks(forker, 2, program, "50", env={"XDG_CACHE_HOME": str(tmp_path)}) as ranks:
         one, other = ranks.answers()
 
     plain, tuned, remembered = one
     assert plain["digest"] == tuned["digest"] == remembered["digest"]
-    assert 10 < tuned["done_at"] <= 60
+    assert 10 < tuned["done_at"] < 50
     assert remembered["done_at"] == 0
     assert tuned["settings"] == remembered["settings"]
     assert "communication tuned in" in tuned["said"][-1]

@@ -86,10 +86,8 @@ def search(space: SearchSpace) -> Generator[TimedPass, float, SearchResult]:
     start = space.start
     yield from log.visit(start)
     if space.runs_alone:
-        alone_s = yield from log.alone(start)
-        hidden_s = log.median(start) - alone_s
-        if hidden_s < GAIN_MIN * log.median(start):
-            share = max(0.0, hidden_s / log.median(start))
+        share = yield from log.share_of_communication(start)
+        if share is not None and share < GAIN_MIN:
             return log.result(start, f"the communication adds {share:.0%} to a pass, so there is nothing to gain")
 
     best = start
@@ -199,12 +197,15 @@ class _Log:
                 break
         return found
 
-    def alone(self, settings: CommSettings) -> Generator[TimedPass, float, float]:
-        """The median of passes without communication."""
-        found = []
+    def share_of_communication(self, settings: CommSettings) -> Generator[TimedPass, float, float | None]:
+        """How much of a pass it adds to one without it, None if the passes differ too much to tell."""
+        alone: list[float] = []
         for _ in range(_MEASURED):
-            found.append((yield from self._timed(TimedPass(settings, is_alone=True))))
-        return statistics.median(found)
+            alone.append((yield from self._timed(TimedPass(settings, is_alone=True))))
+        whole = self.samples[settings]
+        if any(max(each) - min(each) > GAIN_MIN * min(whole) for each in (alone, whole)):
+            return None
+        return max(0.0, 1 - statistics.median(alone) / statistics.median(whole))
 
     def turn(self, contenders: Sequence[CommSettings]) -> Generator[TimedPass, float, _Log]:
         """Measure each once more. Returns the times of this turn."""

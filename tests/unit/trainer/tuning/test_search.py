@@ -133,6 +133,13 @@ def test_without_communication_to_hide_it_ends_at_once() -> None:
     assert "adds 1% to a pass" in result.reason
 
 
+def test_passes_that_differ_do_not_say_that_there_is_nothing_to_gain() -> None:
+    for seed in SEEDS:
+        world = World(by_size({5: 0.5}), alone_s=0.4, noise=0.5, seed=seed)
+
+        assert world.run(SearchSpace(OWN, gradient_mb=60, runs_alone=True)).passes > 8, seed
+
+
 def test_it_ends_within_the_passes_that_are_promised() -> None:
     for seed in SEEDS:
         dice = random.Random(seed)
