@@ -1,13 +1,14 @@
 """What tuning the communication gains over slow links: python -m bench.tuning, as root.
 
-Two workers on two network namespaces, whose interfaces `tc tbf` holds to a rate. They train the bundled GPT with 38 MB
-of gradients; scripts/tuned.py tunes and lets DDP's defaults, the tuned settings and the tuned settings with lossy hooks
-take turns. The table is printed.
+Two workers on two network namespaces, whose interfaces `tc tbf` holds to a rate. They have 38 MB of gradients, of the
+bundled GPT on CPUs or of a chain of layers that an accelerator would compute; scripts/tuned.py tunes and lets DDP's
+defaults, the tuned settings and the tuned settings with lossy hooks take turns. The table is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -22,10 +23,20 @@ from tests.harness import environment
 from tests.nodes import Node, Nodes, missing
 
 RATES_MBIT = (100, 1000, 10000)
+COMPUTE = ("cpu", "accelerator")
 DEFAULTS, TUNED, LOSSY = "DDP's defaults", "tuned", "tuned, lossy"
 _SCRIPT = Path(__file__).parent / "scripts" / "tuned.py"
 _LIMIT_S = 3600
-_COLUMNS = ("link, Mbit/s", "measured", "contender", "settings", "step, ms: median", "p95", "times as fast")
+_COLUMNS = (
+    "computed by",
+    "link, Mbit/s",
+    "measured",
+    "contender",
+    "settings",
+    "step, ms: median",
+    "p95",
+    "times as fast",
+)
 _COLUMNS += ("passes of tuning", "their time, s")
 
 
@@ -38,7 +49,7 @@ def hold_to(node: Node, mbit: int) -> None:
     node.run("tc", *words.split())
 
 
-def measured(mbit: int, count: int) -> dict[str, Any]:
+def measured(compute: str, mbit: int, count: int) -> dict[str, Any]:
     """What rank 0 of scripts/tuned.py says, on nodes with such a link."""
     with Nodes(2) as nodes, tempfile.TemporaryDirectory(prefix="bench_") as folder:
         for node in nodes:
@@ -48,7 +59,7 @@ def measured(mbit: int, count: int) -> dict[str, Any]:
             variables = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": nodes[0].ipv4}
             variables |= {"MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1}
             env = environment({**{k: str(v) for k, v in variables.items()}, "XDG_CACHE_HOME": folder})
-            command = (sys.executable, str(_SCRIPT), str(count))
+            command = (sys.executable, str(_SCRIPT), str(count), compute)
             ranks.append(node.popen(*command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         ends = [rank.communicate(timeout=_LIMIT_S) for rank in ranks]
     for rank, (_, err) in zip(ranks, ends, strict=True):
@@ -58,7 +69,7 @@ def measured(mbit: int, count: int) -> dict[str, Any]:
     return found
 
 
-def rows(mbit: int, found: Mapping[str, Any]) -> list[list[str]]:
+def rows(compute: str, mbit: int, found: Mapping[str, Any]) -> list[list[str]]:
     """The table's rows of one link."""
     steps: Mapping[str, Sequence[float]] = found["steps"]
     lines = []
@@ -67,6 +78,7 @@ def rows(mbit: int, found: Mapping[str, Any]) -> list[list[str]]:
         median_s = statistics.median(steps[name])
         lines.append(
             [
+                compute if is_first else "",
                 f"{mbit:,}" if is_first else "",
                 f"{found['mbit']:,.0f}" if is_first else "",
                 name,
@@ -85,17 +97,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.tuning")
     parser.add_argument("--n", type=int, default=20, help="steps of each contender")
     parser.add_argument("--rates", default=",".join(map(str, RATES_MBIT)), help="Mbit/s, with commas")
+    parser.add_argument("--compute", default=",".join(COMPUTE), help="cpu, accelerator, or both with a comma")
     options = parser.parse_args(argv)
     if why := missing():
         print(why, file=sys.stderr)
         return 2
-    print("| " + " | ".join(_COLUMNS) + " |\n|" + " ---: | ---: | --- | --- |" + " ---: |" * 5, flush=True)
-    for mbit in map(int, options.rates.split(",")):
-        found = measured(mbit, options.n)
-        for row in rows(mbit, found):
+    print("| " + " | ".join(_COLUMNS) + " |\n| --- |" + " ---: | ---: | --- | --- |" + " ---: |" * 5, flush=True)
+    for compute, mbit in itertools.product(options.compute.split(","), map(int, options.rates.split(","))):
+        found = measured(compute, mbit, options.n)
+        for row in rows(compute, mbit, found):
             print("| " + " | ".join(row) + " |", flush=True)
         for sentence in found["said"]:
-            print(f"{mbit} Mbit/s: {sentence}", file=sys.stderr, flush=True)
+            print(f"{compute}, {mbit} Mbit/s: {sentence}", file=sys.stderr, flush=True)
     return 0
 
 

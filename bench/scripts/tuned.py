@@ -1,4 +1,7 @@
-"""One of two workers that train the bundled GPT over a slow link: `tuned.py N`, with torch's variables of a rank.
+"""One of two workers that train over a slow link: `tuned.py N cpu|accelerator`, with torch's variables of a rank.
+
+With `cpu` it is the bundled GPT. With `accelerator` it is a chain of matrices, at each of which the worker pauses, as
+if something else computed: then the CPUs have only the communication to do.
 
 Tunes the communication twice, without and with lossy hooks. Then DDP's defaults and the two choices take turns, until
 each has had N steps. Rank 0 prints one line of JSON.
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import CommSettings, tune
@@ -25,6 +29,36 @@ WINDOWS, CONTEXT = 2, 64
 # Steps in which DDP settles after a change: PowerSGD needs three.
 SETTLING, IN_TURN = 3, 5
 _PROBE_BYTES = 4_000_000
+# The chain: 37.7 MB, and the pauses of a layer.
+LAYERS, WIDTH, FORWARD_S, BACKWARD_S = 9, 1024, 0.005, 0.010
+
+
+class Pausing(torch.autograd.Function):
+    """Passes its input on, after a pause in either direction."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        time.sleep(FORWARD_S)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Chain(nn.Module):
+    """Layers whose work is done elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            # The pause of the backward pass comes before the layer's gradient.
+            inputs = Pausing.apply(layer(inputs))
+        return inputs.square().mean()
 
 
 def link_mbit(peers: Peers) -> float:
@@ -39,19 +73,22 @@ def link_mbit(peers: Peers) -> float:
     return 8 * _PROBE_BYTES / best_s / 1e6
 
 
-def main(count: int) -> None:
+def main(count: int, compute: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    gpt = GPT(layers=3, heads=8, width=512, context=CONTEXT, dropout=0.0)
-    model = DistributedDataParallel(gpt)
-    optimizer = torch.optim.AdamW(gpt.parameters(), fused=True)
+    is_gpt = compute == "cpu"
+    net: nn.Module = GPT(layers=3, heads=8, width=512, context=CONTEXT, dropout=0.0) if is_gpt else Chain()
+    model = DistributedDataParallel(net)
+    # As much as possible of a step is the backward pass.
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
     peers = Peers()
     torch.manual_seed(dist.get_rank())
     windows = torch.randint(0, 256, (WINDOWS, CONTEXT + 1))
+    inputs = (windows[:, :-1], windows[:, 1:]) if is_gpt else (torch.randn(2, WIDTH),)
 
     def backward() -> None:
-        model(windows[:, :-1], windows[:, 1:]).backward()
+        model(*inputs).backward()
 
     def step_s() -> float:
         """A whole step of the slowest rank."""
@@ -63,7 +100,7 @@ def main(count: int) -> None:
         return peers.largest([round(1e9 * (time.perf_counter() - begun_s))])[0] / 1e9
 
     said: list[str] = []
-    found: dict[str, Any] = {"mbit": link_mbit(peers), "megabytes": sum(p.numel() for p in gpt.parameters()) * 4 / 1e6}
+    found: dict[str, Any] = {"mbit": link_mbit(peers), "megabytes": sum(p.numel() for p in net.parameters()) * 4 / 1e6}
     contenders = {"DDP's defaults": CommSettings()}
     for name, lossy in (("tuned", False), ("tuned, lossy", True)):
         apply(model, CommSettings())
@@ -85,4 +122,4 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
