@@ -28,16 +28,9 @@ DEFAULTS, TUNED, LOSSY = "DDP's defaults", "tuned", "tuned, lossy"
 _SCRIPT = Path(__file__).parent / "scripts" / "tuned.py"
 _LIMIT_S = 3600
 _COLUMNS = (
-    "computed by",
-    "link, Mbit/s",
-    "measured",
-    "contender",
-    "settings",
-    "step, ms: median",
-    "p95",
-    "times as fast",
+    *("computed by", "link, Mbit/s", "measured", "contender", "settings", "step, ms: median", "p95", "times as fast"),
+    *("passes of tuning", "their time, s"),
 )
-_COLUMNS += ("passes of tuning", "their time, s")
 
 
 def hold_to(node: Node, mbit: int) -> None:
@@ -61,10 +54,10 @@ def measured(compute: str, mbit: int, count: int) -> dict[str, Any]:
             env = environment({**{k: str(v) for k, v in variables.items()}, "XDG_CACHE_HOME": folder})
             command = (sys.executable, str(_SCRIPT), str(count), compute)
             ranks.append(node.popen(*command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-        ends = [rank.communicate(timeout=_LIMIT_S) for rank in ranks]
-    for rank, (_, err) in zip(ranks, ends, strict=True):
-        if rank.returncode:
-            raise SystemExit(f"a worker ended with exit code {rank.returncode}:\n{err}")
+        ends = [process.communicate(timeout=_LIMIT_S) for process in ranks]
+    for process, (_, err) in zip(ranks, ends, strict=True):
+        if process.returncode:
+            raise SystemExit(f"a worker ended with exit code {process.returncode}:\n{err}")
     found: dict[str, Any] = json.loads(ends[0][0].splitlines()[-1])
     return found
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 _RANK = 4
@@ -18,21 +19,21 @@ _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 # Functions of their own, by which a rebuild knows them from a program's hook. Under its own name DDP refuses torch's
 # bfloat16 hook without NCCL, while gloo sums bfloat16 too.
-def sum_in_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_in_bf16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     found: torch.futures.Future[torch.Tensor] = default_hooks.bf16_compress_hook(state, bucket)
     return found
 
 
-def sum_in_fp16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_in_fp16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     found: torch.futures.Future[torch.Tensor] = default_hooks.fp16_compress_hook(state, bucket)
     return found
 
 
-def sum_in_low_rank(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_in_low_rank(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     found: torch.futures.Future[torch.Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)

@@ -76,7 +76,7 @@ class ChoiceFiles:
 
     def find(self, key: TuningKey) -> tuple[TunedChoice | None, Path | None, list[str]]:
         """The choice for this key, its file, and a sentence about each file that could not be used."""
-        troubles = []
+        troubles: list[str] = []
         for folder in self._all():
             file = folder / key.file_name
             try:

@@ -26,8 +26,10 @@ _KEPT = frozenset(
     )
 )
 # Arguments of the constructor that the wrapper has as attributes of the same names. Not every release has all of them.
-_ARGUMENTS = ("output_device", "dim", "process_group", "find_unused_parameters", "static_graph")
-_ARGUMENTS += ("skip_all_reduce_unused_params", "batched_grad_copy", "device_ids")
+_ARGUMENTS = (
+    *("device_ids", "output_device", "dim", "process_group", "find_unused_parameters", "static_graph"),
+    *("skip_all_reduce_unused_params", "batched_grad_copy"),
+)
 
 
 def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
@@ -61,7 +63,7 @@ def obstacle(model: nn.Module, ddp: DistributedDataParallel) -> str:
     """Why this wrapper's buckets must stay as they are; "" if they need not."""
     own = hooks.of_program(ddp)
     is_stateful = any(not isinstance(state, dist.ProcessGroup | None) for _, state in own)
-    built_in = not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook")
+    built_in = not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters())
     compiled = [each for each in (model, ddp) if getattr(each, "_compiled_call_impl", None) is not None]
     found = {

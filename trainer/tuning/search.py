@@ -135,8 +135,10 @@ def _hooked(space: SearchSpace, best: CommSettings) -> list[CommSettings]:
     # PowerSGD sends its second matrix when the first has come. With several buckets, gloo's ranks could send matrices
     # of two of them in different orders.
     one = _whole(space)
-    sizes = {"bucket_mb": one.bucket_mb, "first_bucket_mb": one.first_bucket_mb}
-    return [replace(settings, **sizes) if settings.hook == "powersgd" else settings for settings in tried]
+    return [
+        replace(each, bucket_mb=one.bucket_mb, first_bucket_mb=one.first_bucket_mb) if each.hook == "powersgd" else each
+        for each in tried
+    ]
 
 
 def _whole(space: SearchSpace) -> CommSettings:
