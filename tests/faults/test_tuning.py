@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.trainings import CalmTrainings, Forked
-from tests.harness import script
+from tests.harness import Job, preloading, script
 from tests.ranks import Ended, RankForker, Ranks
 
 PROGRAM = Path(__file__).with_name("tuning_trainer.py")
@@ -202,3 +203,57 @@ def test_a_script_is_tuned_in_its_first_steps_and_trains_the_same_bits(tmp_path:
     assert [each["settings"] for each in agreed] == [each["settings"] for each in one]
     assert [each["done_at"] for each in agreed] == [each["done_at"] for each in one]
     assert [each["said"] for each in agreed] == [[], [], []]
+
+
+# The two lines in a script with a Keeper, under an agent. Rank 1 kills itself once, while the steps are measured.
+KEPT = """
+import hashlib, os, signal, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from elaunch.trainer import Keeper, tune
+
+killed_at, tuned = int(sys.argv[1]), len(sys.argv) > 2
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))))
+if tuned:
+    tune(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+with Keeper(model, optimizer, per_rank=()) as keeper:
+    for step in keeper.steps(90):
+        model(torch.randn(4, 256)).square().mean().backward()
+        with keeper.commit():
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == killed_at and dist.get_rank() == 1 and os.environ["ELAUNCH_GENERATION"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+print(f"rank {dist.get_rank()} ended with {digest}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_with_a_keeper_loses_no_step_if_a_worker_is_killed_while_its_steps_are_measured(
+    tmp_path: Path,
+) -> None:
+    program = script(tmp_path, KEPT)
+
+    def digests(*words: str) -> tuple[set[str], str]:
+        launch = (*preloading("elaunch.trainer.keeper.keeper"), "--nproc-per-node", "2", str(program), *words)
+        with Job(tmp_path, *launch, env={"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}) as job:
+            assert job.wait() == 0, job.output
+        return set(re.findall(r"ended with (\w+)", job.output)), job.output
+
+    calm, _ = digests("0")
+    killed, output = digests("12", "tuned")
+
+    assert len(calm) == 1
+    assert killed == calm
+    assert "was killed by SIGKILL" in output
+    assert "restored step 12 from memory" in output
+    assert "no choice of an earlier generation is left" in output
+    # The second generation had 78 steps left, more than it needs.
+    assert "communication tuned in" in output
