@@ -91,7 +91,7 @@ def apply(ddp: DistributedDataParallel, settings: CommSettings, *, is_trial: boo
     """
     own_hooks = hooks.of_program(ddp)
     arguments = _arguments(ddp)
-    # The old reducer takes its hooks off the parameters when it goes: there must never be two.
+    # The old reducer's buckets are as large as all gradients. It also takes its hooks off the parameters as it goes.
     for name in ("logger", "reducer"):
         ddp.__dict__.pop(name)
     fresh = DistributedDataParallel(ddp.module, **arguments, **_bucket_arguments(settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,16 @@ def test_it_has_the_buckets_that_it_was_given_and_the_same_gradients() -> None:
         assert all(map(torch.equal, gradients(model), before)), settings
 
 
+def test_the_old_reducer_and_its_buckets_are_gone() -> None:
+    model = wrapped()
+    gradients(model)
+    old = weakref.ref(model.reducer), weakref.ref(model.logger)
+
+    apply(model, CommSettings(1, 1))
+
+    assert [each() for each in old] == [None, None]
+
+
 def test_hooks_on_the_wrapper_and_on_the_module_stay() -> None:
     model = wrapped()
     called: list[str] = []
@@ -103,7 +114,6 @@ def test_a_hook_of_the_programs_own_is_called_once_for_each_bucket_and_stays() -
     sizes.clear()
     gradients(model, passes=1)
 
-    # Two reducers at once would call it twice.
     assert sizes == [WIDTH * WIDTH * LAYERS]
 
 
