@@ -27,12 +27,12 @@ class Tuned(Forked):
     """A run of the bundled trainer with `--tune-comm`, whose user's cache folder is its own."""
 
     def __init__(
-        self, folder: Path, forker: RankForker, asks: tuple[str, ...] = (), times: dict[str, float] | None = None
+        self, folder: Path, forker: RankForker, asks: tuple[str, ...] = (), times: dict[str, Any] | None = None
     ) -> None:
         super().__init__(folder, forker, asks)
         self.set_times(times or FASTER_SMALL)
 
-    def set_times(self, times: dict[str, float]) -> None:
+    def set_times(self, times: dict[str, Any]) -> None:
         (self.folder / "times").write_text(json.dumps(times))
 
     def generation(self, number: int, workers: int, *options: str) -> list[Ended]:
@@ -132,7 +132,8 @@ def test_another_run_finds_the_choice_in_the_users_cache_and_a_damaged_file_is_m
     assert second.choices(0) == [(SMALL, 0), (SMALL, 0)]
     assert str(file) in found[0].err
 
-    with Tuned(tmp_path / "third", forker, times=FASTER_LARGE) as third:
+    # Rank 0 alone would choose small ones, and rank 1 is the slowest with them.
+    with Tuned(tmp_path / "third", forker, times={"1": [0.5, 2.0], "alone": 0.2}) as third:
         (tmp_path / "second" / "cache").rename(tmp_path / "third" / "cache")
         (file,) = (tmp_path / "third" / "cache" / "elaunch" / "tuning").iterdir()
         file.write_bytes(file.read_bytes()[:100])

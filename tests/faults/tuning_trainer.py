@@ -1,8 +1,8 @@
 """killing_trainer.py with `--tune-comm`, on a network on which buckets of 1 MiB take half the time: same arguments.
 
-A file FOLDER/times holds the seconds of a pass by bucket size, as JSON; `alone` is a pass without communication. Each
-rank records `tuned` with its settings, and how many passes it has measured. In the fifth of them the moment `tuning`
-strikes, with step 0.
+A file FOLDER/times holds the seconds of a pass by bucket size, as JSON, one for all ranks or a list of one for each;
+`alone` is a pass without communication. Each rank records `tuned` with its settings, and how many passes it has
+measured. In the fifth of them the moment `tuning` strikes, with step 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import killing_trainer
 from killing_trainer import MOMENTS
+from moments import RANK
 
 from elaunch.trainer.__main__ import main
 from elaunch.trainer.tuning import passes, tune
@@ -26,7 +27,7 @@ STRUCK_PASS = 5
 class Network:
     """Knows which pass the search wants next, and so how long it takes."""
 
-    def __init__(self, times: dict[str, float]) -> None:
+    def __init__(self, times: dict[str, Any]) -> None:
         self._times, self._search, self._slowest_s = times, passes.search, passes.slowest_s
         self.passes = 0
 
@@ -45,8 +46,9 @@ class Network:
         if self.passes == STRUCK_PASS:
             MOMENTS.strike("tuning", 0)
         name = "alone" if self._wanted.is_alone else f"{self._wanted.settings.bucket_mb:g}"
+        time_s = self._times.get(name, 1.0)
         # The ranks still agree over the real connections.
-        return self._slowest_s(self._times.get(name, 1.0), peers)
+        return self._slowest_s(time_s[RANK] if isinstance(time_s, list) else time_s, peers)
 
 
 if __name__ == "__main__":
