@@ -81,19 +81,31 @@ def train_in_group(
     totals = {"flops_per_step": costs["flops_per_token"] * config.global_batch * config.context}
     totals["peak_flops"] = costs["peak_flops"] * place.world_size
 
+    def warm_up() -> None:
+        """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
+        parallel.warm_up(*windows.dummy())
+
+    communication = hook_state(parallel.model)
+    if config.tune_comm:
+        # Imported here: most runs do not need it.
+        from elaunch.trainer.tuning.tune import tune
+
+        where = {"about": config.pass_costs, "folder": run.path / "tuning", "say": progress.say}
+        tuned = tune(parallel.model, warm_up=warm_up, lossy=config.tune_comm == "lossy", **where)
+        communication = communication or tuned.hook_state
+
     # Restores the newest state that is anywhere, and keeps it from now on.
     with (
         Keeper(
             parallel.model,
             optimizer,
             extra=recorder.state,
-            hook_state=hook_state(parallel.model),
+            hook_state=communication,
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
             snapshot_every=config.snapshot_every,
             copy_every=config.copy_every,
-            # DDP settles in which order it sums gradients before a state is restored; the compiler does its work.
-            warm_up=lambda: parallel.warm_up(*windows.dummy()),
+            warm_up=warm_up,
             say=progress.say if place.leads else None,
         ) as keeper,
         recorder.begin(keeper, windows.order),

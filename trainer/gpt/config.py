@@ -62,9 +62,11 @@ _COPY_EVERY = """Steps between copies of what a worker alone has, where --parall
   worker costs no step.  [default: as often as it costs less than 1 % of the time]"""
 _PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
+_TUNE_COMM = """Measure at the first start how DDP sends gradients fastest on this network, and remember it; lossy: also
+  try hooks that round gradients.  [default: no; without a word: neutral]"""
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
-_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "copy_every", "profile"}
+_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "copy_every", "profile", "tune_comm"}
 # They change at most the order of float sums, as another number of workers does.
 _FREE |= {"bucket_mb", "first_bucket_mb", "no_bucket_view", "static_graph", "find_unused"}
 
@@ -76,7 +78,10 @@ class ConfigError(Exception):
 
 
 def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any) -> Any:
-    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ."""
+    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ.
+
+    `alone` is the value of an option that may be given without one.
+    """
     return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, **more})
 
 
@@ -123,13 +128,18 @@ class TrainConfig:
     no_bucket_view: bool = _option(False, bool, None, _NO_BUCKET_VIEW)
     static_graph: bool = _option(False, bool, None, _STATIC_GRAPH)
     find_unused: bool = _option(False, bool, None, _FIND_UNUSED, name="--find-unused-parameters")
+    tune_comm: str | None = _option(
+        None, click.Choice(["neutral", "lossy"]), "[neutral|lossy]", _TUNE_COMM, alone="neutral"
+    )
 
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
         plain = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _FREE}
         data = None if self.data is None else str(self.data.absolute())
-        return {**plain, "data": data, "parallel": self.plan.identity}
+        # Only a hook that rounds changes what is computed.
+        lossy: dict[str, Plain] = {"tune_comm": "lossy"} if self.tune_comm == "lossy" else {}
+        return {**plain, **lossy, "data": data, "parallel": self.plan.identity}
 
     @property
     def plan(self) -> Plan:
@@ -158,6 +168,11 @@ class TrainConfig:
             return self.out
         digest = hashlib.sha256(repr(sorted(self.identity.items())).encode()).hexdigest()
         return Path("runs") / f"gpt-{self.layers}x{self.width}-{digest[:8]}"
+
+    @property
+    def pass_costs(self) -> str:
+        """The options that decide how long a pass takes, but for the model's shape."""
+        return f"{self.micro_batch} x {self.context}, bf16 {self.bf16}, compiled {self.compile}"
 
     @property
     def ddp(self) -> DdpOptions:
@@ -193,6 +208,10 @@ class TrainConfig:
             raise ConfigError(refusal)
         if not self.plan.has_ddp and (given := self.ddp.given()):
             raise ConfigError(f"{given[0]} is DDP's, and --parallel {self.parallel} has no DDP; leave it out")
+        if self.tune_comm and not self.plan.has_ddp:
+            raise ConfigError(
+                f"--tune-comm measures DDP's buckets, and --parallel {self.parallel} has none; leave one of them out"
+            )
         if self.checkpoints is not None:
             try:
                 storage_at(self.checkpoints)
@@ -293,6 +312,8 @@ _command = click.Command(
             default=option.metadata.get("given", option.default),
             metavar=option.metadata["metavar"],
             help=option.metadata["help"],
+            # The value of the option without a word behind it.
+            **({"flag_value": option.metadata["alone"]} if "alone" in option.metadata else {}),
         )
         for option in fields(TrainConfig)
     ],
