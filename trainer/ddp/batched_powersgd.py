@@ -11,15 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 
-def batched_powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def batched_powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean of all ranks' gradients as P Qᵀ; what that leaves out of a rank's own gradient is added to its next."""
     # After an exchange all ranks have the same P and Q, so their results are equal to the bit.
     if state.iter < state.start_powerSGD_iter:
-        state.maybe_increase_iter(bucket)
+        state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
         return allreduce_hook(state.process_group, bucket)
     gradient, index = bucket.buffer(), bucket.index()
     if index in state.error_dict:
@@ -43,8 +44,9 @@ def batched_powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torc
         state.q_memory_dict[index] = mean_q
         mean = (p[0] @ mean_q.t()).view(-1)[: gradient.numel()]
         state.error_dict[index] = gradient - mean
-        state.maybe_increase_iter(bucket)
-        return gradient.copy_(mean)
+        state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
+        total: Tensor = gradient.copy_(mean)
+        return total
 
     result: torch.futures.Future[Tensor] = reduced_p.then(begin_q).then(rebuild)
     return result
@@ -59,4 +61,6 @@ def _random(state: PowerSGDState, side: int, like: Tensor) -> Tensor:
 
 def _orthogonal(matrix: Tensor) -> Tensor:
     # There is no QR factorisation in half precision.
-    return torch.linalg.qr(matrix.float()).Q.to(matrix.dtype)
+    factors: Any = torch.linalg.qr(matrix.float())
+    orthogonal: Tensor = factors.Q.to(matrix.dtype)
+    return orthogonal

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from elaunch.trainer.ddp.options import RANK, START, DdpOptions
 from elaunch.trainer.ddp.quantised import quantised_hook
@@ -53,7 +54,7 @@ def hook_for(options: DdpOptions, group: dist.ProcessGroup) -> Hook | None:
             raise ValueError(f"{options.hook} is no hook of elaunch's")
 
 
-def _bf16_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's hook. DDP refuses it by its name in a torch without CUDA, although gloo can add bfloat16."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 
 class InOrder:
@@ -18,13 +18,13 @@ class InOrder:
         self._before: torch.futures.Future[torch.Tensor] | None = None
 
         # DDP asks for a function, and for a parameter of this name without another annotation.
-        def in_order(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def in_order(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             return self._begin(state, bucket)
 
         in_order.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
         self.hook = in_order
 
-    def _begin(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _begin(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # The first bucket of a step follows nothing: an earlier backward pass may have failed halfway.
         before = None if bucket.index() == 0 else self._before
         ended: torch.futures.Future[None] = torch.futures.Future()

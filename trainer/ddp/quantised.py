@@ -7,6 +7,7 @@ and two collectives. Here the scales travel with the codes, in one.
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 # torch 2.13 has another name for it, and warns at the old one.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -15,7 +16,7 @@ LEVELS = 255
 HEADER_BYTES = 8
 
 
-def quantised_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def quantised_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean of all ranks' quantised gradients. Each rank receives N - 1 bytes per element, for N ranks.
 
     All ranks decode the same bytes in the same order, so their results are equal to the bit. A gradient that is not
@@ -33,7 +34,8 @@ def quantised_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.f
         gradient.zero_()
         for one in received.view(group.size(), -1):
             gradient.add_(decode(one, sizes))
-        return gradient.div_(group.size())
+        total: Tensor = gradient.div_(group.size())
+        return total
 
     # For GPUs its callbacks run in the order of the stream, after the exchange.
     future: torch.futures.Future[Tensor] = work.get_future().then(mean)
@@ -42,7 +44,7 @@ def quantised_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.f
 
 def encode(gradient: Tensor, sizes: Tensor) -> Tensor:
     """The bytes that stand for `gradient`, a flat tensor of parts with these `sizes`: all headers, then all codes."""
-    parts = gradient.float().split(sizes.tolist())
+    parts = torch.split(gradient.float(), sizes.tolist())
     lows = torch.stack([part.min() for part in parts])
     steps = (torch.stack([part.max() for part in parts]) - lows) / LEVELS
     # A part of equal elements has no range. Its codes are 0, and its lowest value is all of it.
