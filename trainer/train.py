@@ -90,8 +90,14 @@ def train_in_group(
         # Imported here: most runs do not need it.
         from elaunch.trainer.tuning.tune import tune
 
-        where = {"about": config.pass_costs, "folder": run.path / "tuning", "say": progress.say}
-        tuned = tune(parallel.model, warm_up=warm_up, lossy=config.tune_comm == "lossy", **where)
+        tuned = tune(
+            parallel.model,
+            warm_up=warm_up,
+            lossy=config.tune_comm == "lossy",
+            about=config.pass_costs,
+            folder=run.path / "tuning",
+            say=progress.say,
+        )
         communication = communication or tuned.hook_state
 
     # Restores the newest state that is anywhere, and keeps it from now on.

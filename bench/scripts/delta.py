@@ -34,9 +34,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     found: dict[str, list[float]] = {}
 
-    def timed(name: str, call: Callable[[], Any]) -> Any:
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         begun_s = time.process_time()
-        value = call()
+        value = call(*arguments)
         found.setdefault(name, []).append(time.process_time() - begun_s)
         return value
 
@@ -53,10 +53,10 @@ def main() -> None:
         optimizer.step()
         now = state()
         if number > SETTLED:
-            timed("copy_s", lambda now=now, target=target: target.copy_(now))
-            difference = timed("difference_s", lambda now=now, before=before: torch.bitwise_xor(before, now))
+            timed("copy_s", target.copy_, now)
+            difference = timed("difference_s", torch.bitwise_xor, before, now)
             content = difference.numpy().tobytes()
-            small = timed("compress_s", lambda content=content: zlib.compress(content, 1))
+            small = timed("compress_s", zlib.compress, content, 1)
             planes = difference.view(torch.uint8).view(-1, 4).t().contiguous().numpy().tobytes()
             found.setdefault("size", []).append(len(small) / len(content))
             found.setdefault("size_planes", []).append(len(zlib.compress(planes, 1)) / len(planes))

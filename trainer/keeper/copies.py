@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.keeper.disk_copies import DiskCopies
+from elaunch.trainer.keeper.own_state import OwnState
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
@@ -20,10 +21,8 @@ from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.packing import NotPlain
-from elaunch.trainer.state.rank_objects import equal
 from elaunch.trainer.state.region import fingerprint
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State
 from elaunch.trainer.state.version import Version
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class Copies:
             self._parts = ShardedMemory(parts, peers, say, generation=place.generation)
         self._records = None if self._node_memory is None else self._node_memory.records(peers.rank)
         # If there was no room once, it is not tried again.
-        self._has_room, self._has_room_for_own = True, True
+        self._has_room = True
         self._mirror = self._mirrored()
         # If a state needs the records of all ranks: `_newest` is the newest snapshot, which some ranks may still lack,
         # and `_full` the one before, which all ranks have. A copy made after a failure overwrites neither of them.
@@ -92,10 +91,9 @@ class Copies:
         self._is_checked = False
         self._said: set[str] = set()
         self.disk, self._is_durable = DiskCopies(training, peers, storage, place.generation, say), storage is not None
-        # The version that `put_down` stored last, which buffers that were, and the rest.
-        self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
-        self._staged: State = {}
-        self.repeated = 0  # How many completed steps `restore` has lost.
+        self._own = OwnState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
+        # How many completed steps `restore` has lost.
+        self.repeated = 0
         # The state that all ranks have compared, and the newest snapshot of such a state.
         self.compared: Version | None = None
         self.verified: Version | None = None
@@ -171,46 +169,13 @@ class Copies:
 
     def put_down(self, version: Version, *, unless_same: bool = False) -> None:
         """Store this rank's own state in memory as the state of `version`."""
-        own = self._training.own()
-        buffers = [(buffer.data_ptr(), buffer._version) for buffer in own.pop("buffers").values()]
-        if unless_same and (version, buffers) == self._put[:2] and equal(own, self._put[2]):
-            return
-        self._put = (version, buffers, own)
-        self._stage(version)
+        if self._own.put_down(version, unless_same=unless_same) and version in self.steps.versions:
+            self._keep(version)
 
     def redraw(self, version: Version) -> None:
-        """Random numbers may have been drawn since `put_down(version)`: store the generators' present states with it.
-
-        `per_rank` stays: its objects may have fetched the next step's batch already.
-        """
-        stored, buffers, own = self._put
-        random = self._training.random.capture()
-        if stored == version and not equal(random, own["random"]):
-            self._put = (version, buffers, {**own, "random": random})
-            self._stage(version)
-
-    def _stage(self, version: Version) -> None:
-        if self._records is None or not self._has_room_for_own:
-            return
-        try:
-            state = {"buffers": self._training.buffers(), **self._put[2]}
-            # Often there is nothing else and nobody draws random numbers. The same object says so.
-            if state["buffers"] or "per_rank" in state or state["random"] is not self._staged.get("random"):
-                self._staged = state
-            self._records.stage(version, self._staged)
-            if version in self.steps.versions:
-                self._keep(version)
-        except (OSError, NotPlain) as error:
-            self._has_room_for_own = False
-            self._say(f"rank {self._peers.rank} keeps no buffers and random states in memory: {_reason(error)}")
-
-    def _own(self, version: Version) -> dict[str, Any]:
-        """Random states and `per_rank` as of the end of that step: a loop may have drawn or fetched since."""
-        if self._put[0] == version:
-            return self._put[2]
-        own = self._training.own()
-        del own["buffers"]
-        return own
+        """Store the generators' present states with what `put_down(version)` has stored."""
+        if self._own.redraw(version) and version in self.steps.versions:
+            self._keep(version)
 
     def done(self, version: Version) -> None:
         """Record that this rank has completed the step of `version`."""
@@ -289,7 +254,7 @@ class Copies:
         if self._records is None:
             return None
         try:
-            own = {**self._training.own(large=True), **self._own(version)}
+            own = {**self._training.own(large=True), **self._own.of(version)}
             return self._records.keep(version, own, [*self._spare, *self.steps.versions[-1:]])
         except (OSError, NotPlain) as error:
             self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {_reason(error)}")
@@ -361,7 +326,7 @@ class Copies:
 
     def checkpoint(self, version: Version) -> None:
         """Begin to write a checkpoint of this state, unless there is one."""
-        self.disk.write(version, lambda: self._own(version))
+        self.disk.write(version, lambda: self._own.of(version))
 
     def wait(self) -> None:
         """Wait until all copies that were begun are complete."""

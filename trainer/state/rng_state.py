@@ -85,7 +85,7 @@ class _Numpy:
 
 def _address_of(module: Any) -> int:
     """Where numpy's global generator has its state; 0 if that is not known, or if it is another kind of generator."""
-    generator = getattr(module.get_state.__self__, "_bit_generator", None)
+    generator: Any = getattr(module.get_state.__self__, "_bit_generator", None)
     return generator.ctypes.state_address if type(generator) is module.MT19937 else 0
 
 

@@ -68,7 +68,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """Put the buffers and the random states back when the body has ended, and drop the gradients."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
-    random = rng_state.capture(device)
+    random = rng_state.RandomStates(device).capture()
     try:
         yield
     finally:
