@@ -126,7 +126,7 @@ def _main() -> int:
 
 
 def _asks_for_help_of_trainer(options: Options) -> bool:
-    """Whether the program is the bundled trainer, and is only to print its options. Of a user's nobody knows that."""
+    """Whether the program is the bundled trainer, and is only to print its options. A user's may do more."""
     return options.module and options.target == _TRAINER and not {"-h", "--help"}.isdisjoint(options.args)
 
 

@@ -247,11 +247,10 @@ def test_another_number_of_threads_makes_it_cold(tmp_path: Path, place: Path) ->
 def test_another_number_of_workers_makes_it_cold_and_is_named_as_the_reason(tmp_path: Path, place: Path) -> None:
     nothing = script(tmp_path, "", "nothing.py")
     leave_one(tmp_path, *WARM)
-    cores = len(os.sched_getaffinity(0))
 
-    more = run(tmp_path, *WARM, "--nproc-per-node", str(cores), os.fspath(nothing))
+    more = run(tmp_path, *WARM, "--nproc-per-node", "2", os.fspath(nothing))
 
-    assert cold(more).startswith(f"{cores} workers here, and 1 worker before: each has another share of the cores (OMP")
+    assert cold(more).startswith("2 workers here, and 1 worker before: each has another share of the cores (OMP")
     assert "OMP_NUM_THREADS in the shell" in cold(more)
 
 
