@@ -4,6 +4,8 @@ torch's own `quantization_pertensor_hook` has one scale for a whole bucket, whos
 and two collectives. Here the scales travel with the codes, in one.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +25,7 @@ def quantised_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.future
     finite makes the mean of its tensor NaN.
     """
     gradient = bucket.buffer()
-    sizes = torch.tensor([part.numel() for part in bucket.gradients()], device=gradient.device)
+    sizes = [part.numel() for part in bucket.gradients()]
     message = encode(gradient, sizes)
     received = torch.empty(group.size() * message.numel(), dtype=torch.uint8, device=gradient.device)
     work = _all_gather(received, message, group=group, async_op=True)
@@ -33,7 +35,7 @@ def quantised_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.future
         done.value()
         gradient.zero_()
         for one in received.view(group.size(), -1):
-            gradient.add_(decode(one, sizes))
+            add_decoded(gradient, one, sizes)
         total: Tensor = gradient.div_(group.size())
         return total
 
@@ -42,27 +44,28 @@ def quantised_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.future
     return future
 
 
-def encode(gradient: Tensor, sizes: Tensor) -> Tensor:
+def encode(gradient: Tensor, sizes: Sequence[int]) -> Tensor:
     """The bytes that stand for `gradient`, a flat tensor of parts with these `sizes`: all headers, then all codes."""
-    parts = torch.split(gradient.float(), sizes.tolist())
-    lows = torch.stack([part.min() for part in parts])
-    steps = (torch.stack([part.max() for part in parts]) - lows) / LEVELS
+    parts = torch.split(gradient, list(sizes))
+    lows = torch.stack([part.min() for part in parts]).float()
+    steps = (torch.stack([part.max() for part in parts]).float() - lows) / LEVELS
+    message = torch.empty(HEADER_BYTES * len(sizes) + gradient.numel(), dtype=torch.uint8, device=gradient.device)
+    header, codes = message[: HEADER_BYTES * len(sizes)], message[HEADER_BYTES * len(sizes) :]
+    header.copy_(torch.stack([lows, steps]).view(torch.uint8).flatten())
     # A part of equal elements has no range. Its codes are 0, and its lowest value is all of it.
     levels = steps.where(steps != 0, 1.0)
-    codes = (gradient.float() - spread(lows, sizes)) / spread(levels, sizes)
-    # Casting a NaN to an integer is undefined. What is not finite is in the header too.
-    codes = codes.round_().nan_to_num_(0.0).clamp_(0, LEVELS).to(torch.uint8)
-    return torch.cat([torch.stack([lows, steps]).view(torch.uint8).flatten(), codes])
+    # Part by part, so that the values in float32 take the room of one parameter and not of the bucket.
+    for part, low, level, target in zip(parts, lows, levels, torch.split(codes, list(sizes)), strict=True):
+        # Casting a NaN to an integer is undefined. What is not finite is in the header too.
+        target.copy_((part.float() - low).div_(level).round_().nan_to_num_(0.0).clamp_(0, LEVELS))
+    return message
 
 
-def decode(message: Tensor, sizes: Tensor) -> Tensor:
-    """The gradient that `encode` has made `message` of, in float32."""
+def add_decoded(total: Tensor, message: Tensor, sizes: Sequence[int]) -> None:
+    """Add the gradient that `encode` has made `message` of to `total`."""
     header = HEADER_BYTES * len(sizes)
     # A row of a table of bytes need not begin where a float may.
     lows, steps = message[:header].clone().view(torch.float32).view(2, -1)
-    return message[header:].float().mul_(spread(steps, sizes)).add_(spread(lows, sizes))
-
-
-def spread(values: Tensor, sizes: Tensor) -> Tensor:
-    """One value for each part, as often as the part has elements."""
-    return values.repeat_interleave(sizes)
+    parts, codes = torch.split(total, list(sizes)), torch.split(message[header:], list(sizes))
+    for part, low, step, its in zip(parts, lows, steps, codes, strict=True):
+        part.add_(its.float().mul_(step).add_(low))

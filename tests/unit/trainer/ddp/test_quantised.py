@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elaunch.trainer.ddp.quantised import HEADER_BYTES, LEVELS, decode, encode
+from elaunch.trainer.ddp.quantised import HEADER_BYTES, LEVELS, add_decoded, encode
 
 
-def tensors(*parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.cat([part.flatten() for part in parts]), torch.tensor([part.numel() for part in parts])
+def tensors(*parts: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    return torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts]
+
+
+def decode(message: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    found = torch.zeros(sum(sizes))
+    add_decoded(found, message, sizes)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -24,7 +30,7 @@ def test_an_element_comes_back_within_half_a_level_of_its_own_tensor(dtype: torc
 
     assert message.dtype == torch.uint8
     assert message.numel() == gradient.numel() + 2 * HEADER_BYTES
-    for part, its in zip(gradient.float().split(sizes.tolist()), found.split(sizes.tolist()), strict=True):
+    for part, its in zip(gradient.float().split(sizes), found.split(sizes), strict=True):
         half = (part.max() - part.min()) / LEVELS / 2
         assert (part - its).abs().max() <= half * 1.001
 
