@@ -143,6 +143,28 @@ def test_another_run_finds_the_choice_in_the_users_cache_and_a_damaged_file_is_m
     assert [rank.code for rank in ended] == [0, 0]
 
 
+@pytest.mark.slow
+def test_a_killed_run_with_powersgd_goes_on_with_the_hooks_state_bit_for_bit(
+    tmp_path: Path, forker: RankForker
+) -> None:
+    times = {"powersgd": 0.3, "alone": 0.2}
+    options = ("lossy", "--snapshot-every", "4")
+    with Tuned(tmp_path / "calm", forker, times=times) as calm:
+        calm.generation(0, 2, *options)
+    with Tuned(tmp_path / "run", forker, ("loss-0-18-1",), times=times) as run:
+        run.generation(0, 2, *options)
+        second = run.generation(1, 2, *options)
+
+    assert run.struck() == ["loss-0-18-1"]
+    for one, generation in ((calm, 0), (run, 0), (run, 1)):
+        assert [each["settings"]["hook"] for each in one.of("tuned", generation=generation)] == ["powersgd"] * 2
+    # A dead rank's error feedback is that of the last copy in memory; checkpoints have none.
+    assert re.search(r"restored step \d+ from memory", second[0].err)
+    assert run.began(1) >= 16
+    run.assert_complete(lost=17 - run.began(1), steps=STEPS)
+    run.assert_same(calm)
+
+
 # A model of 1.5 MiB, trained in one process group: as it is, while it is tuned, and with the choice remembered.
 SCRIPT = """
 import hashlib, json, os, sys
