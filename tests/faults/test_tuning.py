@@ -205,8 +205,17 @@ def train(steps, **options):
     return {"digest": digest, "done_at": done_at, "said": said, "settings": tuned and repr(tuned.settings)}
 
 
+def join_uneven_inputs():
+    model, said = DistributedDataParallel(nn.Linear(256, 256)), []
+    tuned = tune(model, say=said.append, about="uneven")
+    with model.join():
+        for _ in range(3 + rank):
+            model(torch.randn(4, 256)).square().mean().backward()
+    return {"said": said, "is_done": tuned.is_done, "digest": None, "settings": None, "done_at": None}
+
+
 steps = int(sys.argv[1])
-print(json.dumps([train(steps), train(steps, about="x"), train(steps, about="x")]))
+print(json.dumps([train(steps), train(steps, about="x"), train(steps, about="x"), join_uneven_inputs()]))
 """
 
 
@@ -215,17 +224,19 @@ def test_a_script_is_tuned_in_its_first_steps_and_trains_the_same_bits(tmp_path:
     with Ranks(forker, 2, program, "50", env={"XDG_CACHE_HOME": str(tmp_path)}) as ranks:
         one, other = ranks.answers()
 
-    plain, tuned, remembered = one
+    plain, tuned, remembered, joined = one
     assert plain["digest"] == tuned["digest"] == remembered["digest"]
     assert 10 < tuned["done_at"] < 50
     assert remembered["done_at"] == 0
     assert tuned["settings"] == remembered["settings"]
     assert "communication tuned in" in tuned["said"][-1]
     assert "as measured on" in remembered["said"][-1]
+    assert joined["is_done"]
+    assert joined["said"] == ["the communication is not tuned: the model is used within join()"]
     agreed: list[dict[str, Any]] = other
     assert [each["settings"] for each in agreed] == [each["settings"] for each in one]
     assert [each["done_at"] for each in agreed] == [each["done_at"] for each in one]
-    assert [each["said"] for each in agreed] == [[], [], []]
+    assert [each["said"] for each in agreed] == [[], [], [], []]
 
 
 # The two lines in a script with a Keeper, under an agent. Rank 1 kills itself once, while the steps are measured.
