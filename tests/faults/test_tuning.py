@@ -143,6 +143,28 @@ def test_another_run_finds_the_choice_in_the_users_cache_and_a_damaged_file_is_m
     assert [rank.code for rank in ended] == [0, 0]
 
 
+@pytest.mark.slow
+def test_a_killed_run_with_powersgd_goes_on_with_the_hooks_state_bit_for_bit(
+    tmp_path: Path, forker: RankForker
+) -> None:
+    times = {"powersgd": 0.3, "alone": 0.2}
+    options = ("lossy", "--snapshot-every", "4")
+    with Tuned(tmp_path / "calm", forker, times=times) as calm:
+        calm.generation(0, 2, *options)
+    with Tuned(tmp_path / "run", forker, ("loss-0-18-1",), times=times) as run:
+        run.generation(0, 2, *options)
+        second = run.generation(1, 2, *options)
+
+    assert run.struck() == ["loss-0-18-1"]
+    for one, generation in ((calm, 0), (run, 0), (run, 1)):
+        assert [each["settings"]["hook"] for each in one.of("tuned", generation=generation)] == ["powersgd"] * 2
+    # A dead rank's error feedback is that of the last copy in memory; checkpoints have none.
+    assert re.search(r"restored step \d+ from memory", second[0].err)
+    assert run.began(1) >= 16
+    run.assert_complete(lost=17 - run.began(1), steps=STEPS)
+    run.assert_same(calm)
+
+
 # A model of 1.5 MiB, trained in one process group: as it is, while it is tuned, and with the choice remembered.
 SCRIPT = """
 import hashlib, json, os, sys
@@ -183,8 +205,17 @@ def train(steps, **options):
     return {"digest": digest, "done_at": done_at, "said": said, "settings": tuned and repr(tuned.settings)}
 
 
+def join_uneven_inputs():
+    model, said = DistributedDataParallel(nn.Linear(256, 256)), []
+    tuned = tune(model, say=said.append, about="uneven")
+    with model.join():
+        for _ in range(3 + rank):
+            model(torch.randn(4, 256)).square().mean().backward()
+    return {"said": said, "is_done": tuned.is_done, "digest": None, "settings": None, "done_at": None}
+
+
 steps = int(sys.argv[1])
-print(json.dumps([train(steps), train(steps, about="x"), train(steps, about="x")]))
+print(json.dumps([train(steps), train(steps, about="x"), train(steps, about="x"), join_uneven_inputs()]))
 """
 
 
@@ -193,17 +224,19 @@ def test_a_script_is_tuned_in_its_first_steps_and_trains_the_same_bits(tmp_path:
     with Ranks(forker, 2, program, "50", env={"XDG_CACHE_HOME": str(tmp_path)}) as ranks:
         one, other = ranks.answers()
 
-    plain, tuned, remembered = one
+    plain, tuned, remembered, joined = one
     assert plain["digest"] == tuned["digest"] == remembered["digest"]
     assert 10 < tuned["done_at"] < 50
     assert remembered["done_at"] == 0
     assert tuned["settings"] == remembered["settings"]
     assert "communication tuned in" in tuned["said"][-1]
     assert "as measured on" in remembered["said"][-1]
+    assert joined["is_done"]
+    assert joined["said"] == ["the communication is not tuned: the model is used within join()"]
     agreed: list[dict[str, Any]] = other
     assert [each["settings"] for each in agreed] == [each["settings"] for each in one]
     assert [each["done_at"] for each in agreed] == [each["done_at"] for each in one]
-    assert [each["said"] for each in agreed] == [[], [], []]
+    assert [each["said"] for each in agreed] == [[], [], [], []]
 
 
 # The two lines in a script with a Keeper, under an agent. Rank 1 kills itself once, while the steps are measured.

@@ -1,7 +1,7 @@
 """killing_trainer.py with `--tune-comm`, on a network on which buckets of 1 MiB take half the time: same arguments.
 
-A file FOLDER/times holds the seconds of a pass by bucket size, as JSON, one for all ranks or a list of one for each;
-`alone` is a pass without communication. Each rank records `tuned` with its settings, and how many passes it has
+A file FOLDER/times holds the seconds of a pass by bucket size or hook, as JSON, one for all ranks or a list of one for
+each; `alone` is a pass without communication. Each rank records `tuned` with its settings, and how many passes it has
 measured. In the fifth of them the moment `tuning` strikes, with step 0.
 """
 
@@ -45,7 +45,9 @@ class Network:
         self.passes += 1
         if self.passes == STRUCK_PASS:
             MOMENTS.strike("tuning", 0)
-        name = "alone" if self._wanted.is_alone else f"{self._wanted.settings.bucket_mb:g}"
+        settings = self._wanted.settings
+        name = settings.hook if settings.is_lossy else f"{settings.bucket_mb:g}"
+        name = "alone" if self._wanted.is_alone else name
         time_s = self._times.get(name, 1.0)
         # The ranks still agree over the real connections.
         return self._slowest_s(time_s[RANK] if isinstance(time_s, list) else time_s, peers)
