@@ -1,7 +1,8 @@
-"""Memory and step time of the trainer's plans beside their estimates: `python -m bench.plans [WORKERS] [STEPS]`.
+"""Memory and step time of the trainer's plans beside estimates: `python -m bench.plans [WORKERS [STEPS [fragmented]]]`.
 
 Each plan is one job. The table has, for the worker that needs most, the peak of its memory above that of a process
-without a network, and the step's time.
+without a network, and the step's time. The C library gives each freed tensor back to the kernel, so that the peak is
+that of tensors. With the word `fragmented` it does as it does by default, and keeps much of what is freed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ PLANS = [
 ]
 WORKERS, STEPS = 4, 6
 _LIMIT_S = 300.0
+# Bytes from which on each tensor has pages of its own.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
-def measured(plan: str, workers: int, steps: int) -> dict[str, Any]:
+def measured(plan: str, workers: int, steps: int, variables: dict[str, str]) -> dict[str, Any]:
     """What the plan took."""
     program = [str(SCRIPTS / "plan_cost.py"), plan, json.dumps(asdict(SHAPE)), str(steps)]
     command = [sys.executable, "-m", "elaunch", "--max-restarts", "0", "--nproc-per-node", str(workers), *program]
     ended = subprocess.run(
-        command, env=environment(os.environ, ELAUNCH, {}), capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        command,
+        env=environment(os.environ, ELAUNCH, variables),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
     )
     lines = [line.partition("{")[1] + line.partition("{")[2] for line in ended.stdout.splitlines() if "{" in line]
     if ended.returncode or not lines:
@@ -42,7 +50,7 @@ def measured(plan: str, workers: int, steps: int) -> dict[str, Any]:
     return found
 
 
-def row(name: str, workers: int, steps: int) -> str:
+def row(name: str, workers: int, steps: int, variables: dict[str, str]) -> str:
     """A row of the table."""
     plan = parse(name)
     try:
@@ -50,7 +58,7 @@ def row(name: str, workers: int, steps: int) -> str:
         require_fitting(plan, sizes, SHAPE)
     except PlanError as error:
         return f"| `{name}` | {error} | | | | | |"
-    found = measured(name, workers, steps)
+    found = measured(name, workers, steps, variables)
     speeds = {key: found[key] for key in ("flops_per_s", "link_bytes_per_s", "message_s")}
     guess = estimate(plan, sizes, SHAPE, Worker(**speeds))
     memory, seconds = guess.memory.total, guess.duration.total
@@ -63,10 +71,12 @@ def row(name: str, workers: int, steps: int) -> str:
 
 def main() -> None:
     """Print the table."""
-    workers, steps = (int(word) for word in [*sys.argv[1:], *map(str, (WORKERS, STEPS)[len(sys.argv) - 1 :])])
+    words = sys.argv[1:]
+    workers, steps = int(words[0]) if words else WORKERS, int(words[1]) if len(words) > 1 else STEPS
+    variables = {} if "fragmented" in words else _MALLOC
     print("| plan | peak, MB | estimate | error | step, s | estimate | error |\n|---|---|---|---|---|---|---|")
     for name in PLANS:
-        print(row(name, workers, steps), flush=True)
+        print(row(name, workers, steps, variables), flush=True)
     print(f"\n{workers} workers, {steps} steps, load {os.getloadavg()[0]:.1f}; {SHAPE}")
 
 

@@ -93,6 +93,22 @@ def test_a_run_goes_on_from_its_checkpoint_with_other_workers(
         assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
 
 
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "fsdp=2,pp=2"])
+def test_a_run_with_a_failure_is_to_the_bit_the_run_without_it(
+    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
+) -> None:
+    # Each worker draws masks of its own: at a restart the same ones.
+    words = (*SHAPE, "--dropout", "0.1", "--parallel", plan)
+    calm = calm_training(4, *words, steps=STEPS)
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-9-2"]) as run:
+        assert run.generation(0, 4, *words)[2].code == -signal.SIGKILL
+        assert [rank.code for rank in run.generation(1, 4, *words)] == [0] * 4
+
+        assert run.struck() == ["loss-0-9-2"]
+        run.assert_same(calm)
+
+
 def test_under_an_agent_a_killed_stage_comes_back_and_no_step_is_lost(
     tmp_path: Path, calm_training: CalmTrainings
 ) -> None:

@@ -122,7 +122,9 @@ def _activations(rank: int, plan: Plan, sizes: Sizes, shape: Shape, vocabulary: 
         windows, under_way = shape.micro_batch, 1
     else:
         windows, many = windows_of_microbatch(plan, sizes, shape), microbatches(plan, sizes, shape)
-        ahead = {"gpipe": many, "1f1b": plan.pp - rank, "interleaved": 2 * plan.pp - rank}[plan.schedule]
+        # Interleaved computes so many stages ahead, of which a worker has two (Narayanan et al., 2021, section 2.2).
+        stages_ahead = plan.pp + 2 * (plan.pp - rank - 1) + 1
+        ahead = {"gpipe": many, "1f1b": plan.pp - rank, "interleaved": -(-stages_ahead // 2)}[plan.schedule]
         under_way = min(many, ahead)
     positions = windows * shape.context
     kept = _KEPT_DIVIDED + _KEPT_GATHERED if plan.tp == 1 else _KEPT_DIVIDED / plan.tp + _KEPT_GATHERED
