@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable, Mapping
 
 from elaunch.launcher.network.interfaces import by_interface
 from elaunch.launcher.network.reach import NoAddress, addresses, can_be_bound, is_loopback
@@ -17,6 +18,21 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 RPC_VARIABLE = "TP_SOCKET_IFNAME"
 # gloo in the worker asks the same resolver the same question, and waits for the answer.
 _RESOLVE_S = 1.0
+
+
+def socket_variables(address: str, environ: Mapping[str, str], say: Callable[[str], None]) -> dict[str, str]:
+    """The variables that tell gloo and RPC of the interface of `address`, if they would not find it.
+
+    The user's own in `environ` stay.
+    """
+    unset = [name for name in (VARIABLE, RPC_VARIABLE) if name not in environ]
+    found = gloo_interface(address) if unset else None
+    if found is None:
+        return {}
+    interface, why = found
+    if VARIABLE in unset:
+        say(f"{VARIABLE}={interface} is set for the workers: {why}")
+    return dict.fromkeys(unset, interface)
 
 
 def gloo_interface(address: str) -> tuple[str, str] | None:

@@ -214,6 +214,7 @@ _WORKERS = (
     OptionSpec(
         "role", Group.WORKERS, "NAME", "ROLE_NAME, and the prefix of console lines",
         values.role(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
+        differs="takes a name like ps=1 too",
     ),
     OptionSpec(
         "roles", Group.WORKERS, "NAME=N,…", "N workers of each role here, in this order",

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,4 +165,42 @@ def test_a_server_and_its_trainers_on_two_nodes_with_an_agent_each(
     assert "restored step" in trainers.output
     assert "0 steps are repeated" in trainers.output
     found = re.findall(r"((?:parameters|table) [0-9a-f ]+)$", ps.output + trainers.output, re.MULTILINE)
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.slow
+@needs_nodes
+def test_a_lost_trainers_node_is_replaced_while_the_others_wait_for_its_answers(tmp_path: Path) -> None:
+    from tests.faults.cluster import PRELOAD, Cluster
+
+    # The spare must be there in time.
+    longer = replace(HYBRID, args=("--steps", "500"))
+    expected = end_of(longer, {}, tmp_path)
+    with Cluster(tmp_path, 4, head=True, own_name_is_loopback=True) as cluster:
+        env = {"HOME": str(tmp_path), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
+        checkpoints = ("--checkpoints", str(tmp_path / "checkpoints"))
+
+        def start(*indices: int) -> None:
+            for index in indices:
+                role = "trainer" if index else "ps"
+                words = ("--nnodes", "3", "--rdzv-endpoint", cluster.endpoints, "--role", role, "--nproc-per-node", "1")
+                program = (str(EXAMPLES / HYBRID.name), *longer.args, *checkpoints)
+                cluster.type(index, *words, "--log-dir", "logs", *PRELOAD, *program, env=env)
+
+        start(0, 1, 2)
+        cluster.agents[0].wait_for_output("generation 0: 3 workers on 3 nodes")
+        start(3)
+        cluster.agents[3].wait_for_output("waiting as a spare")
+        both = (cluster.agents[1], cluster.agents[2])
+        wait_for(lambda: any("step 20: " in agent.output for agent in both), "step 20")
+        assert not any("parameters" in agent.output for agent in both), "the job was too short"
+        # No process of this node says goodbye to its peers.
+        cluster.nodes[2].unplug()
+
+        left = [cluster.agents[index] for index in (0, 1, 3)]
+        assert [agent.wait(120) for agent in left] == [0, 0, 0], "".join(agent.output for agent in left)
+
+    said = "".join(agent.output for agent in left)
+    assert re.search(r"restored step (?!1?\d )\d+ from memory", said), said
+    found = re.findall(r"((?:parameters|table) [0-9a-f ]+)$", said, re.MULTILINE)
     assert sorted(found) == sorted(expected)
