@@ -25,8 +25,8 @@ from elaunch.trainer.profiling.traces import packed, parsed, unpacked
 from elaunch.trainer.profiling.words import rank_record, record, sentences
 from elaunch.trainer.ranks.agreement import Ranks
 
-# Rank 0 reads one trace after the other, while all wait: more than this is joined by the user, on another machine.
-MERGED_BYTES_MAX = 256 << 20
+# Rank 0 reads one trace after the other while all wait, a second for each MB: more is joined by the user, later.
+MERGED_BYTES_MAX = 32 << 20
 _CLOCK_ROUNDS = 8
 _TROUBLES_MAX = 8
 
