@@ -34,7 +34,7 @@ test-units:
 	@log=$$(mktemp); ($(call PYTEST,-n $(JOBS_UNIT) tests/sim tests/unit)) >$$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 test-jobs:
-	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/conformance)
+	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/examples tests/conformance)
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow

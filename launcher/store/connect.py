@@ -249,14 +249,16 @@ def _numeric_address(address: str, planned: Planned, say: Callable[[str], None])
 
 
 def _gloo_variables(address: str, say: Callable[[str], None]) -> dict[str, str]:
-    from elaunch.launcher.network.gloo import VARIABLE, gloo_interface
+    from elaunch.launcher.network.gloo import RPC_VARIABLE, VARIABLE, gloo_interface
 
-    found = gloo_interface(address) if VARIABLE not in os.environ else None
+    unset = [name for name in (VARIABLE, RPC_VARIABLE) if name not in os.environ]
+    found = gloo_interface(address) if unset else None
     if found is None:
         return {}
     interface, why = found
-    say(f"{VARIABLE}={interface} is set for the workers: {why}")
-    return {VARIABLE: interface}
+    if VARIABLE in unset:
+        say(f"{VARIABLE}={interface} is set for the workers: {why}")
+    return dict.fromkeys(unset, interface)
 
 
 def _own_address(planned: Planned, say: Callable[[str], None]) -> str:

@@ -34,6 +34,7 @@ HERE = {
     "elaunch --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --nproc-per-node 3 script.py": "rank 2 of 3",
     "elaunch --no-preload --nproc-per-node 2 train.py": "rank 1 of 2",
+    "elaunch --roles ps=1,trainer=3 train.py": "rank 3 of 4",
     "elaunch --max-restarts 0 --nproc-per-node 1 train.py": "rank 0 of 1",
     "OMP_NUM_THREADS=1 elaunch --nproc-per-node 1 --max-restarts 0 train.py": "rank 0 of 1",
     "elaunch --max-restarts 0 --nproc-per-node 2 train.py": "rank 1 of 2",
@@ -79,6 +80,15 @@ ETCD = {
 }
 # Commands that another test runs.
 ELSEWHERE = {
+    "elaunch --roles ps=1,trainer=3 examples/rpc/parameter_server.py": (
+        "test_the_death_of_a_process_changes_nothing_of_the_result"
+    ),
+    "elaunch --nnodes 2 --rdzv-endpoint node0:2379 --role ps --nproc-per-node 1 train.py": (
+        "test_agents_of_one_job_may_have_a_role_each"
+    ),
+    "elaunch --nnodes 2 --rdzv-endpoint node0:2379 --role trainer --nproc-per-node 3 train.py": (
+        "test_agents_of_one_job_may_have_a_role_each"
+    ),
     "elaunch doctor": "test_this_node_can_train",
     "elaunch --warm train.py": "test_the_next_job_starts_from_it_with_an_environment_of_its_own",
     "elaunch warm --status": "test_status_says_what_is_there_and_stop_ends_it",

@@ -181,6 +181,35 @@ def test_whatever_moves_begins_the_time_anew(look: SurvivorLook) -> None:
     assert moved.look == look
 
 
+COUNTED = {PID: 5_000_000_000, 101: 7_000_000, 102: 9_000_000}
+
+
+def counted_after(*ran_ns: dict[int, int]) -> Stillness | None:
+    """The state after looks in half of the shorter time."""
+    state: Stillness | None = None
+    for number, each in enumerate(ran_ns):
+        look = outside(ran_ns={**COUNTED, **each})
+        state = after(state, look, WORLD_SIZE, number * survivors.STUCK_COUNTED_S / 2)
+    return state
+
+
+def test_where_each_threads_time_is_counted_half_of_the_time_is_enough() -> None:
+    assert not is_stuck(counted_after({}, {}))
+    assert is_stuck(counted_after({}, {}, {}))
+
+
+def test_a_thread_that_looks_at_a_clock_may_run_for_a_moment_and_the_one_that_answers_for_long() -> None:
+    assert is_stuck(counted_after({}, {101: 7_100_000}, {101: 7_200_000, 102: 30_000_000}))
+
+
+@pytest.mark.parametrize("tid", [PID, 101, 103])
+def test_a_thread_that_has_run_for_longer_than_a_moment_begins_the_time_anew(tid: int) -> None:
+    ran = counted_after({}, {}, {tid: COUNTED.get(tid, 0) + 3_000_000})
+
+    assert ran is not None
+    assert ran.since_s == ran.until_s
+
+
 def test_the_thread_that_answers_may_use_a_tick() -> None:
     assert is_stuck(state_after(LOOK, LOOK, outside(cpu_s=3.15)))
 
