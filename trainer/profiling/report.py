@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from elaunch.trainer import link
 from elaunch.trainer.profiling.activity import RankActivity, read_activity
 from elaunch.trainer.profiling.clocks import ClockOffset, ClockReading, clock_offsets
@@ -25,8 +27,8 @@ from elaunch.trainer.profiling.traces import packed, parsed, unpacked
 from elaunch.trainer.profiling.words import rank_record, record, sentences
 from elaunch.trainer.ranks.agreement import Ranks
 
-# Rank 0 reads one trace after the other, while all wait: more than this is joined by the user, on another machine.
-MERGED_BYTES_MAX = 256 << 20
+# Rank 0 reads one trace after the other while all wait, a second for each MB: more is joined by the user, later.
+MERGED_BYTES_MAX = 32 << 20
 _CLOCK_ROUNDS = 8
 _TROUBLES_MAX = 8
 
@@ -35,7 +37,7 @@ _TROUBLES_MAX = 8
 class Collected:
     """What one rank has recorded. `content` is its packed trace, which does not leave the rank unless it is asked for.
 
-    `clock` names the clock that its times are from. `trouble` says why there is no file.
+    `clock` names the clock that its times are from. `trouble` says what is wrong with its file.
     """
 
     activity: RankActivity
@@ -59,12 +61,14 @@ def collect(recording: Recording, folder: Path, rank: int, first_step: int) -> C
     except (OSError, RuntimeError, ValueError) as error:
         return Collected(RankActivity(rank, host, trouble=_why(error)), clock, "")
     content = packed(content)
-    trouble = ""
+    trouble, written = "", str(path)
+    if torch.cuda.is_available() and not activity.on_gpu:
+        trouble = f"rank {rank}'s trace has no kernel of its GPU, only what its CPU did: CUPTI may need more rights"
     try:
         write_whole(path, content)
     except OSError as error:
-        trouble = f"{path} cannot be written ({_why(error)})"
-    return Collected(activity, clock, "" if trouble else str(path), len(content), trouble, content)
+        trouble, written = f"{path} cannot be written ({_why(error)})", ""
+    return Collected(activity, clock, written, len(content), trouble, content)
 
 
 def report(

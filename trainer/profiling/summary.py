@@ -15,6 +15,8 @@ from elaunch.trainer.profiling.clocks import ClockOffset
 from elaunch.trainer.profiling.intervals import clip, length, minus, union
 
 ALL_REDUCE = "all_reduce"
+# In these no rank can end before all have begun. In others, as a broadcast, a late rank may keep nobody waiting.
+_WAIT_FOR_ALL = (ALL_REDUCE, "all_gather", "reduce_scatter", "all_to_all", "barrier")
 # A rank that is less behind than this is not late: so long takes a thread to wake up.
 LATE_NS = 100_000
 
@@ -158,7 +160,7 @@ def _buckets(activities: Sequence[RankActivity], offsets: Sequence[ClockOffset])
     starts = _starts(activities, offsets)
     buckets = []
     for (step, _, kind, size, _), by_rank in sorted(found.items(), key=_first_begin):
-        is_one = len(by_rank) > 1 and kind != "send_recv"
+        is_one = len(by_rank) > 1 and kind in _WAIT_FOR_ALL
         is_compared = is_one and not (nameless and (several or len(by_rank) < len(activities)))
         last, late_ns = _last(by_rank) if is_compared else (-1, 0)
         start_ns = starts.get(step, 0)

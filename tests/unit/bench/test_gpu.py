@@ -274,9 +274,10 @@ def test_the_trainers_parts_run_on_this_machine_with_a_small_shape(tmp_path: Pat
     wanted = {each.name: each for each in parts(tmp_path, None, shape=(*small, "--peak-tflops", "0.001"))}
 
     # The one with another vocabulary, and the one whose steps are profiled.
-    # A compiler takes minutes here, and is another test's.
+    # A compiler takes minutes here, and is another test's. Two threads on busy cores wait for each other.
+    env = {"OMP_NUM_THREADS": "1"}
     large, profiled = (
-        run(replace(each, command=tuple(word for word in each.command if word != "--compile")), 120)
+        run(replace(each, command=tuple(word for word in each.command if word != "--compile"), env=env), 120)
         for each in (wanted["bf16-compile-124m"], wanted["bf16-compile"])
     )
 

@@ -16,10 +16,10 @@ import torch
 from elaunch.trainer import Profiler, profiled
 from elaunch.trainer.profiling import report as reports
 from elaunch.trainer.profiling.activity import read_activity
-from elaunch.trainer.profiling.report import Collected, report
+from elaunch.trainer.profiling.report import Collected, collect, report
 from elaunch.trainer.profiling.traces import packed
 from elaunch.trainer.ranks.agreement import Ranks
-from tests.unit.trainer.profiling.traces import gloo, ns, op, step, trace
+from tests.unit.trainer.profiling.traces import gloo, kernel, ns, op, step, trace
 from tests.unit.trainer.ranks.test_agreement import forked
 
 
@@ -168,6 +168,27 @@ def test_a_program_that_profiles_itself_goes_on_without_our_trace(tmp_path: Path
     assert any(event.name == "aten::matmul" for event in theirs.events())
     assert "profile: nothing is known of the profiled steps" in said
     assert any("rank 0 has no trace: the program uses torch.profiler itself" in each for each in said)
+
+
+class Finished:
+    """A recording whose trace is there."""
+
+    def __init__(self, *events: dict[str, Any]) -> None:
+        self._content = json.dumps(trace(*events)).encode()
+
+    def end(self) -> bytes:
+        return self._content
+
+
+def test_a_trace_of_a_gpu_without_a_kernel_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    blind = collect(Finished(step(1, 0, 20), op("aten::mm", 0, 9)), tmp_path, 3, 7)  # type: ignore[arg-type]
+    sees = collect(Finished(step(1, 0, 20), kernel("gemm", 0, 9)), tmp_path, 3, 7)  # type: ignore[arg-type]
+
+    assert "rank 3's trace has no kernel of its GPU" in blind.trouble
+    assert sees.trouble == ""
+    assert blind.path == sees.path == str(tmp_path / "rank_3.json.gz")
 
 
 AHEAD_NS = 500_000_000

@@ -97,6 +97,17 @@ def test_a_rank_that_is_last_by_less_than_a_thread_takes_to_wake_is_not_late() -
     assert "no rank was regularly the last to begin a collective, of 1" in sentences(found)
 
 
+def test_a_rank_that_is_late_to_a_broadcast_keeps_nobody_waiting() -> None:
+    ranks = [
+        activity(step(1, 0, 20), gloo(at, 15, name="broadcast"), gloo(16, 17), rank=rank)
+        for rank, at in enumerate((1.0, 9.0))
+    ]
+
+    found = summarize(ranks, SAME)
+
+    assert (found.stragglers, found.matched, len(found.buckets)) == ((), 1, 2)
+
+
 def test_clocks_of_other_hosts_are_put_right_before_ranks_are_compared() -> None:
     # Rank 1's host is 100 ms ahead: what it calls 104 ms is 4 ms.
     ranks = [activity(step(1, 0, 20), gloo(5, 15)), activity(step(1, 100, 120), gloo(104, 115), rank=1)]
