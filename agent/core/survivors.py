@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.01
 STUCK_S = 0.06
 # The same where the kernel counts each thread's time to the nanosecond: what runs between two looks is seen then.
 STUCK_COUNTED_S = 0.03
-# Of that time all threads but the one that answers may run so long: gloo's looks every 10 ms whether it is to end.
+# Of that time all threads but the one that answers and gloo's may run so long.
 _RAN_NS_MAX, _RAN_SHARE_MAX = 1_000_000, 0.05
 # A collective with a shorter timeout may end by an error within the grace, and a handler may go on from there.
 _TIMEOUT_S_MIN = 60.0
@@ -63,7 +63,8 @@ class Inside:
 
     `at` is the instruction of the main thread's innermost frame, and `main` that frame. `others` are the frames of the
     other threads that run Python, innermost first. `answers` is the id of the thread that says so, which is elaunch's:
-    it may be awake, since it is asked again and again. `tracker` is the pid of Python's resource tracker, -1 for none.
+    it may be awake, since it is asked again and again. `loops` are the ids of gloo's threads, which move bytes between
+    ranks: one whose peer has gone turns without end. `tracker` is the pid of Python's resource tracker, -1 for none.
     `ranks` and `timeout_s` are those of the default group, `counts` those of all groups.
     """
 
@@ -71,6 +72,7 @@ class Inside:
     main: Frame
     others: tuple[tuple[Frame, ...], ...]
     answers: int
+    loops: frozenset[int]
     tracker: int
     ranks: int
     timeout_s: float
@@ -121,9 +123,10 @@ def read_inside(text: bytes) -> Inside | None:
         frame, instruction = told["at"]
         others = tuple(tuple(_frame(call) for call in calls) for calls in told["others"])
         answers, tracker = int(told["answers"]), int(told["tracker"] or -1)
+        loops = frozenset(map(int, told["loops"]))
         at, main = (int(frame), int(instruction)), _frame(told["main"][0])
         ranks, timeout_s = int(told["ranks"]), float(told["timeout_s"])
-        return Inside(at, main, others, answers, tracker, ranks, timeout_s, read_counts(dumps))
+        return Inside(at, main, others, answers, loops, tracker, ranks, timeout_s, read_counts(dumps))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
 
@@ -178,12 +181,17 @@ def _is_asleep(look: SurvivorLook) -> bool:
 
 
 def _others_calls(look: SurvivorLook) -> dict[int, tuple[str, str]]:
-    """The system calls of all threads but the one that answers."""
-    return {tid: call for tid, call in look.outside.calls.items() if tid != look.inside.answers}
+    """The system calls of all threads but the one that answers and gloo's."""
+    return {tid: call for tid, call in look.outside.calls.items() if tid not in _awake(look)}
 
 
 def _others_ran_ns(look: SurvivorLook) -> int:
-    return sum(ran_ns for tid, ran_ns in look.outside.ran_ns.items() if tid != look.inside.answers)
+    return sum(ran_ns for tid, ran_ns in look.outside.ran_ns.items() if tid not in _awake(look))
+
+
+def _awake(look: SurvivorLook) -> frozenset[int]:
+    """The threads that may be awake in a survivor that waits in vain."""
+    return look.inside.loops | {look.inside.answers}
 
 
 def _is_unchanged(first: SurvivorLook, now: SurvivorLook, meanwhile_s: float) -> bool:
@@ -193,8 +201,11 @@ def _is_unchanged(first: SurvivorLook, now: SurvivorLook, meanwhile_s: float) ->
         first.inside == now.inside
         and (_others_calls(first), before.written_bytes) == (_others_calls(now), after_it.written_bytes)
         and before.children == after_it.children
-        and after_it.cpu_s - before.cpu_s <= _CPU_S_MAX
-        and ran_ns <= _RAN_NS_MAX + _RAN_SHARE_MAX * meanwhile_s * 1e9
+        and (
+            ran_ns <= _RAN_NS_MAX + _RAN_SHARE_MAX * meanwhile_s * 1e9
+            if after_it.ran_ns
+            else after_it.cpu_s - before.cpu_s <= _CPU_S_MAX
+        )
     )
 
 
