@@ -27,7 +27,7 @@ from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel.build import Parallel, build
-from elaunch.trainer.parallel.plan import Share
+from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
@@ -158,7 +158,7 @@ class Windows:
     each once per epoch, the same for any number of workers.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, share: Share, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus, share: DataShare, device: torch.device) -> None:
         self._config, self._corpus, self._share, self._device = config, corpus, share, device
         self._length = config.context + 1
         self.order = Order(

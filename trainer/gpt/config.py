@@ -19,7 +19,7 @@ from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import fitting_micro_batch
 from elaunch.trainer.ddp.options import DdpOptions
 from elaunch.trainer.parallel import checks
-from elaunch.trainer.parallel.plan import Plan, PlanError, Sizes, fit
+from elaunch.trainer.parallel.plan import ParallelPlan, PlanError, Sizes, fit
 from elaunch.trainer.parallel.plan import parse as parse_plan
 from elaunch.trainer.profiling.steps import last_step_needed, parse_steps
 from elaunch.trainer.ranks.place import RankInfo
@@ -142,7 +142,7 @@ class TrainConfig:
         return {**plain, **lossy, "data": data, "parallel": self.plan.identity}
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ParallelPlan:
         """What `--parallel` asks for. Raises ConfigError."""
         try:
             return parse_plan(self.parallel)
