@@ -1,9 +1,9 @@
 """Train a small GPT on bytes of text: read it from top to bottom.
 
 `train` is the story: data, model, optimizer, loop, evaluation. The functions that it calls follow in the same order.
-What is not about training lies beside it: the options (gpt/config), the network (gpt/model), the text (gpt/corpus), and
-all that a run writes and prints (gpt/recorder). Three things make the run survive its workers, and are elaunch's: the
-Keeper has the state, Order says which windows belong to which step, and `accumulate` divides them among the ranks.
+What is not about training lies beside it: the options (gpt/config), the network (gpt/model), how the workers share it
+(parallel/), the text (gpt/corpus), and all that a run writes and prints (gpt/recorder). Two things make the run survive
+its workers, and are elaunch's: the Keeper has the state, and Order says which windows belong to which step.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
 
 from elaunch.trainer import link
-from elaunch.trainer.data.accumulation import accumulate
 from elaunch.trainer.data.order import Micro, Order
-from elaunch.trainer.ddp.wrapper import hook_state, wrap
-from elaunch.trainer.gpt.config import ConfigError, TrainConfig
+from elaunch.trainer.ddp.wrapper import hook_state
+from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.progress import Progress, opening
 from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.parallel.build import Parallel, build
+from elaunch.trainer.parallel.plan import DataShare
+from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -66,51 +67,71 @@ def train_in_group(
         progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return
 
-    windows = Windows(config, corpus, place, device)
-    gpt, model, optimizer = build(config, device)
+    # The workers that share one model read the same windows.
+    sizes = config.sizes(place)
+    share = sizes.share(place.rank)
+    windows = Windows(config, corpus, share, device)
+    gpt = new_gpt(config, device)
     parameters = sum(parameter.numel() for parameter in gpt.parameters())
+    parallel = build(config, gpt, sizes, place.rank, device, decay_groups)
+    del gpt
+    optimizer = parallel.optimizer
     costs = {"flops_per_token": flops_per_token(parameters, config), "peak_flops": peak_flops(config, device)}
-    recorder = Recorder(config, place, run, progress, device, **costs)
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.bf16)
+    recorder = Recorder(config, place, run, progress, device, share=share, **costs)
+    totals = {"flops_per_step": costs["flops_per_token"] * config.global_batch * config.context}
+    totals["peak_flops"] = costs["peak_flops"] * place.world_size
 
     def warm_up() -> None:
         """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
-        with autocast:
-            loss = model(*windows.dummy())
-        loss.backward()
+        parallel.warm_up(*windows.dummy())
+
+    communication = hook_state(parallel.model)
+    if config.tune_comm:
+        # Imported here: most runs do not need it.
+        from elaunch.trainer.tuning.tune import tune
+
+        tuned = tune(
+            parallel.model,
+            warm_up=warm_up,
+            lossy=config.tune_comm == "lossy",
+            about=config.pass_costs,
+            folder=run.path / "tuning",
+            say=progress.say,
+        )
+        communication = communication or tuned.hook_state
 
     # Restores the newest state that is anywhere, and keeps it from now on.
     with (
         Keeper(
-            model,
+            parallel.model,
             optimizer,
             extra=recorder.state,
-            hook_state=hook_state(model),
+            hook_state=communication,
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
             snapshot_every=config.snapshot_every,
+            copy_every=config.copy_every,
             warm_up=warm_up,
             say=progress.say if place.leads else None,
         ) as keeper,
         recorder.begin(keeper, windows.order),
     ):
         progress.say(opening(config, corpus, place, run, parameters, keeper.step))
-        for step in keeper.steps(config.steps):
+        for step in profiled(
+            keeper.steps(config.steps), config.profile, folder=run.profile, say=progress.say, **totals
+        ):
             # At the beginning of the step: a restart, which does the step again, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
-            held_out = held_out_loss(gpt, windows, autocast) if is_due else None
+            held_out = held_out_loss(parallel, windows) if is_due else None
             rate = learning_rate(config, step)
 
             loss = torch.zeros((), device=device)
-            # Seeds all that is random in a micro-batch: neither a restart nor another world size shifts it.
-            for micro in accumulate(model, windows.order, step, place.rank, place.world_size):
-                recorder.computes(step, micro)
-                inputs, targets = windows.of(step, micro)
-                with autocast:
-                    loss_part = model(inputs, targets) * micro.weight
-                loss_part.backward()
-                loss += loss_part.detach()
-            grad_norm = clip_gradients(gpt)
+            # One micro-batch at a time; of a pipeline all. Seeds all that is random in them: neither a restart nor
+            # another world size shifts it.
+            for micros in parallel.micro_batches(windows.order, step):
+                recorder.computes(step, micros)
+                loss += parallel.backward(*windows.of(step, micros), micros)
+            grad_norm = parallel.clip(GRADIENT_NORM_MAX)
             # The mean over all ranks. It stays on the device until the log reads it.
             mean_loss = recorder.mean_loss(loss)
 
@@ -122,8 +143,8 @@ def train_in_group(
                 recorder.keep(step, loss=mean_loss, grad_norm=grad_norm, learning_rate=rate, held_out=held_out)
             recorder.step_done(step)
 
-    last_held_out = held_out_loss(gpt, windows, autocast)
-    weights = {name: whole(value) for name, value in gpt.state_dict().items()}
+    last_held_out = held_out_loss(parallel, windows)
+    weights = parallel.weights()
     if place.leads:
         final = new_gpt(config, device)
         final.load_state_dict(weights)
@@ -137,8 +158,8 @@ class Windows:
     each once per epoch, the same for any number of workers.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, place: RankInfo, device: torch.device) -> None:
-        self._config, self._corpus, self._place, self._device = config, corpus, place, device
+    def __init__(self, config: TrainConfig, corpus: Corpus, share: DataShare, device: torch.device) -> None:
+        self._config, self._corpus, self._share, self._device = config, corpus, share, device
         self._length = config.context + 1
         self.order = Order(
             corpus.held_out_start // self._length,
@@ -146,12 +167,12 @@ class Windows:
             global_batch=config.global_batch,
             micro_batch=config.micro_batch,
             # A forward pass of FSDP is a collective: a rank with fewer micro-batches computes one that does not count.
-            even=config.parallel == "fsdp2",
+            even=config.plan.is_even,
         )
 
-    def of(self, step: int, micro: Micro) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a micro-batch."""
-        positions = self.order.loaded(step, micro.number)
+    def of(self, step: int, micros: Sequence[Micro]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of micro-batches, one after the other."""
+        positions = [position for micro in micros for position in self.order.loaded(step, micro.number)]
         return self._read([self.order.sample(position) * self._length for position in positions])
 
     def dummy(self) -> tuple[Tensor, Tensor]:
@@ -159,16 +180,16 @@ class Windows:
         return self._read([0] * self._config.micro_batch)
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """This rank's part of the held-out windows, which are the same for every run: inputs, targets, and a weight.
+        """This replica's part of the held-out windows, which are the same for every run: inputs, targets, and a weight.
 
-        The weights of all ranks add up to 1. All ranks get the same number of batches; a surplus one has weight 0.
+        The weights of all replicas add up to 1. All get the same number of batches; a surplus one has weight 0.
         """
-        start, size, world_size = self._corpus.held_out_start, self._config.micro_batch, self._place.world_size
+        start, size, world_size = self._corpus.held_out_start, self._config.micro_batch, self._share.world_size
         there = (self._corpus.size - start) // self._length
         used = min(there, HELD_OUT_WINDOWS_MAX)
         starts = [start + (number * there // used) * self._length for number in range(used)]
         batches = [starts[first : first + size] for first in range(0, used, size)]
-        for number in range(self._place.rank, -(-len(batches) // world_size) * world_size, world_size):
+        for number in range(self._share.rank, -(-len(batches) // world_size) * world_size, world_size):
             batch = batches[number % len(batches)]
             yield *self._read(batch), len(batch) / used if number < len(batches) else 0.0
 
@@ -189,43 +210,12 @@ def new_gpt(config: TrainConfig, device: torch.device) -> GPT:
     return GPT(**shape, dropout=config.dropout).to(device)
 
 
-def build(config: TrainConfig, device: torch.device) -> tuple[GPT, nn.Module, Optimizer]:
-    """The network, the module whose backward sums gradients over the ranks, and the optimizer.
-
-    With fsdp2 the two modules are one: each rank holds its part of every parameter, and gathers a block's parameters
-    while it computes the block.
-    """
-    if config.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigError(f"{torch.cuda.get_device_name(device)} has no bfloat16; leave --bf16 out")
-    gpt = new_gpt(config, device)
-    if config.compile:
-        for block in gpt.blocks:
-            # One after the other: alike blocks share one compilation.
-            block.compile()
-    if config.parallel == "fsdp2":
-        # Imported here, since the import takes long, and a restart waits for it.
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for block in gpt.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(gpt, mesh=mesh)
-        return gpt, gpt, AdamW(decay_groups(gpt), betas=BETAS, fused=True)
-    model = wrap(gpt, config.ddp, device)
-    if config.parallel == "zero1":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return gpt, model, ZeroRedundancyOptimizer(decay_groups(gpt), AdamW, betas=BETAS, fused=True)
-    return gpt, model, AdamW(decay_groups(gpt), betas=BETAS, fused=True)
-
-
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:
     """Weight decay for matrices, and none for parameters of less than two dimensions: biases and the norms' weights."""
     parameters = list(model.parameters())
     return [
-        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": WEIGHT_DECAY, "betas": BETAS},
+        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0, "betas": BETAS},
     ]
 
 
@@ -238,24 +228,13 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def clip_gradients(model: nn.Module) -> Tensor:
-    """Scale the gradients so that their norm, over all parameters and ranks, is at most 1. Returns the norm before."""
-    return whole(nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM_MAX))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor, put together from all ranks' parts where each has only a part. Collective."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 @torch.no_grad()
-def held_out_loss(gpt: GPT, windows: Windows, autocast: torch.autocast) -> Tensor:
+def held_out_loss(parallel: Parallel, windows: Windows) -> Tensor:
     """Nats per byte on text that is never trained on, the same number on every rank. Collective."""
     link.phase("evaluating")
-    gpt.eval()
-    with autocast:
-        parts = [gpt(inputs, targets).double() * weight for inputs, targets, weight in windows.held_out()]
-    gpt.train()
+    parallel.gpt.eval()
+    parts = [parallel.loss(inputs, targets) * weight for inputs, targets, weight in windows.held_out()]
+    parallel.gpt.train()
     loss = torch.stack(parts).sum()
     dist.all_reduce(loss)
     return loss

@@ -100,6 +100,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
+    quick_end.know_libraries()
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
@@ -165,7 +166,8 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     mask = frozenset(int(s) for s in before) if boot.mask is None else frozenset(boot.mask)
     # A scheduler signals every process of a job. Signals are blocked, not ignored: a child must inherit the defaults.
-    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
+    # Real-time signals too, of which `signal.Signals` has only the first and the last.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
     for signum in boot.ignored:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=boot.control_fd)

@@ -14,7 +14,7 @@ from tests.ranks import RankForker, forker
 from tests.s3 import FSSPEC
 
 # The modules that their ranks import.
-_MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train")
+_MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train", "parallel.divided")
 
 
 @pytest.fixture(scope="session", name="forker")

@@ -113,11 +113,12 @@ def plant() -> None:
         MOMENTS.record("told", reason=reason)
 
     def built(*args: Any) -> Any:
-        gpt, model, optimizer = build(*args)
+        parallel = build(*args)
+        model: torch.nn.Module = parallel.model
         model.register_forward_pre_hook(lambda *_: strike_in_forward(model))
         plant_in_backward(model)
-        plant_in_optimizer(optimizer)
-        return gpt, model, optimizer
+        plant_in_optimizer(parallel.optimizer)
+        return parallel
 
     def half_copied(targets: list[Tensor], sources: list[Tensor]) -> None:
         step = now() - 1

@@ -178,6 +178,11 @@ class Forked(Training):
     def __exit__(self, *_: object) -> None:
         self._memory.cleanup()
 
+    def forget(self) -> None:
+        """Remove what the ranks have kept in memory: what follows is another job."""
+        for path in Path(self._memory.name).iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def generation(self, number: int, workers: int, *options: str) -> list[Ended]:
         """Run that generation. Returns how each of its ranks ended."""
         env = {"ELAUNCH_GENERATION": str(number), "ELAUNCH_MEMORY": self._memory.name}

@@ -252,7 +252,7 @@ class Share:
             for name, place in places.items():
                 keys = tuple(map(str, place))
                 if keys[:depth] == tuple(map(str, root)) and keys[depth] in owned:
-                    mine[keys[depth:]] = self.tensors[name] = _empty(kinds[name])
+                    mine[keys[depth:]] = self.tensors[name] = _own(target.tensors.get(name), name, kinds[name], source)
             self._leaves[root] = _nest(owned, mine)
 
     def put(self) -> None:
@@ -262,6 +262,14 @@ class Share:
 
 def _empty(kind: tuple[torch.Size, torch.dtype]) -> Tensor:
     return torch.empty(kind[0], dtype=kind[1])
+
+
+def _own(there: Tensor | None, name: str, kind: tuple[torch.Size, torch.dtype], source: str) -> Tensor:
+    """What is filled with a tensor of a PerRank: of a distributed one only this rank's part."""
+    if there is None or not is_shard(there):
+        return _empty(kind)
+    _require_shape(source, name, kind[0], there)
+    return there
 
 
 def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
@@ -281,11 +289,15 @@ def _require(target: Tree, kinds: Kinds, source: str) -> None:
     if missing := [name for name in common if name not in kinds]:
         raise ValueError(f"{source} lacks {some(missing)}; it is of another model or optimizer")
     for name in common:
-        if kinds[name][0] != target.tensors[name].shape:
-            held, wanted = tuple(kinds[name][0]), tuple(target.tensors[name].shape)
-            raise ValueError(
-                f"{source} holds {name} of shape {held}, not {wanted}; it is of another model or optimizer"
-            )
+        _require_shape(source, name, kinds[name][0], target.tensors[name])
+
+
+def _require_shape(source: str, name: str, held: torch.Size, target: Tensor) -> None:
+    if held != target.shape:
+        raise ValueError(
+            f"{source} holds {name} of shape {tuple(held)}, not {tuple(target.shape)}; it is of another model or "
+            "optimizer"
+        )
 
 
 def _filled(target: Tensor, name: str, whole: Tensor) -> Tensor:

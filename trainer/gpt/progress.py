@@ -83,9 +83,11 @@ def opening(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirect
     """What is about to happen, in one sentence."""
     many = config.global_batch // config.micro_batch
     files = f"the first {len(corpus.files):,}" if corpus.truncated else f"{len(corpus.files):,}"
+    workers = f"{place.world_size} worker{'s' * (place.world_size != 1)}"
+    axes = "" if config.parallel in ("ddp", "zero1") else f" ({config.sizes(place)})"
     resumed = f"resuming after step {step} of" if step else "training for"
     return (
         f"{resumed} {config.steps} steps: {parameters:,} parameters, {many} × {config.micro_batch} windows of "
-        f"{config.context} bytes on {place.world_size} worker{'s' * (place.world_size != 1)} with {config.parallel}, "
+        f"{config.context} bytes on {workers} with {config.parallel}{axes}, "
         f"{files} files ({corpus.size / 1e6:.1f} MB) below {corpus.root}; run in {run.path}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,7 @@ from elaunch.trainer.gpt.progress import Progress, printable
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
+from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -33,11 +34,11 @@ _CURVES = ("loss", "held_out_loss", "grad_norm", "learning_rate", "tokens_per_s"
 class Recorder:
     """Writes this rank's records, so that the loop needs no condition. Without a ledger only rank 0 writes.
 
-    `flops_per_token` and `peak_flops`, of one device, make the MFU; 0 where the peak is not known. `state` is part of
-    the training's state: the number of samples seen, and the newest steps' figures, so that no line is lost if rank 0
-    dies before it can write it. The figures stay on the device until the log reads them. Use the recorder as a context
-    manager once the state is restored; call `begin` first. A full disk does not end the training: one sentence is
-    printed for each incomplete file.
+    Of the ranks that share one model only one has a ledger, as `share` says. `flops_per_token` and `peak_flops`, of one
+    device, make the MFU; 0 where the peak is not known. `state` is part of the training's state: the number of samples
+    seen, and the newest steps' figures, so that no line is lost if rank 0 dies before it can write it. The figures stay
+    on the device until the log reads them. Use the recorder as a context manager once the state is restored; call
+    `begin` first. A full disk does not end the training: one sentence is printed for each incomplete file.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class Recorder:
         progress: Progress,
         device: torch.device,
         *,
+        share: DataShare | None = None,
         flops_per_token: float = 0.0,
         peak_flops: float = 0.0,
     ) -> None:
         self._config, self._place, self._run, self._progress = config, place, run, progress
+        self._share = share or DataShare(place.rank, place.world_size, leads=True)
         self._device, self._flops_per_token, self._peak_flops = device, flops_per_token, peak_flops
         self._log_every = config.log_every or (1 if device.type == "cpu" else 10)
         self._metrics: Metrics | None = None
@@ -105,9 +108,10 @@ class Recorder:
         if self._ledger is not None:
             self._ledger.close()
 
-    def computes(self, step: int, micro: Micro) -> None:
-        """Note that this rank computes the gradient of `micro`. Call it before the gradients are summed."""
-        self._write_ledger(step, lambda ledger: ledger.record(step, micro))
+    def computes(self, step: int, micros: Sequence[Micro]) -> None:
+        """Note that this rank computes the gradients of `micros`. Call it before the gradients are summed."""
+        for micro in micros:
+            self._write_ledger(step, lambda ledger, micro=micro: ledger.record(step, micro))  # type: ignore[misc]
 
     def mean_loss(self, share_loss: Tensor) -> Tensor:
         """The step's loss, on the device. Each rank passes its part: its losses times `Micro.weight`. Collective."""
@@ -235,7 +239,9 @@ class Recorder:
         folder, place = self._run.ledger, self._place
         unused = next_generation(folder, place.generation) if place.leads else 0
         generation = int(sum(process_group.sum_over_ranks([unused], self._device)))
-        ranks = {"rank": place.rank, "world_size": place.world_size}
+        if not self._share.leads:
+            return
+        ranks = {"rank": self._share.rank, "world_size": self._share.world_size}
         try:
             self._ledger = Ledger(folder, order, **ranks, generation=generation, after=after)
         except OSError as error:

@@ -1,22 +1,23 @@
-"""The state of a model and its optimizer, in the form of checkpoints and snapshots, for DDP, FSDP and ZeRO-1.
+"""The state of a model and its optimizer, in the form of checkpoints and snapshots: DDP, FSDP, ZeRO-1, pipelines.
 
 With DDP and in a single process these are plain state_dicts, the same on every rank. With FSDP (`fully_shard`, or
 FSDP1) each rank has its part of each tensor, by parameter name. With a ZeroRedundancyOptimizer each rank has the state
-of the parameters that it updates: a PerRank, by parameter name. All of them can be loaded at another world size.
+of the parameters that it updates: a PerRank, by parameter name. A rank of a pipeline has parameters that others lack:
+its weights are a PerRank too (`by_name`). All of them can be loaded at another world size.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from elaunch.trainer.state.tree import PerRank, State, is_shard
+from elaunch.trainer.state.tree import PerRank, State, is_shard, some
 
 Found = TypeVar("Found")
 # What DDP needs at most until it sums gradients in its final order.
@@ -27,11 +28,14 @@ class Models(nn.ModuleList):
     """Several models of one training as one: the names of their parameters begin with their numbers."""
 
 
-def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer) -> State:
+def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer, by_name: bool = False) -> State:
     """`{"model": …, "optimizer": …}` after at least one step; the tensors are the live ones, not copies.
 
-    `others` are further optimizers of a model with FSDP. Their states are in `optimizer` too.
+    `others` are further optimizers of a model with FSDP. Their states are in `optimizer` too. `by_name` is for ranks
+    that have parameters of different names, as the stages of a pipeline have. It is the same on all ranks.
     """
+    if by_name:
+        return _by_name(model, [optimizer, *others])
     if is_zero(optimizer):
         return {"model": unwrap(model).state_dict(), "optimizer": _zero_state(unwrap(model), optimizer)}
     if is_sharded(model):
@@ -48,21 +52,24 @@ def restore(
     optimizer: Optimizer,
     rest: State | None = None,
     others: Sequence[Optimizer] = (),
+    *,
+    by_name: bool = False,
 ) -> Found | None:
     """Load model and optimizer with `load` (for example `Checkpoints.load_newest`). Returns what `load` found.
 
     Everything else in the state goes into `rest`. All ranks call it before the first step. If `load` finds nothing
-    (None), nothing changes. `others` are those of `state_of`.
+    (None), nothing changes. `others` and `by_name` are those of `state_of`.
     """
     fresh = [one for one in (optimizer, *others) if not one.state]
     # For a sharded model `state_of` creates an optimizer state to fill, by a step of length 0.
-    state = {**(rest or {}), **state_of(model, optimizer, *others)}
+    state = {**(rest or {}), **state_of(model, optimizer, *others, by_name=by_name)}
     found = load(state)
     if found is None:
         for one in fresh:
             one.state.clear()
         return None
-    _put(model, [optimizer, *others], state.pop("model"), state.pop("optimizer"))
+    put = _put_by_name if by_name else _put
+    put(model, [optimizer, *others], state.pop("model"), state.pop("optimizer"))
     if rest is not None:
         rest.clear()
         rest.update(state)
@@ -183,3 +190,31 @@ def _put_zero(model: nn.Module, zero: Any, moments: State) -> None:
     zero.optim.load_state_dict({**zero.optim.state_dict(), "state": saved})
     for group, values in zip(zero.param_groups, moments["param_groups"], strict=True):
         group.update(values)
+
+
+def _by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:
+    """The weights and moments of the parameters that this rank has, by their names."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = cast(tuple[Any, Any], get_state_dict(model, optimizers))
+    # The names in a group differ between the ranks, and its options do not.
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in moments["param_groups"]]
+    return {"model": PerRank(weights), "optimizer": {"state": PerRank(moments["state"]), "param_groups": groups}}
+
+
+def _put_by_name(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moments: Any) -> None:
+    """Load what `_by_name` returned on ranks that had these names. Raises ValueError if some are missing."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    own_weights, own_moments = cast(tuple[Any, Any], get_state_dict(model, optimizers))
+    missing = [name for name in own_weights if not isinstance(weights.get(name), Tensor)]
+    kept = moments["state"]
+    missing += [f"the optimizer's {name}" for name, its in own_moments["state"].items() if its and not kept.get(name)]
+    if missing:
+        raise ValueError(f"the state lacks {some(missing)}; it is of another model, or of another division of it")
+    groups = [
+        {**options, "params": own["params"]}
+        for own, options in zip(own_moments["param_groups"], moments["param_groups"], strict=True)
+    ]
+    state: Any = {"state": dict(kept), "param_groups": groups}
+    set_state_dict(model, optimizers, model_state_dict=dict(weights), optim_state_dict=state)

@@ -15,6 +15,7 @@ from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.model_state import Models, is_in_parts, is_zero, moments_of, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack, require_dense, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
+from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.tree import State, cloned, flatten, local_parts
 
 Found = TypeVar("Found")
@@ -25,8 +26,7 @@ class Training:
 
     *Replicated* state is the same on every rank. A rank's *own* state is its buffers (DDP broadcasts rank 0's at each
     forward pass), the states of its random generators and of its `per_rank` objects, and a large part: the state of a
-    communication hook. With FSDP
-    and ZeRO-1 the state `is_in_parts`: no rank has all of it.
+    communication hook. With FSDP, ZeRO-1 and pipelines the state `is_in_parts`: no rank has all of it.
     """
 
     def __init__(
@@ -48,26 +48,58 @@ class Training:
         self.per_rank = RankObjects(_several(per_rank)) if per_rank is not None else None
         self.has_zero = any(is_zero(one) for one in self._optimizers)
         self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self._optimizers)
+        # The names and types of all ranks' parameters and buffers, if the ranks have different ones.
+        self._names_of_all: list[tuple[str, str]] = []
         self.live_tensors = LiveTensors(self.model, self._optimizers, _several(extra))
         if self.has_zero and len(self._optimizers) > 1:
             raise ValueError(
                 f"{len(self._optimizers)} optimizers, one of them a ZeroRedundancyOptimizer, cannot be kept together; "
                 "give one ZeroRedundancyOptimizer all parameters, in groups, or use fully_shard"
             )
-        # FSDP's optimizers have one state together, by the names of the parameters.
-        self._others = self._optimizers[1:] if self.is_in_parts else ()
-        others = () if self.is_in_parts else self._optimizers[1:]
-        self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": others}
+        self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": ()}
+        self._divide_optimizers()
         self._has_extra_state = any(
             type(module).get_extra_state is not nn.Module.get_extra_state for module in self.model.modules()
         )
         self.device = _device_of(self.model)
+        self.random = RandomStates(self.device)
         self._buffers = [
             (f"{prefix}.{short}".lstrip("."), owner, short)
             for prefix, owner in self.model.named_modules()
             for short, buffer in owner._buffers.items()
             if buffer is not None and short not in owner._non_persistent_buffers_set
         ]
+
+    def _divide_optimizers(self) -> None:
+        # FSDP's optimizers have one state together, by the names of the parameters.
+        self._others = self._optimizers[1:] if self.is_in_parts else ()
+        self._rest["optimizers"] = () if self.is_in_parts else self._optimizers[1:]
+
+    def compare_names(self, from_all: Callable[[Any], list[Any]]) -> None:
+        """Find out whether the ranks have different parameters, as the stages of a pipeline have. Collective.
+
+        Then the state is in parts, by the names of the parameters. `from_all` returns every rank's value. Raises
+        ValueError if an optimizer is a ZeroRedundancyOptimizer, or its options differ between the ranks.
+        """
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        own = [(name, str(value.dtype)) for name, value in tensors]
+        if len(set(from_all(hashlib.sha256(repr(own).encode()).hexdigest()))) == 1:
+            return
+        if self.has_zero:
+            raise ValueError(
+                "the ranks have different parameters, and a ZeroRedundancyOptimizer divides the same ones among all "
+                "ranks; use fully_shard in each stage"
+            )
+        options = from_all(repr(self._options()))
+        if other := [rank for rank, its in enumerate(options) if its != options[0]]:
+            raise ValueError(
+                f"the ranks have different parameters, and rank {other[0]}'s optimizer has other options than rank 0's "
+                f"({options[other[0]]:.200} and {options[0]:.200}); of a pipeline one set of options is kept for all "
+                "stages: give each stage's optimizer the same groups with the same options"
+            )
+        self._names_of_all = sorted({pair for names in from_all(own) for pair in names})
+        self.is_in_parts = True
+        self._divide_optimizers()
 
     def only_model(self, otherwise: str) -> nn.Module:
         """The model, if there is only one. Raises ValueError with the way out."""
@@ -103,8 +135,9 @@ class Training:
 
     def layout(self) -> bytes:
         """A digest of the state's structure: names and shapes of the model, classes of the other parts."""
-        digest = hashlib.sha256()
-        for name, value in [*self.model.named_parameters(), *self.model.named_buffers()]:
+        digest = hashlib.sha256(repr(self._names_of_all).encode() if self._names_of_all else b"")
+        named = [*self.model.named_parameters(), *self.model.named_buffers()] if not self._names_of_all else []
+        for name, value in named:
             # The shape of a part depends on the world size.
             digest.update(repr((name, value.dtype, () if self.is_in_parts else tuple(value.shape))).encode())
         for name, part in [*self._rest.items(), ("optimizer", self._optimizers)]:
@@ -125,15 +158,23 @@ class Training:
 
     def small(self) -> State:
         """The part of a state in parts that is small, and the same on all ranks: what changes other than in place."""
-        groups = [
+        rest = {name: its for name, its in self.rest().items() if name != "optimizers"}
+        return {**rest, "param_groups": self._options()}
+
+    def _options(self) -> list[list[dict[str, Any]]]:
+        """The options of all groups of all optimizers."""
+        return [
             [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
             for one in self._optimizers
         ]
-        return {**{name: its for name, its in self.rest().items() if name != "optimizers"}, "param_groups": groups}
 
     def large(self) -> State:
         """The rest of a state in parts: the model and what the optimizers keep for its parameters."""
-        return state_of(self._wrapped, self._optimizers[0], *self._others)
+        return self._state()
+
+    def _state(self) -> State:
+        by_name = bool(self._names_of_all)
+        return state_of(self._wrapped, self._optimizers[0], *self._others, by_name=by_name)
 
     def live(self) -> list[Tensor] | None:
         """The tensors of `large`, which training changes in place. None if other values change with them."""
@@ -144,7 +185,7 @@ class Training:
 
     def own(self, *, large: bool = False) -> State:
         """This rank's own present state. Its tensors are the live ones, except the random states."""
-        state: State = {"buffers": self.buffers(), "random": rng_state.capture(self.device)}
+        state: State = {"buffers": self.buffers(), "random": self.random.capture()}
         if self.per_rank is not None:
             state["per_rank"] = cloned(self.per_rank.state_dict())
         if large and self._hook is not None:
@@ -208,12 +249,13 @@ class Training:
         If it is in parts, only this rank's part.
         """
         own = {"random": list(random), "per_rank": list(per_rank)}
-        return {**state_of(self._wrapped, self._optimizers[0], *self._others), **self.rest(), **own}
+        return {**self._state(), **self.rest(), **own}
 
     def load_whole(self, load: Callable[[State], Found | None], rank: int, world_size: int) -> Found | None:
         """Let `load` fill the state that `whole` returns, and load it. Returns what `load` found."""
         rest: State = {}
-        found = restore(load, self._wrapped, self._optimizers[0], rest, self._others)
+        by_name = bool(self._names_of_all)
+        found = restore(load, self._wrapped, self._optimizers[0], rest, self._others, by_name=by_name)
         if found is not None:
             self._load_rest(rest)
             random = rest.get("random", ())

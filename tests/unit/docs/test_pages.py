@@ -65,13 +65,12 @@ def test_the_table_of_events_is_made_from_the_schema() -> None:
     assert made["failure_fields"]() in page
 
 
-def test_the_diagrams_are_what_the_script_draws() -> None:
-    drawn = runpy.run_path(str(DOCS / "record" / "diagrams.py"))["PICTURES"]
+@pytest.mark.parametrize("script", ["diagrams.py", "plans.py"])
+def test_the_diagrams_are_what_the_script_draws(script: str) -> None:
+    drawn = runpy.run_path(str(DOCS / "record" / script))["PICTURES"]
 
     for name, draw in drawn.items():
-        assert (DOCS / "images" / name).read_text() == draw(), (
-            f"run: python docs/record/diagrams.py docs/images ({name})"
-        )
+        assert (DOCS / "images" / name).read_text() == draw(), f"run: python docs/record/{script} docs/images ({name})"
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.name)

@@ -30,9 +30,19 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--steps", "many"], "'many'"),
         (["--stepz", "3"], "--stepz"),
         (["--dropout", "1"], "--dropout"),
-        (["--parallel", "zero2"], "'zero2' is not one of 'ddp', 'zero1', 'fsdp2'"),
+        (["--parallel", "fsdp3"], "--parallel fsdp3: there is no such plan (did you mean fsdp2?)"),
+        (["--parallel", "dp=4"], "--parallel dp=4 is for 4 workers, and there are 2; use dp=2"),
+        (["--parallel", "tp=2", "--heads", "1"], "--heads (1) is not divisible by tp (2); use tp=1 or --heads 2"),
+        (["--parallel", "pp=2", "--layers", "1"], "2 stages, and the network only 1 layer; use --layers 2"),
+        (["--parallel", "tp=2", "--compile"], "--compile is not tried with --parallel tp=2; leave one of the two out"),
         (["--eval-every", "0"], "--eval-every"),
         (["--peak-tflops", "0"], "--peak-tflops"),
+        (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
+        (["--profile", "12-10"], "--profile: 12-10 ends before it begins; give 10-12"),
+        (["--profile", "10-12", "--steps", "11"], "--profile 10-12 ends with step 12, and --steps is 11; give fewer"),
+        (["--profile", "3", "--steps", "4"], "or earlier steps, or --steps 5"),
+        (["--tune-comm", "fast"], "'fast' is not one of 'neutral', 'lossy'"),
+        (["--tune-comm", "--parallel", "fsdp2"], "--tune-comm measures DDP's buckets, and --parallel fsdp2 has none"),
         (["stray"], "stray"),
         (["--checkpoints", "s33://bucket/run"], "s33://bucket/run begins with s33://, which fsspec does not know"),
         (["--checkpoints", "gs://bucket/run"], "gs:// needs the package gcsfs: pip install gcsfs"),
@@ -95,7 +105,7 @@ def test_the_default_batch_said_aloud_is_the_default_run() -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_any_number_of_workers_up_to_that_of_micro_batches_may_share_a_batch(world_size: int) -> None:
-    TrainConfig().check(world_size)
+    TrainConfig().check(RankInfo(world_size=world_size))
 
 
 def test_help_is_printed_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +127,8 @@ def test_without_out_the_same_options_find_the_same_directory() -> None:
     assert TrainConfig().out_path != TrainConfig(seed=1).out_path
     # Their checkpoints are not of one kind.
     assert TrainConfig().out_path != TrainConfig(parallel="fsdp2").out_path
+    # More or fewer replicas are the same run.
+    assert TrainConfig(parallel="dp=2,tp=2").out_path == TrainConfig(parallel="tp=2").out_path
     assert TrainConfig().out_path.parent == Path("runs")
 
 
@@ -249,3 +261,11 @@ def test_a_run_is_complete_once_its_result_is_written(run: tuple[RunDirectory, T
     directory.write_result({"steps": 3, "loss": 1.25})
 
     assert directory.is_complete
+
+
+def test_tuning_without_a_word_is_loss_neutral_and_another_run_only_if_it_may_round() -> None:
+    tuned = parse(["--tune-comm", "--steps", "7"], TWO)
+    assert tuned is not None
+    assert (tuned.tune_comm, tuned.steps) == ("neutral", 7)
+    assert tuned.identity == replace(tuned, tune_comm=None).identity
+    assert tuned.identity != replace(tuned, tune_comm="lossy").identity

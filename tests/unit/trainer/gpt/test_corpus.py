@@ -10,10 +10,11 @@ import torch
 from elaunch.trainer.gpt import corpus as module
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.train import Windows
 
 CPU = torch.device("cpu")
+ALONE = DataShare(0, 1, leads=True)
 
 
 def write_files(folder: Path, sizes: dict[str, int]) -> None:
@@ -32,7 +33,7 @@ def config_for(folder: Path | None, context: int = 8, global_batch: int = 4) -> 
 
 def read_step(windows: Windows, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The micro-batches of a step, one after the other."""
-    read = [windows.of(step, micro) for micro in windows.order.parts(step, rank=0, world_size=1)]
+    read = [windows.of(step, [micro]) for micro in windows.order.parts(step, rank=0, world_size=1)]
     inputs, targets = zip(*read, strict=True)
     return torch.cat(inputs), torch.cat(targets)
 
@@ -56,7 +57,7 @@ def test_a_file_far_larger_than_memory_is_no_burden(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(1 << 40)
 
-    windows = Windows(config_for(tmp_path), Corpus.open(config_for(tmp_path)), RankInfo(), CPU)
+    windows = Windows(config_for(tmp_path), Corpus.open(config_for(tmp_path)), ALONE, CPU)
     inputs, targets = read_step(windows, 12345)
 
     assert windows.order.size is not None
@@ -87,7 +88,7 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     write_files(tmp_path, {"a": 3000, "b": 2000})
     config = config_for(tmp_path)
     corpus = Corpus.open(config)
-    windows = Windows(config, corpus, RankInfo(), CPU)
+    windows = Windows(config, corpus, ALONE, CPU)
     spans: list[tuple[int, int]] = []
     real_read = corpus.read
     monkeypatch.setattr(corpus, "read", lambda start, n: spans.append((start, start + n)) or real_read(start, n))
@@ -108,7 +109,7 @@ def test_targets_are_the_inputs_one_byte_on(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": 3000})
     config = config_for(tmp_path)
 
-    inputs, targets = read_step(Windows(config, Corpus.open(config), RankInfo(), CPU), 1)
+    inputs, targets = read_step(Windows(config, Corpus.open(config), ALONE, CPU), 1)
 
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.dtype == torch.int64

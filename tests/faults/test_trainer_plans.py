@@ -1,0 +1,134 @@
+"""The bundled trainer with each plan: a worker is killed, the number of workers changes, and the losses are DDP's."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode, Trained
+from tests.ranks import RankForker
+
+STEPS, SNAPSHOT_EVERY = 20, 5
+# Four layers for pipelines. Workers that share one model draw masks of their own: no dropout.
+SHAPE = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3", "--layers", "4", "--dropout", "0")
+KEPT = ("--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "11")
+# Relative, over 20 steps.
+TOLERANCE = 1e-5
+PLANS = ["zero2", "hsdp", "tp=2", "fsdp=2,tp=2", "pp=2", "fsdp=2,pp=2", "tp=2,pp=2", "pp=2,schedule=gpipe"]
+PLANS += ["pp=2,schedule=interleaved"]
+
+pytestmark = pytest.mark.slow
+
+
+def assert_trained(run: Trained, calm: Trained, lost: int) -> None:
+    """The run is complete, and its losses are those of the DDP run that nobody disturbed."""
+    run.assert_complete(lost=lost, steps=STEPS)
+    worst = max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items())
+    print(f"largest relative difference of a loss: {worst:.2g}")
+    assert worst <= TOLERANCE
+    assert run.result["held_out_loss"] == pytest.approx(calm.result["held_out_loss"], rel=TOLERANCE)
+    norms = {line["step"]: line["grad_norm"] for line in calm.lines}
+    assert all(line["grad_norm"] == pytest.approx(norms[line["step"]], rel=1e-4) for line in run.lines)
+    assert [line["step"] for line in run.lines if "held_out_loss" in line] == [1, 12]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_killed_worker_costs_no_more_than_the_steps_since_the_snapshot_and_the_losses_are_those_of_ddp(
+    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
+) -> None:
+    words = (*SHAPE, *KEPT, "--parallel", plan)
+    calm = calm_training(2, *SHAPE, steps=STEPS)
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-14-1"]) as run:
+        assert run.generation(0, 4, *words)[1].code == -signal.SIGKILL
+        assert [rank.code for rank in run.generation(1, 4, *words)] == [0] * 4
+
+        assert run.struck() == ["loss-0-14-1"]
+        # 13 steps were done.
+        lost = 13 - run.began(1)
+        assert 0 <= lost < SNAPSHOT_EVERY
+        assert_trained(run, calm, lost)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_job_of_4_workers_goes_on_with_2_and_then_with_4(
+    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
+) -> None:
+    if plan == "tp=2,pp=2":
+        pytest.skip("one model takes 4 workers: test_plan.py has the refusal")
+    words = (*SHAPE, *KEPT, "--parallel", plan)
+    calm = calm_training(2, *SHAPE, steps=STEPS)
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-9-3", "loss-1-15-0"]) as run:
+        assert run.generation(0, 4, *words)[3].code == -signal.SIGKILL
+        assert run.generation(1, 2, *words)[0].code == -signal.SIGKILL
+        assert [rank.code for rank in run.generation(2, 4, *words)] == [0] * 4
+
+        assert run.struck() == ["loss-0-9-3", "loss-1-15-0"]
+        lost = [8 - run.began(1), 14 - run.began(2)]
+        assert all(0 <= each < SNAPSHOT_EVERY for each in lost)
+        assert_trained(run, calm, sum(lost))
+        assert [line["world_size"] for line in run.lines if line["step"] in (1, run.began(2), STEPS)] == [4, 2, 4]
+
+
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "fsdp=2,pp=2"])
+def test_a_run_goes_on_from_its_checkpoint_with_other_workers(
+    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
+) -> None:
+    words = (*SHAPE, *KEPT, "--checkpoint-every", "6")
+    calm = calm_training(2, *SHAPE, steps=STEPS)
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-14-1"]) as run:
+        assert run.generation(0, 4, *words, "--parallel", plan)[1].code == -signal.SIGKILL
+        run.forget()
+        run.release("loss-0-14-1")
+        # A new job: the numbers of workers are those that it is given.
+        smaller = plan.replace("dp=2", "dp=1")
+        ended = run.generation(0, 2, *words, "--parallel", smaller)
+
+        assert [rank.code for rank in ended] == [0, 0], ended[0].err
+        assert [line["world_size"] for line in run.lines] == [4] * 12 + [2] * (STEPS - 12)
+        assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "fsdp=2,pp=2"])
+def test_a_run_with_a_failure_is_to_the_bit_the_run_without_it(
+    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
+) -> None:
+    # Each worker draws masks of its own: at a restart the same ones.
+    words = (*SHAPE, "--dropout", "0.1", "--parallel", plan)
+    calm = calm_training(4, *words, steps=STEPS)
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-9-2"]) as run:
+        assert run.generation(0, 4, *words)[2].code == -signal.SIGKILL
+        assert [rank.code for rank in run.generation(1, 4, *words)] == [0] * 4
+
+        assert run.struck() == ["loss-0-9-2"]
+        run.assert_same(calm)
+
+
+def test_under_an_agent_a_killed_stage_comes_back_and_no_step_is_lost(
+    tmp_path: Path, calm_training: CalmTrainings
+) -> None:
+    calm = calm_training(2, *SHAPE, steps=STEPS)
+    words = (*SHAPE, "--eval-every", "11", "--parallel", "dp=2,pp=2", "--copy-every", "1")
+
+    with OneNode(tmp_path / "run", 4, *words, asks=["loss-0-14-3"]) as launched:
+        run = launched.ended()
+
+    assert run.struck() == ["loss-0-14-3"]
+    assert run.began(1) == 13
+    assert_trained(run, calm, 0)
+
+
+def test_a_model_that_cannot_be_divided_any_more_is_refused_with_the_reason(tmp_path: Path, forker: RankForker) -> None:
+    words = (*SHAPE, *KEPT, "--parallel", "tp=2,pp=2")
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-9-3"]) as run:
+        assert run.generation(0, 4, *words)[3].code == -signal.SIGKILL
+        ended = run.generation(1, 2, *words)
+
+    assert [rank.code for rank in ended] == [2, 2]
+    assert "2 workers cannot be divided so; tp and pp do not change in a run; start 4 workers" in ended[0].err

@@ -1,0 +1,79 @@
+"""The estimate of a plan's memory and time: it counts the network's real parameters, and orders plans as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.trainer.gpt.model import GPT, VOCABULARY
+from elaunch.trainer.parallel.checks import Shape
+from elaunch.trainer.parallel.estimate import Estimate, WorkerSpeed, estimate, parameters_of
+from elaunch.trainer.parallel.plan import fit, parse
+
+SHAPE = Shape(layers=4, heads=4, width=64, context=32, global_batch=32, micro_batch=2)
+SLOW_LINK = WorkerSpeed(base_bytes=1000, flops_per_s=1e12, link_bytes_per_s=1e7)
+
+
+def of(text: str, workers: int = 4, shape: Shape = SHAPE, worker: WorkerSpeed = SLOW_LINK) -> Estimate:
+    plan = parse(text)
+    return estimate(plan, fit(plan, workers), shape, worker)
+
+
+def test_the_parameters_are_those_of_the_network() -> None:
+    gpt = GPT(layers=4, heads=4, width=64, context=32, dropout=0.0)
+    block = sum(parameter.numel() for parameter in gpt.blocks[0].parameters())
+
+    assert parameters_of(0, parse("ddp"), SHAPE, VOCABULARY) == (block, sum(p.numel() for p in gpt.parameters()))
+    # The byte embedding is on two stages.
+    first, last = (parameters_of(rank, parse("pp=2"), SHAPE, VOCABULARY)[1] for rank in range(2))
+    assert first + last == sum(p.numel() for p in gpt.parameters()) + gpt.embed_byte.weight.numel()
+
+
+def test_ddp_holds_16_bytes_per_parameter_and_sends_what_a_ring_sends() -> None:
+    own = parameters_of(0, parse("ddp"), SHAPE, VOCABULARY)[1]
+    found = of("ddp", worker=replace(SLOW_LINK, message_s=0.0))
+
+    memory = found.memory
+    assert memory.parameters + memory.gradients + memory.moments == 16 * own
+    assert memory.gathered == 0
+    assert found.duration.sending == pytest.approx(2 * 3 / 4 * 4 * own / 1e7)
+
+
+def test_the_more_a_plan_divides_the_less_it_holds_between_steps() -> None:
+    def kept(text: str) -> int:
+        memory = of(text).memory
+        return memory.parameters + memory.moments
+
+    plans = ["ddp", "zero1", "hsdp", "fsdp2"]
+    assert sorted(plans, key=kept, reverse=True) == plans
+    assert kept("zero2") == kept("fsdp2")
+    assert of("zero2").memory.gathered > of("fsdp2").memory.gathered
+    assert of("fsdp=2,tp=2").memory.total < of("dp=2,tp=2").memory.total < of("ddp").memory.total
+
+
+def test_1f1b_keeps_fewer_activations_than_gpipe_and_interleaved_waits_less() -> None:
+    gpipe, one, interleaved = (of(f"dp=2,pp=2,schedule={name}") for name in ("gpipe", "1f1b", "interleaved"))
+
+    assert one.memory.activations < gpipe.memory.activations
+    assert gpipe.duration.waiting == one.duration.waiting == pytest.approx(one.duration.computing / 8)
+    assert interleaved.duration.waiting == pytest.approx(one.duration.waiting / 2)
+
+
+def test_on_a_slow_link_a_pipeline_sends_least_and_on_one_worker_nothing_is_sent() -> None:
+    wide = replace(SHAPE, width=512)
+
+    assert of("pp=4", shape=wide).duration.sending < of("ddp", shape=wide).duration.sending
+    assert of("ddp", shape=wide).duration.sending < of("fsdp2", shape=wide).duration.sending
+    assert of("ddp", workers=1).duration.sending == of("fsdp2", workers=1).duration.sending == 0
+
+
+@pytest.mark.parametrize("text", ["ddp", "fsdp2", "hsdp", "tp=2", "pp=2", "pp=2,schedule=interleaved", "tp=2,pp=2"])
+def test_a_larger_model_and_a_slower_worker_take_more(text: str) -> None:
+    found, wider = of(text), of(text, shape=replace(SHAPE, width=128))
+    slower = of(text, worker=replace(SLOW_LINK, flops_per_s=1e11, link_bytes_per_s=1e6, base_bytes=2000))
+
+    assert wider.memory.total > found.memory.total
+    assert wider.duration.total > found.duration.total
+    assert slower.duration.total > found.duration.total
+    assert slower.memory.total == found.memory.total + 1000

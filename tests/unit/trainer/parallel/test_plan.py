@@ -1,0 +1,158 @@
+"""Plans: what they mean, what is refused, and what a restart with another number of workers makes of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from elaunch.trainer.parallel.plan import KINDS, DataShare, ParallelPlan, PlanError, Sizes, fit, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("ddp", ParallelPlan("ddp", "ddp")),
+        ("zero1", ParallelPlan("zero1", "zero1")),
+        ("zero2", ParallelPlan("zero2", "zero2")),
+        ("fsdp2", ParallelPlan("fsdp2", "fsdp2")),
+        ("hsdp", ParallelPlan("hsdp", "hsdp")),
+        ("dp=2", ParallelPlan("dp=2", "ddp", dp=2)),
+        ("fsdp=4", ParallelPlan("fsdp=4", "fsdp2", fsdp=4)),
+        ("dp=2,fsdp=4", ParallelPlan("dp=2,fsdp=4", "hsdp", dp=2, fsdp=4)),
+        ("tp=2", ParallelPlan("tp=2", "ddp", tp=2)),
+        ("fsdp=2,tp=2", ParallelPlan("fsdp=2,tp=2", "fsdp2", fsdp=2, tp=2)),
+        ("dp=2,tp=2,pp=2", ParallelPlan("dp=2,tp=2,pp=2", "ddp", dp=2, tp=2, pp=2)),
+        (
+            "pp=4,schedule=interleaved,microbatches=8",
+            ParallelPlan(
+                "pp=4,schedule=interleaved,microbatches=8", "ddp", pp=4, schedule="interleaved", microbatches=8
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_is_a_name_or_the_numbers_of_workers_along_axes(text: str, plan: ParallelPlan) -> None:
+    assert parse(text) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("fsdp3", "there is no such plan (did you mean fsdp2?); use ddp, zero1, zero2, fsdp2 or hsdp, or axes as dp=2"),
+        ("", "there is no such plan; use ddp"),
+        ("fdsp=2", "'fdsp' is no key (did you mean fsdp?); use dp, fsdp, tp, pp, schedule or microbatches"),
+        ("tp=2,microbatch=4", "'microbatch' is no key (did you mean microbatches?)"),
+        ("tp=2,shedule=gpipe", "'shedule' is no key (did you mean schedule?)"),
+        ("zero1,tp=2", "'zero1' is no key; zero1 alone is a plan by itself"),
+        ("dp=2,,tp=2", "'' is no key"),
+        ("dp,tp=2", "dp has no value; write dp=2"),
+        ("pp=2,schedule=", "schedule has no value; write schedule=1f1b"),
+        ("tp=2,tp=4", "tp is there twice; leave one out"),
+        ("tp=0", "tp is 0; it is a number of at least 1"),
+        ("tp=-1", "tp is -1; it is a number of at least 1"),
+        ("tp=two", "tp is two; it is a number of at least 1"),
+        ("tp=²", "tp is ²; it is a number of at least 1"),
+        ("pp=2,schedule=1fb1", "there is no schedule 1fb1 (did you mean 1f1b?); use gpipe, 1f1b or interleaved"),
+        ("tp=2,schedule=gpipe", "schedule belongs to a pipeline; add pp=2 or more, or leave schedule out"),
+        ("dp=2,microbatches=4", "microbatches belongs to a pipeline"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence_with_the_way_out(text: str, sentence: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        parse(text)
+
+    assert sentence in str(caught.value)
+    assert f"--parallel {text}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "sizes"),
+    [
+        ("ddp", 3, Sizes(dp=3)),
+        ("zero1", 4, Sizes(dp=4)),
+        ("zero2", 4, Sizes(fsdp=4)),
+        ("fsdp2", 1, Sizes(fsdp=1)),
+        ("hsdp", 2, Sizes(dp=2, fsdp=1)),
+        ("hsdp", 8, Sizes(dp=2, fsdp=4)),
+        ("dp=4,fsdp=2", 8, Sizes(dp=4, fsdp=2)),
+        ("tp=2", 8, Sizes(dp=4, tp=2)),
+        ("fsdp=2,tp=2", 4, Sizes(fsdp=2, tp=2)),
+        ("dp=2,tp=2,pp=2", 8, Sizes(dp=2, tp=2, pp=2)),
+        ("pp=3", 6, Sizes(dp=2, pp=3)),
+    ],
+)
+def test_an_open_axis_gets_the_workers_that_are_left(text: str, workers: int, sizes: Sizes) -> None:
+    assert fit(parse(text), workers) == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "sentence"),
+    [
+        ("dp=2,tp=2", 8, "is for 4 workers, and there are 8; use dp=4, or leave dp out"),
+        ("fsdp=4", 2, "is for 4 workers, and there are 2; use fsdp=2"),
+        ("tp=2,pp=2", 6, "divides one model among 4 workers, and 6 workers cannot be divided so; start 4 or 8 workers"),
+        ("tp=4", 1, "divides one model among 4 workers, and 1 worker cannot be divided so; start 4 workers"),
+        ("dp=2,fsdp=2", 2, "is for 4 workers, and there are 2; use other numbers for dp and fsdp, whose product is 2"),
+        ("hsdp", 3, "has two replicas of the shards, and 3 workers cannot be halved"),
+    ],
+)
+def test_a_plan_for_another_number_of_workers_is_refused_at_the_first_start(
+    text: str, workers: int, sentence: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        fit(parse(text), workers)
+
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("dp=4", [Sizes(dp=4), Sizes(dp=2), Sizes(dp=4)]),
+        ("fsdp=4", [Sizes(fsdp=4), Sizes(fsdp=2), Sizes(fsdp=4)]),
+        ("hsdp", [Sizes(dp=2, fsdp=2), Sizes(dp=2, fsdp=1), Sizes(dp=2, fsdp=2)]),
+        ("dp=2,fsdp=2", [Sizes(dp=2, fsdp=2), Sizes(dp=1, fsdp=2), Sizes(dp=2, fsdp=2)]),
+        ("dp=2,tp=2", [Sizes(dp=2, tp=2), Sizes(dp=1, tp=2), Sizes(dp=2, tp=2)]),
+        ("fsdp=2,pp=2", [Sizes(fsdp=2, pp=2), Sizes(fsdp=1, pp=2), Sizes(fsdp=2, pp=2)]),
+    ],
+)
+def test_at_a_restart_the_data_axes_follow_the_number_of_workers_and_the_models_stay(
+    text: str, sizes: list[Sizes]
+) -> None:
+    plan = parse(text)
+
+    assert [fit(plan, workers, again=generation > 0) for generation, workers in enumerate((4, 2, 4))] == sizes
+
+
+def test_a_restart_that_would_break_a_model_apart_is_refused_with_the_reason() -> None:
+    with pytest.raises(PlanError, match="2 workers cannot be divided so; tp and pp do not change in a run; start 4"):
+        fit(parse("tp=2,pp=2"), 2, again=True)
+
+    assert fit(parse("hsdp"), 3, again=True) == Sizes(dp=1, fsdp=3)
+    assert fit(parse("dp=2,fsdp=2"), 3, again=True) == Sizes(dp=1, fsdp=3)
+
+
+@pytest.mark.parametrize(
+    "sizes", [Sizes(dp=4), Sizes(dp=2, tp=2), Sizes(fsdp=2, pp=2), Sizes(dp=2, fsdp=2, tp=2, pp=3), Sizes(tp=4)]
+)
+def test_the_workers_of_a_replica_have_one_share_and_one_of_them_leads(sizes: Sizes) -> None:
+    workers = sizes.data * sizes.tp * sizes.pp
+
+    shares = [sizes.share(rank) for rank in range(workers)]
+
+    assert shares[0] == DataShare(0, sizes.data, leads=True)
+    assert Counter(share.rank for share in shares) == dict.fromkeys(range(sizes.data), sizes.tp * sizes.pp)
+    assert sorted(share.rank for share in shares if share.leads) == list(range(sizes.data))
+    # Neighbours share a model, and stages are far apart.
+    assert len({shares[rank].rank for rank in range(sizes.tp)}) == 1
+
+
+def test_runs_are_the_same_if_only_the_number_of_replicas_or_the_schedule_differs() -> None:
+    same = ["dp=2,pp=2", "dp=8,pp=2,schedule=gpipe", "pp=2,microbatches=4"]
+    other = ["fsdp=2,pp=2", "pp=4", "pp=2,tp=2", "ddp"]
+
+    assert len({parse(text).identity for text in same}) == 1
+    assert len({parse(text).identity for text in (*same[:1], *other)}) == 5
+    assert [parse(kind).identity for kind in KINDS] == list(KINDS)
+    assert [parse(text).identity for text in ("dp=2", "fsdp=2", "dp=2,fsdp=2")] == ["ddp", "fsdp2", "hsdp"]

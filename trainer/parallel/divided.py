@@ -1,0 +1,255 @@
+"""Ways to train in which several workers compute one network: tensor parallel, pipelines, and both with data parallel.
+
+The data axes are FSDP2's, as HSDP: `dp` has copies of the shards, of which there are `fsdp`. So a parameter is a
+DTensor on one mesh, also where an axis has one worker only: its gradients are summed over the axes where copies are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.optim import Optimizer
+
+from elaunch.trainer.data.accumulation import accumulate
+from elaunch.trainer.data.order import Micro, Order, key_of
+from elaunch.trainer.gpt.model import VOCABULARY
+from elaunch.trainer.parallel import gradients
+from elaunch.trainer.parallel.checks import Shape, layers_of, stages
+from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
+from elaunch.trainer.parallel.stages import IGNORED, GptStage, ModelPart, nats
+from elaunch.trainer.parallel.tensor import in_usual_order
+from elaunch.trainer.parallel.whole import full
+
+
+class Divided:
+    """One model on several workers. `gpt` and `model` are this worker's part of it; `stages` are its computation.
+
+    `names` are those of the whole network's parameters with their shapes. `mesh` has the axes pp, dp, fsdp and tp.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        share: DataShare,
+        shape: Shape,
+        part: ModelPart,
+        local_stages: Sequence[GptStage],
+        mesh: DeviceMesh,
+        optimizer: Optimizer,
+        names: dict[str, torch.Size],
+        device: torch.device,
+    ) -> None:
+        self.gpt = self.model = part
+        self.optimizer = optimizer
+        self._plan, self._share, self._shape, self._names = plan, share, shape, names
+        self._part, self._stages, self._mesh, self._device = part, local_stages, mesh, device
+        self._tp = mesh["tp"] if plan.tp > 1 else None
+        self._place = (mesh.get_local_rank("pp"), mesh.get_local_rank("tp"))
+
+    def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
+        """Nothing: FSDP2 sums in one order from the first step on."""
+
+    def clip(self, norm_max: float) -> Tensor:
+        """Scale the gradients so that the norm of all is at most `norm_max`. Returns the norm before. Collective."""
+        return gradients.clip(self._part.parameters(), norm_max)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole network's parameters, by name. Collective."""
+        own = dict(self._part.named_parameters())
+        found = {}
+        for name, size in self._names.items():
+            if name in own:
+                with torch.no_grad():
+                    whole = full(own[name])
+                    whole = in_usual_order(name, whole, self._shape.heads) if self._tp is not None else whole
+            else:
+                whole = torch.empty(size, device=self._device)
+            if self._plan.pp > 1:
+                group = self._mesh.get_group("pp")
+                holder = self._holder(name)
+                whole = whole.contiguous()
+                dist.broadcast(whole, group=group, group_src=holder)
+            found[name] = whole
+        return found
+
+    def _holder(self, name: str) -> int:
+        """The first worker of the pipeline that has a parameter."""
+        many = stages(self._plan)
+        if name.startswith("blocks."):
+            layer = int(name.split(".")[1])
+            found = next(n for n in range(many) if layer in layers_of(n, self._plan, self._shape.layers))
+        else:
+            found = many - 1 if name.startswith("norm.") else 0
+        return found % self._plan.pp
+
+    def _seed(self, key: int) -> None:
+        # Each worker draws for other positions, heads or layers.
+        torch.manual_seed(key_of(key, *self._place))
+
+
+class TensorParallel(Divided):
+    """All layers on each worker, and of each matrix a part."""
+
+    def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
+        """This replica's micro-batches of a step, each to be given to `backward` by itself."""
+        (stage,) = self._stages
+        for micro in accumulate(stage, order, step, self._share.rank, self._share.world_size):
+            self._seed(micro.key)
+            yield [micro]
+
+    def backward(self, inputs: Tensor, targets: Tensor, micros: Sequence[Micro]) -> Tensor:
+        """Add to the gradients; the last call of a step sums them over the replicas.
+
+        Returns this worker's part of the step's loss: the mean over all workers is the loss.
+        """
+        part = self._mean(inputs, targets) * micros[0].weight
+        part.backward()  # type: ignore[no-untyped-call]
+        return part.detach() * self._plan.tp
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it."""
+        return self._mean(inputs, targets).double()
+
+    def _mean(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        (stage,) = self._stages
+        return nats(stage(inputs), targets, self._tp) / targets.numel()
+
+
+class Pipeline(Divided):
+    """Each worker has some of the layers, and computes them for one micro-batch after the other."""
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        share: DataShare,
+        shape: Shape,
+        part: ModelPart,
+        local_stages: Sequence[GptStage],
+        mesh: DeviceMesh,
+        optimizer: Optimizer,
+        names: dict[str, torch.Size],
+        device: torch.device,
+        *,
+        windows: int,
+        many: int,
+    ) -> None:
+        """`windows` are those of a micro-batch of the pipeline, and `many` its micro-batches in a step."""
+        super().__init__(plan, share, shape, part, local_stages, mesh, optimizer, names, device)
+        self._group = mesh.get_group("pp")
+        self._numbers = [mesh.get_local_rank("pp") + turn * plan.pp for turn in range(plan.stages_per_worker)]
+        self._tied = _tied_group(mesh)
+        # The mean over all windows of the step, of which each replica has its share; FSDP takes the mean of those.
+        self._scale = share.world_size / (shape.global_batch * shape.context)
+        time = shape.context // plan.tp
+        between = torch.empty(windows, time, shape.width, device="meta", requires_grad=True)
+        given = torch.empty(windows, shape.context, dtype=torch.int64, device="meta")
+        scores = torch.empty(windows, time, VOCABULARY, device="meta", requires_grad=True)
+        wrapped = [
+            PipelineStage(
+                stage,
+                number,
+                stages(plan),
+                device,
+                # With both torch need not compute a first micro-batch to find the shapes out.
+                input_args=given if stage.is_first else between,
+                output_args=scores if stage.is_last else between,
+                group=self._group,
+            )
+            for number, stage in zip(self._numbers, local_stages, strict=True)
+        ]
+        self._schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
+        if plan.schedule == "interleaved":
+            self._schedule = ScheduleInterleaved1F1B(list(wrapped), many, loss_fn=self._loss_of, scale_grads=False)
+        else:
+            kind = ScheduleGPipe if plan.schedule == "gpipe" else Schedule1F1B
+            self._schedule = kind(wrapped[0], many, loss_fn=self._loss_of, scale_grads=False)
+
+    def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
+        """This replica's micro-batches of a step, all to be given to `backward` together."""
+        micros = order.parts(step, self._share.rank, self._share.world_size)
+        self._seed(micros[0].key)
+        yield micros
+
+    def backward(self, inputs: Tensor, targets: Tensor, micros: Sequence[Micro]) -> Tensor:
+        """Compute the gradients of the step, and sum them over the replicas.
+
+        Returns this worker's part of the step's loss: the mean over all workers is the loss.
+        """
+        losses: list[Tensor] = []
+        inputs, targets = _without_fillers(inputs, targets, micros, self._shape.micro_batch)
+        self._schedule.step(
+            *([inputs] if self._stages[0].is_first else []),
+            target=targets if self._stages[-1].is_last else None,
+            losses=losses,
+            return_outputs=False,
+        )
+        self._sum_tied()
+        part = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self._device)
+        return part * self._plan.tp * self._plan.pp
+
+    def clip(self, norm_max: float) -> Tensor:
+        """See `Divided.clip`. The byte embedding is on two workers of the pipeline."""
+        return gradients.clip(self._part.parameters(), norm_max, twice=self._on_both())
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it.
+
+        One micro-batch goes through the stages; the next one follows as soon as a stage is free.
+        """
+        many = stages(self._plan)
+        between = (len(inputs), inputs.shape[1] // self._plan.tp, self._shape.width)
+        x = inputs
+        for number, stage in zip(self._numbers, self._stages, strict=True):
+            if not stage.is_first:
+                x = torch.empty(between, device=self._device)
+                dist.recv(x, group=self._group, group_src=(number - 1) % self._plan.pp)
+            x = stage(x)
+            if number < many - 1:
+                dist.send(x.contiguous(), group=self._group, group_dst=(number + 1) % self._plan.pp)
+        if self._stages[-1].is_last:
+            return (nats(x, targets, self._tp) / targets.numel()).double()
+        return torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def _loss_of(self, scores: Tensor, targets: Tensor) -> Tensor:
+        return nats(scores, targets, self._tp) * self._scale
+
+    def _on_both(self) -> list[Tensor]:
+        """The parameters that the first and the last worker of the pipeline have."""
+        return [self._part.embed_byte.weight] if hasattr(self._part, "embed_byte") else []
+
+    def _sum_tied(self) -> None:
+        """The byte embedding's gradient: the first stage has that of its inputs, the last one that of the scores."""
+        for parameter in self._on_both():
+            assert parameter.grad is not None
+            dist.all_reduce(gradients.local(parameter.grad), group=self._tied)
+
+
+def _without_fillers(inputs: Tensor, targets: Tensor, micros: Sequence[Micro], size: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets in micro-batches of one size, of which the last may not count.
+
+    A micro-batch that gives all replicas the same number has one window, and comes after the others.
+    """
+    counted = sum(micro.weight > 0 for micro in micros) * size
+    missing = len(micros) * size - len(inputs)
+    inputs, targets = (torch.cat([rows, rows[-1:].expand(missing, -1)]) for rows in (inputs, targets))
+    targets[counted:] = IGNORED
+    return inputs, targets
+
+
+def _tied_group(mesh: DeviceMesh) -> ProcessGroup | None:
+    """This worker's group of the first and the last worker of its pipeline. All workers make all groups."""
+    if mesh["pp"].size() == 2:
+        return mesh.get_group("pp")
+    own = None
+    ends = mesh.mesh[[0, -1]].flatten(1).T.tolist()
+    for pair in ends:
+        group = dist.new_group(pair)
+        if dist.get_rank() in pair:
+            own = group
+    return own

@@ -1,0 +1,177 @@
+"""The memory and the time of a step that a plan takes, before anything is built. Pure.
+
+Memory is that of the worker that needs most. Its parts are those of docs/parallelism.md: parameters, gradients and
+AdamW's two moments, what FSDP2 gathers, and the activations that the backward pass needs. All is float32. Time is that
+of the computation, of the waits of a pipeline, and of the bytes on the wire, one after the other: what overlaps in
+reality is an upper bound here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elaunch.trainer.parallel.checks import Shape, layers_of, microbatches, stages, windows_of_microbatch
+from elaunch.trainer.parallel.plan import ParallelPlan, Sizes
+
+_BYTES = 4
+# The floats that a block keeps for its backward pass, for each position and unit of width: the input of both norms,
+# queries, keys and values, attention's output (twice, since it is transposed) and the feed-forward layer's two fours.
+_KEPT_DIVIDED = 15
+# The inputs of the two matrices that are divided by their outputs: with tensor parallel each worker has all positions.
+_KEPT_GATHERED = 2
+# Scores, their logarithms and the gradient of these.
+_KEPT_OF_SCORES = 3
+
+
+@dataclass(frozen=True)
+class WorkerSpeed:
+    """A worker as it was measured: what its process takes without a model, its speed, and its link to the others."""
+
+    base_bytes: int = 0
+    flops_per_s: float = 1e10
+    link_bytes_per_s: float = 1e9
+    message_s: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one worker, by what they are for. `activations` are of all micro-batches that are under way."""
+
+    base: int
+    parameters: int
+    gradients: int
+    moments: int
+    gathered: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The peak: at the end of the first backward pass all of these are there."""
+        return self.base + self.parameters + self.gradients + self.moments + self.gathered + self.activations
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of one step, by what they are for."""
+
+    computing: float
+    waiting: float
+    sending: float
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.waiting + self.sending
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan takes."""
+
+    memory: Memory
+    duration: Duration
+
+
+def estimate(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, *, vocabulary: int = 256) -> Estimate:
+    """The estimate for a plan that fits `shape` (see `checks`)."""
+    memories = [_memory(rank, plan, sizes, shape, worker, vocabulary) for rank in range(plan.pp)]
+    return Estimate(max(memories, key=lambda memory: memory.total), _duration(plan, sizes, shape, worker, vocabulary))
+
+
+def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) -> tuple[int, int]:
+    """The parameters that a worker of the pipeline computes with: of one block, and of all that it has."""
+    width, last = shape.width, stages(plan) - 1
+    # Matrices and the biases of their outputs are divided. Norms, and the biases that are added to a sum, are not.
+    block = (12 * width**2 + 7 * width) // plan.tp + 6 * width
+    numbers = [rank + turn * plan.pp for turn in range(plan.stages_per_worker)]
+    all_of_it = block * sum(len(layers_of(number, plan, shape.layers)) for number in numbers)
+    if 0 in numbers:
+        all_of_it += (vocabulary + shape.context) * width
+    if last in numbers:
+        all_of_it += 2 * width + (vocabulary * width if plan.pp > 1 else 0)
+    return block, all_of_it
+
+
+def _memory(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, vocabulary: int) -> Memory:
+    block, own = parameters_of(rank, plan, shape, vocabulary)
+    ends = own - block * _blocks(rank, plan, shape)
+    passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
+    held, gathered, gradients, moments = own, 0, own, 2 * own
+    if plan.kind == "zero1" and not plan.divides_model:
+        # Whole parameters are dealt out: one worker has at least the largest.
+        moments = 2 * max(-(-own // sizes.dp), vocabulary * shape.width)
+    elif plan.divides_model or plan.kind not in ("ddp", "zero1"):
+        held, moments = -(-own // sizes.fsdp), 2 * -(-own // sizes.fsdp)
+        keeps = plan.pp > 1 or (plan.kind == "zero2" and not plan.divides_model)
+        gathered = own if keeps else min(own, 2 * block + ends)
+        # Gradients stay whole until the last micro-batch. Of one alone they are reduced block by block.
+        gradients = held + (own if passes > 1 or plan.pp > 1 else min(own, 2 * block + ends))
+    return Memory(
+        worker.base_bytes,
+        _BYTES * held,
+        _BYTES * gradients,
+        _BYTES * moments,
+        _BYTES * gathered,
+        _BYTES * _activations(rank, plan, sizes, shape, vocabulary),
+    )
+
+
+def _activations(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, vocabulary: int) -> int:
+    """Floats that the backward passes of all micro-batches under way need."""
+    has_scores = (rank + (plan.stages_per_worker - 1) * plan.pp) == stages(plan) - 1
+    if plan.pp == 1:
+        windows, under_way = shape.micro_batch, 1
+    else:
+        windows, many = windows_of_microbatch(plan, sizes, shape), microbatches(plan, sizes, shape)
+        # Interleaved computes so many stages ahead, of which a worker has two (Narayanan et al., 2021, section 2.2).
+        stages_ahead = plan.pp + 2 * (plan.pp - rank - 1) + 1
+        ahead = {"gpipe": many, "1f1b": plan.pp - rank, "interleaved": -(-stages_ahead // 2)}[plan.schedule]
+        under_way = min(many, ahead)
+    positions = windows * shape.context
+    kept = _KEPT_DIVIDED + _KEPT_GATHERED if plan.tp == 1 else _KEPT_DIVIDED / plan.tp + _KEPT_GATHERED
+    blocks = int(positions * shape.width * kept * _blocks(rank, plan, shape))
+    scores = positions // plan.tp * vocabulary * _KEPT_OF_SCORES if has_scores else 0
+    # The logarithms stay until the backward pass, the rest does not.
+    return blocks * under_way + scores + (scores // _KEPT_OF_SCORES) * (under_way - 1)
+
+
+def _blocks(rank: int, plan: ParallelPlan, shape: Shape) -> int:
+    numbers = [rank + turn * plan.pp for turn in range(plan.stages_per_worker)]
+    return sum(len(layers_of(number, plan, shape.layers)) for number in numbers)
+
+
+def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, vocabulary: int) -> Duration:
+    passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
+    positions = passes * shape.micro_batch * shape.context
+    # Six operations for each weight that is multiplied, and attention's (Chowdhery et al., "PaLM", 2022, appendix B).
+    each = 6 * (12 * shape.width**2 * shape.layers + vocabulary * shape.width)
+    each += 12 * shape.layers * shape.width * shape.context
+    computing = positions * each / (plan.tp * plan.pp) / worker.flops_per_s
+    many = microbatches(plan, sizes, shape) if plan.pp > 1 else 1
+    waiting = computing * (plan.pp - 1) / (many * plan.stages_per_worker)
+    sent, messages = _traffic(plan, sizes, shape, passes, vocabulary)
+    return Duration(computing, waiting, sent / worker.link_bytes_per_s + messages * worker.message_s)
+
+
+def _traffic(plan: ParallelPlan, sizes: Sizes, shape: Shape, passes: int, vocabulary: int) -> tuple[float, int]:
+    """The bytes that the busiest worker sends in a step, and the number of its collectives and messages."""
+    own = max(parameters_of(rank, plan, shape, vocabulary)[1] for rank in range(plan.pp)) * _BYTES
+    blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))
+    data, sent, messages = sizes.data, 0.0, 0
+    if plan.divides_model or plan.kind not in ("ddp", "zero1"):
+        f, d = sizes.fsdp, sizes.dp
+        gathers = 1 if plan.pp > 1 or plan.kind == "zero2" else 2 * passes
+        sent += (gathers + 1) * (f - 1) / f * own + 2 * (d - 1) / d * own / f
+        messages += ((gathers + 1) * (blocks + 1) if f > 1 else 0) + (blocks + 1 if d > 1 else 0)
+    else:
+        sent += 2 * (data - 1) / data * own + ((data - 1) / data * own if plan.kind == "zero1" else 0)
+        messages += 2 + (3 + 12 * shape.layers if plan.kind == "zero1" else 0) if data > 1 else 0
+    activations = shape.micro_batch * shape.context * shape.width * _BYTES
+    if plan.tp > 1:
+        sent += passes * 8 * blocks * (plan.tp - 1) / plan.tp * activations
+        messages += passes * 8 * blocks
+    if plan.pp > 1:
+        many = microbatches(plan, sizes, shape)
+        ways = 2 * plan.stages_per_worker
+        sent += ways * passes * activations / plan.tp
+        messages += ways * many
+    return sent, messages

@@ -1,0 +1,224 @@
+"""What `--parallel` asks for, and how many workers each axis of it gets. Pure.
+
+A plan divides the workers along four axes. `dp` and `fsdp` divide the data: each of their workers computes other
+windows. With `dp` a worker has a copy of the parameters, with `fsdp` a shard of them. `tp` and `pp` divide the model:
+`tp` each matrix, `pp` the layers. The workers that `tp` and `pp` join are one *replica*, and read the same windows.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# The data axes of each kind of plan.
+KINDS = {"ddp": ("dp",), "zero1": ("dp",), "zero2": ("fsdp",), "fsdp2": ("fsdp",), "hsdp": ("dp", "fsdp")}
+AXES = ("dp", "fsdp", "tp", "pp")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+_KEYS = (*AXES, "schedule", "microbatches")
+_EXAMPLE = "dp=2,tp=2"
+# How many stages of an interleaved pipeline each worker has.
+_INTERLEAVED_STAGES = 2
+
+
+class PlanError(ValueError):
+    """The plan cannot be carried out: one sentence with the values and the way out."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """A parsed plan; `text` is what the user typed.
+
+    `dp` and `fsdp` are None where the user left their number open: they get the workers that `tp` and `pp` leave.
+    `microbatches` are the pipeline's per step; None for one per micro-batch of the data.
+    """
+
+    text: str
+    kind: str
+    dp: int | None = None
+    fsdp: int | None = None
+    tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether several workers share one model: tensor parallel, or a pipeline."""
+        return self.tp * self.pp > 1
+
+    @property
+    def has_ddp(self) -> bool:
+        """Whether each worker has all parameters, in DistributedDataParallel."""
+        return not self.divides_model and self.kind in ("ddp", "zero1")
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all workers must compute the same number of micro-batches: each needs collectives of all."""
+        return not self.has_ddp
+
+    @property
+    def stages_per_worker(self) -> int:
+        """How many parts of the pipeline a worker has."""
+        return _INTERLEAVED_STAGES if self.pp > 1 and self.schedule == "interleaved" else 1
+
+    @property
+    def identity(self) -> str:
+        """What makes two runs the same run: all but the numbers of the data axes, and the order of the computation."""
+        axes = {"tp": self.tp, "pp": self.pp}
+        return ",".join([self.kind, *(f"{axis}={number}" for axis, number in axes.items() if number > 1)])
+
+
+@dataclass(frozen=True)
+class DataShare:
+    """A worker's share of the data: that of replica `rank` of `world_size`. One worker of each replica `leads`."""
+
+    rank: int
+    world_size: int
+    leads: bool
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The number of workers along each axis. Neighbouring ranks differ in `tp`, then in `fsdp`, `dp` and `pp`."""
+
+    dp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def data(self) -> int:
+        """The number of replicas of the model, whole or in shards."""
+        return self.dp * self.fsdp
+
+    def share(self, rank: int) -> DataShare:
+        """The share of that rank."""
+        return DataShare(rank // self.tp % self.data, self.data, rank % self.tp == 0 and rank < self.data * self.tp)
+
+    def __str__(self) -> str:
+        numbers = {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}
+        return ",".join(f"{axis}={number}" for axis, number in numbers.items() if number > 1) or "dp=1"
+
+
+def parse(text: str) -> ParallelPlan:
+    """The plan that `text` names. Raises PlanError."""
+    if "=" not in text:
+        if text not in KINDS:
+            raise PlanError(
+                f"--parallel {text}: there is no such plan{_meant(text, KINDS)}; use {_or(KINDS)}, or axes as "
+                f"{_EXAMPLE} with {_or(AXES)}"
+            )
+        return ParallelPlan(text, text)
+    given = _pairs(text)
+    numbers = {key: _number(text, key, value) for key, value in given.items() if key != "schedule"}
+    dp, fsdp = numbers.get("dp"), numbers.get("fsdp")
+    kind = "hsdp" if dp is not None and fsdp is not None else "fsdp2" if fsdp is not None else "ddp"
+    plan = ParallelPlan(
+        text,
+        kind,
+        dp,
+        fsdp,
+        tp=numbers.get("tp", 1),
+        pp=numbers.get("pp", 1),
+        schedule=given.get("schedule", "1f1b"),
+        microbatches=numbers.get("microbatches"),
+    )
+    if plan.schedule not in SCHEDULES:
+        raise PlanError(
+            f"--parallel {text}: there is no schedule {plan.schedule}{_meant(plan.schedule, SCHEDULES)}; "
+            f"use {_or(SCHEDULES)}"
+        )
+    for key in ("schedule", "microbatches"):
+        if key in given and plan.pp == 1:
+            raise PlanError(f"--parallel {text}: {key} belongs to a pipeline; add pp=2 or more, or leave {key} out")
+    return plan
+
+
+def _pairs(text: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for word in text.split(","):
+        key, equals, value = word.partition("=")
+        if key not in _KEYS:
+            hint = f"; {key} alone is a plan by itself" if key in KINDS else f"; use {_or(_KEYS)}"
+            raise PlanError(f"--parallel {text}: {key!r} is no key{_meant(key, _KEYS)}{hint}")
+        if not equals or not value:
+            raise PlanError(f"--parallel {text}: {key} has no value; write {key}={'1f1b' if key == 'schedule' else 2}")
+        if key in given:
+            raise PlanError(f"--parallel {text}: {key} is there twice; leave one out")
+        given[key] = value
+    return given
+
+
+def _number(text: str, key: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and 0 < int(value) < 1 << 31):
+        raise PlanError(f"--parallel {text}: {key} is {value}; it is a number of at least 1")
+    return int(value)
+
+
+def fit(plan: ParallelPlan, workers: int, *, again: bool = False) -> Sizes:
+    """How many of the workers each axis gets. Raises PlanError if the plan is not for that number of workers.
+
+    `again` is for a restart, where the number may have changed. Then `dp` and `fsdp` follow it, however many the user
+    gave. `tp` and `pp` stay: they decide which part of the model a worker has room for.
+    """
+    one = plan.tp * plan.pp
+    if workers % one:
+        fewer, more = workers // one * one, (workers // one + 1) * one
+        ways = f"start {more}" if not fewer else f"start {fewer} or {more}"
+        stays = "; tp and pp do not change in a run" if again else ""
+        raise PlanError(
+            f"--parallel {plan.text} divides one model among {one} workers, and {_workers(workers)} cannot be divided "
+            f"so{stays}; {ways} workers, or give another plan"
+        )
+    dp, fsdp = _data_axes(plan, workers // one, workers, again)
+    return Sizes(dp, fsdp, plan.tp, plan.pp)
+
+
+def _data_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tuple[int, int]:
+    """`dp` and `fsdp` for so many replicas."""
+    if plan.kind == "hsdp":
+        return _two_axes(plan, data, workers, again)
+    (axis,) = KINDS[plan.kind]
+    given = plan.dp if axis == "dp" else plan.fsdp
+    if given not in (None, data) and not again:
+        assert given is not None
+        needed = given * plan.tp * plan.pp
+        raise PlanError(
+            f"--parallel {plan.text} is for {_workers(needed)}, and there are {workers}; use {axis}={data}, "
+            f"or leave {axis} out where another axis is given"
+        )
+    return (data, 1) if axis == "dp" else (1, data)
+
+
+def _two_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tuple[int, int]:
+    """For HSDP: replicas of the shards, and shards. Without numbers there are two replicas."""
+    if plan.fsdp is None:
+        if data % 2 and not again:
+            raise PlanError(
+                f"--parallel {plan.text} has two replicas of the shards, and {_workers(workers)} cannot be halved; "
+                "use an even number of workers, dp=N,fsdp=M with N × M workers, or fsdp2"
+            )
+        return (1, data) if data % 2 else (2, data // 2)
+    assert plan.dp is not None
+    if plan.dp * plan.fsdp != data and not again:
+        needed = plan.dp * plan.fsdp * plan.tp * plan.pp
+        raise PlanError(
+            f"--parallel {plan.text} is for {_workers(needed)}, and there are {workers}; use other numbers for dp and "
+            f"fsdp, whose product is {data}"
+        )
+    return (1, data) if data % plan.fsdp else (data // plan.fsdp, plan.fsdp)
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker{'s' * (number != 1)}"
+
+
+def _or(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}"
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,82 @@
+"""Ways to train in which each worker computes the whole network: DDP, ZeRO-1, ZeRO-2, FSDP2 and HSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elaunch.trainer.data.accumulation import accumulate
+from elaunch.trainer.data.order import Micro, Order
+from elaunch.trainer.gpt.model import GPT
+from elaunch.trainer.parallel import gradients
+from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
+
+
+class Whole:
+    """`gpt` is the network, `model` what the loop calls, and `optimizer` has the parameters.
+
+    `model` is DDP around `gpt`, or `gpt` itself where its parameters are sharded.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        share: DataShare,
+        gpt: GPT,
+        model: nn.Module,
+        optimizer: Optimizer,
+        autocast: torch.autocast,
+    ) -> None:
+        self.gpt, self.model, self.optimizer = gpt, model, optimizer
+        self._plan, self._share, self._autocast = plan, share, autocast
+
+    def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
+        """This worker's micro-batches of a step, each to be given to `backward` by itself."""
+        model: Any = self.model
+        for micro in accumulate(model, order, step, self._share.rank, self._share.world_size):
+            if self._plan.kind == "zero2":
+                # The parameters are gathered for the first micro-batch, and dropped after the last one.
+                model.set_reshard_after_backward(micro.is_last)
+            yield [micro]
+
+    def backward(self, inputs: Tensor, targets: Tensor, micros: Sequence[Micro]) -> Tensor:
+        """Add to the gradients; the last call of a step sums them over the workers.
+
+        Returns this worker's part of the step's loss: the mean over all workers is the loss.
+        """
+        with self._autocast:
+            loss = self.model(inputs, targets) * micros[0].weight
+        loss.backward()
+        found: Tensor = loss.detach()
+        return found
+
+    def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
+        """A pass whose gradients do not count: DDP settles in which order it sums, and the compiler does its work."""
+        with self._autocast:
+            loss = self.model(inputs, targets)
+        loss.backward()
+
+    def clip(self, norm_max: float) -> Tensor:
+        """Scale the gradients so that the norm of all is at most `norm_max`. Returns the norm before. Collective."""
+        if self.model is self.gpt:
+            return gradients.clip(self.gpt.parameters(), norm_max)
+        return nn.utils.clip_grad_norm_(self.gpt.parameters(), norm_max)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it."""
+        with self._autocast:
+            mean: Tensor = self.gpt(inputs, targets)
+        return mean.double()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole network's parameters, by name. Collective."""
+        return {name: full(value) for name, value in self.gpt.state_dict().items()}
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The tensor, put together from all workers' shards where each has only one. Collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
