@@ -14,6 +14,7 @@ import json
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -167,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=10, help="pairs of turns for each launch (10)")
     parser.add_argument("--steps", type=int, default=25, help="steps of a turn (25)")
     options = parser.parse_args(argv)
+    # As after Ctrl-C: the jobs end, and their folders go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     pairs: list[Pair] = []
     for launch in range(options.launches):
         pairs += measured(options.pairs, options.steps)
