@@ -52,6 +52,7 @@ def test_each_stage_comes_back_with_its_own_parameters_from_4_to_2_to_4_ranks(
     assert_done(third, began=11)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_stages_is_loaded_by_their_names(forker: RankForker, tmp_path: Path, memory: str) -> None:
     assert_done(generation(forker, tmp_path, memory, 0, 4, steps=8), began=0)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as empty:

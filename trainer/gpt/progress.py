@@ -84,7 +84,8 @@ def opening(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirect
     many = config.global_batch // config.micro_batch
     files = f"the first {len(corpus.files):,}" if corpus.truncated else f"{len(corpus.files):,}"
     workers = f"{place.world_size} worker{'s' * (place.world_size != 1)}"
-    axes = "" if config.parallel in ("ddp", "zero1") else f" ({config.sizes(place)})"
+    sizes = str(config.sizes(place))
+    axes = "" if config.parallel in ("ddp", "zero1", sizes) else f" ({sizes})"
     resumed = f"resuming after step {step} of" if step else "training for"
     return (
         f"{resumed} {config.steps} steps: {parameters:,} parameters, {many} × {config.micro_batch} windows of "

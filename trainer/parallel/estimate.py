@@ -128,10 +128,11 @@ def _activations(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, voca
         under_way = min(many, ahead)
     positions = windows * shape.context
     kept = _KEPT_DIVIDED + _KEPT_GATHERED if plan.tp == 1 else _KEPT_DIVIDED / plan.tp + _KEPT_GATHERED
-    blocks = int(positions * shape.width * kept * _blocks(rank, plan, shape))
+    block = int(positions * shape.width * kept)
     scores = positions // plan.tp * vocabulary * _KEPT_OF_SCORES if has_scores else 0
-    # The logarithms stay until the backward pass, the rest does not.
-    return blocks * under_way + scores + (scores // _KEPT_OF_SCORES) * (under_way - 1)
+    # One block more for the gradients of its activations. Of scores only the logarithms stay until the backward pass.
+    several = (scores // _KEPT_OF_SCORES) * (under_way - 1)
+    return block * (_blocks(rank, plan, shape) * under_way + 1) + scores + several
 
 
 def _blocks(rank: int, plan: ParallelPlan, shape: Shape) -> int:
