@@ -175,6 +175,18 @@ ELSEWHERE = {
     "python -m elaunch.trainer.profiling node-a/profile node-b/profile -o trace.json.gz": (
         "test_the_command_joins_the_folders_of_several_nodes_with_the_records_clocks"
     ),
+    "elaunch --nproc-per-node 2 -m elaunch.trainer --bucket-mb 1 --first-bucket-mb 0.25 --out runs/ddp": (
+        "test_a_killed_worker_changes_nothing_in_the_result"
+    ),
+    "elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook powersgd --powersgd-rank 2 --out runs/powersgd": (
+        "test_a_killed_worker_changes_nothing_in_the_result"
+    ),
+    "PYTHONPATH=examples/ddp elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook own_hook:TopK": (
+        "test_a_hook_of_the_users_own_trains_the_bundled_model"
+    ),
+    "elaunch --nproc-per-node 2 examples/c10d/collectives.py": "test_an_example_shows_what_it_says",
+    "elaunch --nproc-per-node 2 examples/ddp/buckets.py": "test_an_example_shows_what_it_says",
+    "elaunch --nproc-per-node 2 examples/ddp/hooks.py": "test_an_example_shows_what_it_says",
     "make gpu": "test_make_gpu_without_a_gpu_says_so_in_one_sentence_and_runs_nothing",
     "make gpu NANOGPT=~/nanoGPT": "test_nanogpts_loop_runs_in_a_folder_of_its_own_and_its_files_stay_as_they_are",
     "make gpu PYTHON=/opt/torch/bin/python": "test_torch_is_asked_in_the_interpreter_that_is_named",
