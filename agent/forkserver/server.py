@@ -71,7 +71,7 @@ class Child:
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     # A bare fork server is ready sooner without it.
-    from elaunch.agent.forkserver.preload import Unfaithful, preload
+    from elaunch.agent.forkserver.preload import WAIT_PER_WORK, Unfaithful, preload
 
     environment, began_ns = dict(os.environ), time.time_ns()
     mask, control = _settle(boot)
@@ -104,6 +104,10 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
+    if boot.warm_s or boot.is_paced:
+        from elaunch.agent.forkserver.huge_pages import collapse
+
+        collapse(WAIT_PER_WORK if boot.is_paced else 0.0)
     gc.freeze()
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
