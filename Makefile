@@ -13,7 +13,7 @@ JOBS_UNIT ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(NICE) $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
 	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
-.PHONY: demo check test test-slow conformance integrations ecosystem control-plane tools bench docs release lint clean
+.PHONY: demo check test test-slow conformance integrations ecosystem control-plane tools bench gpu docs release lint clean
 
 demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twice, the same one left alone, and the report
 	rm -rf runs/demo
@@ -34,7 +34,7 @@ test-units:
 	@log=$$(mktemp); ($(call PYTEST,-n $(JOBS_UNIT) tests/sim tests/unit)) >$$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
 test-jobs:
-	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/conformance)
+	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/examples tests/conformance)
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
 	$(BIN)/python -m pytest -m slow
@@ -63,6 +63,10 @@ N ?= 20
 bench: $(VENV)/.installed-dev  ## Measure beside torchrun; all sections make docs/performance.md anew; ARGS="--only start --workers 1,2"
 	$(BIN)/python -m bench --samples $(N) $(ARGS)
 
+# Needs neither $(VENV) nor its torch: the Python that has the GPU's torch makes an environment that sees it.
+gpu:  ## On a machine with a GPU: its tests and benches in under nine minutes, and docs/gpu.md's figures; NANOGPT=DIR, WHEELS=DIR
+	@$(PYTHON) bench/gpu/prepare.py $(if $(NANOGPT),--nanogpt '$(NANOGPT)') $(if $(WHEELS),--wheels '$(WHEELS)')
+
 docs: $(VENV)/.installed-dev  ## The documentation as a site in site/; a broken link ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -77,7 +81,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(ECOSYSTEM) build dist site src/elaunch.egg-info
+	rm -rf $(VENV) $(ECOSYSTEM) .venv-gpu build dist site src/elaunch.egg-info
 
 # torch first: left to the dependency resolver, a newer one with gigabytes of CUDA would come. numpy, or torch warns.
 $(VENV)/.installed: pyproject.toml

@@ -96,6 +96,7 @@ class AgentConfig:
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter.
     `warm_s` is how long a fork server may stay idle after the job, for the next one; 0 if none is to stay.
+    `shares_cores` says that the workers share the cores: OMP_NUM_THREADS in `environment` follows from their number.
     `imports_file` remembers what the program imports, so that the fork server imports that too; without it nothing is.
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
@@ -123,6 +124,7 @@ class AgentConfig:
     on_hang: OnHang = OnHang.OFF
     preload: tuple[str, ...] | None = None
     warm_s: float = 0.0
+    shares_cores: bool = False
     imports_file: Path | None = None
     master_addr: str = "127.0.0.1"
     master_ports: tuple[int, ...] = ()

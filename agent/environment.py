@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from string import Template
 
 from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.rendezvous.rules.roles import role_place
 from elaunch.rendezvous.types import RankTable
 
 # The agent sets these for each worker; an outer launcher's must not shine through.
@@ -57,20 +58,17 @@ def rank_variables(
     """
     seat = table.seats[group_rank]
     rank = seat.first_rank + local_rank
-    # A role's ranks are counted over its own nodes.
-    before, role_size = (
-        sum(s.slots for s in seats if s.role == seat.role) for seats in (table.seats[:group_rank], table.seats)
-    )
+    role = role_place(table.seats, group_rank, local_rank)
     return {
         "LOCAL_RANK": str(local_rank),
         "RANK": str(rank),
         "GROUP_RANK": str(group_rank),
-        "ROLE_RANK": str(before + local_rank),
-        "ROLE_NAME": seat.role,
+        "ROLE_RANK": str(role.rank),
+        "ROLE_NAME": role.name,
         "LOCAL_WORLD_SIZE": str(seat.slots),
         "WORLD_SIZE": str(table.world_size),
         "GROUP_WORLD_SIZE": str(len(table.seats)),
-        "ROLE_WORLD_SIZE": str(role_size),
+        "ROLE_WORLD_SIZE": str(role.world_size),
         "MASTER_ADDR": table.master_addr,
         "MASTER_PORT": str(table.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(table.restarts),

@@ -119,6 +119,15 @@ def thread_call(pid: int, tid: int) -> tuple[str, str]:
     return (_CALLS.get(int(number), ""), rest) if rest else ("", "")
 
 
+def thread_ran_ns(pid: int, tid: int) -> int:
+    """How long that thread has run on a CPU, in nanoseconds. 0 where the kernel does not count it, or it is gone."""
+    try:
+        with open(f"/proc/{pid}/task/{tid}/schedstat", "rb", 0) as file:  # noqa: PTH123
+            return int(file.read(_LINE_BYTES_MAX).split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def waits_for_terminal(pid: int) -> bool:
     """Whether that process's main thread waits for keys on its stdin, which is a terminal; not, where it is gone."""
     call, rest = thread_call(pid, pid)

@@ -9,12 +9,13 @@ TIMED_OUT = (
     r"timed out waiting (?P<ms>\d{1,20})ms for (?:recv|send) operation"
     r"|collective operation timeout: waited (?P<s>\d[\d.e+]{0,12}) s for"
 )
-# What survivors say when another rank is gone, from gloo, TCPStore and NCCL.
+# What survivors say when another rank is gone, from gloo, TCPStore, NCCL and RPC's TensorPipe.
 PEER_LOST = re.compile(
     r"connection (?:reset|closed|refused) by (?:remote )?peer|connection was likely closed|broken pipe"
     r"|socket timeout|failed to recv, got 0 bytes|ncclremoteerror|remote process exited|peer .{0,200} disconnected"
     r"|so_error: connection refused|collective operation timeout"
     r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients"
+    r"|\(this error originated at tensorpipe/"
     # The Keeper's words for the status of a group.
     r"|\((?:TIMEOUT|COMM_ERROR|REMOTE_ERROR), group \w"
     rf"|{TIMED_OUT}",

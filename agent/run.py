@@ -6,6 +6,7 @@ import of torch, so that starts first, and the agent's own modules are imported 
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -90,7 +91,19 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
     learned = read(config.imports_file)
     if preload == DEFAULT_PRELOAD and learned.without_torch == state_of_command(program):
         preload = ()
-    return ForkServer(program, preload, environment, config.ignored, learned, warm_s=config.warm_s)
+    sharers = config.slots if config.shares_cores else 0
+    say = partial(_say_now, config)
+    return ForkServer(
+        program, preload, environment, config.ignored, learned, warm_s=config.warm_s, sharers=sharers, say=say
+    )
+
+
+def _say_now(config: AgentConfig, line: str) -> None:
+    """Before the pump has the console."""
+    from elaunch.agent.own_lines import OwnLines
+
+    with suppress(OSError):
+        os.write(2, OwnLines.of_stderr(config.output.log_format).line(line))
 
 
 class AgentRun:
@@ -137,7 +150,11 @@ class AgentRun:
 
         job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)
         try:
-            return Loop(replace(self._services, config=config), job_store, served_pid, way).run()
+            loop = Loop(replace(self._services, config=config), job_store, served_pid, way)
+            # What is there now stays. From here on it may run for weeks.
+            gc.freeze()
+            gc.enable()
+            return loop.run()
         except NoPort as error:
             raise CannotRun(str(error)) from error
 

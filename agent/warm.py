@@ -49,7 +49,8 @@ def leave(config: AgentConfig, fork_server: ForkServer) -> str:
     learned = replace(learned, program=program_too, variables=variables)
     kind = WarmKind(program, preload)
     try:
-        leave_behind(kind, config.environment, learned, config.warm_s, in_place=not (cold and cold.is_gone))
+        in_place = not (cold and cold.is_gone)
+        leave_behind(kind, config.environment, learned, config.warm_s, in_place=in_place, sharers=fork_server.sharers)
     except NoPlace as error:
         return f"no fork server stays: {error}"
     except OSError as error:

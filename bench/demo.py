@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -68,14 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_unread_output()
         return 1
     except Interrupted as interrupted:
-        print(f"demo: interrupted; nothing of it runs any more, and {options.out} is removed", file=sys.stderr)
+        # The training that was stopped has said where its output is, and what goes on from it. So the folder stays.
+        name = signal.Signals(interrupted.signum).name
+        rest = (
+            f"; {options.out} has what was done until then, and make demo begins anew" if options.out.exists() else ""
+        )
+        print(f"demo: stopped by {name}; nothing of it runs any more{rest}", file=sys.stderr)
         _drop_unread_output()
         return 128 + interrupted.signum
 
 
 def _interrupt(signum: int, _frame: object) -> None:
     for each in _SIGNALS:
-        # The end of the training is waited for.
+        # The end of the training is waited for: see `train`.
         signal.signal(each, signal.SIG_IGN)
     raise Interrupted(signum)
 
@@ -94,14 +98,6 @@ def run(out: Path, steps: int) -> int:
         raise DemoFailed(f"--steps {steps} leaves no room for two kills; give at least 12")
     if out.exists():
         raise DemoFailed(f"{out} is there already; remove it or give another --out")
-    try:
-        return _run(out, steps)
-    except Interrupted:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
-
-
-def _run(out: Path, steps: int) -> int:
     kills = [Kill(steps // 3, 1), Kill(2 * steps // 3, 0)]
     _say(
         f"1. A small language model trains on {_WORKERS} workers. This demo kills rank 1 after step {kills[0].step} and"
@@ -134,13 +130,16 @@ def train(
     with ExitStack() as stack:
         target = stack.enter_context(log.open("wb")) if log else None
         command = [sys.executable, "-m", "elaunch", *words]
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=target, stderr=target)
+        # In a session of its own: Ctrl-C at the terminal reaches it through this process alone, and so once.
+        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=target, stderr=target, start_new_session=True)
         try:
             _strike(job, kills, out, out.parent / "logs")
             code = job.wait()
-        except BaseException:
-            # A Ctrl-C at the terminal has reached the job, too. Another signal has not.
-            job.send_signal(signal.SIGTERM)
+        except BaseException as error:
+            for signum in _SIGNALS if isinstance(error, Interrupted) else ():
+                # Ctrl-C again ends it at once.
+                signal.signal(signum, lambda again, _: job.send_signal(again))
+            job.send_signal(error.signum if isinstance(error, Interrupted) else signal.SIGTERM)
             job.wait()
             raise
     if code:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +37,8 @@ class Job:
 
     `started_s` is the monotonic time just before the launcher's process was made. stdout goes to `stdout`, or, like
     stderr, to a file. `folder` is the job's own and is removed with it. `prefix` stands before the command, and execs
-    it where it has to run. Several launchers of one job share the file `stamps`.
+    it where it has to run. Several launchers of one job share the file `stamps`. SIGTERM to this process ends the job
+    as Ctrl-C does, unless the process handles it itself.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Job:
         prefix: Sequence[str] = (),
         stamps: Path | None = None,
     ) -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         self.folder = Path(tempfile.mkdtemp(prefix="bench_"))
         self.contender = contender
         self.workers = workers

@@ -27,8 +27,16 @@ def describe() -> dict[str, str]:
         "CPUs": f"{cpus} × {model[1] if model else platform.machine()}",
         "memory": f"{int(memory[1]) / 2**20:.0f} GiB" if memory else "unknown",
         "kernel": f"{platform.system()} {platform.release()}",
+        **_gpus(),
         "load before the run": f"{os.getloadavg()[0]:.2f}",
     }
+
+
+def _gpus() -> dict[str, str]:
+    """NVIDIA's driver lists them in /proc: CUDA is not started for a description."""
+    texts = [path.read_text() for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    models = [match[1] for text in texts if (match := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
+    return {"GPUs": f"{len(models)} × {models[0]}"} if models else {}
 
 
 def _commit() -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from bench.contenders import ELAUNCH, environment
 from bench.job import SCRIPTS
 from elaunch.trainer.parallel.checks import Shape, require_fitting
-from elaunch.trainer.parallel.estimate import Worker, estimate
+from elaunch.trainer.parallel.estimate import WorkerSpeed, estimate
 from elaunch.trainer.parallel.plan import PlanError, fit, parse
 
 SHAPE = Shape(layers=8, heads=8, width=384, context=128, global_batch=32, micro_batch=4)
@@ -60,7 +60,7 @@ def row(name: str, workers: int, steps: int, variables: dict[str, str]) -> str:
         return f"| `{name}` | {error} | | | | | |"
     found = measured(name, workers, steps, variables)
     speeds = {key: found[key] for key in ("flops_per_s", "link_bytes_per_s", "message_s")}
-    guess = estimate(plan, sizes, SHAPE, Worker(**speeds))
+    guess = estimate(plan, sizes, SHAPE, WorkerSpeed(**speeds))
     memory, seconds = guess.memory.total, guess.duration.total
     of_memory, of_time = memory / found["peak"] - 1, seconds / found["step_s"] - 1
     return (

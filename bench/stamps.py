@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# The stamps of scripts/train.py, in order. "training" follows after a few more steps.
-WORKER_STAGES = ("script", "torch", "group", "all_reduce", "step")
+# The stamps of scripts/train.py, in order; "context" on a GPU only. "training" follows after a few more steps.
+WORKER_STAGES = ("script", "torch", "context", "group", "all_reduce", "step")
 
 # (name in the tables, the event, which of several times counts)
 _RESTART = (
@@ -33,6 +33,7 @@ _BIRTH = (
 _WORKER_NAMES = {
     "script": "script's first line",
     "torch": "torch imported",
+    "context": "CUDA context",
     "group": "group ready",
     "all_reduce": "first all-reduce",
     "step": "first optimizer step",

@@ -6,6 +6,7 @@ what the user waits for. All that is needed later is imported meanwhile.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _NVIDIA = "/dev/nvidiactl"
+_TRAINER = "elaunch.trainer"
 # Commands that print an answer and end. Their reader may have read enough before (`| head`).
 _PRINTERS = ("doctor", "report", "stacks", "status", "top", "warm")
 
@@ -35,6 +37,8 @@ def main() -> NoReturn:
 
     Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address was not to be had, 128 + n ended by signal n.
     """
+    # Python would look for garbage a hundred times while elaunch imports, and there is none. The agent has it on again.
+    gc.disable()
     as_command(_main)
 
 
@@ -74,9 +78,13 @@ def as_command(work: Callable[[], int]) -> NoReturn:
 def _main() -> int:
     # Imported here, so that a Ctrl-C meanwhile is none that Python shows with a traceback.
     from elaunch.launcher.errors import SiteError, UsageError
+    from elaunch.launcher.options.commands import COMMANDS
     from elaunch.launcher.options.options import HelpRequested, parse
     from elaunch.launcher.resources import as_started
 
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        # Some of them run for long (`elaunch top`, `elaunch store`).
+        gc.enable()
     if "_ELAUNCH_COMPLETE" in os.environ:
         from elaunch.launcher.completion import answer
 
@@ -108,10 +116,18 @@ def _main() -> int:
         if isinstance(asked, HelpRequested):
             print(asked.text)
             return 0
+        if _asks_for_help_of_trainer(asked):
+            # A job would import torch first, on behalf of workers that print a text.
+            os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
         return run(asked, as_started(os.environ))
     except (UsageError, SiteError) as error:
         _say_in(_asked_format(sys.argv[1:], os.environ), str(error), "error")
         return 2 if isinstance(error, UsageError) else 3
+
+
+def _asks_for_help_of_trainer(options: Options) -> bool:
+    """Whether the program is the bundled trainer, and is only to print its options. A user's may do more."""
+    return options.module and options.target == _TRAINER and not {"-h", "--help"}.isdisjoint(options.args)
 
 
 def _doctor(argv: list[str]) -> int:
@@ -150,6 +166,7 @@ def run(
 
     say = partial(_say_in, options.log_format)
     if cluster.task > 0:
+        gc.enable()
         return wait_for_agent(cluster, say)
     with seen_by_others(cluster, say):
         return _run_agent(options, environ, cluster, tell)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from elaunch.digests import sha256
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.resources import HostResources
 from elaunch.rendezvous.job_spec import ProgramKind
@@ -35,4 +35,4 @@ def imports_file(options: Options, environ: Mapping[str, str], host: HostResourc
     module = options.target if options.kind is ProgramKind.MODULE else ""
     function = options.args[:1] if module == FUNCTIONS_PROGRAM else ()
     command = [host.python, host.python_options, options.kind.value, place, module, function, options.preload]
-    return Path(cache, "elaunch", "imports", hashlib.sha256(json.dumps(command).encode()).hexdigest()[:32])
+    return Path(cache, "elaunch", "imports", sha256(json.dumps(command).encode()).hexdigest()[:32])

@@ -20,6 +20,8 @@ from elaunch.rendezvous.job_spec import JobSpec, ProgramKind
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 
 _TAIL_LINES = 20
+# The exit code of a wrong command line, and how many lines a program writes about it that does not name its usage.
+_USAGE_CODE, _USAGE_LINES = 2, 3
 # Lines that are shown from each end of a traceback. A longer one comes from a recursion, or has a long message.
 _TRACEBACK_LINES = 60
 _LINE_CHARACTERS = 1000
@@ -116,6 +118,11 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
             f" ({failure.message.removeprefix(f'raised {failure.exception}: ')}); give the name of a module that can be"
             f" run, below the current folder or PYTHONPATH; exit code {outcome.exit_code}\n"
         )
+    if failure and outcome.restarts == 0 and (said := _wrong_arguments(failure)):
+        head = f"elaunch: {spec.program.target} FAILED on {failure.host}: rank {failure.rank} {said}"
+        next_step = f"Next step: {failure.advice}.\n" if failure.advice else ""
+        log = f"elaunch: its output is in {failure.log_path}\n" if failure.log_path else ""
+        return f"{head}; exit code {outcome.exit_code}\n{next_step}{log}"
     lines = [_HEAVY, f"{spec.program.target} FAILED"]
     if failure is None:
         return "\n".join([*lines, f"{outcome.reason}.", _HEAVY, ""])
@@ -138,7 +145,8 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
         lines.append(f"  in full   : {_in_full(failure, logs)}")
     if tail := _tail(failure):
         shown = "its last line" if len(tail) == 1 else f"its last {len(tail)} lines"
-        lines += [f"  stderr    : {shown}", *(f"    {_shown(line)}" for line in tail)]
+        stream = "output" if failure.is_mixed else "stderr"
+        lines += [f"  {stream}    : {shown}", *(f"    {_shown(line)}" for line in tail)]
     if failure.log_path or logs:
         lines.append(f"  log       : {failure.log_path or logs}{lacks}")
     return "\n".join([*lines, _HEAVY, ""])
@@ -148,6 +156,21 @@ def _is_missing_module(failure: Failure, spec: JobSpec) -> bool:
     """Whether `python -m` found no module to run. An import that fails inside the program has a frame."""
     is_missing = failure.kind is FailureKind.STARTUP and failure.exception == "ModuleNotFoundError"
     return spec.program.kind is ProgramKind.MODULE and is_missing and not failure.frame
+
+
+def _wrong_arguments(failure: Failure) -> str:
+    """What the program said of its own arguments, in one line; empty if it ended for another reason.
+
+    The console has the same, and nothing else of the failure is of use: not the rank, the time nor the process.
+    """
+    is_usage = failure.kind is FailureKind.STARTUP and failure.code == _USAGE_CODE and not failure.exception
+    lines = _tail(failure) if is_usage else []
+    # A program with much to say has begun its work. The usage of argparse stands above its last line.
+    if not lines or (len(lines) > _USAGE_LINES and not failure.advice):
+        return ""
+    last = _shown(lines[-1].strip()).rstrip(".")
+    is_told = last.endswith(failure.message.rpartition("; ")[2].removesuffix(")").rstrip("."))
+    return failure.message if is_told else f"{failure.message}: {last}"
 
 
 def _exit_code(failure: Failure) -> str:

@@ -12,7 +12,7 @@ from elaunch.launcher.options.commands import WARM_FLAGS
 
 _FLAGS = "".join(f"  {name:8}  {text}\n" for name, text in WARM_FLAGS)
 _HELP = f"""\
-Usage: elaunch warm --status [--json]
+Usage: elaunch warm [--status] [--json]
        elaunch warm --stop
 
 Fork servers stay when a job with --warm has ended, so that the next start needs no import.
@@ -30,10 +30,8 @@ def main(argv: Sequence[str]) -> int:
         print(_HELP, end="")
         return 0
     asked = set(argv) - {"--json"}
-    if asked not in ({"--status"}, {"--stop"}) or (asked == {"--stop"} and "--json" in argv):
-        raise UsageError(
-            "warm takes --status, --status --json or --stop; start a script called warm with elaunch ./warm"
-        )
+    if asked not in (set(), {"--status"}, {"--stop"}) or (asked == {"--stop"} and "--json" in argv):
+        raise UsageError("warm takes --status [--json], or --stop; start a script called warm with elaunch ./warm")
     try:
         found = all_that_stayed()
     except NoPlace as error:

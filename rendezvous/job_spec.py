@@ -70,12 +70,12 @@ class JobSpec:
         """What nodes compare. Interpreters may differ: each host has its own."""
         program = self.program
         words = [program.kind.value, program.target, *program.args]
-        # Imported here: the fork server has no use for them, and hashlib alone takes a tenth of that one's start.
-        import hashlib
+        # Imported here: the fork server has no use for them.
 
+        from elaunch.digests import sha256
         from elaunch.rendezvous.types import Terms
 
-        digest = hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
+        digest = sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
         module = ["-m"] if program.kind is ProgramKind.MODULE else []
         command = shlex.join([*module, program.target, *program.args])
         # A lone surrogate (a byte of another encoding in argv) has no JSON text.

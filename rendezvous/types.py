@@ -232,7 +232,8 @@ class Failure(Bounded):
     `progressed` says whether the rank had reported a step or created its process group; None if that is unknown. `step`
     is the newest step that the rank reported, -1 if none, and `lived_s` how long its worker ran. `is_cut` says that the
     message or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
-    `is_blameless` says that nothing points at the node: one had to be named, or to write the record.
+    `is_blameless` says that nothing points at the node: one had to be named, or to write the record. `tail` is the end
+    of stderr, or if it `is_mixed` of both streams, which were one pipe.
 
     A full record is less than 64 kB of JSON.
     """
@@ -260,6 +261,7 @@ class Failure(Bounded):
     step: int = -1
     lived_s: float = 0.0
     is_blameless: bool = False
+    is_mixed: bool = False
 
     def __post_init__(self) -> None:
         said = self.message, self.traceback

@@ -19,28 +19,36 @@ if TYPE_CHECKING:
     from elaunch.trainer.keeper.verification import Differs as Differs
     from elaunch.trainer.ledger.ledger import Ledger as Ledger
     from elaunch.trainer.memory.sharded import ShardedMemory as ShardedMemory
+    from elaunch.trainer.profiling.profiler import Profiler as Profiler
+    from elaunch.trainer.profiling.profiler import profiled as profiled
     from elaunch.trainer.ranks.group_status import BrokenGroup as BrokenGroup
     from elaunch.trainer.state.model_state import restore as restore
     from elaunch.trainer.state.model_state import state_of as state_of
+    from elaunch.trainer.tuning.settings import CommSettings as CommSettings
+    from elaunch.trainer.tuning.tune import tune as tune
 
 # Each is imported when it is first used: `elaunch.trainer.link` must not import torch.
 _HOMES = {
     "Batches": "data.batches",
     "BrokenGroup": "ranks.group_status",
     "Checkpoints": "checkpoint.checkpoints",
+    "CommSettings": "tuning.settings",
     "Differs": "keeper.verification",
     "Keeper": "keeper.keeper",
     "Ledger": "ledger.ledger",
     "Micro": "data.order",
     "NotDurable": "keeper.last_checkpoint",
     "Order": "data.order",
+    "Profiler": "profiling.profiler",
     "Seeded": "data.sampling",
     "ShardedMemory": "memory.sharded",
     "Stream": "data.sampling",
     "accumulate": "data.accumulation",
     "load_plain": "checkpoint.single_file",
+    "profiled": "profiling.profiler",
     "restore": "state.model_state",
     "state_of": "state.model_state",
+    "tune": "tuning.tune",
 }
 
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 
+from elaunch.trainer.ddp.options import DdpError
 from elaunch.trainer.gpt.config import ConfigError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return train(config, corpus, place, run)
-    except ConfigError as error:
+    except (ConfigError, DdpError) as error:
         print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return 2
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from elaunch.trainer import link
 from elaunch.trainer.data.order import Micro, Order
+from elaunch.trainer.ddp.wrapper import hook_state
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
@@ -26,7 +27,8 @@ from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel.build import Parallel, build
-from elaunch.trainer.parallel.plan import Share
+from elaunch.trainer.parallel.plan import DataShare
+from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -76,6 +78,27 @@ def train_in_group(
     optimizer = parallel.optimizer
     costs = {"flops_per_token": flops_per_token(parameters, config), "peak_flops": peak_flops(config, device)}
     recorder = Recorder(config, place, run, progress, device, share=share, **costs)
+    totals = {"flops_per_step": costs["flops_per_token"] * config.global_batch * config.context}
+    totals["peak_flops"] = costs["peak_flops"] * place.world_size
+
+    def warm_up() -> None:
+        """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
+        parallel.warm_up(*windows.dummy())
+
+    communication = hook_state(parallel.model)
+    if config.tune_comm:
+        # Imported here: most runs do not need it.
+        from elaunch.trainer.tuning.tune import tune
+
+        tuned = tune(
+            parallel.model,
+            warm_up=warm_up,
+            lossy=config.tune_comm == "lossy",
+            about=config.pass_costs,
+            folder=run.path / "tuning",
+            say=progress.say,
+        )
+        communication = communication or tuned.hook_state
 
     # Restores the newest state that is anywhere, and keeps it from now on.
     with (
@@ -83,18 +106,20 @@ def train_in_group(
             parallel.model,
             optimizer,
             extra=recorder.state,
+            hook_state=communication,
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
             snapshot_every=config.snapshot_every,
             copy_every=config.copy_every,
-            # DDP settles in which order it sums gradients before a state is restored; the compiler does its work.
-            warm_up=lambda: parallel.warm_up(*windows.dummy()),
+            warm_up=warm_up,
             say=progress.say if place.leads else None,
         ) as keeper,
         recorder.begin(keeper, windows.order),
     ):
         progress.say(opening(config, corpus, place, run, parameters, keeper.step))
-        for step in keeper.steps(config.steps):
+        for step in profiled(
+            keeper.steps(config.steps), config.profile, folder=run.profile, say=progress.say, **totals
+        ):
             # At the beginning of the step: a restart, which does the step again, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
             held_out = held_out_loss(parallel, windows) if is_due else None
@@ -133,7 +158,7 @@ class Windows:
     each once per epoch, the same for any number of workers.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, share: Share, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus, share: DataShare, device: torch.device) -> None:
         self._config, self._corpus, self._share, self._device = config, corpus, share, device
         self._length = config.context + 1
         self.order = Order(

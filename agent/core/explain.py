@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from elaunch.agent.core import crash
 from elaunch.agent.core.causes.cause import NO_FACTS, Evidence, Facts, Question
+from elaunch.agent.core.causes.program import NO_MAIN_GUARD
 from elaunch.agent.core.causes.table import questions, recognise
 from elaunch.agent.core.failures import parse_traceback
 from elaunch.rendezvous.types import Failure, FailureKind
@@ -18,6 +19,8 @@ _FILE = re.compile(r'^ *File "([^"]+)", line \d+', re.MULTILINE)
 # "raise X from error": the first error says more of the cause, and X of where it came up.
 _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
 _RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
+# An exception of the parent of a child process.
+_CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker")
 # Nothing about the user's program is to be found out: somebody has left it, or it hangs, or lives.
 _NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG)
 
@@ -42,7 +45,8 @@ def explained(failure: Failure, facts: Facts | None = None, mismatch: str = "") 
         # An exception's own text may end in a bracket.
         is_open = not failure.exception and message.endswith(")")
         message = f"{message[:-1]}; {cause.detail})" if is_open else f"{message} ({cause.detail})"
-    return replace(failure, message=message, advice=cause.advice)
+    failure = replace(failure, message=message, advice=cause.advice)
+    return replace(failure, traceback=failure.frame, tail="", is_cut=True) if cause.is_enough else failure
 
 
 def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
@@ -69,6 +73,9 @@ def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
 
 def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
     found: list[Evidence] = []
+    if NO_MAIN_GUARD in failure.tail and _CHILD_ENDED.search(failure.message):
+        # The child process says why it has ended, on the same stderr. Its parent does not know.
+        found.append(Evidence(failure.code, "RuntimeError", NO_MAIN_GUARD, facts=facts))
     for text in failure.traceback.split(_DIRECT_CAUSE):
         raised = parse_traceback(text)
         if raised is None:

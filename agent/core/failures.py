@@ -192,7 +192,7 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     place = Place(failure.generation, failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid)
     remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
     whole = failure_of(place, remains, "", failure.failed_at)
-    return replace(whole, log_path=failure.log_path, error_file=failure.error_file)
+    return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:

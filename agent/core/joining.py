@@ -12,6 +12,7 @@ from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.rules.excluding import exclusion_of
+from elaunch.rendezvous.rules.roles import role_sizes
 from elaunch.rendezvous.types import UNNAMED, OutcomeKind, RankTable, host_of
 
 
@@ -69,11 +70,17 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
     name = _name_of_job(agent) if running.is_first else ""
-    started = Say(f"generation {table.generation}: {workers}{nodes} ({table.reason}{name})")
+    started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{table.reason}{name})")
     crowded = _crowded(agent.me.host, table) if running.is_first else ()
     differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
     return agent, (started, *crowded, *differ, Spawn(table, group_rank))
+
+
+def _roles(table: RankTable) -> str:
+    """The roles with their numbers of workers, if there are several."""
+    sizes = role_sizes(table.seats)
+    return f"{', '.join(f'{count} {name}' for name, count in sizes.items())}; " if len(sizes) > 1 else ""
 
 
 def _name_of_job(agent: Agent) -> str:
@@ -83,13 +90,14 @@ def _name_of_job(agent: Agent) -> str:
 
 
 def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
-    """A word of several agents on one host, which is rarely meant: their workers share its accelerators."""
-    agents = sum(host_of(seat.node_id) == host for seat in table.seats)
-    return (
-        (Say(f"{agents} agents of this job run on {host}; was one meant for another host?", "warning"),)
-        if agents > 1
-        else ()
-    )
+    """A word of several agents on one host, which is rarely meant: their workers share its accelerators.
+
+    Agents with a role each are meant.
+    """
+    roles = [seat.role for seat in table.seats if host_of(seat.node_id) == host]
+    if len(roles) == len(set(roles)):
+        return ()
+    return (Say(f"{len(roles)} agents of this job run on {host}; was one meant for another host?", "warning"),)
 
 
 def _why_seatless(agent: Agent, table: RankTable) -> str:

@@ -11,7 +11,7 @@ call that is no wait, a byte written, a collective of fewer ranks, a short timeo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any
 
 from elaunch.agent.core.collectives import Counts, read_counts
@@ -21,9 +21,13 @@ from elaunch.records import dataclass
 from elaunch.rendezvous.codec import parse_json
 from elaunch.threads import only_listens
 
-LOOK_EVERY_S = 0.02
+LOOK_EVERY_S = 0.01
 # A survivor that does nothing for so long is stuck. Where a rank has ended, its peers' sockets say so in a millisecond.
 STUCK_S = 0.06
+# The same where the kernel counts each thread's time to the nanosecond: what runs between two looks is seen then.
+STUCK_COUNTED_S = 0.03
+# Of that time all threads but the one that answers and gloo's may run so long.
+_RAN_NS_MAX, _RAN_SHARE_MAX = 1_000_000, 0.05
 # A collective with a shorter timeout may end by an error within the grace, and a handler may go on from there.
 _TIMEOUT_S_MIN = 60.0
 # One tick of the kernel's CPU times, for the thread that answers.
@@ -59,7 +63,8 @@ class Inside:
 
     `at` is the instruction of the main thread's innermost frame, and `main` that frame. `others` are the frames of the
     other threads that run Python, innermost first. `answers` is the id of the thread that says so, which is elaunch's:
-    it may be awake, since it is asked again and again. `tracker` is the pid of Python's resource tracker, -1 for none.
+    it may be awake, since it is asked again and again. `loops` are the ids of gloo's threads, which move bytes between
+    ranks: one whose peer has gone turns without end. `tracker` is the pid of Python's resource tracker, -1 for none.
     `ranks` and `timeout_s` are those of the default group, `counts` those of all groups.
     """
 
@@ -67,6 +72,7 @@ class Inside:
     main: Frame
     others: tuple[tuple[Frame, ...], ...]
     answers: int
+    loops: frozenset[int]
     tracker: int
     ranks: int
     timeout_s: float
@@ -78,8 +84,9 @@ class Outside:
     """What the kernel says of a worker.
 
     `calls` are the system calls in which its threads sleep, by thread id, with their arguments: empty for a thread that
-    runs, or that may not be looked into. `children` are the names of its child processes, by pid. `is_pending` says
-    that its SIGTERM has not been delivered.
+    runs, or that may not be looked into. `children` are the names of its child processes, by pid. `ran_ns` is how long
+    each thread has run, by thread id; empty where the kernel does not count that. `is_pending` says that its SIGTERM
+    has not been delivered.
     """
 
     main: int
@@ -87,6 +94,7 @@ class Outside:
     children: Mapping[int, str]
     written_bytes: int
     cpu_s: float
+    ran_ns: Mapping[int, int] = field(default_factory=dict)
     is_pending: bool = False
 
 
@@ -115,9 +123,10 @@ def read_inside(text: bytes) -> Inside | None:
         frame, instruction = told["at"]
         others = tuple(tuple(_frame(call) for call in calls) for calls in told["others"])
         answers, tracker = int(told["answers"]), int(told["tracker"] or -1)
+        loops = frozenset(map(int, told["loops"]))
         at, main = (int(frame), int(instruction)), _frame(told["main"][0])
         ranks, timeout_s = int(told["ranks"]), float(told["timeout_s"])
-        return Inside(at, main, others, answers, tracker, ranks, timeout_s, read_counts(dumps))
+        return Inside(at, main, others, answers, loops, tracker, ranks, timeout_s, read_counts(dumps))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None
 
@@ -149,13 +158,15 @@ def after(before: Stillness | None, look: SurvivorLook, world_size: int, now_s: 
     """The state after another look. None while the worker may be doing something."""
     if not (waits_in_collective(look.inside, world_size) and _is_asleep(look)):
         return None
-    is_same = before is not None and _is_unchanged(before.look, look)
+    is_same = before is not None and _is_unchanged(before.look, look, now_s - before.since_s)
     return replace(before, until_s=now_s) if before and is_same else Stillness(now_s, now_s, look)
 
 
 def is_stuck(state: Stillness | None) -> bool:
     """Whether it has waited in vain for long enough."""
-    return state is not None and state.until_s - state.since_s >= STUCK_S
+    if state is None:
+        return False
+    return state.until_s - state.since_s >= (STUCK_COUNTED_S if state.look.outside.ran_ns else STUCK_S)
 
 
 def _is_asleep(look: SurvivorLook) -> bool:
@@ -170,17 +181,31 @@ def _is_asleep(look: SurvivorLook) -> bool:
 
 
 def _others_calls(look: SurvivorLook) -> dict[int, tuple[str, str]]:
-    """The system calls of all threads but the one that answers."""
-    return {tid: call for tid, call in look.outside.calls.items() if tid != look.inside.answers}
+    """The system calls of all threads but the one that answers and gloo's."""
+    return {tid: call for tid, call in look.outside.calls.items() if tid not in _awake(look)}
 
 
-def _is_unchanged(first: SurvivorLook, now: SurvivorLook) -> bool:
+def _others_ran_ns(look: SurvivorLook) -> int:
+    return sum(ran_ns for tid, ran_ns in look.outside.ran_ns.items() if tid not in _awake(look))
+
+
+def _awake(look: SurvivorLook) -> frozenset[int]:
+    """The threads that may be awake in a survivor that waits in vain."""
+    return look.inside.loops | {look.inside.answers}
+
+
+def _is_unchanged(first: SurvivorLook, now: SurvivorLook, meanwhile_s: float) -> bool:
     before, after_it = first.outside, now.outside
+    ran_ns = _others_ran_ns(now) - _others_ran_ns(first)
     return (
         first.inside == now.inside
         and (_others_calls(first), before.written_bytes) == (_others_calls(now), after_it.written_bytes)
         and before.children == after_it.children
-        and after_it.cpu_s - before.cpu_s <= _CPU_S_MAX
+        and (
+            ran_ns <= _RAN_NS_MAX + _RAN_SHARE_MAX * meanwhile_s * 1e9
+            if after_it.ran_ns
+            else after_it.cpu_s - before.cpu_s <= _CPU_S_MAX
+        )
     )
 
 

@@ -34,7 +34,8 @@ class Boot:
     take a part of one CPU only. `pythonpath` is the user's PYTHONPATH. `ignored` are signals that workers ignore from
     their start. `mask` is set in a fork server that has started anew: the signals that were blocked when the agent
     started it. `warm_s` is set for a fork server that belongs to no job (see warm/server.py): for so long it may be
-    idle. Its `control_fd` is a listening socket.
+    idle. Its `control_fd` is a listening socket. `sharers` is the number of workers that share the cores, from which
+    OMP_NUM_THREADS follows; 0 if the user has set that variable.
     """
 
     agent_pid: int
@@ -49,6 +50,7 @@ class Boot:
     is_paced: bool = False
     mask: tuple[int, ...] | None = None
     warm_s: float = 0.0
+    sharers: int = 0
 
     def memfd(self) -> int:
         """A new descriptor from which this process, or one that inherits it, can `read` the message."""

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,8 @@ class ForkServer:
 
     `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
     With `warm_s` it is forked from a fork server that an earlier job has left behind, if that fits; `cold` says why it
-    was not, `began_from` which one it was. The one that is left may be idle for so long.
+    was not, `began_from` which one it was. The one that is left may be idle for so long. `sharers` as in `Boot`. `say`
+    tells the user, while this object is made, what takes its time.
     Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
     wait in the socket. `fileno` is readable when `receive` has news.
     """
@@ -58,11 +59,14 @@ class ForkServer:
         *,
         is_paced: bool = False,
         warm_s: float = 0.0,
+        sharers: int = 0,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._program = program
         self._environment = environment
         self._ignored = ignored
         self._is_paced = is_paced
+        self.sharers = sharers
         self.preload = preload
         self.learned = learned
         self._successor: ForkServer | None = None
@@ -72,7 +76,7 @@ class ForkServer:
         self._ahead: set[int] = set()
         self.cold: Cold | None = None
         self.began_from: Origin | None = None
-        self._socket, self._process = self._borrow(warm_s) if warm_s and preload else self._start()
+        self._socket, self._process = self._borrow(warm_s, say) if warm_s and preload else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
@@ -111,13 +115,13 @@ class ForkServer:
         """From now on a worker store imports the whole of torch, as programs do."""
         self._whole_store = True
 
-    def _borrow(self, warm_s: float) -> tuple[socket.socket, Process]:
+    def _borrow(self, warm_s: float, say: Callable[[str], None]) -> tuple[socket.socket, Process]:
         # Imported here: most jobs have no use for it.
         from elaunch.agent.forkserver.warm.client import Cold, borrow
 
         ours, theirs = wire.pair()
         try:
-            process = borrow(self._boot(theirs), self._environment, theirs, warm_s)
+            process = borrow(self._boot(theirs), self._environment, theirs, warm_s, say)
         except Cold as error:
             self.cold = error
             ours.close()
@@ -138,6 +142,7 @@ class ForkServer:
             self._ignored,
             learned=self.learned,
             is_paced=self._is_paced,
+            sharers=self.sharers,
         )
 
     def _start(self) -> tuple[socket.socket, Process]:

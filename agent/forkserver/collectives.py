@@ -28,6 +28,11 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _QUESTION_BYTES_MAX = 32
 _PACKET_BYTES_MAX = 64 << 10
 _FRAMES_MAX = 12
+_TASKS = "/proc/self/task"
+_CALL_BYTES_MAX = 256
+# epoll_wait and epoll_pwait on x86-64 and ARM, and how gloo calls it: for 64 events, or 10 ms (transport/tcp/loop.cc).
+_EPOLL_WAITS = (b"232", b"281", b"22")
+_AS_GLOO = [b"0x40", b"0xa"]
 
 
 def prepare(c10d: ModuleType | None) -> None:
@@ -149,12 +154,15 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
     """
     import _signal  # type: ignore[import-not-found]
 
+    loops = _Loops()
     try:
         # Signals are the program's.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+        loops.look()
         while question := end.recv(_QUESTION_BYTES_MAX):
             if question in (b"n", b"t"):
-                texts = [_threads()] if question == b"t" else []
+                loops.look()
+                texts = [_threads(sorted(loops.tids))] if question == b"t" else []
                 text = b"\n".join((*texts, *(dump(False, False) for dump in dumps)))
                 end.send(question + (text if len(text) < _PACKET_BYTES_MAX else b""))
             elif question[:1] == b"e":
@@ -166,6 +174,39 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
         return
     finally:
         end.close()
+
+
+class _Loops:
+    """The threads that move bytes for gloo. One of them turns without end when a peer of it has gone.
+
+    Then it does not look like any other thread, so it must have been seen before.
+    """
+
+    def __init__(self) -> None:
+        self.tids: set[int] = set()
+        self._count = 0
+
+    def look(self) -> None:
+        """Look for new ones, if the number of threads is another one, or none was found."""
+        names = os.listdir(_TASKS)  # noqa: PTH208
+        if len(names) == self._count and self.tids:
+            return
+        self._count = len(names)
+        self.tids = {int(name) for name in names if int(name) in self.tids or _waits_as_gloo(name)}
+
+
+def _waits_as_gloo(tid: str) -> bool:
+    try:
+        fd = os.open(f"{_TASKS}/{tid}/syscall", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        words = os.read(fd, _CALL_BYTES_MAX).split()
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return words[3:5] == _AS_GLOO and words[0] in _EPOLL_WAITS
 
 
 def _entries_kept() -> int:
@@ -199,8 +240,10 @@ def _send_file(end: Any, kind: bytes, texts: Iterable[bytes]) -> None:
         os.close(fd)
 
 
-def _threads() -> bytes:
+def _threads(loops: list[int]) -> bytes:
     """What Python's threads do, and what else tells whether the main thread waits in vain, as one line of JSON.
+
+    `loops` are gloo's threads.
 
     To be in the same frame at the same instruction twice means that no Python ran between. Raises an exception if this
     torch has other functions under these names.
@@ -219,6 +262,7 @@ def _threads() -> bytes:
         "main": _calls(found[main]),
         "others": [_calls(frame) for ident, frame in found.items() if ident not in (main, mine)],
         "answers": _thread.get_native_id(),
+        "loops": loops,
         "tracker": getattr(tracker, "_pid", None),
         "ranks": group.size(),
         "timeout_s": timeout.total_seconds(),

@@ -36,7 +36,7 @@ class Gate:
     """
 
     def __init__(self, brought: Sequence[Brought]) -> None:
-        packages = hidden_packages([each.name for each in brought])
+        packages = hidden_packages([*(each.name for each in brought), *(n for each in brought for n in each.ranks)])
         self._where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
         # When the program imports one of these packages, all modules that came with its preload come back too.
         self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
@@ -49,6 +49,9 @@ class Gate:
         self._lock = threading.Lock()
         if not self._where:
             return
+        for each in brought:
+            for statement in each.ranks.values():
+                statement.forget(each.modules[statement.module])
         for name, each in self._where.items():
             _unbind(name, each.modules[name])
         for name in self._where:
@@ -62,6 +65,7 @@ class Gate:
         for name, each in self._where.items():
             sys.modules[name] = each.modules[name]
             _bind(name, each.modules[name])
+            _find_out_again(name, each)
         self._where = {}
         with suppress(ValueError):
             sys.meta_path.remove(self)
@@ -109,6 +113,8 @@ class Gate:
         own = {n: value for n, value in brought.sets.items() if n not in changed}
         restore_environment(own)
         self._environment |= {n: value for n, value in own.items() if value is not None}
+        for each in back:
+            _find_out_again(each, brought)
         after_fork.set_threads(changed, back)
         if self._is_moved and FOLDER in brought.readers:
             changed.add(FOLDER)
@@ -164,6 +170,15 @@ class _Handover:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spec.loader if self._spec else None, name)
+
+
+def _find_out_again(name: str, brought: Brought) -> None:
+    """Have a module find out what it has found out about another process."""
+    if statement := brought.ranks.get(name):
+        statement.run(brought.modules[name])
+    for each in brought.handlers:
+        if each.module == name:
+            each.forget_if_too_many()
 
 
 def _has_torch(module: ModuleType) -> bool:

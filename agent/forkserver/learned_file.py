@@ -5,7 +5,6 @@ A file that is damaged, or that cannot be written, is no error: the next start l
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.forkserver.learned import Learned
+from elaunch.digests import sha256
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
 
@@ -30,7 +30,7 @@ def state_of_packages() -> str:
         with suppress(OSError):
             # Not the folder's time: Python's own caches change that.
             seen.append(sorted(name for name in os.listdir(place) if name.endswith(_RECORDS)))  # noqa: PTH208
-    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+    return sha256(json.dumps(seen).encode()).hexdigest()
 
 
 def state_of_command(program: Program) -> str:
@@ -39,7 +39,7 @@ def state_of_command(program: Program) -> str:
     with suppress(OSError):
         status = os.stat(program.target)  # noqa: PTH116
         seen += [status.st_mtime_ns, status.st_size]
-    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+    return sha256(json.dumps(seen).encode()).hexdigest()
 
 
 def read(file: Path | None) -> Learned:

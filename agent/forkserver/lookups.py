@@ -52,7 +52,7 @@ def keeper(variable: str, frame: FrameType) -> str | None:
     while frame.f_back and _module(frame).partition(".")[0] in sys.stdlib_module_names:
         # A module of the standard library reads a variable for its caller.
         frame = frame.f_back
-    owner = next((each for each in _up_to_text(frame) if _names(each.f_code, variable)), None)
+    owner = next((each for each in up_to_text(frame) if _names(each.f_code, variable)), None)
     if owner is None:
         return _module(frame)
     loads = getattr(owner.f_globals.get("__spec__"), "_initializing", False)
@@ -64,7 +64,7 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _up_to_text(frame: FrameType) -> Iterator[FrameType]:
+def up_to_text(frame: FrameType) -> Iterator[FrameType]:
     """`frame` and its callers, to the one that runs a module's text."""
     each: FrameType | None = frame
     while each is not None:

@@ -16,8 +16,10 @@ from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
 
+from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
+from elaunch.agent.forkserver.kept_at_import import OwnHandler, RankStatement, handlers_noted, rank_statement
 from elaunch.agent.forkserver.learned import Named
 from elaunch.agent.forkserver.lookups import FOLDER, keeper, keeper_of_folder, walks
 from elaunch.agent.forkserver.selection import Selection
@@ -32,7 +34,7 @@ _KNOWN = ("torch", "elaunch")
 _REASONS_MAX = 3
 _WORTH_SAYING_S = 0.05
 # Of one CPU, for imports while a job runs: they wait three times as long as they work.
-_WAIT_PER_WORK = 3.0
+WAIT_PER_WORK = 3.0
 _WORK_S_MIN = 0.01
 
 
@@ -43,7 +45,8 @@ class Brought:
     `sets` are the variables that it set or removed. `looked_up` are the variables that were looked up, `asked` those of
     them that were looked up by name, not by a walk through all. `readers` gives, for each that a module has kept, the
     names of these modules. `at_exit` are the calls that hidden modules wanted at Python's end. They are not registered
-    yet. `is_learned` says that an earlier run of the program has imported it, after those that come before it.
+    yet. `ranks` and `handlers` are what modules have found out that workers find out again. `is_learned` says that an
+    earlier run of the program has imported it, after those that come before it.
     """
 
     name: str
@@ -54,6 +57,8 @@ class Brought:
     asked: set[str] = field(default_factory=set)
     readers: dict[str, set[str]] = field(default_factory=dict)
     at_exit: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    ranks: dict[str, RankStatement] = field(default_factory=dict)
+    handlers: list[OwnHandler] = field(default_factory=list)
     is_learned: bool = False
 
 
@@ -189,7 +194,7 @@ def _paced() -> Iterator[None]:
         module = load_unlocked(spec)
         work_s = time.process_time() - waited_s
         if work_s > _WORK_S_MIN:
-            time.sleep(_WAIT_PER_WORK * work_s)
+            time.sleep(WAIT_PER_WORK * work_s)
             waited_s = time.process_time()
         return module
 
@@ -275,7 +280,7 @@ def _import(name: str, entries: Iterable[str], hidden: Collection[str]) -> Broug
     modules, filters, before = dict(sys.modules), list(warnings.filters), dict(os.environ)
     brought = Brought(name)
     try:
-        with _recorded(brought, hidden):
+        with _recorded(brought, hidden), nullcontext() if _is_known(name) else handlers_noted(brought.handlers):
             for entry in entries:
                 importlib.import_module(entry)
     except Exception as error:
@@ -324,8 +329,12 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
         return all_names(self)
 
     def recorded_lookup(self: Any, name: str) -> str:
-        brought.looked_up.add(name)
         frame = sys._getframe(1)
+        # Such a statement looks up more variables if it does not find the first one.
+        if brought.name and (name in RANK_VARIABLES or brought.ranks) and (statement := rank_statement(frame)):
+            brought.ranks[statement.module] = statement
+            return lookup(self, name)  # type: ignore[no-any-return]
+        brought.looked_up.add(name)
         if _place(frame) != copier:
             if not walks(frame):
                 brought.asked.add(name)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver.fork_safety import cuda_is_on, open_files, shadows
 from elaunch.agent.forkserver.imported import is_installed
+from elaunch.agent.forkserver.kept_at_import import rank_statement
 from elaunch.agent.forkserver.loads import Load, select
 from elaunch.agent.forkserver.lookups import keeper
 from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted
@@ -224,7 +225,7 @@ class _ImportWatch:
         lookup: Callable[[Any, str], str] = environ.__getitem__
 
         def watched(variables: Any, name: str) -> str:
-            if name in RANK_VARIABLES:
+            if name in RANK_VARIABLES and not rank_statement(sys._getframe(1)):
                 self._running[-1].why = f"looks up {name}, which is another one in each worker"
             if name in self._wanted.variables and (reader := keeper(name, sys._getframe(1))):
                 self._keepers.setdefault(name, set()).add(reader)

@@ -18,7 +18,9 @@ import os
 import stat
 import sys
 import threading
+import weakref
 from contextlib import suppress
+from itertools import compress
 from types import FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,19 @@ _PYTHONS_OWN = ("builtins", "sys")
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 # Packages whose objects have finalizers that only free memory, or end processes and threads of this one.
 _ONLY_FREE = ("torch", "multiprocessing", "subprocess", "concurrent", "asyncio", "weakref", "tqdm")
+# Classes whose objects only close a file. Others of their packages, or made from them, may write.
+_ONLY_CLOSE = {
+    f"{package}.{name}"
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for name in (
+        "profilers.base.PassThroughProfiler",
+        "profilers.simple.SimpleProfiler",
+        "profilers.advanced.AdvancedProfiler",
+        "utilities.model_summary.model_summary.ModelSummary",
+    )
+}
+# torch takes each of its operators out of a table, one after the other: 30 ms of CPU time.
+_OPERATORS = ("torch.library", "_del_library")
 
 
 class QuickEnd:
@@ -50,10 +65,15 @@ class QuickEnd:
         self._pid = -1
         self._link = -1
         self._kept: list[object] = []
+        self._libraries: dict[str, object] = {}
         self._ctypes: Any = None
         # Those that are there (a .pth file can register them) would run afterwards, and find no modules any more.
         self._is_last = atexit._ncallbacks() == 0
         atexit.register(self._end)
+
+    def know_libraries(self) -> None:
+        """In the fork server, which has no modules of the program: to look at each of them takes a worker 10 ms."""
+        self._libraries = {name: module for name, module in sys.modules.items() if not _is_own(name, module)}
 
     def arm(self, link: int, preloaded: Preloaded) -> None:
         """This process is a worker whose link is the socket with that inode."""
@@ -62,6 +82,22 @@ class QuickEnd:
         self._kept.append(preloaded)
         # The program may put anything in its place. It comes with torch; without torch there is not much to free.
         self._ctypes = sys.modules.get("ctypes") if self._is_last else None
+        # These calls run before exit functions, of which weakref has one.
+        register: Any = getattr(threading, "_register_atexit", None)
+        if register and self._ctypes:
+            register(self._keep_operators)
+
+    def _keep_operators(self) -> None:
+        """Have torch's table of operators left as it is, if this process ends quickly."""
+        if os.getpid() != self._pid or "torch.library" not in sys.modules:
+            return
+        with suppress(Exception):
+            if self._has_lost_peer():
+                registry: Any = vars(weakref.finalize)["_registry"]
+                for each in [*registry]:
+                    function = registry[each].func
+                    if (function.__module__, function.__qualname__) == _OPERATORS:
+                        each.atexit = False
 
     def _end(self) -> None:
         # A child that the program forked runs this too.
@@ -102,8 +138,9 @@ class QuickEnd:
         # `exit` does it: `fflush` would wait for ever for a file that another thread reads.
         if libc.on_exit(self._ctypes.cast(libc._exit, self._ctypes.c_void_p), None) == 0:
             libc["__cxa_atexit"](self._ctypes.cast(libc.fcloseall, self._ctypes.c_void_p), None, None)
-        own = {name: module for name, module in sys.modules.items() if _is_own(name, module)}
-        self._kept += [module for name, module in sys.modules.items() if name not in own]
+        others = {name: each for name, each in sys.modules.items() if self._libraries.get(name) is not each}
+        own = {name: module for name, module in others.items() if _is_own(name, module)}
+        self._kept += [self._libraries, *(module for name, module in others.items() if name not in own)]
         programs = [m for name, m in own.items() if name not in _PYTHONS_OWN and isinstance(m, ModuleType)]
         is_quiet = _flush_files()
         sys.setswitchinterval(_NO_SWITCH_S)
@@ -137,20 +174,30 @@ def _flush_files() -> bool:
     Such an object ends when nothing refers to it any more, and the garbage collector may have to find that out.
     """
     objects = gc.get_objects()
-    kinds = {id(kind): kind for kind in map(type, objects)}
+    # There may be half a million. By number, since a program's classes may be equal, or have no hash.
+    kinds = dict(zip(map(id, map(type, objects)), map(type, objects), strict=True))
     # Each flush goes through all files below it.
     files = {key for key, kind in kinds.items() if issubclass(kind, _BUFFERED)}
     is_alone, is_all = len(sys._current_frames()) == 1, True
-    for each in [each for each in objects if id(type(each)) in files] if files else ():
+    for each in _of_kinds(objects, files):
         with suppress(Exception):
             if is_alone or not _may_block(each):
                 # Closed, or no room: Python would not say so either.
                 each.flush()
             else:
                 is_all = False
-    if id(GeneratorType) in kinds and any(type(each) is GeneratorType and _is_programs(each) for each in objects):
+    generators = _of_kinds(objects, {id(GeneratorType)} & kinds.keys())
+    if any(map(_is_programs, generators)):
         return False
     return is_all and not any(map(_writes_at_end, kinds.values()))
+
+
+def _of_kinds(objects: list[Any], kinds: set[int]) -> list[Any]:
+    """The objects whose classes have these numbers.
+
+    No closure of the caller's: its cell would be one of these objects, and keep all of them.
+    """
+    return list(compress(objects, map(kinds.__contains__, map(id, map(type, objects))))) if kinds else []
 
 
 def _is_programs(generator: GeneratorType[Any, Any, Any]) -> bool:
@@ -172,6 +219,8 @@ def _writes_at_end(kind: type) -> bool:
         return kind.__module__ != "_io"
     for each in kind.__mro__:
         if isinstance(vars(each).get("__del__"), FunctionType):
+            if f"{kind.__module__}.{kind.__qualname__}" in _ONLY_CLOSE:
+                return False
             return each.__module__.partition(".")[0] not in _ONLY_FREE
     return False
 

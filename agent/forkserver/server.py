@@ -71,7 +71,7 @@ class Child:
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     # A bare fork server is ready sooner without it.
-    from elaunch.agent.forkserver.preload import Unfaithful, preload
+    from elaunch.agent.forkserver.preload import WAIT_PER_WORK, Unfaithful, preload
 
     environment, began_ns = dict(os.environ), time.time_ns()
     mask, control = _settle(boot)
@@ -100,9 +100,14 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
+    quick_end.know_libraries()
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
+    if boot.warm_s or boot.is_paced:
+        from elaunch.agent.forkserver.huge_pages import collapse
+
+        collapse(WAIT_PER_WORK if boot.is_paced else 0.0)
     gc.freeze()
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
@@ -165,7 +170,8 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     mask = frozenset(int(s) for s in before) if boot.mask is None else frozenset(boot.mask)
     # A scheduler signals every process of a job. Signals are blocked, not ignored: a child must inherit the defaults.
-    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGCHLD})
+    # Real-time signals too, of which `signal.Signals` has only the first and the last.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
     for signum in boot.ignored:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=boot.control_fd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -34,7 +33,7 @@ class GuardianClient:
     """
 
     def __init__(self, run_dirs: tuple[str, ...], inherited: Mapping[str, str]) -> None:
-        self.marker = secrets.token_hex(8)
+        self.marker = os.urandom(8).hex()
         self._kin = Kin.of_this_process(self.marker, inherited)
         self.cgroup = JobCgroup(f"elaunch-{self.marker}")
         self.restarts = 0

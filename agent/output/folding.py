@@ -1,13 +1,28 @@
-"""Holds back tracebacks on the console that only tell of a lost peer: the cause is another rank's.
+"""Holds back tracebacks on the console that tell nothing new.
 
-When one rank of 64 fails, 63 others print a traceback each. The log files and the failure records keep all of them.
+When one rank of 64 fails, 63 others print a traceback each about a lost peer. After Ctrl-C, 64 ranks print one each
+about the KeyboardInterrupt. The log files and the failure records keep all of them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 _BEGIN = b"Traceback (most recent call last):"
+# A traceback that ends with a KeyboardInterrupt, and what joins it to the one before it. torch.distributed puts the
+# rank before each line.
+_INTERRUPT = re.compile(
+    rb"""
+    (?: ^(?:\[rank\d+\]:)? [ ]* \n
+        ^(?:\[rank\d+\]:[ ])? (?:During\ handling\ of|The\ above\ exception\ was) [^\n]* exception[^\n]*: \n
+        ^(?:\[rank\d+\]:)? [ ]* \n )?
+    ^(?:\[rank\d+\]:[ ])? Traceback\ \(most\ recent\ call\ last\): \n
+    (?: ^(?:\[rank\d+\]:[ ])? [ ] [^\n]* \n )+
+    ^(?:\[rank\d+\]:[ ])? KeyboardInterrupt (?: :[^\n]*)? (?: \n | \Z )
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
 # A traceback comes in one go. If its exception is no lost peer, it is shown after this time.
 _LOOK_S = 0.1
 # On a busy host the lines of one traceback may come this far apart.
@@ -15,19 +30,22 @@ _WHOLE_S = 1.0
 # A rank that lost its peer ends within this time. If it does not, its program goes on, and so does its output.
 _END_S = 5.0
 _HELD_BYTES_MAX = 256 << 10
+_RANKS_SHOWN = 8
 
 
 class TracebackFold:
     """One worker's stderr on its way to the console.
 
     `judge(text)` says whether the tracebacks in `text` tell of a lost peer only; None while the last is not complete.
-    `due_s` is when `look` is due, on the clock of `now_s`; None if nothing is held. `folded` counts lines never shown.
+    `is_interrupted()` says that the worker has got SIGINT, so that its KeyboardInterrupt is no news. `due_s` is when
+    `look` is due, on the clock of `now_s`; None if nothing is held. `folded` counts lines never shown.
     """
 
-    def __init__(self, judge: Callable[[str], bool | None]) -> None:
+    def __init__(self, judge: Callable[[str], bool | None], is_interrupted: Callable[[], bool] = lambda: False) -> None:
         self.due_s: float | None = None
         self.folded = 0
         self._judge = judge
+        self._is_interrupted = is_interrupted
         self._held = b""
         self._since_s = 0.0
 
@@ -46,20 +64,45 @@ class TracebackFold:
 
     def look(self, now_s: float) -> bytes:
         """What is shown now that `due_s` has passed."""
-        is_of_peer = self._judge(self._held.decode(errors="replace"))
-        wait_s = {None: _WHOLE_S, True: _END_S, False: 0.0}[is_of_peer]
+        rest = self._without_interrupts()
+        is_no_news = _BEGIN not in rest or self._judge(rest.decode(errors="replace"))
+        wait_s = {None: _WHOLE_S, True: _END_S, False: 0.0}[is_no_news]
         if now_s >= self._since_s + wait_s:
             return self._release()
-        self.due_s = self._since_s + wait_s if is_of_peer else now_s + _LOOK_S
+        self.due_s = self._since_s + wait_s if is_no_news else now_s + _LOOK_S
         return b""
 
     def end(self) -> bytes:
         """What is shown of the rest: the worker has ended."""
-        if self._held and self._judge(self._held.decode(errors="replace")):
-            self.folded += self._held.count(b"\n")
-            self._held = b""
+        if self._held:
+            rest = self._without_interrupts()
+            if _BEGIN in rest and self._judge(rest.decode(errors="replace")):
+                rest = b""
+            self.folded += self._held.count(b"\n") - rest.count(b"\n")
+            self._held = rest
         return self._release()
+
+    def _without_interrupts(self) -> bytes:
+        """What is held, without tracebacks of a KeyboardInterrupt that is no news."""
+        return _INTERRUPT.sub(b"", self._held) if self._is_interrupted() else self._held
 
     def _release(self) -> bytes:
         held, self._held, self.due_s = self._held, b"", None
         return held
+
+
+def said_of_folded(lines: dict[int, int], *, is_interrupted: bool) -> str:
+    """What the log says of tracebacks that the console did not get. `lines` counts their lines by rank."""
+    # Imported here: a healthy job never needs it.
+    from elaunch.rendezvous.texts import listed
+
+    ranks = [str(rank) for rank in sorted(lines)]
+    their, are = ("its traceback", "is") if len(ranks) == 1 else ("their tracebacks", "are")
+    how = "lost a peer"
+    if is_interrupted:
+        how = "was interrupted" if len(ranks) == 1 else "were interrupted"
+    if len(ranks) > _RANKS_SHOWN:
+        ranks = [*ranks[:_RANKS_SHOWN], f"{len(ranks) - _RANKS_SHOWN} more"]
+    count = sum(lines.values())
+    hidden = f"{their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
+    return f"rank {listed(ranks)} {how} and ended; {hidden}"

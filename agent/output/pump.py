@@ -11,7 +11,6 @@ import queue
 import selectors
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -128,6 +127,8 @@ class Pump:
                 try:
                     work()
                 except Exception:
+                    import traceback
+
                     # The agent waits for this thread; one bad piece of work must not end it.
                     self.stderr.write(traceback.format_exc().encode(errors="backslashreplace"), None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -54,7 +53,7 @@ def new_places() -> Places:
 
 
 def _named(ending: str, folders: Iterable[str]) -> tuple[str, ...]:
-    name = f"elaunch_{secrets.token_hex(8)}{ending}"
+    name = f"elaunch_{os.urandom(8).hex()}{ending}"
     # The paths are absolute: the guardian, which removes the folders, has another working directory.
     return tuple(dict.fromkeys(str(Path(folder, name).absolute()) for folder in folders))
 
@@ -87,7 +86,7 @@ class RunDir:
         self.private: Path | None = None
         if log_dir:
             # The runs of a folder sort by their start.
-            name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{run_id.replace('/', '_')}_{secrets.token_hex(4)}"
+            name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{run_id.replace('/', '_')}_{os.urandom(4).hex()}"
             logs = log_dir / name
             with suppress(FileExistsError):
                 log_dir.mkdir(parents=True)
@@ -163,7 +162,7 @@ def _point_to(logs: Path) -> None:
 
     A disk without links goes without. What is called `latest` and is no link is the user's.
     """
-    link, making = logs.with_name(LATEST), logs.with_name(f".{LATEST}_{secrets.token_hex(4)}")
+    link, making = logs.with_name(LATEST), logs.with_name(f".{LATEST}_{os.urandom(4).hex()}")
     with suppress(OSError):
         if link.is_symlink() or not link.exists():
             making.symlink_to(logs.name)

@@ -56,6 +56,7 @@ class ExitReader:
             failure,
             log_path=group.log_files.get(local_rank, ""),
             error_file=str(error_file) if record is not None and self._keeps_files else "",
+            is_mixed=local_rank in group.mixed,
         )
         group.failures[local_rank] = failure
         return WorkerExited(group.generation, local_rank, code, failure, end)

@@ -49,7 +49,9 @@ def reserve(config: AgentConfig) -> socket.socket:
     Raises NoPort if the wanted ports are taken, or the address is not this host's.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
+        # Not as text: Python would load its codec for names with other characters.
+        name = config.master_addr.encode() if config.master_addr.isascii() else config.master_addr
+        family, _, _, _, address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     host = str(address[0])

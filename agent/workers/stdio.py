@@ -14,6 +14,7 @@ from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
 from elaunch.agent.terminal import terminal_size
 from elaunch.agent.workers.group import WorkerGroup
+from elaunch.rendezvous.rules.roles import role_of
 
 
 class Stdio:
@@ -66,6 +67,7 @@ class Stdio:
                 # The only worker of a job keeps its terminal: progress bars and debuggers work as without elaunch.
                 return out, os.dup(2) if os.isatty(2) else self._pipe(group, local_rank, Streams.ERR)
             # One pipe for both streams keeps their order, as without elaunch.
+            group.mixed.add(local_rank)
             both = self._pipe(group, local_rank, Streams.ERR)
             return both, os.dup(both)
         return self._pipe(group, local_rank, Streams.OUT), self._pipe(group, local_rank, Streams.ERR)
@@ -122,7 +124,8 @@ class Stdio:
     def _prefix(self, group: WorkerGroup, local_rank: int) -> bytes:
         if self._plan.prefix_template is None:
             return b"" if group.table.world_size == 1 else f"[{group.rank(local_rank)}] ".encode()
-        names = {"role_name": self._role, "rank": str(group.rank(local_rank)), "local_rank": str(local_rank)}
+        role = role_of(self._role, group.slots, local_rank)
+        names = {"role_name": role, "rank": str(group.rank(local_rank)), "local_rank": str(local_rank)}
         return Template(self._plan.prefix_template).safe_substitute(names).encode()
 
     def _on_console(self, group: WorkerGroup, local_rank: int) -> bool:
@@ -131,5 +134,5 @@ class Stdio:
 
 
 def _fold(group: WorkerGroup) -> TracebackFold | None:
-    """What holds back a survivor's traceback. A worker that is alone has no peer to lose."""
-    return TracebackFold(tells_of_lost_peer) if group.table.world_size > 1 else None
+    """What holds back tracebacks that tell nothing new. A worker that is alone has no peer that tells the same."""
+    return TracebackFold(tells_of_lost_peer, lambda: group.is_interrupted) if group.table.world_size > 1 else None

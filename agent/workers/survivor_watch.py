@@ -43,11 +43,16 @@ class SurvivorWatch:
         """Look, if that is due."""
         if now_s < self.due_s:
             return
-        living = frozenset(rank for rank, pid in self._group.pids.items() if linux.state(pid) not in ("", "Z", "X"))
+        states = {rank: linux.state(pid) for rank, pid in self._group.pids.items()}
+        living = frozenset(rank for rank, state in states.items() if state not in ("", "Z", "X"))
         if living != self._living or now_s - self.due_s > _GAP_S_MAX:
             # What one of them did ends with it: its peers may come out of their collective now.
             self._living, self._posted = living, frozenset()
             self._still.clear()
+        self.due_s = now_s + LOOK_EVERY_S
+        if "R" in states.values():
+            # Only if all are stuck does it matter, and looks take time from those that are on their way out.
+            return
         for rank in self._ranks & living:
             self._look(rank, now_s)
         stuck = frozenset(rank for rank in living if survivors.is_stuck(self._still.get(rank)))
@@ -55,7 +60,6 @@ class SurvivorWatch:
             self._posted = stuck
             names = dict.fromkeys(survivors.collective(self._inside(rank).main) for rank in sorted(stuck))
             self._post(WorkersStuck(self._group.generation, stuck, ", ".join(names)))
-        self.due_s = now_s + LOOK_EVERY_S
 
     def _look(self, rank: int, now_s: float) -> None:
         recorder, pid = self._group.recorders.get(rank), self._group.pids[rank]
@@ -84,6 +88,7 @@ def _outside(pid: int) -> Outside | None:
         tids = [int(name) for name in os.listdir(f"/proc/{pid}/task")]  # noqa: PTH208
         if len(tids) > _THREADS_MAX:
             return None
+        ran_ns = {tid: linux.thread_ran_ns(pid, tid) for tid in tids}
         calls = {tid: linux.thread_call(pid, tid) for tid in tids}
         fields = linux.stat_fields(pid)
         with open(f"/proc/{pid}/io", "rb", 0) as file:  # noqa: PTH123
@@ -93,4 +98,6 @@ def _outside(pid: int) -> Outside | None:
     except (OSError, ValueError, IndexError, StopIteration):
         return None
     children = {child: linux.name(child) for child in linux.children(pid)}
-    return Outside(pid, calls, children, written, cpu_s, linux.is_pending(pid, signal.SIGTERM))
+    is_counted = ran_ns.get(pid, 0) > 0
+    is_pending = linux.is_pending(pid, signal.SIGTERM)
+    return Outside(pid, calls, children, written, cpu_s, ran_ns if is_counted else {}, is_pending)

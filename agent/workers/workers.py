@@ -20,6 +20,7 @@ from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
 from elaunch.agent.core.failures import with_tail
 from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.environment import extensions_root
+from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
 from elaunch.agent.workers.ahead import ForksAhead
 from elaunch.agent.workers.exits import ExitReader, signal_name
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from elaunch.agent.workers.survivor_watch import SurvivorWatch
     from elaunch.rendezvous.rules.pace import SlowNode
 
-_RANKS_SHOWN = 8
 # The loop waits no longer for a folder that is not the job's own: the lease has to be renewed.
 _DISK_S = 0.5
 
@@ -204,6 +204,7 @@ class Workers:
             self._monitor.abandon_import(order.generation)
             return
         if order.signum == signal.SIGINT:
+            self._current.group.is_interrupted = True
             self._prompts.interrupt(self._current.group, order.local_ranks)
         if is_broken and order.signum == signal.SIGTERM:
             self._links.say_broken(self._current.group, order.local_ranks)
@@ -358,7 +359,8 @@ class Workers:
 
     def _say_folded(self, group: WorkerGroup, folded: Mapping[int, int]) -> None:
         if folded:
-            self._reporter.say(_said_of_folded({group.rank(rank): lines for rank, lines in folded.items()}))
+            lines = {group.rank(rank): count for rank, count in folded.items()}
+            self._reporter.say(said_of_folded(lines, is_interrupted=group.is_interrupted))
 
     def _look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
         if not failures:
@@ -382,17 +384,3 @@ def _remove_dead_locks(root: str, say: Callable[[str], None]) -> None:
             from elaunch.agent.workers.build_locks import remove_dead
 
             remove_dead(root, say)
-
-
-def _said_of_folded(lines: dict[int, int]) -> str:
-    """What the log says of tracebacks that the console did not get. `lines` counts their lines by rank."""
-    # Imported here: a healthy job never needs it.
-    from elaunch.rendezvous.texts import listed
-
-    ranks = [str(rank) for rank in sorted(lines)]
-    their, are = ("its traceback", "is") if len(ranks) == 1 else ("their tracebacks", "are")
-    if len(ranks) > _RANKS_SHOWN:
-        ranks = [*ranks[:_RANKS_SHOWN], f"{len(ranks) - _RANKS_SHOWN} more"]
-    count = sum(lines.values())
-    hidden = f"{their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
-    return f"rank {listed(ranks)} lost a peer and ended; {hidden}"

@@ -1,4 +1,4 @@
-"""Draw the diagrams of docs/architecture.md.
+"""Draw the diagrams of docs/architecture.md and docs/parallelism.md.
 
     python docs/record/diagrams.py docs/images
 
@@ -140,6 +140,29 @@ def generation() -> str:
     )
 
 
+def ddp() -> str:
+    """A step of DDP: which bucket is exchanged while which gradients are computed."""
+    return _picture(
+        "A step of DDP: buckets are exchanged while the backward pass goes on",
+        (960, 290),
+        Box(20, 50, 190, "forward pass", (), "work"),
+        Box(212, 50, 118, "backward: d", (), "work"),
+        Box(332, 50, 118, "c", (), "work"),
+        Box(452, 50, 118, "b", (), "work"),
+        Box(572, 50, 118, "a", (), "work"),
+        Box(832, 50, 110, "optimizer", (), "work"),
+        Box(332, 160, 92, "bucket 0", ("d",), "core"),
+        Box(572, 160, 118, "bucket 1", ("c, b",), "core"),
+        Box(692, 160, 128, "bucket 2", ("a",), "end"),
+        Arrow(((330, 88), (330, 110), (340, 110), (340, 158)), "full: its all-reduce\nbegins", (350, 118)),
+        Arrow(((570, 88), (570, 110), (580, 110), (580, 158)), "full", (590, 118)),
+        Arrow(((690, 88), (690, 110), (700, 110), (700, 158)), "the last gradient", (710, 118)),
+        Arrow(((820, 180), (880, 180), (880, 90)), "all means are there", (830, 204)),
+        Arrow(((20, 270), (940, 270)), "time of one rank: computing above, exchanging below. "
+              "Red is exposed: nothing is left to compute meanwhile", (20, 258)),
+    )  # fmt: skip
+
+
 def _picture(title: str, size: tuple[int, int], *parts: Box | Arrow) -> str:
     width, height = size
     space = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -158,7 +181,7 @@ def _picture(title: str, size: tuple[int, int], *parts: Box | Arrow) -> str:
     )
 
 
-PICTURES = {"rooms.svg": rooms, "processes.svg": processes, "generation.svg": generation}
+PICTURES = {"rooms.svg": rooms, "processes.svg": processes, "generation.svg": generation, "ddp.svg": ddp}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -1,21 +1,38 @@
-"""Finds the network interface for gloo on a host whose own name does not lead to an address that other nodes reach.
+"""Finds the network interface for gloo and RPC on a host whose own name leads to no address that other nodes reach.
 
 gloo takes the first address of the host's own name that it can bind (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
 Debian's installer gives that name the address 127.0.1.1. If the name is unknown, gloo uses 127.0.0.1. No other node
-reaches either.
+reaches either. TensorPipe, which carries RPC, looks in the same way (torch/csrc/distributed/rpc/tensorpipe_agent.cpp).
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Callable, Mapping
 
 from elaunch.launcher.network.interfaces import by_interface
 from elaunch.launcher.network.reach import NoAddress, addresses, can_be_bound, is_loopback
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+RPC_VARIABLE = "TP_SOCKET_IFNAME"
 # gloo in the worker asks the same resolver the same question, and waits for the answer.
 _RESOLVE_S = 1.0
+
+
+def socket_variables(address: str, environ: Mapping[str, str], say: Callable[[str], None]) -> dict[str, str]:
+    """The variables that tell gloo and RPC of the interface of `address`, if they would not find it.
+
+    The user's own in `environ` stay.
+    """
+    unset = [name for name in (VARIABLE, RPC_VARIABLE) if name not in environ]
+    found = gloo_interface(address) if unset else None
+    if found is None:
+        return {}
+    interface, why = found
+    if VARIABLE in unset:
+        say(f"{VARIABLE}={interface} is set for the workers: {why}")
+    return dict.fromkeys(unset, interface)
 
 
 def gloo_interface(address: str) -> tuple[str, str] | None:

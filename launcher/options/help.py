@@ -16,7 +16,7 @@ Usage: elaunch [options] script.py args…
        elaunch submit slurm|k8s [--dry-run] … script.py args…
        elaunch doctor [--json] [options]
        elaunch status|top|stacks [JOB]
-       elaunch warm --status|--stop
+       elaunch warm [--status|--stop]
        elaunch report [-o FILE] [--perfetto FILE] [--json] DIR
 
 Start a PyTorch training job, one worker per GPU, and restart it when a worker fails.

@@ -22,7 +22,7 @@ _SYNOPSIS = (
     ("status", "[JOB] [--json] [--ranks]"),
     ("top", "[JOB] [--ranks]"),
     ("stacks", "[JOB] [--json]"),
-    ("warm", "--status|--stop [--json]"),
+    ("warm", "[--status|--stop] [--json]"),
     ("report", "[-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…"),
 )
 _DESCRIPTION = (

@@ -23,6 +23,7 @@ from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.launcher.options.values import Raw
 from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.rules.roles import counts_in
 
 
 class Source(IntEnum):
@@ -45,8 +46,9 @@ class Options:
     """A checked command line. The fields are the options' names in the table; `given` says which were asked for.
 
     `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` None or 0 is a free
-    port. `log_dir` is as typed: relative to where the command was started. `typed` is the command line, without `run`;
-    `exported` are the options that variables decide, as text.
+    port. `roles` are this node's workers by role, as text; empty for one role. `log_dir` is as typed: relative to where
+    the command was started. `typed` is the command line, without `run`; `exported` are the options that variables
+    decide, as text.
     """
 
     kind: ProgramKind
@@ -86,6 +88,7 @@ class Options:
     numa_binding: NumaBinding | None
     virtual_local_rank: bool
     role: str
+    roles: str
     run_id: str | None
     standalone: bool
     rdzv_endpoint: tuple[Address, ...]
@@ -213,6 +216,8 @@ _EXCLUSIVE = (
     ("preload", "no_preload", "drop one of them"),
     ("preload_only", "no_preload", "drop one of them"),
     ("preload", "preload_only", "name all modules in the one that is meant, and drop the other"),
+    ("role", "roles", "all workers of this node have the one, or some have each of the others; drop one of them"),
+    ("nproc_per_node", "roles", "the numbers of the roles make the number of workers; drop one of them"),
     ("master_port", "port_range", "the one port is then the only one; drop one of them"),
 )
 
@@ -227,6 +232,8 @@ def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
     if fields["standalone"] and fields["nnodes"][0] == 1:
         # The range allows one node, and no other can come.
         fields["nnodes"] = (1, 1)
+    if fields["nproc_per_node"] == _workers_of(fields["roles"]):
+        fields["nproc_per_node"] = None
     for first, second, way_out in _EXCLUSIVE:
         if fields[first] == defaults[first] or fields[second] == defaults[second]:
             continue
@@ -237,7 +244,13 @@ def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
         lost.add(loser)
     if fields["standalone"]:
         fields["run_id"] = None
+    if fields["roles"]:
+        fields["nproc_per_node"] = _workers_of(fields["roles"])
     return lost
+
+
+def _workers_of(roles: str) -> int:
+    return sum(counts_in(roles).values())
 
 
 def _said(item: _Given) -> str:

@@ -175,7 +175,7 @@ _OUTPUT = (
         "ranks-filter", Group.OUTPUT, "RANKS", "global ranks on the console, as 0,8", values.ranks,
         default_text="all",
     ),
-    _switch("show-all-tracebacks", Group.OUTPUT, "also those of ranks that only lost a peer"),
+    _switch("show-all-tracebacks", Group.OUTPUT, "also those about a lost peer, or of Ctrl-C"),
     OptionSpec(
         "log-format", Group.OUTPUT, "FORM", "text (with times in files), plain, json", values.log_format,
         default=LogFormat.TEXT, default_text="text",
@@ -213,7 +213,12 @@ _WORKERS = (
     _switch("virtual-local-rank", Group.WORKERS, "LOCAL_RANK 0 and one visible GPU each", peer="virtual-local-rank"),
     OptionSpec(
         "role", Group.WORKERS, "NAME", "ROLE_NAME, and the prefix of console lines",
-        values.name(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
+        values.role(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
+        differs="takes a name like ps=1 too",
+    ),
+    OptionSpec(
+        "roles", Group.WORKERS, "NAME=N,…", "N workers of each role here, in this order",
+        values.roles(ROLE_BYTES_MAX), default="", default_text="none",
     ),
 )  # fmt: skip
 

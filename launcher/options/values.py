@@ -14,6 +14,7 @@ from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
 from elaunch.rendezvous.rules.credible import SLOTS_MAX
+from elaunch.rendezvous.rules.roles import counts_in
 
 Raw = str | list[str] | dict[str, str]
 Convert = Callable[[Raw], object]
@@ -45,6 +46,34 @@ def name(bytes_max: int) -> Convert:
         length = len(word.encode())
         if length > bytes_max:
             raise ValueError(f"is too long ({length:,} bytes); give at most {bytes_max}")
+        return word
+
+    return convert
+
+
+def role(bytes_max: int) -> Convert:
+    """A converter for the role of all workers of a node. Numbers of workers are refused: `--roles` takes them."""
+    named = name(bytes_max)
+
+    def convert(raw: Raw) -> object:
+        if isinstance(raw, str) and counts_in(raw.strip()):
+            raise ValueError(f"reads as numbers of workers; use --roles {raw.strip()}, or a name without =")
+        return named(raw)
+
+    return convert
+
+
+def roles(bytes_max: int) -> Convert:
+    """A converter for `NAME=N,NAME=N`, which stays a text in this form; empty is none."""
+    named = name(bytes_max)
+
+    def convert(raw: Raw) -> str:
+        word = named(",".join(f"{key}={number}" for key, number in raw.items()) if isinstance(raw, dict) else raw)
+        word = ",".join(item.strip() for item in str(word).split(",") if item.strip())
+        if word and not counts_in(word):
+            raise ValueError("does not say how many workers each role has; use NAME=N,NAME=N as in ps=1,trainer=3")
+        if sum(counts_in(word).values()) > WORKERS_MAX:
+            raise ValueError(f"is more workers than {WORKERS_MAX}; give fewer")
         return word
 
     return convert

@@ -31,6 +31,7 @@ from elaunch.launcher.report_page.page import (
     shown_causes,
     summary,
 )
+from elaunch.launcher.report_page.profiles import ShownProfile, read_profile
 from elaunch.launcher.report_page.render import render
 from elaunch.launcher.report_page.trace import trace
 from elaunch.launcher.report_page.wording import printable
@@ -160,7 +161,26 @@ def _page(past: History, metrics: StepMetrics | None, metrics_path: Path | None,
             log = (f"attempt_{fault.generation}", str(fault.rank), "stderr.log")
             if (tail := reading.tail(Path(fault.folder), log)) is not None:
                 tails[number] = tail
-    return make_page(past, goodput(past), metrics, links, tails, str(metrics_path or ""), _stacks(past, beside))
+    return make_page(
+        past,
+        goodput(past),
+        metrics,
+        links,
+        tails,
+        str(metrics_path or ""),
+        _stacks(past, beside),
+        _profiles(past, beside),
+    )
+
+
+def _profiles(past: History, beside: Path) -> list[tuple[ShownProfile, tuple[LogLink, ...]]]:
+    """The profiles that the trainer left on any node, with links to their files."""
+    found = []
+    for node in past.nodes:
+        for content, paths in reading.profiles(Path(node.folder)):
+            if shown := read_profile(content):
+                found.append((shown, tuple(link_to(path, os.path.relpath(path, beside)) for path in paths)))
+    return sorted(found, key=lambda each: each[0].generation)
 
 
 def _stacks(past: History, beside: Path) -> dict[int, tuple[LogLink, ...]]:

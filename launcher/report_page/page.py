@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from urllib.parse import quote
 
@@ -14,6 +14,7 @@ from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, by_s
 from elaunch.launcher.report_page.history import History, PastGeneration
 from elaunch.launcher.report_page.lanes import Lanes, lanes_of
 from elaunch.launcher.report_page.metrics import StepMetrics
+from elaunch.launcher.report_page.profiles import ShownProfile
 from elaunch.launcher.report_page.warned import Warned, WarnedKind
 from elaunch.launcher.report_page.wording import count, cut, duration, offset
 from elaunch.records import dataclass
@@ -82,6 +83,7 @@ class Page:
     warnings: tuple[ShownWarning, ...]
     warnings_left_out: int
     charts: tuple[Chart, ...]
+    profiles: tuple[tuple[ShownProfile, tuple[LogLink, ...]], ...]
     logs: tuple[tuple[str, tuple[LogLink, ...]], ...]
     metrics_path: str
 
@@ -131,10 +133,12 @@ def make_page(
     tails: Mapping[int, str],
     metrics_path: str = "",
     stacks: Mapping[int, tuple[LogLink, ...]] | None = None,
+    profiles: Sequence[tuple[ShownProfile, tuple[LogLink, ...]]] = (),
 ) -> Page:
     """The page's content.
 
-    `links` are by folder, generation and rank, `tails` by the number of the failure, `stacks` by generation.
+    `links` are by folder, generation and rank, `tails` by the number of the failure, `stacks` by generation. Each of
+    `profiles` comes with links to its files.
     """
     stacks = stacks or {}
     warnings, newest = open_warnings(history), history.last_that_ran
@@ -149,6 +153,7 @@ def make_page(
         ),
         warnings_left_out=max(len(warnings) - WARNINGS_MAX, 0),
         charts=_charts(history, metrics),
+        profiles=tuple(profiles),
         logs=_logs(history, links),
         metrics_path=metrics_path,
     )
@@ -276,6 +281,7 @@ def summary(page: Page) -> dict[str, object]:
         "generations": [_generation(generation) for generation in history.generations],
         "failures": [_failure(fault, history, found) for fault in history.faults],
         "warnings": [_warning(warned, history) for warned in history.warned],
+        "profiles": [_profile(shown) for shown, _ in page.profiles],
         "remarks": list(history.remarks),
     }
 
@@ -324,6 +330,29 @@ def _warning(warned: Warned, history: History) -> dict[str, object]:
         "sentence": warned.sentence,
         "causes": list(warned.causes),
         "became_failure": warned.is_failure,
+    }
+
+
+def _profile(shown: ShownProfile) -> dict[str, object]:
+    return {
+        "generation": shown.generation,
+        "first_step": shown.first_step,
+        "last_step": shown.last_step,
+        "sentences": list(shown.sentences),
+        "mfu": _number(shown.mfu),
+        "gpu_busy": _number(shown.gpu_busy),
+        "steps": [
+            {
+                "step": row.step,
+                "seconds": _number(row.seconds),
+                "computation_s": _number(row.computation_s),
+                "communication_s": _number(row.communication_s),
+                "exposed_s": _number(row.exposed_s),
+                "overlap": _number(row.overlap),
+            }
+            for row in shown.steps
+        ],
+        "stragglers": [{"rank": each.rank, "times": each.times, "late_s": _number(each.late_s)} for each in shown.last],
     }
 
 

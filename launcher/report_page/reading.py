@@ -21,12 +21,16 @@ from elaunch.records import dataclass
 
 TIMELINE = "timeline.jsonl"
 STACKS = "stacks.txt"
+# The trainer's folder of a profile in a generation's folder, and its files there.
+PROFILE, PROFILE_RECORD, PROFILE_TRACE = "profile", "profile.json", "trace.json.gz"
 # A week of a node's events is some 10 MB. A timeline is kept in memory; of metrics only sums are.
 TIMELINE_BYTES_MAX = 64 << 20
 METRICS_BYTES_MAX = 4 << 30
+PROFILE_BYTES_MAX = 16 << 20
 # A line with a traceback has 64 kB.
 LINE_BYTES_MAX = 1 << 20
 TAIL_BYTES = 16 << 10
+_PROFILES_MAX = 8
 # Folders of one log folder that are looked into.
 _FOLDERS_MAX = 2000
 # Two agents of one job are at work at the same time, or one replaces the other within this.
@@ -182,6 +186,22 @@ def stacks_file(folder: Path, generation: int) -> str:
     """The file with the stacks of a node's ranks in a hang of that generation; empty if there is none."""
     path = folder / f"attempt_{generation}" / STACKS
     return str(path) if _has_content(path) else ""
+
+
+def profiles(folder: Path) -> list[tuple[bytes, tuple[str, ...]]]:
+    """The records of the profiles below a run's folder, of the newest generations, with their files that are there."""
+    found: list[tuple[bytes, tuple[str, ...]]] = []
+    for attempt in sorted(_numbered(folder, "attempt_"), reverse=True):
+        place = (f"attempt_{attempt}", PROFILE)
+        descriptor = _opened_below(folder, (*place, PROFILE_RECORD))
+        if descriptor is None or len(found) >= _PROFILES_MAX:
+            continue
+        with os.fdopen(descriptor, "rb") as file, suppress(OSError):
+            content = file.read(PROFILE_BYTES_MAX + 1)
+            paths = tuple(str(folder.joinpath(*place, name)) for name in (PROFILE_TRACE, PROFILE_RECORD))
+            if len(content) <= PROFILE_BYTES_MAX:
+                found.append((content, tuple(path for path in paths if _has_content(Path(path)))))
+    return found[::-1]
 
 
 def _numbered(folder: Path, prefix: str) -> list[int]:

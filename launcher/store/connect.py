@@ -66,6 +66,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
     _check_node_rank_0(options, plan)
     _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
+    from elaunch.launcher.network.gloo import socket_variables
     from elaunch.launcher.store.head import serve_if_head
 
     if planned.hands_over:
@@ -81,7 +82,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             store_of(plan, say),
             True,
             address,
-            _gloo_variables(_numeric_address(address, planned, say), say),
+            socket_variables(_numeric_address(address, planned, say), os.environ, say),
             served,
             offer,
             way_of(plan),
@@ -246,17 +247,6 @@ def _numeric_address(address: str, planned: Planned, say: Callable[[str], None])
         if found := next((each for each in addresses(address) if not is_loopback(each)), None):
             return found
     return _own_address(planned, say)
-
-
-def _gloo_variables(address: str, say: Callable[[str], None]) -> dict[str, str]:
-    from elaunch.launcher.network.gloo import VARIABLE, gloo_interface
-
-    found = gloo_interface(address) if VARIABLE not in os.environ else None
-    if found is None:
-        return {}
-    interface, why = found
-    say(f"{VARIABLE}={interface} is set for the workers: {why}")
-    return {VARIABLE: interface}
 
 
 def _own_address(planned: Planned, say: Callable[[str], None]) -> str:

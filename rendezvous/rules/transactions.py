@@ -6,8 +6,7 @@ docs/protocol.md has the table of transactions.
 
 from __future__ import annotations
 
-import hashlib
-
+from elaunch.digests import sha256
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.pruning import ending, outdated
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
@@ -79,7 +78,7 @@ def _new_run_lease(keys: Keys, number: int, node_id: str, lease: int) -> int:
     Nobody else can guess the id before the run exists. If somebody else could create that lease first, it might end
     while the job runs.
     """
-    drawn = hashlib.sha256(f"{keys.root}{number}/{node_id}/{lease}".encode()).digest()
+    drawn = sha256(f"{keys.root}{number}/{node_id}/{lease}".encode()).digest()
     return int.from_bytes(drawn[:8], "big") >> 1 or 1
 
 

@@ -86,8 +86,11 @@ def identical(one: Failure, other: Failure) -> bool:
 
 
 def repeats(one: Failure, other: Failure) -> bool:
-    """Whether two failures are the same bug of the program in the same step, however far the job had come."""
-    if one.rank != other.rank or not identical(one, other) or not _is_bug(one):
+    """Whether two failures are the same bug of the program in the same step, however far the job had come.
+
+    The rank may be another one: if all ranks have a bug, chance decides which of them is recorded first.
+    """
+    if not identical(one, other) or not _is_bug(one):
         return False
     if one.step >= 0 or other.step >= 0:
         return one.step == other.step

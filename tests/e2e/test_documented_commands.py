@@ -34,6 +34,7 @@ HERE = {
     "elaunch --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --nproc-per-node 3 script.py": "rank 2 of 3",
     "elaunch --no-preload --nproc-per-node 2 train.py": "rank 1 of 2",
+    "elaunch --roles ps=1,trainer=3 train.py": "rank 3 of 4",
     "elaunch --max-restarts 0 --nproc-per-node 1 train.py": "rank 0 of 1",
     "OMP_NUM_THREADS=1 elaunch --nproc-per-node 1 --max-restarts 0 train.py": "rank 0 of 1",
     "elaunch --max-restarts 0 --nproc-per-node 2 train.py": "rank 1 of 2",
@@ -79,6 +80,15 @@ ETCD = {
 }
 # Commands that another test runs.
 ELSEWHERE = {
+    "elaunch --roles ps=1,trainer=3 examples/rpc/parameter_server.py": (
+        "test_the_death_of_a_process_changes_nothing_of_the_result"
+    ),
+    "elaunch --nnodes 2 --rdzv-endpoint node0:2379 --role ps --nproc-per-node 1 train.py": (
+        "test_agents_of_one_job_may_have_a_role_each"
+    ),
+    "elaunch --nnodes 2 --rdzv-endpoint node0:2379 --role trainer --nproc-per-node 3 train.py": (
+        "test_agents_of_one_job_may_have_a_role_each"
+    ),
     "elaunch doctor": "test_this_node_can_train",
     "elaunch --warm train.py": "test_the_next_job_starts_from_it_with_an_environment_of_its_own",
     "elaunch warm --status": "test_status_says_what_is_there_and_stop_ends_it",
@@ -159,6 +169,27 @@ ELSEWHERE = {
     'make bench ARGS="--only state-restart,state-cost,state-ettr"': (
         "test_a_restart_with_the_keeper_loses_nothing_and_has_all_stages"
     ),
+    "elaunch --nproc-per-node 2 --log-dir logs -m elaunch.trainer --out runs/seen --profile 10-12": (
+        "test_the_traces_of_all_ranks_are_joined_and_the_summary_names_the_all_reduces"
+    ),
+    "python -m elaunch.trainer.profiling node-a/profile node-b/profile -o trace.json.gz": (
+        "test_the_command_joins_the_folders_of_several_nodes_with_the_records_clocks"
+    ),
+    "elaunch --nproc-per-node 2 -m elaunch.trainer --bucket-mb 1 --first-bucket-mb 0.25 --out runs/ddp": (
+        "test_a_killed_worker_changes_nothing_in_the_result"
+    ),
+    "elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook powersgd --powersgd-rank 2 --out runs/powersgd": (
+        "test_a_killed_worker_changes_nothing_in_the_result"
+    ),
+    "PYTHONPATH=examples/ddp elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook own_hook:TopK": (
+        "test_a_hook_of_the_users_own_trains_the_bundled_model"
+    ),
+    "elaunch --nproc-per-node 2 examples/c10d/collectives.py": "test_an_example_shows_what_it_says",
+    "elaunch --nproc-per-node 2 examples/ddp/buckets.py": "test_an_example_shows_what_it_says",
+    "elaunch --nproc-per-node 2 examples/ddp/hooks.py": "test_an_example_shows_what_it_says",
+    "make gpu": "test_make_gpu_without_a_gpu_says_so_in_one_sentence_and_runs_nothing",
+    "make gpu NANOGPT=~/nanoGPT": "test_nanogpts_loop_runs_in_a_folder_of_its_own_and_its_files_stay_as_they_are",
+    "make gpu PYTHON=/opt/torch/bin/python": "test_torch_is_asked_in_the_interpreter_that_is_named",
     ".venv/bin/python -m pytest tests/sim": "test_a_job_that_was_killed_goes_on_while_its_keys_are_there",
     # With the libraries that `make ecosystem` installs.
     "WANDB_MODE=offline elaunch --nproc-per-node 8 train.py": "test_a_program_survives_a_kill_and_leaves_nothing",
@@ -180,8 +211,6 @@ NOBODY = {
     "make test": "is what runs this",
     'make bench ARGS="--only nodes-restart,nodes-loss,scale"': "takes an hour, as root",
     ".venv/bin/python -m bench --render runs/bench/A.json runs/bench/B.json": "needs the samples of two long runs",
-    ".venv/bin/python -m bench --only start,restart --workers 1": NEEDS_GPU,
-    ".venv/bin/python -m pytest -m '' -rP tests/e2e/test_accelerator.py": NEEDS_GPU,
     "$EDITOR train.sbatch": "is for a person",
     "elaunch --nproc-per-node 8 train.py --deepspeed_config ds.json": "was not yet seen to go on after a kill",
     "docker build -f deploy/docker/Dockerfile -t you/elaunch .": NEEDS_DOCKER,

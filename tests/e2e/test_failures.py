@@ -311,7 +311,11 @@ class TestStartUp:
         job = finished(tmp_path, *LIGHT, "--max-restarts", "3", "train.py", "--no-such-flag")
 
         assert job.code == 1, job.output
-        assert "unrecognized arguments: --no-such-flag" in _report(job)
+        assert job.stderr.splitlines()[-2:] == [
+            f"elaunch: train.py FAILED on {socket.gethostname()}: rank 0 exited with code 2 (the exit code of a wrong"
+            " command line; unrecognized arguments: --no-such-flag); exit code 1",
+            "Next step: correct the arguments behind the script; train.py --help lists them.",
+        ]
         assert "generation 1" not in job.stderr
 
 

@@ -75,6 +75,14 @@ class TestLoneWorker:
 
         assert [line for line in output if not line.startswith("elaunch: ")] == [f"line {i}" for i in range(2000)]
 
+    def test_the_report_calls_the_end_of_both_in_one_file_output_and_not_stderr(self, tmp_path: Path) -> None:
+        script(tmp_path, "import os; print('words on stdout', flush=True); os._exit(7)")
+
+        report = "\n".join(_one_file(tmp_path, *LIGHT, "--max-restarts", "0", "train.py", code=1))
+
+        assert "\n  output    : its last line\n    words on stdout\n" in report
+        assert "stderr" not in report
+
     @pytest.mark.parametrize("start", [LIGHT, slow(("--no-preload",))], ids=["forked", "exec'd"])
     def test_it_keeps_its_terminal_and_can_ask_the_user(self, start: tuple[str, ...], tmp_path: Path) -> None:
         script(tmp_path, "import os; print('terminals', *map(os.isatty, range(3))); print('hello', input('name? '))")
@@ -774,12 +782,14 @@ def _children(process: subprocess.Popen[bytes]) -> list[str]:
     return found
 
 
-def _one_file(folder: Path, *args: str) -> Sequence[str]:
-    """The lines of a job whose stdout and stderr are the same file."""
+def _one_file(folder: Path, *args: str, code: int = 0) -> Sequence[str]:
+    """The lines of a job whose stdout and stderr are the same file, and which ends with that exit code."""
     with (folder / "output").open("wb") as file:
-        subprocess.run(
-            [*COMMAND, *args], cwd=folder, env=environment(), stdout=file, stderr=file, check=True, timeout=DEADLINE_S
+        command = [*COMMAND, *args]
+        ended = subprocess.run(
+            command, cwd=folder, env=environment(), stdout=file, stderr=file, check=False, timeout=DEADLINE_S
         )
+    assert ended.returncode == code
     return (folder / "output").read_text().splitlines()
 
 

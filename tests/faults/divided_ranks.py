@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.parallel.build import build
-from elaunch.trainer.parallel.plan import Share
+from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.train import GRADIENT_NORM_MAX, decay_groups, held_out_loss, new_gpt
 
@@ -37,7 +37,7 @@ HELD_OUT = 5
 class Rows:
     """Windows of random bytes in place of a text."""
 
-    def __init__(self, config: TrainConfig, share: Share) -> None:
+    def __init__(self, config: TrainConfig, share: DataShare) -> None:
         torch.manual_seed(11)
         self._rows = torch.randint(0, 256, (64 + HELD_OUT, config.context + 1))
         self._share = share
@@ -64,7 +64,7 @@ class Rows:
 
 def alone(config: TrainConfig) -> SimpleNamespace:
     """The training by one process."""
-    rows = Rows(config, Share(0, 1, leads=True))
+    rows = Rows(config, DataShare(0, 1, leads=True))
     gpt = new_gpt(config, CPU)
     optimizer = AdamW(decay_groups(gpt), lr=config.learning_rate)
     found = SimpleNamespace(losses=[], norms=[])

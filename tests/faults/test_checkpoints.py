@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -309,6 +310,18 @@ def test_a_full_disk_costs_a_checkpoint_and_a_sentence(forker: RankForker, small
     assert "No space left on device" in said[0]
     assert marks(group.checkpoints) == [Mark(0, 1), Mark(0, 3)]
     assert group.run(2, kind, "load", generation=1)[0]["loaded"] == [0, 3]
+
+
+@pytest.mark.parametrize("cut", ["0", "1"])
+def test_connections_that_break_between_two_checkpoints_cost_one_of_them(group: Group, cut: str) -> None:
+    again = ("train", "1", "save")
+
+    said = group.run(2, "zero", *again, "cut", cut, *again, *again, *again)[0]["said"]
+
+    assert len(said) == 2, said
+    assert re.match("the checkpoint of step 2 could not be written: rank [01].*closed by peer", said[0]), said
+    assert said[1] == "the checkpoint of step 3 is written"
+    assert group.marks == [Mark(0, 3), Mark(0, 4)]
 
 
 def fill(path: Path) -> None:

@@ -14,9 +14,12 @@ from tests.harness import script
 # Each module notes the process that runs it. `settings` is changed by `ranked`, as lightning_utilities is by lightning.
 BY = "import os\nBY = os.getpid()\n"
 THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+# As lightning.fabric.utilities.rank_zero does.
+KEEPS_RANK = "def zero(): pass\nzero.rank = getattr(zero, 'rank', int(os.environ.get('LOCAL_RANK', 9)))\n"
 MODULES = {
     "settings": BY + "rank = 'unset'\n",
     "ranked": BY + "import settings\nsettings.rank = os.environ.get('LOCAL_RANK', 'none')\nprint('ranked runs')\n",
+    "keeps_rank": BY + KEEPS_RANK,
     "uses_ranked": BY + "import plain, settings\nif True:\n    from ranked import settings as again\n",
     "plain": BY + "print('plain runs')\n",
     "threaded": BY + THREAD,
@@ -35,6 +38,8 @@ for name in sys.argv[1:]:
     found[name] = importlib.import_module(name).BY == os.getppid()
 import settings
 found["rank"] = settings.rank == os.environ["LOCAL_RANK"]
+import keeps_rank
+found["kept"] = keeps_rank.zero.rank == int(os.environ["LOCAL_RANK"])
 print(json.dumps(found))
 """
 
@@ -49,7 +54,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Watched:
     script(folder / "mine", SAYS)
     (folder / "mine" / "profile.py").write_text("BY = 'the one beside the script'")
     names = ",".join(("json.nosuch", *(name for name in MODULES if name not in ("settings", "ranked", "plain"))))
-    imported = ("uses_ranked", "ranked", "settings", "plain", "file_open", "profile")
+    imported = ("uses_ranked", "ranked", "settings", "plain", "file_open", "profile", "keeps_rank")
     job = Watched(folder, "--preload-only", names, "--nproc-per-node", "2", "mine/train.py", *imported, env=env)
     with job:
         assert job.wait() == 0, job.output
@@ -66,6 +71,8 @@ def test_workers_are_forked_and_have_what_is_suitable(job: Watched) -> None:
             "threads": 1,
             "early": False,
             "rank": True,
+            "kept": True,
+            "keeps_rank": True,
             "plain": True,
             "settings": True,
             **dict.fromkeys(("uses_ranked", "ranked", "file_open", "profile"), False),

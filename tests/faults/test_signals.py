@@ -189,6 +189,36 @@ def test_a_signal_that_the_user_names_is_passed_on(tmp_path: Path) -> None:
         assert job.stdout.count("saved on SIGUSR1") == 2
 
 
+@pytest.mark.parametrize("how", [LIGHT, slow(FRESH)], ids=["forked", "fresh"])
+def test_after_ctrl_c_the_tracebacks_of_ranks_without_a_handler_are_one_line(
+    tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    script(tmp_path, f"{PAUSES}\n")
+    with Watched(tmp_path, *how, "--nproc-per-node", "2", "--log-dir", "logs", "train.py") as job:
+        workers_up(job, 2)
+
+        job.signal(signal.SIGINT)
+
+        assert_stopped(job, 130)
+        assert "Traceback" not in job.output
+        assert "KeyboardInterrupt" not in job.output
+        assert re.search(r"^elaunch: rank 0 and 1 were interrupted and ended; their tracebacks \(\d", job.stderr, re.M)
+        logs = [path.read_text() for path in tmp_path.glob("logs/latest/*/*/stderr.log")]
+        assert sorted(log.rstrip().endswith("\nKeyboardInterrupt") for log in logs) == [True, True]
+
+
+def test_a_fork_server_blocks_each_signal_that_a_scheduler_may_send_to_all_processes(tmp_path: Path) -> None:
+    script(tmp_path, f"{SAY}\nsay('server', os.getppid())\n{PAUSES}")
+    with Watched(tmp_path, *LIGHT, "train.py") as job:
+        workers_up(job, 1)
+
+        status = Path(f"/proc/{job.pids('server')[0]}/status").read_text()
+
+    blocked = int(re.search(r"^SigBlk:\s*(\w+)$", status, re.M)[1], 16)  # type: ignore[index]
+    free = {signum for signum in signal.valid_signals() if not blocked >> (signum - 1) & 1}
+    assert free == {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
+
+
 @pytest.mark.parametrize("agent_first", [slow(True), False], ids=["agent-first", "workers-first"])
 def test_sigterm_to_all_processes_at_once_is_a_stop_and_no_failure(tmp_path: Path, agent_first: bool) -> None:
     script(tmp_path, ONE_SAVES)

@@ -243,6 +243,17 @@ def test_another_number_of_threads_makes_it_cold(tmp_path: Path, place: Path) ->
     assert "a fork server stays" in ended.stderr
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is one thread for any number of workers")
+def test_another_number_of_workers_makes_it_cold_and_is_named_as_the_reason(tmp_path: Path, place: Path) -> None:
+    nothing = script(tmp_path, "", "nothing.py")
+    leave_one(tmp_path, *WARM)
+
+    more = run(tmp_path, *WARM, "--nproc-per-node", "2", os.fspath(nothing))
+
+    assert cold(more).startswith("2 workers here, and 1 worker before: each has another share of the cores (OMP")
+    assert "OMP_NUM_THREADS in the shell" in cold(more)
+
+
 @pytest.mark.slow
 def test_another_limit_makes_it_cold(tmp_path: Path, place: Path) -> None:
     first(tmp_path)
@@ -302,6 +313,22 @@ def test_one_that_is_stopped_for_long_takes_no_connection_and_makes_no_start_wai
     assert stayed()["pid"] != pid
 
 
+def test_who_waits_for_one_that_still_imports_is_told_so_and_starts_from_it(tmp_path: Path, place: Path) -> None:
+    heavy = tmp_path / "lib" / "site-packages" / "heavy.py"
+    waits = "while 'warm' in open('/proc/self/comm').read() and not os.path.exists(GO):\n    time.sleep(0.01)\n"
+    heavy.write_text(f"import os, time\nWORD, GO = 'late', {os.fspath(tmp_path / 'go')!r}\n{waits}")
+    left = again(tmp_path)
+
+    with Job(tmp_path, *WARM, "train.py", env=options()) as job:
+        job.wait_for_output("still imports; this start waits for it")
+        (tmp_path / "go").touch()
+        assert job.wait() == 0, job.output
+
+    assert "still imports" not in left.stderr
+    assert "warm start: from the fork server" in job.stderr
+    assert "told late" in job.stdout
+
+
 def test_many_that_ask_at_once_are_all_answered(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
     (path,) = place.glob("[0-9a-f]*")
@@ -330,8 +357,10 @@ def test_it_ends_when_no_job_has_used_it_for_its_time(tmp_path: Path, place: Pat
 def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
 
-    shown, ended, after = command("--status"), command("--stop"), command("--status")
+    alone, shown, ended, after = command(), command("--status"), command("--stop"), command("--status")
 
+    assert alone.stdout.splitlines()[1:] == shown.stdout.splitlines()[1:]
+    assert (alone.returncode, alone.stdout[:20]) == (0, shown.stdout[:20])
     assert re.match(
         rf"pid {pid}, since 20\d\d-.*, 1[45]\.\d min left, \d+ MB of memory\n  imported: heavy\n", shown.stdout
     )

@@ -16,11 +16,18 @@ from tests.harness import Job, script, wait_for
 
 pytestmark = pytest.mark.slow
 LIGHTNING = """
-import sys
-early = "fsspec" in sys.modules
-import lightning, os
+import gc, logging, os, sys
+early = gc.get_freeze_count() > 0 and "lightning" not in sys.modules
+if "logs" in sys.argv:
+    logging.basicConfig()
+import time
+began_s = time.process_time()
+import lightning.pytorch, torchmetrics.utilities.prints
+took_s = time.process_time() - began_s
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-print("found", early, rank_zero_only.rank == int(os.environ["RANK"]))
+rank, log = int(os.environ["RANK"]), logging.getLogger("lightning.pytorch")
+ranks = {rank_zero_only.rank, torchmetrics.utilities.prints.rank_zero_only.rank}
+print("found", early, ranks == {rank}, len(log.handlers), log.propagate, took_s < 0.2)
 """
 TRANSFORMERS = """
 import gc, os
@@ -35,15 +42,18 @@ def require(package: str) -> None:
         pytest.skip(f"{package} is not installed; `make integrations` installs it")
 
 
-def test_lightning_is_left_out_and_what_it_needs_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "handlers", "propagates"), [((), 1, False), (("logs",), 0, True)])
+def test_lightning_is_preloaded_and_each_rank_knows_its_own_number(
+    tmp_path: Path, words: tuple[str, ...], handlers: int, propagates: bool
+) -> None:
     require("lightning")
     script(tmp_path, LIGHTNING)
 
-    with Job(tmp_path, "--preload", "lightning", "--nproc-per-node", "2", "train.py") as job:
+    with Job(tmp_path, "--preload", "lightning.pytorch", "--nproc-per-node", "2", "train.py", *words) as job:
         assert job.wait(600) == 0, job.output
 
-    assert job.stdout.count("found True True") == 2, job.stdout + job.stderr
-    assert job.stderr.count("lightning.fabric.utilities.rank_zero looks up LOCAL_RANK") == 1
+    assert job.stdout.count(f"found True True {handlers} {propagates} True") == 2, job.stdout + job.stderr
+    assert "preloaded without" not in job.stderr
     assert "fresh interpreter" not in job.stderr
     # lightning sets a variable that torch looks up at each call.
     assert "without effect" not in job.stderr

@@ -87,6 +87,8 @@ class Checkpoints:
         self._ranks = group if isinstance(group, Ranks) else Ranks(group)
         # The threads that write have connections of their own.
         self._writers: Ranks | None = None
+        # On rank 0: those are of no use any more. A rank whose connections break tells rank 0 by that.
+        self._is_cut_off = False
         self._fence = generation
         self._plan: tuple[list[str], Plan] | None = None
         self._staging: Staging | None = None
@@ -194,6 +196,7 @@ class Checkpoints:
         if writing.order.ranks is not None:
             failures = self._ranks.from_all(failures[0])
         writing.wait()
+        self._is_cut_off = writing.is_cut_off
         # Rank 0 may have failed after its part.
         failures[0] = failures[0] or writing.failure
         if any(failures) and self._ranks.leads:
@@ -237,7 +240,9 @@ class Checkpoints:
                 failure = error.strerror or str(error)
         mark = Mark(self._fence, step)
         if parts.is_sharded:
-            mark, name, failure = self._ranks.from_rank_0((mark, name, failure))
+            mark, name, failure, is_cut_off = self._ranks.from_rank_0((mark, name, failure, self._is_cut_off))
+            if is_cut_off:
+                self._part_with_writers()
         if failure:
             if self._ranks.leads:
                 self._failed(step, failure)
@@ -267,6 +272,13 @@ class Checkpoints:
         if self._plan is None or self._plan[0] != layouts:
             self._plan = layouts, dcp.plan(parts.tensors, parts.paths, self._ranks if parts.is_sharded else None)
         return self._plan[1]
+
+    def _part_with_writers(self) -> None:
+        """The next checkpoint makes new connections: a network may fail for a while, and training go on."""
+        self._is_cut_off = False
+        if self._writers is not None:
+            self._writers.close()
+            self._writers = None
 
     def _writers_met(self) -> Ranks:
         if self._writers is None:

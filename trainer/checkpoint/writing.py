@@ -44,12 +44,14 @@ class WriteOrder:
 class Writing:
     """Begins at once. `on_published` is called in the thread, with the checkpoint's size in bytes, on rank 0.
 
-    `failure` says why there will be no checkpoint, empty as far as this rank knows.
+    `failure` says why there will be no checkpoint, empty as far as this rank knows. `is_cut_off` says that the ranks
+    could not tell each other: their connections are of no use any more.
     """
 
     def __init__(self, order: WriteOrder, on_published: Callable[[int], None]) -> None:
         self.order = order
         self.failure = ""
+        self.is_cut_off = False
         self._on_published = on_published
         self._part_done = threading.Event()
         # A daemon: a process that is on its way out with an exception does not wait for the disk.
@@ -76,7 +78,7 @@ class Writing:
         self._part_done.set()
         size = None
         try:
-            parts = [part] if order.ranks is None else order.ranks.to_rank_0(part)
+            parts = self._collected(part)
             if parts is None:
                 return
             # By now no rank writes in the folder any more.
@@ -95,6 +97,15 @@ class Writing:
         with contextlib.suppress(OSError):
             keep_newest(order.storage, order.keep, order.mark)
         self._on_published(size)
+
+    def _collected(self, part: dcp.Part | None) -> list[dcp.Part | None] | None:
+        """All ranks' parts, on rank 0; None on the others."""
+        if self.order.ranks is None:
+            return [part]
+        self.is_cut_off = True
+        parts = self.order.ranks.to_rank_0(part)
+        self.is_cut_off = False
+        return parts
 
     def _write_part(self) -> dcp.Part | None:
         order = self.order

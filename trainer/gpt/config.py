@@ -17,9 +17,11 @@ import click
 
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import fitting_micro_batch
+from elaunch.trainer.ddp.options import DdpOptions
 from elaunch.trainer.parallel import checks
-from elaunch.trainer.parallel.plan import Plan, PlanError, Sizes, fit
+from elaunch.trainer.parallel.plan import ParallelPlan, PlanError, Sizes, fit
 from elaunch.trainer.parallel.plan import parse as parse_plan
+from elaunch.trainer.profiling.steps import last_step_needed, parse_steps
 from elaunch.trainer.ranks.place import RankInfo
 
 Plain: TypeAlias = int | float | bool | str | None
@@ -47,12 +49,26 @@ _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or h
   dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved, microbatches=N)."""
 _PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
   [default: for known GPUs their dense bfloat16]"""
+_COMM_HOOK = """How DDP exchanges gradients: none (whole), fp16, bf16, quantised (8 bits), powersgd,
+  batched-powersgd, or a hook of your own as MODULE:NAME.  [default: none]"""
+_POWERSGD_RANK = "Rank of PowerSGD's matrices: more is more exact and more bytes.  [default: 1]"
+_POWERSGD_START = "Steps that exchange whole gradients before PowerSGD begins.  [default: 10]"
+_BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
+_FIRST_BUCKET_MB = "Size of DDP's first bucket in MiB.  [default: 1, or --bucket-mb]"
+_NO_BUCKET_VIEW = "Copy the gradients out of DDP's buckets: takes the memory of all gradients once more."
+_STATIC_GRAPH = "Promise DDP that each step uses the same parameters."
+_FIND_UNUSED = "Let DDP search each forward pass for parameters that it does not use."
 _COPY_EVERY = """Steps between copies of what a worker alone has, where --parallel divides the state; with 1 a killed
   worker costs no step.  [default: as often as it costs less than 1 % of the time]"""
+_PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
+_TUNE_COMM = """Measure at the first start how DDP sends gradients fastest on this network, and remember it; lossy: also
+  try hooks that round gradients.  [default: no; without a word: neutral]"""
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
-_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "copy_every"}
+_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "copy_every", "profile", "tune_comm"}
+# They change at most the order of float sums, as another number of workers does.
+_FREE |= {"bucket_mb", "first_bucket_mb", "no_bucket_view", "static_graph", "find_unused"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
@@ -62,7 +78,10 @@ class ConfigError(Exception):
 
 
 def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any) -> Any:
-    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ."""
+    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ.
+
+    `alone` is the value of an option that may be given without one.
+    """
     return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, **more})
 
 
@@ -98,17 +117,32 @@ class TrainConfig:
     tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
     peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
     ledger: bool = _option(False, bool, None, _LEDGER)
+    profile: str | None = _option(None, None, "STEPS", _PROFILE)
     copy_every: int | None = _option(None, _COUNT, "STEPS", _COPY_EVERY)
+    # None by default: a run directory of before has none of them.
+    comm_hook: str | None = _option(None, None, "HOOK", _COMM_HOOK)
+    powersgd_rank: int | None = _option(None, _COUNT, "N", _POWERSGD_RANK)
+    powersgd_start: int | None = _option(None, click.IntRange(min=2), "STEPS", _POWERSGD_START)
+    bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _BUCKET_MB)
+    first_bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _FIRST_BUCKET_MB)
+    no_bucket_view: bool = _option(False, bool, None, _NO_BUCKET_VIEW)
+    static_graph: bool = _option(False, bool, None, _STATIC_GRAPH)
+    find_unused: bool = _option(False, bool, None, _FIND_UNUSED, name="--find-unused-parameters")
+    tune_comm: str | None = _option(
+        None, click.Choice(["neutral", "lossy"]), "[neutral|lossy]", _TUNE_COMM, alone="neutral"
+    )
 
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
         plain = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _FREE}
         data = None if self.data is None else str(self.data.absolute())
-        return {**plain, "data": data, "parallel": self.plan.identity}
+        # Only a hook that rounds changes what is computed.
+        lossy: dict[str, Plain] = {"tune_comm": "lossy"} if self.tune_comm == "lossy" else {}
+        return {**plain, **lossy, "data": data, "parallel": self.plan.identity}
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ParallelPlan:
         """What `--parallel` asks for. Raises ConfigError."""
         try:
             return parse_plan(self.parallel)
@@ -135,6 +169,25 @@ class TrainConfig:
         digest = hashlib.sha256(repr(sorted(self.identity.items())).encode()).hexdigest()
         return Path("runs") / f"gpt-{self.layers}x{self.width}-{digest[:8]}"
 
+    @property
+    def pass_costs(self) -> str:
+        """The options that decide how long a pass takes, but for the model's shape."""
+        return f"{self.micro_batch} x {self.context}, bf16 {self.bf16}, compiled {self.compile}"
+
+    @property
+    def ddp(self) -> DdpOptions:
+        """The options of DistributedDataParallel."""
+        return DdpOptions(
+            hook=self.comm_hook or "none",
+            powersgd_rank=self.powersgd_rank,
+            powersgd_start=self.powersgd_start,
+            bucket_mb=self.bucket_mb,
+            first_bucket_mb=self.first_bucket_mb,
+            copies_gradients=self.no_bucket_view,
+            static_graph=self.static_graph,
+            find_unused=self.find_unused,
+        )
+
     def check(self, place: RankInfo) -> None:
         """Raise ConfigError where the options contradict each other or the number of workers."""
         if self.width % self.heads:
@@ -142,6 +195,7 @@ class TrainConfig:
                 f"--width ({self.width}) is not divisible by --heads ({self.heads}); "
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
             )
+        self._check_profile()
         sizes = self.sizes(place)
         self._check_batch(sizes.data)
         try:
@@ -150,6 +204,14 @@ class TrainConfig:
             raise ConfigError(str(error)) from error
         if self.compile and self.plan.divides_model:
             raise ConfigError(f"--compile is not tried with --parallel {self.parallel}; leave one of the two out")
+        if refusal := self.ddp.refusal():
+            raise ConfigError(refusal)
+        if not self.plan.has_ddp and (given := self.ddp.given()):
+            raise ConfigError(f"{given[0]} is DDP's, and --parallel {self.parallel} has no DDP; leave it out")
+        if self.tune_comm and not self.plan.has_ddp:
+            raise ConfigError(
+                f"--tune-comm measures DDP's buckets, and --parallel {self.parallel} has none; leave one of them out"
+            )
         if self.checkpoints is not None:
             try:
                 storage_at(self.checkpoints)
@@ -160,8 +222,23 @@ class TrainConfig:
         """Raise ConfigError where this machine lacks what an option needs."""
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("--tensorboard needs the package tensorboard: pip install tensorboard")
+        if missing := self.ddp.missing():
+            raise ConfigError(missing)
         if self.compile and not (os.environ.get("CXX") or any(map(shutil.which, _COMPILERS))):
             raise ConfigError("--compile needs a C++ compiler, and none is on the PATH; install g++ or leave it out")
+
+    def _check_profile(self) -> None:
+        if self.profile is None:
+            return
+        try:
+            needed = last_step_needed(parse_steps(self.profile))
+        except ValueError as error:
+            raise ConfigError(f"--profile: {error}") from error
+        if needed > self.steps:
+            raise ConfigError(
+                f"--profile {self.profile} ends with step {needed}, and --steps is {self.steps}; "
+                f"give fewer or earlier steps, or --steps {needed}"
+            )
 
     def _check_batch(self, world_size: int) -> None:
         batch, micro = self.global_batch, self.micro_batch
@@ -235,6 +312,8 @@ _command = click.Command(
             default=option.metadata.get("given", option.default),
             metavar=option.metadata["metavar"],
             help=option.metadata["help"],
+            # The value of the option without a word behind it.
+            **({"flag_value": option.metadata["alone"]} if "alone" in option.metadata else {}),
         )
         for option in fields(TrainConfig)
     ],

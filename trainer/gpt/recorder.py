@@ -21,7 +21,7 @@ from elaunch.trainer.gpt.progress import Progress, printable
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
-from elaunch.trainer.parallel.plan import Share
+from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -49,12 +49,12 @@ class Recorder:
         progress: Progress,
         device: torch.device,
         *,
-        share: Share | None = None,
+        share: DataShare | None = None,
         flops_per_token: float = 0.0,
         peak_flops: float = 0.0,
     ) -> None:
         self._config, self._place, self._run, self._progress = config, place, run, progress
-        self._share = share or Share(place.rank, place.world_size, leads=True)
+        self._share = share or DataShare(place.rank, place.world_size, leads=True)
         self._device, self._flops_per_token, self._peak_flops = device, flops_per_token, peak_flops
         self._log_every = config.log_every or (1 if device.type == "cpu" else 10)
         self._metrics: Metrics | None = None

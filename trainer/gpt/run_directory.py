@@ -17,8 +17,8 @@ class RunDirectory:
     """The files of one run.
 
     Rank 0 alone writes `config.yaml`, `metrics.jsonl`, `tensorboard/` and, once the run is complete, `result.json`. All
-    ranks write `ledger/`, and all that have a part of the state `checkpoints/`. Checkpoints that are elsewhere have a
-    `config.yaml` of their own beside them.
+    ranks write `ledger/` and `profile/`, and all that have a part of the state `checkpoints/`. Checkpoints that are
+    elsewhere have a `config.yaml` of their own beside them.
     """
 
     def __init__(self, path: Path, checkpoints: str | None = None) -> None:
@@ -27,6 +27,7 @@ class RunDirectory:
         self.checkpoints: Path | str = path / "checkpoints" if checkpoints is None else checkpoints
         self.ledger = path / "ledger"
         self.tensorboard = path / "tensorboard"
+        self.profile = path / "profile"
         self._config = path / "config.yaml"
         self._result = path / "result.json"
 

@@ -73,7 +73,8 @@ class DiskCopies:
         again = max(0, done - mark.step)
         # After another job no worker's memory is left, so the number of lost steps is unknown.
         lost = f"; {repeated(again)}" if done else ""
-        self._tell(f"restored step {mark.step} from the checkpoint in {self._storage}{lost}")
+        anew = "; the communication hook starts with a new state" if self._training.has_large else ""
+        self._tell(f"restored step {mark.step} from the checkpoint in {self._storage}{lost}{anew}")
         self._newest = mark.step
         return Version(self._generation, mark.step), again
 

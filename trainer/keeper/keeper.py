@@ -147,7 +147,7 @@ class Keeper:
             )
             self._warm()
             version = self._copies.begin(self._copies.restore())
-            self._random = rng_state.capture(self._training.device)
+            self._random = self._training.random.capture()
             self._restored_step = version.step
             self._pace = Pace(self._snapshot_every, version.step)
             self._state.restored(self._copies, version, self._boundary.report, self._say)

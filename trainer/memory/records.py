@@ -10,13 +10,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Record
 from elaunch.trainer.memory.slots import Slot, Slots
 from elaunch.trainer.state.packing import pack
-from elaunch.trainer.state.region import Header
+from elaunch.trainer.state.region import Header, Packed, get, put
 from elaunch.trainer.state.version import Piece, Version
 
 _DONE = struct.Struct("<qq")
@@ -40,10 +39,17 @@ class Records:
         # Another node sends snapshots only.
         self.mirrored = Slots(path, layout, (2, 3))
         self._done = Slot(folder / f"{name}.done-{rank}", layout)
+        self._state: object = None
+        self._packed: Packed | None = None
 
     def stage(self, version: Version, state: object) -> None:
-        """Store the own state that belongs to `version` once its step completes. The two before stay."""
-        self._staged.slots[version.step % 3].write(self._piece(version), pack(state))
+        """Store the own state that belongs to `version` once its step completes. The two before stay.
+
+        If the same object comes again nothing in it has changed since.
+        """
+        if self._packed is None or state is not self._state:
+            self._state, self._packed = state, pack(state)
+        self._staged.slots[version.step % 3].write_again(self._piece(version), self._packed)
 
     def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
         """Store the own state of a snapshot or a copy; the newest ones and those in `spare` stay. Returns its region.
@@ -56,18 +62,19 @@ class Records:
 
     def done(self, version: Version) -> None:
         """Note that this rank has completed `version`."""
-        self._done.grow(_DONE_BYTES)
         region = self._done.region()
+        if region.numel() < _DONE_BYTES:
+            self._done.grow(_DONE_BYTES)
+            region = self._done.region()
         content = _DONE.pack(version.generation, version.step)
-        content += zlib.crc32(content).to_bytes(4, "little")
-        region[:_DONE_BYTES].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        put(region, 0, content + zlib.crc32(content).to_bytes(4, "little"))
 
     def completed(self) -> Version | None:
         """The newest completed step; None if there is none, or if its checksum is wrong."""
         region = self._done.region()
         if region.numel() < _DONE_BYTES:
             return None
-        content = bytes(region[:_DONE_BYTES].tolist())
+        content = get(region, 0, _DONE_BYTES)
         numbers, crc = content[: _DONE.size], content[_DONE.size :]
         return Version(*_DONE.unpack(numbers)) if zlib.crc32(numbers).to_bytes(4, "little") == crc else None
 

@@ -26,6 +26,7 @@ from elaunch.trainer.state.region import (
     header_of,
     is_intact,
     mark,
+    renew,
     tear,
     views,
 )
@@ -68,6 +69,8 @@ class Slot:
         self._fixed_checksum: int | None = None
         self._is_settled = threading.Event()
         self._is_settled.set()
+        # What this object has written last, if it is whole and still there; and the header.
+        self._written: tuple[Packed, Header] | None = None
 
     @property
     def size(self) -> int:
@@ -86,7 +89,7 @@ class Slot:
         """The whole file as uint8."""
         if self.size != self._region.numel():
             self._region = _mapped(self.path)
-            self._shape = ()
+            self._shape, self._written = (), None
         return self._region
 
     def grow(self, size: int) -> None:
@@ -94,7 +97,7 @@ class Slot:
         there = self.size
         if not there:
             # Nothing of an older file of this name.
-            self._region, self._views, self._shape = torch.empty(0, dtype=torch.uint8), [], ()
+            self._blank()
         if there < size:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -119,14 +122,32 @@ class Slot:
 
     def delete(self) -> None:
         """Delete the file, if there is one."""
-        self._region, self._views, self._shape = torch.empty(0, dtype=torch.uint8), [], ()
+        self._blank()
         self.path.unlink(missing_ok=True)
+
+    def _blank(self) -> None:
+        """Nothing of the file is known any more."""
+        self._region, self._views, self._shape = torch.empty(0, dtype=torch.uint8), [], ()
+        self._written = None
 
     def write(self, piece: Piece, packed: Packed, copy: Copy = copy_on_host) -> Header:
         """Write a state. The slot is torn until everything is written."""
         self.grow(packed.length)
         self.begin(packed, copy)
         return self.finish(piece, packed)
+
+    def write_again(self, piece: Piece, packed: Packed) -> Header:
+        """The same for a state whose tensors have not changed since `packed` was made.
+
+        If it was the last to be written here only the header is.
+        """
+        region, written = self.region(), self._written
+        if written is None or written[0] is not packed:
+            header = self.write(piece, packed)
+        else:
+            header = renew(region, written[1], piece)
+        self._written = packed, header
+        return header
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
@@ -141,6 +162,7 @@ class Slot:
     def prepare(self, packed: Packed) -> bool:
         """Tear the slot before it is written. Returns whether the tensors that do not change are there already."""
         region = self.region()
+        self._written = None
         tear(region)
         # The checksum also covers the gaps between the tensors.
         if self._shape_of(packed) != self._shape and not self._is_blank:
@@ -216,7 +238,7 @@ class Slot:
 
     def raw(self, length: int) -> Tensor:
         """The first `length` bytes of the file, to send them, or to receive into them after `discard`."""
-        self._is_blank = False
+        self._is_blank, self._written = False, None
         return self.region()[:length]
 
     def discard(self) -> None:

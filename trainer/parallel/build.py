@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from elaunch.trainer.ddp.wrapper import wrap
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.parallel.checks import layers_of, microbatches, stages, windows_of_microbatch
-from elaunch.trainer.parallel.plan import Plan, Sizes
+from elaunch.trainer.parallel.plan import ParallelPlan, Sizes
 from elaunch.trainer.parallel.whole import Whole
 
 if TYPE_CHECKING:
@@ -46,9 +46,8 @@ def build(config: TrainConfig, gpt: GPT, sizes: Sizes, rank: int, device: torch.
 def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, groups: Groups) -> tuple[nn.Module, Any]:
     """The module whose backward sums gradients over the workers, and the optimizer."""
     plan = config.plan
-    if plan.kind in ("ddp", "zero1"):
-        gpu_ids = [device.index] if device.type == "cuda" else None
-        model = DistributedDataParallel(gpt, device_ids=gpu_ids, gradient_as_bucket_view=True)
+    if plan.has_ddp:
+        model = wrap(gpt, config.ddp, device)
         if plan.kind == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -71,7 +70,7 @@ def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, gr
 
 
 def _divided(
-    config: TrainConfig, plan: Plan, gpt: GPT, sizes: Sizes, rank: int, device: torch.device, groups: Groups
+    config: TrainConfig, plan: ParallelPlan, gpt: GPT, sizes: Sizes, rank: int, device: torch.device, groups: Groups
 ) -> Parallel:
     """This worker's part of a network that several workers compute."""
     # Imported here, since the import takes long, and a restart waits for it.
@@ -79,7 +78,7 @@ def _divided(
     from torch.distributed.fsdp import fully_shard
 
     from elaunch.trainer.parallel.divided import Pipeline, TensorParallel
-    from elaunch.trainer.parallel.stages import Part, Stage
+    from elaunch.trainer.parallel.stages import GptStage, ModelPart
     from elaunch.trainer.parallel.tensor import divide
 
     axes = {"pp": sizes.pp, "dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
@@ -89,13 +88,13 @@ def _divided(
     last = stages(plan) - 1
     names = {name: parameter.shape for name, parameter in gpt.named_parameters()}
     here = [layer for number in numbers for layer in layers[number]]
-    part = Part(gpt, here, is_first=0 in numbers, is_last=last in numbers)
+    part = ModelPart(gpt, here, is_first=0 in numbers, is_last=last in numbers)
     tp = mesh["tp"] if sizes.tp > 1 else None
     if tp is not None:
         divide(part, tp)
     ends = [{"is_first": number == 0, "is_last": number == last} for number in numbers]
     local = [
-        Stage(part, layers[number], **each, tp=tp, device=device, bf16=config.bf16)
+        GptStage(part, layers[number], **each, tp=tp, device=device, bf16=config.bf16)
         for number, each in zip(numbers, ends, strict=True)
     ]
     # A pipeline computes a stage for many micro-batches in turn: it would gather the parameters for each.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elaunch.trainer.parallel.plan import Plan, PlanError, Sizes
+from elaunch.trainer.parallel.plan import ParallelPlan, PlanError, Sizes
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Shape:
     micro_batch: int
 
 
-def require_fitting(plan: Plan, sizes: Sizes, shape: Shape) -> None:
+def require_fitting(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
     """Raise PlanError with the values and the way out if an axis does not divide what it must."""
     if sizes.tp > 1:
         _require_tensor_parallel(plan, sizes, shape)
@@ -28,23 +28,23 @@ def require_fitting(plan: Plan, sizes: Sizes, shape: Shape) -> None:
         _require_microbatches(plan, sizes, shape)
 
 
-def stages(plan: Plan) -> int:
+def stages(plan: ParallelPlan) -> int:
     """The number of parts into which the pipeline divides the layers."""
     return plan.pp * plan.stages_per_worker
 
 
-def layers_of(stage: int, plan: Plan, layers: int) -> range:
+def layers_of(stage: int, plan: ParallelPlan, layers: int) -> range:
     """The layers of that stage. They are contiguous, and the numbers of two stages' layers differ by at most one."""
     many = stages(plan)
     return range(layers * stage // many, layers * (stage + 1) // many)
 
 
-def microbatches(plan: Plan, sizes: Sizes, shape: Shape) -> int:
+def microbatches(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> int:
     """How many micro-batches the pipeline of one replica computes in a step."""
     return plan.microbatches or _micro_batches_of_data(sizes, shape)
 
 
-def windows_of_microbatch(plan: Plan, sizes: Sizes, shape: Shape) -> int:
+def windows_of_microbatch(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> int:
     """The windows in one of them."""
     return _micro_batches_of_data(sizes, shape) * shape.micro_batch // microbatches(plan, sizes, shape)
 
@@ -53,7 +53,7 @@ def _micro_batches_of_data(sizes: Sizes, shape: Shape) -> int:
     return -(-shape.global_batch // shape.micro_batch // sizes.data)
 
 
-def _require_tensor_parallel(plan: Plan, sizes: Sizes, shape: Shape) -> None:
+def _require_tensor_parallel(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
     tp = sizes.tp
     for option, number in (("--heads", shape.heads), ("--context", shape.context)):
         if number % tp:
@@ -68,7 +68,7 @@ def _require_tensor_parallel(plan: Plan, sizes: Sizes, shape: Shape) -> None:
         )
 
 
-def _require_layers(plan: Plan, shape: Shape) -> None:
+def _require_layers(plan: ParallelPlan, shape: Shape) -> None:
     if stages(plan) > shape.layers:
         each = f", {plan.stages_per_worker} on each worker" if plan.stages_per_worker > 1 else ""
         raise PlanError(
@@ -77,7 +77,7 @@ def _require_layers(plan: Plan, shape: Shape) -> None:
         )
 
 
-def _require_microbatches(plan: Plan, sizes: Sizes, shape: Shape) -> None:
+def _require_microbatches(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
     many = microbatches(plan, sizes, shape)
     windows = _micro_batches_of_data(sizes, shape) * shape.micro_batch
     where = f"--parallel {plan.text}:"

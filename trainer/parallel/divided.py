@@ -21,8 +21,8 @@ from elaunch.trainer.data.order import Micro, Order, key_of
 from elaunch.trainer.gpt.model import VOCABULARY
 from elaunch.trainer.parallel import gradients
 from elaunch.trainer.parallel.checks import Shape, layers_of, stages
-from elaunch.trainer.parallel.plan import Plan, Share
-from elaunch.trainer.parallel.stages import IGNORED, Part, Stage, nats
+from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
+from elaunch.trainer.parallel.stages import IGNORED, GptStage, ModelPart, nats
 from elaunch.trainer.parallel.tensor import in_usual_order
 from elaunch.trainer.parallel.whole import full
 
@@ -35,11 +35,11 @@ class Divided:
 
     def __init__(
         self,
-        plan: Plan,
-        share: Share,
+        plan: ParallelPlan,
+        share: DataShare,
         shape: Shape,
-        part: Part,
-        local_stages: Sequence[Stage],
+        part: ModelPart,
+        local_stages: Sequence[GptStage],
         mesh: DeviceMesh,
         optimizer: Optimizer,
         names: dict[str, torch.Size],
@@ -126,11 +126,11 @@ class Pipeline(Divided):
 
     def __init__(
         self,
-        plan: Plan,
-        share: Share,
+        plan: ParallelPlan,
+        share: DataShare,
         shape: Shape,
-        part: Part,
-        local_stages: Sequence[Stage],
+        part: ModelPart,
+        local_stages: Sequence[GptStage],
         mesh: DeviceMesh,
         optimizer: Optimizer,
         names: dict[str, torch.Size],

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elaunch.trainer.parallel.checks import Shape, layers_of, microbatches, stages, windows_of_microbatch
-from elaunch.trainer.parallel.plan import Plan, Sizes
+from elaunch.trainer.parallel.plan import ParallelPlan, Sizes
 
 _BYTES = 4
 # The floats that a block keeps for its backward pass, for each position and unit of width: the input of both norms,
@@ -24,7 +24,7 @@ _KEPT_OF_SCORES = 3
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerSpeed:
     """A worker as it was measured: what its process takes without a model, its speed, and its link to the others."""
 
     base_bytes: int = 0
@@ -71,13 +71,13 @@ class Estimate:
     duration: Duration
 
 
-def estimate(plan: Plan, sizes: Sizes, shape: Shape, worker: Worker, *, vocabulary: int = 256) -> Estimate:
+def estimate(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, *, vocabulary: int = 256) -> Estimate:
     """The estimate for a plan that fits `shape` (see `checks`)."""
     memories = [_memory(rank, plan, sizes, shape, worker, vocabulary) for rank in range(plan.pp)]
     return Estimate(max(memories, key=lambda memory: memory.total), _duration(plan, sizes, shape, worker, vocabulary))
 
 
-def parameters_of(rank: int, plan: Plan, shape: Shape, vocabulary: int) -> tuple[int, int]:
+def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) -> tuple[int, int]:
     """The parameters that a worker of the pipeline computes with: of one block, and of all that it has."""
     width, last = shape.width, stages(plan) - 1
     # Matrices and the biases of their outputs are divided. Norms, and the biases that are added to a sum, are not.
@@ -91,7 +91,7 @@ def parameters_of(rank: int, plan: Plan, shape: Shape, vocabulary: int) -> tuple
     return block, all_of_it
 
 
-def _memory(rank: int, plan: Plan, sizes: Sizes, shape: Shape, worker: Worker, vocabulary: int) -> Memory:
+def _memory(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, vocabulary: int) -> Memory:
     block, own = parameters_of(rank, plan, shape, vocabulary)
     ends = own - block * _blocks(rank, plan, shape)
     passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
@@ -115,7 +115,7 @@ def _memory(rank: int, plan: Plan, sizes: Sizes, shape: Shape, worker: Worker, v
     )
 
 
-def _activations(rank: int, plan: Plan, sizes: Sizes, shape: Shape, vocabulary: int) -> int:
+def _activations(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, vocabulary: int) -> int:
     """Floats that the backward passes of all micro-batches under way need."""
     has_scores = (rank + (plan.stages_per_worker - 1) * plan.pp) == stages(plan) - 1
     if plan.pp == 1:
@@ -135,12 +135,12 @@ def _activations(rank: int, plan: Plan, sizes: Sizes, shape: Shape, vocabulary: 
     return block * (_blocks(rank, plan, shape) * under_way + 1) + scores + several
 
 
-def _blocks(rank: int, plan: Plan, shape: Shape) -> int:
+def _blocks(rank: int, plan: ParallelPlan, shape: Shape) -> int:
     numbers = [rank + turn * plan.pp for turn in range(plan.stages_per_worker)]
     return sum(len(layers_of(number, plan, shape.layers)) for number in numbers)
 
 
-def _duration(plan: Plan, sizes: Sizes, shape: Shape, worker: Worker, vocabulary: int) -> Duration:
+def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, vocabulary: int) -> Duration:
     passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
     positions = passes * shape.micro_batch * shape.context
     # Six operations for each weight that is multiplied, and attention's (Chowdhery et al., "PaLM", 2022, appendix B).
@@ -153,7 +153,7 @@ def _duration(plan: Plan, sizes: Sizes, shape: Shape, worker: Worker, vocabulary
     return Duration(computing, waiting, sent / worker.link_bytes_per_s + messages * worker.message_s)
 
 
-def _traffic(plan: Plan, sizes: Sizes, shape: Shape, passes: int, vocabulary: int) -> tuple[float, int]:
+def _traffic(plan: ParallelPlan, sizes: Sizes, shape: Shape, passes: int, vocabulary: int) -> tuple[float, int]:
     """The bytes that the busiest worker sends in a step, and the number of its collectives and messages."""
     own = max(parameters_of(rank, plan, shape, vocabulary)[1] for rank in range(plan.pp)) * _BYTES
     blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))

@@ -26,7 +26,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelPlan:
     """A parsed plan; `text` is what the user typed.
 
     `dp` and `fsdp` are None where the user left their number open: they get the workers that `tp` and `pp` leave.
@@ -48,9 +48,14 @@ class Plan:
         return self.tp * self.pp > 1
 
     @property
+    def has_ddp(self) -> bool:
+        """Whether each worker has all parameters, in DistributedDataParallel."""
+        return not self.divides_model and self.kind in ("ddp", "zero1")
+
+    @property
     def is_even(self) -> bool:
         """Whether all workers must compute the same number of micro-batches: each needs collectives of all."""
-        return self.divides_model or self.kind not in ("ddp", "zero1")
+        return not self.has_ddp
 
     @property
     def stages_per_worker(self) -> int:
@@ -65,7 +70,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Share:
+class DataShare:
     """A worker's share of the data: that of replica `rank` of `world_size`. One worker of each replica `leads`."""
 
     rank: int
@@ -87,16 +92,16 @@ class Sizes:
         """The number of replicas of the model, whole or in shards."""
         return self.dp * self.fsdp
 
-    def share(self, rank: int) -> Share:
+    def share(self, rank: int) -> DataShare:
         """The share of that rank."""
-        return Share(rank // self.tp % self.data, self.data, rank % self.tp == 0 and rank < self.data * self.tp)
+        return DataShare(rank // self.tp % self.data, self.data, rank % self.tp == 0 and rank < self.data * self.tp)
 
     def __str__(self) -> str:
         numbers = {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp}
         return ",".join(f"{axis}={number}" for axis, number in numbers.items() if number > 1) or "dp=1"
 
 
-def parse(text: str) -> Plan:
+def parse(text: str) -> ParallelPlan:
     """The plan that `text` names. Raises PlanError."""
     if "=" not in text:
         if text not in KINDS:
@@ -104,12 +109,12 @@ def parse(text: str) -> Plan:
                 f"--parallel {text}: there is no such plan{_meant(text, KINDS)}; use {_or(KINDS)}, or axes as "
                 f"{_EXAMPLE} with {_or(AXES)}"
             )
-        return Plan(text, text)
+        return ParallelPlan(text, text)
     given = _pairs(text)
     numbers = {key: _number(text, key, value) for key, value in given.items() if key != "schedule"}
     dp, fsdp = numbers.get("dp"), numbers.get("fsdp")
     kind = "hsdp" if dp is not None and fsdp is not None else "fsdp2" if fsdp is not None else "ddp"
-    plan = Plan(
+    plan = ParallelPlan(
         text,
         kind,
         dp,
@@ -151,7 +156,7 @@ def _number(text: str, key: str, value: str) -> int:
     return int(value)
 
 
-def fit(plan: Plan, workers: int, *, again: bool = False) -> Sizes:
+def fit(plan: ParallelPlan, workers: int, *, again: bool = False) -> Sizes:
     """How many of the workers each axis gets. Raises PlanError if the plan is not for that number of workers.
 
     `again` is for a restart, where the number may have changed. Then `dp` and `fsdp` follow it, however many the user
@@ -170,7 +175,7 @@ def fit(plan: Plan, workers: int, *, again: bool = False) -> Sizes:
     return Sizes(dp, fsdp, plan.tp, plan.pp)
 
 
-def _data_axes(plan: Plan, data: int, workers: int, again: bool) -> tuple[int, int]:
+def _data_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tuple[int, int]:
     """`dp` and `fsdp` for so many replicas."""
     if plan.kind == "hsdp":
         return _two_axes(plan, data, workers, again)
@@ -186,7 +191,7 @@ def _data_axes(plan: Plan, data: int, workers: int, again: bool) -> tuple[int, i
     return (data, 1) if axis == "dp" else (1, data)
 
 
-def _two_axes(plan: Plan, data: int, workers: int, again: bool) -> tuple[int, int]:
+def _two_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tuple[int, int]:
     """For HSDP: replicas of the shards, and shards. Without numbers there are two replicas."""
     if plan.fsdp is None:
         if data % 2 and not again:

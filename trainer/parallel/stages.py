@@ -16,7 +16,7 @@ from elaunch.trainer.gpt.model import GPT
 IGNORED = -100
 
 
-class Part(nn.Module):
+class ModelPart(nn.Module):
     """The modules of `gpt` that one worker has. Parameters keep the names that they have in the whole network.
 
     The byte embedding is on the first stage, and again on the last one, which computes its scores with it.
@@ -34,7 +34,7 @@ class Part(nn.Module):
             self.norm = gpt.norm
 
 
-class Stage(nn.Module):
+class GptStage(nn.Module):
     """Consecutive layers of a part. The first stage takes bytes, and the last one gives scores: (B, T, V).
 
     Between stages there are activations (B, T, W). With tensor parallel a worker has only its own slice of the T
@@ -43,7 +43,7 @@ class Stage(nn.Module):
 
     def __init__(
         self,
-        part: Part,
+        part: ModelPart,
         layers: Sequence[int],
         *,
         is_first: bool,

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from elaunch.trainer.gpt.model import Attention, Block
-from elaunch.trainer.parallel.stages import Part
+from elaunch.trainer.parallel.stages import ModelPart
 
 # The parameters whose rows are in another order here than in the whole network.
 _BY_HEAD = "attention.queries_keys_values."
@@ -51,7 +51,7 @@ class HeadsAttention(nn.Module):
         return y_BTW
 
 
-def divide(part: Part, tp: DeviceMesh) -> None:
+def divide(part: ModelPart, tp: DeviceMesh) -> None:
     """Divide the matrices of all blocks, and make DTensors of all other parameters. Collective in `tp`."""
     plan: dict[str, ParallelStyle] = {
         "norm_attention": SequenceParallel(),

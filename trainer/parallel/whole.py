@@ -13,7 +13,7 @@ from elaunch.trainer.data.accumulation import accumulate
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.parallel import gradients
-from elaunch.trainer.parallel.plan import Plan, Share
+from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
 
 
 class Whole:
@@ -23,7 +23,13 @@ class Whole:
     """
 
     def __init__(
-        self, plan: Plan, share: Share, gpt: GPT, model: nn.Module, optimizer: Optimizer, autocast: torch.autocast
+        self,
+        plan: ParallelPlan,
+        share: DataShare,
+        gpt: GPT,
+        model: nn.Module,
+        optimizer: Optimizer,
+        autocast: torch.autocast,
     ) -> None:
         self.gpt, self.model, self.optimizer = gpt, model, optimizer
         self._plan, self._share, self._autocast = plan, share, autocast

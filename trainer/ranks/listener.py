@@ -18,6 +18,8 @@ from elaunch.trainer.ranks.tcp import listening, tuned
 _HELLO_S = 5.0
 # Connections that have not said it yet; of more than these the oldest is closed.
 _UNKNOWN_MAX = 64
+# The kernel holds connections until this rank looks. All ranks that may connect have room, and some strangers.
+_BACKLOG_MAX = 1024
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -40,7 +42,7 @@ class RankListener:
 
     def __init__(self, channel: str, rank: int, world_size: int, address: str) -> None:
         self._missing = set(range(rank + 1, world_size))
-        self._socket = listening(address)
+        self._socket = listening(address, min(len(self._missing) + _UNKNOWN_MAX, _BACKLOG_MAX))
         self.contact = Contact(channel, rank, address, self._socket.getsockname()[1], secrets.token_bytes(32))
         self._guests: list[_Guest] = []
         # When a rank has left in the middle of its greeting, and has not begun another one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 
-_BACKLOG = 1024
 # A host that is gone is noticed after 30 s, with three packets that it has not answered. A route that moves to another
 # link is back by then. Without an agent nobody else notices; an agent's lease ends long before.
 _IDLE_S, _PROBE_S, _UNANSWERED = 15, 5, 3
@@ -15,13 +14,16 @@ _INFO = struct.Struct("=BxBB52xI")
 _SYN_SENT = 2
 
 
-def listening(address: str) -> socket.socket:
-    """A socket that listens at `address`, at a port that the kernel chooses."""
+def listening(address: str, backlog: int) -> socket.socket:
+    """A socket that listens at `address`, at a port that the kernel chooses.
+
+    `backlog` connections may wait. For each the kernel keeps what a stranger sends, 128 kB or so.
+    """
     made = socket.socket(_family(address))
     try:
         made.setblocking(False)
         made.bind((address, 0))
-        made.listen(_BACKLOG)
+        made.listen(backlog)
     except OSError as error:
         made.close()
         # A link-local address of IPv6, for example, which is nothing without an interface.

@@ -118,7 +118,8 @@ def passes_to_final_sums(models: Sequence[nn.Module], world_size: int) -> int:
 
     The order is that of its buckets, which it regroups once: before the second forward pass, under `static_graph`
     before the third (torch/nn/parallel/distributed.py, `_rebuild_buckets`), with `find_unused_parameters` alone never.
-    Two summands have one order. But a communication hook may make something of a bucket as a whole.
+    Two summands have one order. But a communication hook may make something of a bucket as a whole. With
+    `static_graph` the passes are needed for another reason too: gradients may be accumulated in the first of all.
 
     In a job of `world_size` ranks, models without DDP may be what a wrapper has inside that is not among them. So the
     most passes are assumed then, except for FSDP, which has no such buckets.
@@ -130,10 +131,11 @@ def passes_to_final_sums(models: Sequence[nn.Module], world_size: int) -> int:
 
 
 def _passes_of(wrapper: DistributedDataParallel) -> int:
+    if wrapper.static_graph:
+        # Always, since torch fails with an internal error if the first of all passes is one of `no_sync`.
+        return _PASSES_MAX
     if wrapper.process_group.size() <= 2 and not wrapper._comm_hooks:
         return 0
-    if wrapper.static_graph:
-        return _PASSES_MAX
     return 0 if wrapper.find_unused_parameters else 1
 
 

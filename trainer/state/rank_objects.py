@@ -78,6 +78,8 @@ class RankObjects:
 
 def equal(one: Any, other: Any) -> bool:
     """Whether two nests of dictionaries, lists and tuples hold the same tensors and values."""
+    if one is other:
+        return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other):

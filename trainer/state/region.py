@@ -10,11 +10,12 @@ the checksums of the rest. A reader checks everything.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,22 +106,35 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed, fixed_ch
         skeleton_crc=zlib.crc32(packed.skeleton),
         checksum=checksum(region[start:end], fixed_checksum),
     )
-    _put(region, PAGE, packed.skeleton)
+    put(region, PAGE, packed.skeleton)
+    _declare(region, header)
+    return header
+
+
+def renew(region: Tensor, header: Header, piece: Piece) -> Header:
+    """Declare the content that `header` describes to be that of another piece too, in its place."""
+    header = replace(header, piece=piece)
+    tear(region)
+    _declare(region, header)
+    return header
+
+
+def _declare(region: Tensor, header: Header) -> None:
+    """Write the header and at last the mark."""
     fields = _FIELDS.pack(
-        layout,
-        piece.version.generation,
-        piece.version.step,
-        piece.world_size,
-        piece.rank,
+        header.layout,
+        header.version.generation,
+        header.version.step,
+        header.piece.world_size,
+        header.piece.rank,
         header.skeleton_length,
         header.skeleton_room,
         header.data_length,
         header.skeleton_crc,
         header.checksum,
     )
-    _put(region, len(MARK), fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little"))
+    put(region, len(MARK), fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little"))
     mark(region)
-    return header
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
@@ -149,12 +163,12 @@ def checksum_of_fixed(region: Tensor, packed: Packed) -> int:
 
 def mark(region: Tensor) -> None:
     """Declare the region whole."""
-    _put(region, 0, MARK)
+    put(region, 0, MARK)
 
 
 def tear(region: Tensor) -> None:
     """Erase the mark. Call this before anything else is changed."""
-    _put(region, 0, bytes(len(MARK)))
+    put(region, 0, bytes(len(MARK)))
 
 
 def header_of(region: Tensor, *, marked: bool = True) -> Header | None:
@@ -164,7 +178,7 @@ def header_of(region: Tensor, *, marked: bool = True) -> Header | None:
     """
     if region.numel() < PAGE:
         return None
-    content = _get(region, 0, len(MARK) + _FIELDS.size + _CRC_BYTES)
+    content = get(region, 0, len(MARK) + _FIELDS.size + _CRC_BYTES)
     fields, crc = content[len(MARK) : -_CRC_BYTES], content[-_CRC_BYTES:]
     if (marked and content[: len(MARK)] != MARK) or zlib.crc32(fields).to_bytes(_CRC_BYTES, "little") != crc:
         return None
@@ -182,7 +196,7 @@ def is_intact(region: Tensor, header: Header) -> bool:
 
 def skeleton_of(region: Tensor, header: Header) -> bytes:
     """The skeleton's bytes."""
-    return _get(region, PAGE, header.skeleton_length)
+    return get(region, PAGE, header.skeleton_length)
 
 
 def data_of(region: Tensor, header: Header) -> Tensor:
@@ -227,12 +241,17 @@ def up(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
-def _put(region: Tensor, offset: int, content: bytes) -> None:
-    region[offset : offset + len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+def put(region: Tensor, offset: int, content: bytes) -> None:
+    """Write bytes into a region in host memory. It happens several times in each step, so not by calls of torch."""
+    ctypes.memmove(_address(region, offset, len(content)), content, len(content))
 
 
-def _get(region: Tensor, offset: int, length: int) -> bytes:
-    content = bytearray(length)
-    if length:
-        torch.frombuffer(content, dtype=torch.uint8).copy_(region[offset : offset + length])
-    return bytes(content)
+def get(region: Tensor, offset: int, length: int) -> bytes:
+    """Bytes of a region in host memory."""
+    return ctypes.string_at(_address(region, offset, length), length) if length else b""
+
+
+def _address(region: Tensor, offset: int, length: int) -> int:
+    if offset < 0 or length < 0 or offset + length > region.numel():
+        raise ValueError(f"bytes {offset} to {offset + length} lie outside of {region.numel()} bytes")
+    return region.data_ptr() + offset

@@ -2,31 +2,101 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from array import array
+from typing import Any
 
 import torch
 
 from elaunch.trainer.state.tree import State
 
+# numpy's mt19937_state: 624 numbers of 32 bits, and the position among them as a C int.
+_KEYS_BYTES = 624 * 4
+_RAW_BYTES = _KEYS_BYTES + ctypes.sizeof(ctypes.c_int)
 
-def capture(device: torch.device) -> State:
-    """The present states of the generators, as plain values and tensors; numpy's only if numpy is imported."""
-    # As bytes, since hundreds of numbers take ten times as long to store.
-    version, numbers, gauss = random.getstate()
-    state: State = {"python": (version, array("I", numbers).tobytes(), gauss), "torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        name, keys, *rest = numpy.get_state()
-        state["numpy"] = (name, keys.tobytes(), *rest)
-    return state
+
+class RandomStates:
+    """The generators' states, looked at several times in each step: mostly nothing has been drawn since."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numpy = _Numpy()
+        self._state: State = {}
+        self._numbers: tuple[Any, ...] = ()
+
+    def capture(self) -> State:
+        """The present states, as plain values and tensors; numpy's only if numpy is imported.
+
+        The same object as before if they are the same as before. Do not change it.
+        """
+        numbers, old = random.getstate(), self._state
+        now: State = {"torch": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            now["cuda"] = torch.cuda.get_rng_state(self._device)
+        numpy = self._numpy.capture()
+        if numpy is not None:
+            now["numpy"] = numpy
+        is_same = (
+            old
+            and numbers == self._numbers
+            and numpy is old.get("numpy")
+            and all(torch.equal(now[name], old[name]) for name in ("torch", "cuda") if name in now)
+        )
+        if not is_same:
+            version, words, gauss = self._numbers = numbers
+            # As bytes, since hundreds of numbers take ten times as long to store.
+            self._state = {"python": (version, array("I", words).tobytes(), gauss), **now}
+        return self._state
+
+
+class _Numpy:
+    """numpy's global generator. Asking numpy for its state takes more time than all else that a step looks at here."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._address, self._raw = 0, b""
+
+    def capture(self) -> Any:
+        """Its state, the same object as before if it is the same as before; None if numpy is not imported."""
+        module: Any = sys.modules.get("numpy.random")
+        if module is None:
+            return None
+        address = _address_of(module)
+        if address and address == self._address and ctypes.string_at(address, _RAW_BYTES) == self._raw:
+            return self._state
+        self._address = 0
+        if not address:
+            # Plain values, of which each kind of generator has others.
+            state = _plain(module.get_state(legacy=False))
+            self._state = self._state if state == self._state else state
+            return self._state
+        name, keys, position, has_gauss, gauss = module.get_state()
+        state = (name, keys.tobytes(), position, has_gauss, gauss)
+        self._state = self._state if state == self._state else state
+        # A normal number that numpy has in store is the only part of its state that is not in these bytes. It gets one
+        # only by drawing others, so the bytes tell everything while it has none.
+        self._raw = state[1] + position.to_bytes(_RAW_BYTES - _KEYS_BYTES, sys.byteorder)
+        if not has_gauss and ctypes.string_at(address, _RAW_BYTES) == self._raw:
+            self._address = address
+        return self._state
+
+
+def _address_of(module: Any) -> int:
+    """Where numpy's global generator has its state; 0 if that is not known, or if it is another kind of generator."""
+    generator: Any = getattr(module.get_state.__self__, "_bit_generator", None)
+    return generator.ctypes.state_address if type(generator) is module.MT19937 else 0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def apply(state: State, device: torch.device) -> None:
-    """Set the generators to the states that `capture` returned."""
+    """Set the generators to the states that `RandomStates.capture` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(array("I", numbers)), gauss))
     torch.set_rng_state(state["torch"].clone())
@@ -35,5 +105,8 @@ def apply(state: State, device: torch.device) -> None:
     if "numpy" in state and "numpy" in sys.modules:
         import numpy
 
+        if isinstance(state["numpy"], dict):
+            numpy.random.set_state(state["numpy"])
+            return
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))

@@ -15,6 +15,7 @@ from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.model_state import Models, is_in_parts, is_zero, moments_of, restore, state_of, unwrap
 from elaunch.trainer.state.packing import NotPlain, pack, require_dense, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
+from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.tree import State, cloned, flatten, local_parts
 
 Found = TypeVar("Found")
@@ -61,6 +62,7 @@ class Training:
             type(module).get_extra_state is not nn.Module.get_extra_state for module in self.model.modules()
         )
         self.device = _device_of(self.model)
+        self.random = RandomStates(self.device)
         self._buffers = [
             (f"{prefix}.{short}".lstrip("."), owner, short)
             for prefix, owner in self.model.named_modules()
@@ -183,7 +185,7 @@ class Training:
 
     def own(self, *, large: bool = False) -> State:
         """This rank's own present state. Its tensors are the live ones, except the random states."""
-        state: State = {"buffers": self.buffers(), "random": rng_state.capture(self.device)}
+        state: State = {"buffers": self.buffers(), "random": self.random.capture()}
         if self.per_rank is not None:
             state["per_rank"] = cloned(self.per_rank.state_dict())
         if large and self._hook is not None:

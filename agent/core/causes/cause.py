@@ -17,10 +17,14 @@ _FULL_PART = 50
 
 @dataclass(frozen=True)
 class KnownCause:
-    """`detail` is what the failure's own message does not say, `advice` the next step. Both may be empty."""
+    """`detail` is what the failure's own message does not say, `advice` the next step. Both may be empty.
+
+    `is_enough` says that a traceback and the worker's output add nothing to that but the place in the user's code.
+    """
 
     detail: str = ""
     advice: str = ""
+    is_enough: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,8 @@ class CauseRule:
     It applies if the exit code is in `codes`, the exception in `exceptions`, and `pattern` is found in the words; one
     that is empty is not asked. `more` adds values for the templates, or says with None that the rule does not apply.
     `detail` and `advice` are templates: `{name}` is a group of the pattern or a value of `more`. `asks` are questions
-    whose answers `more` wants. The documentation shows `shown`, or else the template of the advice.
+    whose answers `more` wants. The documentation shows `shown`, or else the template of the advice. `is_enough` as in
+    `KnownCause`.
     """
 
     title: str
@@ -150,6 +155,7 @@ class CauseRule:
     more: Callable[[Evidence, Values], Values | None] | None = None
     asks: Callable[[Evidence, Values], tuple[Question, ...]] | None = None
     shown: str = ""
+    is_enough: bool = False
 
     def values(self, evidence: Evidence) -> Values | None:
         """The groups of the pattern, or None if the rule cannot apply, whatever the facts are."""
@@ -172,7 +178,7 @@ class CauseRule:
             if added is None:
                 return None
             values = {**values, **added}
-        return KnownCause(self.detail.format_map(values), self.advice.format_map(values))
+        return KnownCause(self.detail.format_map(values), self.advice.format_map(values), self.is_enough)
 
     def questions(self, evidence: Evidence) -> tuple[Question, ...]:
         """What has to be found out before `cause` can be asked."""

@@ -26,6 +26,8 @@ _WELL_KNOWN = regex(
     r"datasets|transformers|wandb|tensorboard|accelerate|deepspeed|profile|platform|code|inspect|abc|enum|calendar|"
     r"statistics|secrets|operator|math|pandas|scipy|PIL|yaml|tqdm|triton|torchvision|torchaudio)$"
 )
+# Of multiprocessing's spawn, in a child process.
+NO_MAIN_GUARD = "current process has finished its bootstrapping phase"
 _ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
 _NAMED_MODULE = (
     r"module '(?P<module>\w+)(?:\.[\w.]+)?' has no attribute"
@@ -138,7 +140,15 @@ RULES = (
     CauseRule(
         "processes started without a main guard",
         'put the code that starts processes behind if __name__ == "__main__":, since spawn imports the script again',
-        pattern=regex(r"current process has finished its bootstrapping phase|^context has already been set$"),
+        pattern=regex(NO_MAIN_GUARD),
+        exceptions=frozenset({"RuntimeError"}),
+        # The exception's own text is a page about this.
+        is_enough=True,
+    ),
+    CauseRule(
+        "a start method that is set twice",
+        'put the code that sets it behind if __name__ == "__main__":, since spawn imports the script again',
+        pattern=regex(r"^context has already been set$"),
         exceptions=frozenset({"RuntimeError"}),
     ),
     CauseRule(

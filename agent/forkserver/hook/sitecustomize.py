@@ -15,6 +15,11 @@ try:
 
         prepare(_loaded)
     else:
+        import gc
+
+        # Until all is imported. There is no garbage yet, and to look for it takes time.
+        gc.disable()
+
         from elaunch.agent.forkserver.pause import pause
 
         pause(_loaded)

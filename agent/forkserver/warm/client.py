@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,10 @@ ANSWER_S = 2.0
 # The fork looks at each file that is loaded, which may be on a slow network file system.
 _CHECKS_S = 10.0
 LOOK_S = 0.05
+# Whoever waits longer than this for one that still imports is told so.
+_SILENT_S = 0.3
 _END_S = 1.0
+_WAITS = "the fork server that the last job has left behind still imports; this start waits for it"
 
 
 @dataclass(frozen=True)
@@ -134,10 +137,21 @@ def why_useless(program: Program, environment: Mapping[str, str]) -> str:
     return ""
 
 
-def borrow(boot: Boot, environment: Mapping[str, str], control: socket.socket, idle_s: float) -> Borrowed:
-    """Have a warm fork server fork one for `boot`, whose end of the socket is `control`. Raises Cold."""
+def borrow(
+    boot: Boot,
+    environment: Mapping[str, str],
+    control: socket.socket,
+    idle_s: float,
+    say: Callable[[str], None],
+) -> Borrowed:
+    """Have a warm fork server fork one for `boot`, whose end of the socket is `control`. Raises Cold.
+
+    `say` is called with a sentence for the user if that takes time.
+    """
     kind = WarmKind(boot.program, boot.preload or ())
     with connected(_path(kind, environment)) as connection:
+        if not select.select([connection], [], [], _SILENT_S)[0] and not is_stopped(credentials(connection)[0]):
+            say(_WAITS)
         greeted(connection)
         fds: list[int] = []
         try:

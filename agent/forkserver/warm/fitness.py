@@ -16,13 +16,16 @@ from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.variables import Read, read_before
 from elaunch.records import dataclass
 
+_THREADS = "OMP_NUM_THREADS"
+
 
 @dataclass(frozen=True)
 class Known:
     """What a warm fork server knows of itself since its imports.
 
     `folder` is where it imported, `environment` was there then, without what nothing can have `read`. `modules` are all
-    loaded ones, whether hidden or not. `in_folder` are files that they looked for in the current folder.
+    loaded ones, whether hidden or not. `in_folder` are files that they looked for in the current folder. `sharers` as
+    in `Boot`.
     """
 
     folder: str
@@ -33,6 +36,7 @@ class Known:
     loaded: Loaded
     in_folder: frozenset[str]
     loaded_at_start: Collection[str]
+    sharers: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,28 @@ def misfit(known: Known, handover: Handover) -> Unfit | None:
         return Unfit(why)
     if why := difference(jobs(dict(known.environment)), jobs(handover.variables)):
         return Unfit(why)
-    if why := read_before(known.environment, handover.variables, known.read):
+    if why := _other_share(known, handover) or read_before(known.environment, handover.variables, known.read):
         return Unfit(why)
     if why := known.loaded.change():
         return Unfit(why)
     if found := sorted(path for path in known.in_folder if os.path.exists(path)):  # noqa: PTH110
         return Unfit(f"a module reads {found[0]} in the current folder while it is imported", is_outdated=False)
     return _of_program(known, handover)
+
+
+def _other_share(known: Known, handover: Handover) -> str:
+    """A sentence about another number of workers, if OMP_NUM_THREADS has followed it."""
+    then, now = known.sharers, handover.boot.sharers
+    if not then or not now or known.environment.get(_THREADS) == handover.variables.get(_THREADS):
+        return ""
+    return (
+        f"{_workers(now)} here, and {_workers(then)} before: each has another share of the cores ({_THREADS}), which is"
+        f" read when a program starts; with {_THREADS} in the shell any number starts warm"
+    )
+
+
+def _workers(number: int) -> str:
+    return "1 worker" if number == 1 else f"{number} workers"
 
 
 def _of_program(known: Known, handover: Handover) -> Unfit | None:

@@ -33,12 +33,13 @@ _BACKLOG = 64
 
 
 def leave_behind(
-    kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float, *, in_place: bool
+    kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float, *, in_place: bool, sharers: int = 0
 ) -> None:
     """Start a fork server that outlives this process. Raises NoPlace, OSError.
 
     One that is there it ends; without `in_place` only if that does not answer: it came while this job ran.
-    The new one has not imported yet when this returns. `environment` is without the job's marker.
+    The new one has not imported yet when this returns. `environment` is without the job's marker. `sharers` as in
+    `Boot`.
     """
     program = without_program(kind.program)
     path = socket_path(made(folder(os.environ)), program, kind.preload)
@@ -66,6 +67,7 @@ def leave_behind(
                         environment.get("PYTHONPATH"),
                         learned=learned,
                         warm_s=idle_s,
+                        sharers=sharers,
                     ),
                     environment,
                     path.parent,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from elaunch.digests import sha256
 from elaunch.rendezvous.job_spec import Program
 from elaunch.rendezvous.texts import plain
 
@@ -84,7 +84,7 @@ def socket_path(place: Path, program: Program, preload: Sequence[str]) -> Path:
         __file__,
         _PROTOCOL,
     ]
-    path = place / hashlib.sha256(json.dumps(kind).encode()).hexdigest()[:16]
+    path = place / sha256(json.dumps(kind).encode()).hexdigest()[:16]
     if len(os.fsencode(path)) > _ADDRESS_BYTES_MAX:
         raise NoPlace(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
     return path

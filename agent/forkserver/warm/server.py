@@ -94,7 +94,9 @@ class WarmServer:
         forget(useless)
         kept = {name: value for name, value in environment.items() if name not in useless}
         here = os.getcwd()  # noqa: PTH109
-        self._known = Known(here, kept, preloaded.brought, modules, read, loaded, in_folder, loaded_at_start)
+        self._known = Known(
+            here, kept, preloaded.brought, modules, read, loaded, in_folder, loaded_at_start, boot.sharers
+        )
         if file := self._known.loaded.newer_than(began_ns):
             raise ChangedMeanwhile(file)
         self._since = time.time()

@@ -1,5 +1,6 @@
 # headline: exited with code 1|raised RuntimeError
 # next: __main__
+# lines: 16
 # slow
 
 import multiprocessing

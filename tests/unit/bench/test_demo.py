@@ -71,12 +71,20 @@ def test_a_signal_ends_it_with_one_sentence_and_leaves_nothing(tmp_path: Path, s
             said += process.stdout.readline()
         below = psutil.Process(process.pid).children(recursive=True)
 
-        # Ctrl-C reaches the training, too, and `kill` does not.
+        # Ctrl-C reaches all of the terminal's processes.
         os.killpg(process.pid, signum) if signum == signal.SIGINT else process.send_signal(signum)
         said += process.stdout.read()
 
     assert process.returncode == 128 + signum
-    assert said.endswith(f"\ndemo: interrupted; nothing of it runs any more, and {out} is removed\n")
+    assert said.endswith(
+        f"\ndemo: stopped by {signum.name}; nothing of it runs any more; {out} has what was done until then, and"
+        " make demo begins anew\n"
+    )
     assert "Traceback" not in said
+    assert re.findall(r"^elaunch: (SIG\w+): ", said, re.MULTILINE) == [signum.name], "the training gets it once"
+    # Whatever the training has said of its files is true afterwards.
+    folders = re.findall(r"^elaunch: the workers' output is in (\S+)$", said, re.MULTILINE)
+    assert folders
+    assert all(Path(folder).is_dir() for folder in folders)
     assert [child for child in below if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
-    assert not out.exists()
+    assert not (out / "report.html").exists()

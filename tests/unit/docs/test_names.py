@@ -11,7 +11,7 @@ import pytest
 from tests.harness import REPOSITORY
 
 PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")])
-FOLDERS = ("launcher", "agent", "rendezvous", "trainer", "bench", "tests", "deploy", "docs", "src")
+FOLDERS = ("launcher", "agent", "rendezvous", "trainer", "bench", "tests", "deploy", "docs", "src", "examples")
 # Files of a user's, of torch's and of a run's own, as the pages call them.
 OTHERS = {
     "train.py",

@@ -107,6 +107,26 @@ def test_a_reader_that_has_read_enough_of_an_answer_is_no_error(
     assert not isinstance(ended.value, SystemExit) or ended.value.code == 0
 
 
+def test_the_options_of_the_bundled_trainer_are_shown_without_a_job(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "elaunch", "--nproc-per-node", "2", "--log-dir", "logs"]
+
+    ended = subprocess.run(
+        [*command, "-m", "elaunch.trainer", "--steps", "3", "--help"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("Usage: elaunch -m elaunch.trainer")
+    assert "--global-batch" in ended.stdout
+    assert " elaunch.agent.run" not in ended.stderr, "an agent was begun"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     command = f"exec {sys.executable} -m elaunch --no-such-option 2>&-"
 

@@ -317,6 +317,69 @@ def test_a_module_that_python_does_not_find_is_one_sentence() -> None:
     assert "Root Cause" in report(replace(FAILED, failure=missing), SPEC, None)
 
 
+WRONG_ARGUMENTS = replace(
+    RAISED,
+    kind=FailureKind.STARTUP,
+    code=2,
+    exception="",
+    frame="",
+    traceback="",
+    message="exited with code 2 (the exit code of a wrong command line)",
+    tail="No such option: --stepz (Possible options: --steps); see elaunch -m elaunch.trainer --help\n",
+)
+OF_ARGPARSE = replace(
+    WRONG_ARGUMENTS,
+    message="exited with code 2 (the exit code of a wrong command line; unrecognized arguments: --lrr)",
+    tail="usage: train.py [-h] [--a A]\n   [--b B]\n   [--c C]\ntrain.py: error: unrecognized arguments: --lrr\n",
+    advice="correct the arguments behind the script; train.py --help lists them",
+)
+
+
+def test_what_a_program_says_of_its_own_arguments_is_one_line() -> None:
+    assert refused(WRONG_ARGUMENTS) == (
+        "elaunch: train.py FAILED on node-a: rank 5 exited with code 2 (the exit code of a wrong command line): No such"
+        " option: --stepz (Possible options: --steps); see elaunch -m elaunch.trainer --help; exit code 1\n"
+    )
+    assert refused(OF_ARGPARSE) == (
+        "elaunch: train.py FAILED on node-a: rank 5 exited with code 2 (the exit code of a wrong command line;"
+        " unrecognized arguments: --lrr); exit code 1\n"
+        "Next step: correct the arguments behind the script; train.py --help lists them.\n"
+    )
+    log_path = "/logs/5/stderr.log"
+    assert f"elaunch: its output is in {log_path}\n" in refused(replace(WRONG_ARGUMENTS, log_path=log_path))
+
+
+def refused(failure: Failure) -> str:
+    """The report on a job that ends by this failure without a restart."""
+    return report(replace(FAILED, restarts=0, failure=failure), SPEC, None)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(WRONG_ARGUMENTS, tail=""),
+        replace(WRONG_ARGUMENTS, tail="loading\nepoch 1\nepoch 2\nno space\n"),
+        replace(WRONG_ARGUMENTS, kind=FailureKind.EXIT_CODE),
+        replace(WRONG_ARGUMENTS, code=126),
+    ],
+    ids=["nothing said", "much said", "progress", "another code"],
+)
+def test_another_end_with_few_words_has_the_whole_report(other: Failure) -> None:
+    assert "Root Cause" in refused(other)
+
+
+def test_a_job_that_has_restarted_says_why_it_stopped_after_any_failure() -> None:
+    assert "Why it stopped: " in failed(WRONG_ARGUMENTS)
+
+
+def test_output_that_was_one_pipe_is_not_called_stderr() -> None:
+    mixed = failed(replace(KILLED, is_mixed=True))
+
+    assert "  output    : its last line\n    last words\n" in mixed
+    assert "stderr" not in mixed
+    assert "  stderr    : its last line\n    last words\n" in failed(KILLED)
+
+
 def test_the_object_says_in_which_generation_the_failure_happened() -> None:
     # A generation was opened to restart, and did not run.
     fields = record(replace(FAILED, generation=4, failure=RAISED), None)

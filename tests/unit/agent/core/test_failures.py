@@ -356,6 +356,9 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
         "The client socket has timed out after 60000ms while trying to connect to (head, 29500).",
         "Timed out after 4 seconds waiting for clients. 1/2 clients joined.",
         "Socket Timeout",
+        # RPC's TensorPipe: over TCP, and in shared memory.
+        "EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)",
+        "eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)",
         # NCCL.
         "NCCL error in: x.cpp:94, remote process exited or there was a network error, NCCL version 2.21.5\n"
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",

@@ -31,6 +31,7 @@ INSIDE = Inside(
     main=frame("broadcast", C10D),
     others=(),
     answers=102,
+    loops=frozenset({101}),
     tracker=202,
     ranks=WORLD_SIZE,
     timeout_s=1800.0,
@@ -38,7 +39,7 @@ INSIDE = Inside(
 )
 OUTSIDE = Outside(
     main=PID,
-    calls={PID: ("futex", "0x1 0x2"), 101: ("epoll_wait", "0x3"), 102: ("recvfrom", "0x5")},
+    calls={PID: ("futex", "0x1 0x2"), 101: ("epoll_wait", "0x3"), 102: ("recvfrom", "0x5"), 104: ("futex", "0x4")},
     children={201: "pt_data_worker", 202: "python"},
     written_bytes=500,
     cpu_s=3.14,
@@ -76,7 +77,7 @@ def test_one_that_only_waits_in_a_collective_of_all_ranks_is_stuck_after_a_while
 def test_the_thread_that_answers_may_be_awake_and_no_other_one() -> None:
     awake, asleep = {102: ("", "")}, OUTSIDE.calls
     answering = [outside(calls={**asleep, **awake}), LOOK, outside(calls={**asleep, **awake})]
-    other = [outside(calls={**asleep, 101: ("", "")}), LOOK, LOOK]
+    other = [outside(calls={**asleep, 104: ("", "")}), LOOK, LOOK]
 
     assert is_stuck(state_after(*answering))
     assert not is_stuck(state_after(*other))
@@ -181,6 +182,45 @@ def test_whatever_moves_begins_the_time_anew(look: SurvivorLook) -> None:
     assert moved.look == look
 
 
+COUNTED = {PID: 5_000_000_000, 101: 7_000_000, 102: 9_000_000, 104: 7_000_000}
+
+
+def counted_after(*ran_ns: dict[int, int]) -> Stillness | None:
+    """The state after looks in half of the shorter time."""
+    state: Stillness | None = None
+    for number, each in enumerate(ran_ns):
+        look = outside(ran_ns={**COUNTED, **each})
+        state = after(state, look, WORLD_SIZE, number * survivors.STUCK_COUNTED_S / 2)
+    return state
+
+
+def test_where_each_threads_time_is_counted_half_of_the_time_is_enough() -> None:
+    assert not is_stuck(counted_after({}, {}))
+    assert is_stuck(counted_after({}, {}, {}))
+
+
+def test_a_thread_that_looks_at_a_clock_may_run_for_a_moment_and_the_one_that_answers_for_long() -> None:
+    assert is_stuck(counted_after({}, {104: 7_100_000}, {104: 7_200_000, 102: 30_000_000}))
+
+
+def test_gloos_thread_may_turn_without_end() -> None:
+    """It does when the socket of a peer has been closed."""
+    turns = [
+        outside(calls={**OUTSIDE.calls, 101: ("", "")}, ran_ns={**COUNTED, 101: number * 15_000_000}, cpu_s=3 + number)
+        for number in range(3)
+    ]
+
+    assert is_stuck(state_after(*turns))
+
+
+@pytest.mark.parametrize("tid", [PID, 104, 103])
+def test_a_thread_that_has_run_for_longer_than_a_moment_begins_the_time_anew(tid: int) -> None:
+    ran = counted_after({}, {}, {tid: COUNTED.get(tid, 0) + 3_000_000})
+
+    assert ran is not None
+    assert ran.since_s == ran.until_s
+
+
 def test_the_thread_that_answers_may_use_a_tick() -> None:
     assert is_stuck(state_after(LOOK, LOOK, outside(cpu_s=3.15)))
 
@@ -190,6 +230,7 @@ ANSWER = {
     "main": [["broadcast", C10D], ["handler", "/home/me/train.py"]],
     "others": [[["wait", f"{PYTHON}/threading.py"]]],
     "answers": 102,
+    "loops": [101],
     "tracker": 202,
     "ranks": 3,
     "timeout_s": 1800.0,
@@ -217,6 +258,8 @@ def test_an_answer_is_read() -> None:
         lambda answer: answer.update(main=[["broadcast"]]),
         lambda answer: answer.update(others=7),
         lambda answer: answer.update(tracker="x"),
+        lambda answer: answer.pop("loops"),
+        lambda answer: answer.update(loops=7),
         lambda answer: answer.update(ranks=None),
         lambda answer: answer.update(timeout_s="soon"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elaunch.agent.core.failures import tells_of_lost_peer
-from elaunch.agent.output.folding import TracebackFold
+from elaunch.agent.output.folding import TracebackFold, said_of_folded
 
 HEAD = b"[rank0]: Traceback (most recent call last):\n"
 FRAME = b'[rank0]:   File "train.py", line 7, in <module>\n[rank0]:     dist.all_reduce(x)\n'
@@ -100,3 +100,65 @@ def test_output_without_a_traceback_passes_at_once(fold: TracebackFold) -> None:
     assert fold.take(b"loss 0.3\n", 1.0) == b"loss 0.3\n"
     assert fold.due_s is None
     assert fold.end() == b""
+
+
+JOINED = b"\nDuring handling of the above exception, another exception occurred:\n\n"
+INTERRUPTED = HEAD + FRAME + b"[rank0]: KeyboardInterrupt\n"
+PLAIN = b'Traceback (most recent call last):\n  File "t.py", line 7, in <module>\n    f()\n    ~^^\nKeyboardInterrupt\n'
+
+
+@pytest.fixture
+def interrupted() -> TracebackFold:
+    return TracebackFold(tells_of_lost_peer, lambda: True)
+
+
+@pytest.mark.parametrize(
+    "traceback",
+    [INTERRUPTED, PLAIN, PLAIN + JOINED + PLAIN, INTERRUPTED + JOINED + ALL, ALL + JOINED + PLAIN],
+    ids=["rank", "plain", "twice", "then a lost peer", "after a lost peer"],
+)
+def test_after_ctrl_c_a_rank_that_ends_by_it_shows_no_traceback(interrupted: TracebackFold, traceback: bytes) -> None:
+    shown = interrupted.take(b"step 3\n" + traceback, 1.0) + interrupted.look(1.1) + interrupted.end()
+
+    assert shown == b"step 3\n"
+    assert interrupted.folded == traceback.count(b"\n")
+
+
+def test_what_a_rank_says_after_its_interrupt_is_shown(interrupted: TracebackFold) -> None:
+    interrupted.take(PLAIN + b"saved step 7\n", 1.0)
+
+    assert interrupted.look(1.1) == b""
+    assert interrupted.end() == b"saved step 7\n"
+    assert interrupted.folded == PLAIN.count(b"\n")
+
+
+def test_an_error_that_comes_of_the_interrupt_is_shown(interrupted: TracebackFold) -> None:
+    interrupted.take(PLAIN + JOINED + HEAD + FRAME + OWN, 1.0)
+
+    assert interrupted.look(1.1).endswith(JOINED + HEAD + FRAME + OWN)
+
+
+def test_an_interrupt_is_shown_if_the_program_goes_on(interrupted: TracebackFold) -> None:
+    interrupted.take(PLAIN, 1.0)
+
+    assert interrupted.look(1.1) == b""
+    assert interrupted.look(6.0) == PLAIN
+
+
+def test_an_interrupt_that_nobody_sent_is_shown(fold: TracebackFold) -> None:
+    fold.take(PLAIN, 1.0)
+
+    assert fold.look(1.1) + fold.end() == PLAIN
+    assert fold.folded == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_interrupted", "said"),
+    [
+        ({1: 9}, False, "rank 1 lost a peer and ended; its traceback (9 lines) is not shown"),
+        ({1: 9}, True, "rank 1 was interrupted and ended; its traceback (9 lines) is not shown"),
+        ({1: 9, 0: 3}, True, "rank 0 and 1 were interrupted and ended; their tracebacks (12 lines) are not shown"),
+    ],
+)
+def test_one_line_says_whose_tracebacks_are_not_shown(lines: dict[int, int], is_interrupted: bool, said: str) -> None:
+    assert said_of_folded(lines, is_interrupted=is_interrupted).startswith(f"{said} (--show-all-tracebacks")

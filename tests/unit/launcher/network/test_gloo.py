@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from elaunch.launcher.network import gloo
-from elaunch.launcher.network.gloo import gloo_interface, interface_of
+from elaunch.launcher.network.gloo import gloo_interface, interface_of, socket_variables
 from elaunch.launcher.network.reach import NoAddress
 
 
@@ -64,3 +64,18 @@ def test_agents_on_one_host_need_nothing(own_addresses: list[str]) -> None:
     own_addresses += ["127.0.1.1"]
 
     assert gloo_interface("127.0.0.1") is None
+
+
+def test_rpc_is_told_of_the_same_interface_and_the_users_own_variables_stay(own_addresses: list[str]) -> None:
+    own_addresses += ["127.0.1.1"]
+    said: list[str] = []
+
+    both = socket_variables("10.0.0.1", {}, said.append)
+    only_rpc = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, said.append)
+    neither = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, said.append)
+
+    assert both == {"GLOO_SOCKET_IFNAME": "eth1", "TP_SOCKET_IFNAME": "eth1"}
+    assert (only_rpc, neither) == ({"TP_SOCKET_IFNAME": "eth1"}, {})
+    assert said == [
+        "GLOO_SOCKET_IFNAME=eth1 is set for the workers: this host resolves its own name, node-a, to 127.0.1.1"
+    ]

@@ -829,3 +829,52 @@ def test_a_name_that_is_part_of_keys_has_a_longest_length(option: str, longest: 
 def test_a_name_in_another_encoding_is_refused_in_a_sentence() -> None:
     with pytest.raises(UsageError, match="has characters that cannot be shown"):
         parse(["--run-id", "job\udcff", "train.py"], {})
+
+
+# --- roles
+
+
+def test_the_numbers_of_the_roles_make_the_number_of_workers() -> None:
+    config = config_of("--roles", "ps=1, trainer=3", "t.py", host=GPU_HOST)
+
+    assert (config.role, config.slots) == ("ps=1,trainer=3", 4)
+    assert config_of("--roles", "ps=1,trainer=3", "--nproc-per-node", "4", "t.py").slots == 4
+
+
+def test_a_job_file_may_have_the_roles_as_a_map(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("roles:\n  ps: 1\n  trainer: 3\nscript: t.py\n")
+
+    options = options_of("--config", str(tmp_path / "job.yaml"))
+
+    assert (options.roles, options.nproc_per_node) == ("ps=1,trainer=3", 4)
+
+
+def test_of_two_ways_to_say_the_roles_or_their_number_the_stronger_source_counts() -> None:
+    assert options_of("--roles", "ps=1,trainer=3", "t.py", PET_NPROC_PER_NODE="8").nproc_per_node == 4
+    assert options_of("--roles", "ps=1,trainer=3", "t.py", PET_ROLE="trainer").role == "default"
+    told = options_of("--role", "trainer", "--nproc-per-node", "2", "t.py", PET_ROLES="ps=1,trainer=3")
+    assert (told.role, told.roles, told.nproc_per_node) == ("trainer", "", 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (("--roles", "ps"), r"--roles ps does not say how many workers each role has; use NAME=N,NAME=N"),
+        (("--roles", "ps=1,ps=2"), r"--roles ps=1,ps=2 does not say"),
+        (("--roles", "ps=0,trainer=1"), r"--roles ps=0,trainer=1 does not say"),
+        (("--roles", f"{'x' * 63}=1"), r"is too long \(65 bytes\); give at most 64"),
+        (("--roles", "ps=1,trainer=9999999"), r"is more workers than"),
+        (
+            ("--role", "ps=1,trainer=3"),
+            r"--role ps=1,trainer=3 reads as numbers of workers; use --roles ps=1,trainer=3",
+        ),
+        (
+            ("--roles", "ps=1", "--role", "a"),
+            r"--role a contradicts --roles ps=1: all workers of this node have the one",
+        ),
+        (("--roles", "ps=1", "--nproc-per-node", "2"), r"--nproc-per-node 2 contradicts --roles ps=1: the numbers of"),
+    ],
+)
+def test_roles_that_cannot_be_meant_are_refused_with_the_way_out(argv: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        options_of(*argv, "t.py")

@@ -127,12 +127,11 @@ NO_STEP = replace(RAISED, progressed=True, lived_s=100.0)
     ("one", "other"),
     [
         (STEP_7, replace(STEP_7, step=9)),
-        (STEP_7, replace(STEP_7, rank=1)),
         (STEP_7, replace(STEP_7, step=-1)),
         (NO_STEP, replace(NO_STEP, lived_s=115.0)),
         (NO_STEP, replace(NO_STEP, message="raised ValueError: bad batch 18 at 0x7f00")),
     ],
-    ids=["another step", "another rank", "unknown step", "much longer", "another number"],
+    ids=["another step", "unknown step", "much longer", "another number"],
 )
 def test_the_same_error_after_progress_is_tried_again(one: Failure, other: Failure) -> None:
     assert identical(one, other)
@@ -146,8 +145,10 @@ def test_the_same_error_after_progress_is_tried_again(one: Failure, other: Failu
         (STEP_7, replace(STEP_7, message="raised ValueError: bad batch 18 at 0x7fff"), "in the same step"),
         (NO_STEP, replace(NO_STEP, lived_s=92.0), "after about the same time"),
         (replace(NO_STEP, lived_s=0.5), replace(NO_STEP, lived_s=2.4), "after about the same time"),
+        (STEP_7, replace(STEP_7, rank=1, node_id="b", host="b"), "in the same step, after step 7"),
+        (NO_STEP, replace(NO_STEP, rank=1, node_id="b", host="b"), "after about the same time"),
     ],
-    ids=["step", "step, other numbers", "time", "short time"],
+    ids=["step", "step, other numbers", "time", "short time", "step, another rank", "time, another rank"],
 )
 def test_the_same_bug_in_the_same_step_is_not_tried_a_third_time(one: Failure, other: Failure, words: str) -> None:
     decision = decide({1: [one], 2: [other]})
@@ -200,6 +201,7 @@ def test_a_rank_that_ends_early_twice_is_not_waited_for_a_third_time() -> None:
 
     assert isinstance(decide({1: [PEER, EARLY], 2: [replace(EARLY, lived_s=1.0), PEER]}), GiveUp)
     assert isinstance(decide({1: [PEER, EARLY], 2: [PEER, late]}), Restart)
+    assert isinstance(decide({1: [PEER, EARLY], 2: [PEER, replace(EARLY, rank=2)]}), Restart), "another rank"
 
 
 @pytest.mark.parametrize(("barren", "kind"), [(0, Restart), (2, GiveUp)])

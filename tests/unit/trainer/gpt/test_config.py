@@ -37,6 +37,12 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--parallel", "tp=2", "--compile"], "--compile is not tried with --parallel tp=2; leave one of the two out"),
         (["--eval-every", "0"], "--eval-every"),
         (["--peak-tflops", "0"], "--peak-tflops"),
+        (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
+        (["--profile", "12-10"], "--profile: 12-10 ends before it begins; give 10-12"),
+        (["--profile", "10-12", "--steps", "11"], "--profile 10-12 ends with step 12, and --steps is 11; give fewer"),
+        (["--profile", "3", "--steps", "4"], "or earlier steps, or --steps 5"),
+        (["--tune-comm", "fast"], "'fast' is not one of 'neutral', 'lossy'"),
+        (["--tune-comm", "--parallel", "fsdp2"], "--tune-comm measures DDP's buckets, and --parallel fsdp2 has none"),
         (["stray"], "stray"),
         (["--checkpoints", "s33://bucket/run"], "s33://bucket/run begins with s33://, which fsspec does not know"),
         (["--checkpoints", "gs://bucket/run"], "gs:// needs the package gcsfs: pip install gcsfs"),
@@ -255,3 +261,11 @@ def test_a_run_is_complete_once_its_result_is_written(run: tuple[RunDirectory, T
     directory.write_result({"steps": 3, "loss": 1.25})
 
     assert directory.is_complete
+
+
+def test_tuning_without_a_word_is_loss_neutral_and_another_run_only_if_it_may_round() -> None:
+    tuned = parse(["--tune-comm", "--steps", "7"], TWO)
+    assert tuned is not None
+    assert (tuned.tune_comm, tuned.steps) == ("neutral", 7)
+    assert tuned.identity == replace(tuned, tune_comm=None).identity
+    assert tuned.identity != replace(tuned, tune_comm="lossy").identity

@@ -10,11 +10,11 @@ import torch
 from elaunch.trainer.gpt import corpus as module
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.parallel.plan import Share
+from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.train import Windows
 
 CPU = torch.device("cpu")
-ALONE = Share(0, 1, leads=True)
+ALONE = DataShare(0, 1, leads=True)
 
 
 def write_files(folder: Path, sizes: dict[str, int]) -> None:

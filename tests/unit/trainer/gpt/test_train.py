@@ -11,7 +11,7 @@ from elaunch.trainer import train
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.parallel.plan import Share
+from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.train import Windows, decay_groups, flops_per_token, peak_flops
 
 CPU = torch.device("cpu")
@@ -76,7 +76,8 @@ def test_the_held_out_text_is_the_same_for_any_number_of_ranks_and_each_rank_com
 
     def held_out(world_size: int) -> dict[bytes, float]:
         ranks = [
-            list(Windows(config, corpus, Share(r, world_size, leads=True), CPU).held_out()) for r in range(world_size)
+            list(Windows(config, corpus, DataShare(r, world_size, leads=True), CPU).held_out())
+            for r in range(world_size)
         ]
         assert len({len(batches) for batches in ranks}) == 1
         assert all(inputs.shape[1] == 8 for batches in ranks for inputs, _, _ in batches)

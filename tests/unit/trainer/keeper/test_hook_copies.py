@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,3 +39,24 @@ def test_after_a_copy_that_did_not_fit_none_is_tried_before_the_next_snapshot(mo
 
     # At the look after step 6 the ranks agree on a copy of step 7 before they take the snapshot.
     assert tried == {1, 2, 3, 6, 8, 9}
+
+
+def test_a_start_from_a_checkpoint_says_that_the_hook_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    for steps in (2, 4):
+        # Another job's memory: nothing is left but the checkpoint.
+        (tmp_path / f"memory-{steps}").mkdir()
+        monkeypatch.setenv("ELAUNCH_MEMORY", str(tmp_path / f"memory-{steps}"))
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        options: dict[str, Any] = {"checkpoints": tmp_path / "checkpoints", "per_rank": (), "say": said.append}
+        with Keeper(model, optimizer, hook_state=Feedback(), **options) as keeper:
+            for _ in keeper.steps(steps):
+                with keeper.commit():
+                    optimizer.step()
+
+    restored = [text for text in said if text.startswith("restored step 2 from the checkpoint in")]
+    assert len(restored) == 1
+    assert restored[0].endswith("; the communication hook starts with a new state")

@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -321,7 +322,7 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
         f"checkpoints cannot be written to {directory}: {tmp_path / 'file'} is no directory;"
         " until they can, there are none",
         failed,
-        "it is the last one: it is tried again for 1 s",
+        "it is the last one: it is tried again for 1 s; repair that meanwhile, or the program fails",
     ]
     (tmp_path / "file").unlink()
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
@@ -342,7 +343,7 @@ def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch
 
     job.train(6)
 
-    assert [text for text in job.said if "it is the last" in text] == ["it is the last one: it is tried again for 60 s"]
+    assert sum(text.startswith("it is the last one: it is tried again for 60 s; ") for text in job.said) == 1
     assert [mark.step for mark in catalog.marks(blocking / "c")] == [6]
 
 
@@ -397,6 +398,25 @@ def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
     assert job.said[-1] == (
         "stopped after step 3, as it was told to leave; there is no checkpoint, so the same command starts over"
     )
+
+
+def test_while_the_last_checkpoint_is_tried_again_the_reason_and_the_time_left_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(last_checkpoint, "time", SimpleNamespace(sleep=slept.append))
+    (tmp_path / "file").write_text("")
+    job = Job(checkpoints=tmp_path / "file" / "c")
+
+    with pytest.raises(NotDurable):
+        job.train(5)
+
+    why = f"the checkpoint of step 5 could not be written: Not a directory; there is none in {tmp_path / 'file' / 'c'}"
+    assert sum(slept) == 60
+    assert [text for text in job.said if text.startswith(why)] == [
+        why,
+        *(f"{why}; it is tried again for {left} s" for left in (50, 40, 30, 20, 10)),
+    ]
 
 
 def test_a_keeper_whose_end_is_not_on_the_disk_does_not_keep_another_from_its_own(

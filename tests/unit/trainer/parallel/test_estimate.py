@@ -8,14 +8,14 @@ import pytest
 
 from elaunch.trainer.gpt.model import GPT, VOCABULARY
 from elaunch.trainer.parallel.checks import Shape
-from elaunch.trainer.parallel.estimate import Estimate, Worker, estimate, parameters_of
+from elaunch.trainer.parallel.estimate import Estimate, WorkerSpeed, estimate, parameters_of
 from elaunch.trainer.parallel.plan import fit, parse
 
 SHAPE = Shape(layers=4, heads=4, width=64, context=32, global_batch=32, micro_batch=2)
-SLOW_LINK = Worker(base_bytes=1000, flops_per_s=1e12, link_bytes_per_s=1e7)
+SLOW_LINK = WorkerSpeed(base_bytes=1000, flops_per_s=1e12, link_bytes_per_s=1e7)
 
 
-def of(text: str, workers: int = 4, shape: Shape = SHAPE, worker: Worker = SLOW_LINK) -> Estimate:
+def of(text: str, workers: int = 4, shape: Shape = SHAPE, worker: WorkerSpeed = SLOW_LINK) -> Estimate:
     plan = parse(text)
     return estimate(plan, fit(plan, workers), shape, worker)
 

@@ -6,32 +6,32 @@ from collections import Counter
 
 import pytest
 
-from elaunch.trainer.parallel.plan import KINDS, Plan, PlanError, Share, Sizes, fit, parse
+from elaunch.trainer.parallel.plan import KINDS, DataShare, ParallelPlan, PlanError, Sizes, fit, parse
 
 
 @pytest.mark.parametrize(
     ("text", "plan"),
     [
-        ("ddp", Plan("ddp", "ddp")),
-        ("zero1", Plan("zero1", "zero1")),
-        ("zero2", Plan("zero2", "zero2")),
-        ("fsdp2", Plan("fsdp2", "fsdp2")),
-        ("hsdp", Plan("hsdp", "hsdp")),
-        ("dp=2", Plan("dp=2", "ddp", dp=2)),
-        ("fsdp=4", Plan("fsdp=4", "fsdp2", fsdp=4)),
-        ("dp=2,fsdp=4", Plan("dp=2,fsdp=4", "hsdp", dp=2, fsdp=4)),
-        ("tp=2", Plan("tp=2", "ddp", tp=2)),
-        ("fsdp=2,tp=2", Plan("fsdp=2,tp=2", "fsdp2", fsdp=2, tp=2)),
-        ("dp=2,tp=2,pp=2", Plan("dp=2,tp=2,pp=2", "ddp", dp=2, tp=2, pp=2)),
+        ("ddp", ParallelPlan("ddp", "ddp")),
+        ("zero1", ParallelPlan("zero1", "zero1")),
+        ("zero2", ParallelPlan("zero2", "zero2")),
+        ("fsdp2", ParallelPlan("fsdp2", "fsdp2")),
+        ("hsdp", ParallelPlan("hsdp", "hsdp")),
+        ("dp=2", ParallelPlan("dp=2", "ddp", dp=2)),
+        ("fsdp=4", ParallelPlan("fsdp=4", "fsdp2", fsdp=4)),
+        ("dp=2,fsdp=4", ParallelPlan("dp=2,fsdp=4", "hsdp", dp=2, fsdp=4)),
+        ("tp=2", ParallelPlan("tp=2", "ddp", tp=2)),
+        ("fsdp=2,tp=2", ParallelPlan("fsdp=2,tp=2", "fsdp2", fsdp=2, tp=2)),
+        ("dp=2,tp=2,pp=2", ParallelPlan("dp=2,tp=2,pp=2", "ddp", dp=2, tp=2, pp=2)),
         (
             "pp=4,schedule=interleaved,microbatches=8",
-            Plan(
+            ParallelPlan(
                 "pp=4,schedule=interleaved,microbatches=8", "ddp", pp=4, schedule="interleaved", microbatches=8
             ),
         ),
     ],
 )  # fmt: skip
-def test_a_plan_is_a_name_or_the_numbers_of_workers_along_axes(text: str, plan: Plan) -> None:
+def test_a_plan_is_a_name_or_the_numbers_of_workers_along_axes(text: str, plan: ParallelPlan) -> None:
     assert parse(text) == plan
 
 
@@ -141,7 +141,7 @@ def test_the_workers_of_a_replica_have_one_share_and_one_of_them_leads(sizes: Si
 
     shares = [sizes.share(rank) for rank in range(workers)]
 
-    assert shares[0] == Share(0, sizes.data, leads=True)
+    assert shares[0] == DataShare(0, sizes.data, leads=True)
     assert Counter(share.rank for share in shares) == dict.fromkeys(range(sizes.data), sizes.tp * sizes.pp)
     assert sorted(share.rank for share in shares if share.leads) == list(range(sizes.data))
     # Neighbours share a model, and stages are far apart.

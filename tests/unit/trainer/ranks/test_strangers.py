@@ -17,10 +17,12 @@ from elaunch.trainer.ranks import connections, listener
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.greeting import CONFIRMATION_BYTES, HELLO_BYTES, NONCE_BYTES, REPLY_BYTES, Contact
+from elaunch.trainer.ranks.listener import RankListener
 from elaunch.trainer.ranks.own_address import own_address
 from tests.harness import DEADLINE_S
 from tests.unit.trainer.ranks.channels import NAME, Book, channels, on_all
 
+ESTABLISHED = 1
 ASKED = b"a" * NONCE_BYTES
 CONTACT = Contact("job/peers", 0, "10.0.0.1", 4711, b"s" * 32)
 
@@ -60,6 +62,25 @@ def dial(book: Book, *words: bytes) -> socket.socket:
     for word in words:
         made.sendall(word)
     return made
+
+
+def test_while_a_rank_does_not_look_the_kernel_holds_few_strangers() -> None:
+    waiting = RankListener("job/peers", 0, 2, "127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        stack.callback(waiting.close)
+        strangers = [stack.enter_context(socket.socket()) for _ in range(200)]
+        for each in strangers:
+            each.setblocking(False)
+            each.connect_ex((waiting.contact.address, waiting.contact.port))
+        # On loopback the kernel has answered by now, if it does: what it does not take waits for a second SYN.
+        connected = [each for each in strangers if state(each) == ESTABLISHED]
+
+        assert 1 <= len(connected) <= 70
+
+
+def state(made: socket.socket) -> int:
+    """As in Linux's tcp_states.h."""
+    return made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
 def is_closed(stranger: socket.socket) -> bool:

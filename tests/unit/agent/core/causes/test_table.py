@@ -132,6 +132,7 @@ EXCEPTIONS = [
      " (/home/u/a.py)", "import each other"),
     ("RuntimeError", "\n        An attempt has been made to start a new process before the\n        current process has"
      " finished its bootstrapping phase.", "__main__"),
+    ("RuntimeError", "context has already been set", "__main__"),
     ("AttributeError", "Can't pickle local object 'main.<locals>.<lambda>'", "top level"),
 ]  # fmt: skip
 
@@ -199,6 +200,32 @@ def test_the_direct_cause_of_an_exception_is_recognised_and_a_handled_one_is_not
 
     assert "quota" in advice(raised("RuntimeError", "saving failed", before=direct))
     assert advice(raised("RuntimeError", "the fallback failed", before=handled)) == ""
+
+
+UNGUARDED = (
+    "\n        An attempt has been made to start a new process before the\n        current process has finished its"
+    " bootstrapping phase.\n\n        This probably means that you are not using fork to start your\n        child"
+    " processes and you have forgotten to use the proper idiom\n        in the main module:\n"
+)
+ENDED = "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with exit code 1"
+
+
+@pytest.mark.parametrize("later", ["", f"{HEAD}{FRAME}{ENDED}\n"], ids=["the child's", "the parent's"])
+def test_without_a_main_guard_the_report_has_the_place_and_the_next_step_and_no_page_of_text(later: str) -> None:
+    library = "".join(f'  File "/usr/lib/python3.11/multiprocessing/m{n}.py", line {n}, in f\n' for n in range(12))
+    tail = f"{HEAD}{FRAME}{library}RuntimeError: {UNGUARDED}{later}"
+
+    failed = explained(with_tail(failure_of(PLACE, Remains(1), "", 1.5), tail, reached_store=None))
+
+    assert "__main__" in failed.advice
+    assert (failed.traceback, failed.tail) == ("/home/u/train.py:3 in step", "")
+    assert failed.is_cut, "where all of it is, is said"
+
+
+def test_a_child_process_without_a_main_guard_does_not_explain_a_later_exception() -> None:
+    tail = f"{HEAD}{FRAME}RuntimeError: {UNGUARDED}{HEAD}{FRAME}ValueError: the loss is NaN\n"
+
+    assert advice(with_tail(failure_of(PLACE, Remains(1), "", 1.5), tail, reached_store=None)) == ""
 
 
 def test_the_last_words_of_a_program_without_traceback_count() -> None:

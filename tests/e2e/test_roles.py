@@ -1,0 +1,81 @@
+"""Roles: several agents of one job with a role each, and several roles on one node."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Job, free_ports, records, script
+
+pytestmark = pytest.mark.usefixtures("without_torch")
+
+# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
+LIGHT = ("--preload-only", "json")
+
+# In its first generation the trainer with rank 1 among the trainers dies.
+PROGRAM = """
+import json, os, signal, time
+from pathlib import Path
+
+names = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ELAUNCH_GENERATION")
+print("place", json.dumps({name: os.environ[name] for name in names}), flush=True)
+if (os.environ["ROLE_NAME"], os.environ["ROLE_RANK"], os.environ["ELAUNCH_GENERATION"]) == ("trainer", "1", "0"):
+    os.kill(os.getpid(), signal.SIGKILL)
+while os.environ["ELAUNCH_GENERATION"] == "0":
+    time.sleep(1)
+"""
+
+
+def places(*said: dict[str, Any], generation: int) -> list[tuple[str, int, int]]:
+    """The role, the rank in it and its size, of all ranks in their order."""
+    found = [each for each in said if each["ELAUNCH_GENERATION"] == str(generation)]
+    found.sort(key=lambda each: int(each["RANK"]))
+    assert [int(each["RANK"]) for each in found] == list(range(int(found[0]["WORLD_SIZE"])))
+    return [(each["ROLE_NAME"], int(each["ROLE_RANK"]), int(each["ROLE_WORLD_SIZE"])) for each in found]
+
+
+PS_AND_TRAINERS = [("ps", 0, 1), ("trainer", 0, 3), ("trainer", 1, 3), ("trainer", 2, 3)]
+
+
+def test_one_node_has_several_roles_and_a_restart_keeps_them(tmp_path: Path) -> None:
+    script(tmp_path, PROGRAM)
+    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name}${local_rank}] "}
+
+    with Job(tmp_path, *LIGHT, "--roles", "ps=1,trainer=3", "train.py", env=template) as job:
+        assert job.wait() == 0, job.output
+
+    lines = re.findall(r"^\[(\w+)\] place (\{.*\})$", job.stdout, re.MULTILINE)
+    assert {prefix for prefix, _ in lines} == {"ps0", "trainer1", "trainer2", "trainer3"}
+    for generation in (0, 1):
+        assert places(*(json.loads(text) for _, text in lines), generation=generation) == PS_AND_TRAINERS
+    assert "elaunch: generation 0: 4 workers (1 ps, 3 trainer; the job starts)" in job.stderr
+    assert "elaunch: generation 1: 4 workers (1 ps, 3 trainer; restart 1 of 3)" in job.stderr
+
+
+def test_agents_of_one_job_may_have_a_role_each(tmp_path: Path) -> None:
+    script(tmp_path, PROGRAM)
+    (port,) = free_ports(1)
+    words = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *LIGHT)
+    env = {"HOME": str(tmp_path), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
+    roles = (("--role", "ps", "--nproc-per-node", "1"), ("--role", "trainer", "--nproc-per-node", "3"))
+
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(Job(tmp_path, *words, *role, "train.py", env=env)) for role in roles]
+        assert [job.wait() for job in jobs] == [0, 0], jobs[0].output + jobs[1].output
+
+    for generation in (0, 1):
+        # Which agent comes first is open.
+        said = [each for job in jobs for each in records(job, "place")]
+        assert sorted(places(*said, generation=generation)) == PS_AND_TRAINERS
+    for job in jobs:
+        assert re.search(
+            r"generation 1: 4 workers on 2 nodes \((?:1 ps, 3 trainer|3 trainer, 1 ps); restart 1", job.stderr
+        )
+        # They are meant to be on one host.
+        assert "agents of this job run on" not in job.stderr
+    assert {each["ROLE_NAME"] for each in records(jobs[0], "place")} == {"ps"}

@@ -1,0 +1,80 @@
+"""The bundled trainer with each communication hook: after a kill it ends with the weights of the run left alone."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.examples.running import EXAMPLES, launched
+from tests.faults.trainings import SHAPE, CalmTrainings, Forked
+from tests.harness import slow
+from tests.ranks import RankForker
+
+STEPS, SNAPSHOT_EVERY = 20, 5
+# A checkpoint that is newer than the snapshot would be taken instead, and has no hook's state.
+SHORT = ("--steps", str(STEPS), "--micro-batch", "3", "--checkpoint-every", str(STEPS))
+# Several buckets in a model of 28 kB.
+BUCKETS = ("--bucket-mb", "0.01")
+POWERSGD = ("--powersgd-start", "3", "--powersgd-rank", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "workers", "lost_max"),
+    [
+        # The ranks have a state each, and go back to a snapshot.
+        (("--comm-hook", "powersgd", *POWERSGD, *BUCKETS), 3, SNAPSHOT_EVERY - 1),
+        # Every survivor has all of the state.
+        slow(("--comm-hook", "fp16", *BUCKETS), 3, 0),
+        slow(("--comm-hook", "bf16", "--first-bucket-mb", "0.005", *BUCKETS), 3, 0),
+        slow(("--comm-hook", "quantised", "--static-graph", *BUCKETS), 3, 0),
+        slow(("--comm-hook", "batched-powersgd", *POWERSGD, *BUCKETS), 3, SNAPSHOT_EVERY - 1),
+        slow(("--comm-hook", "powersgd", *POWERSGD, "--parallel", "zero1"), 2, SNAPSHOT_EVERY - 1),
+        slow(("--static-graph", "--no-bucket-view", *BUCKETS), 3, 0),
+        slow(("--find-unused-parameters", *BUCKETS), 3, 0),
+        slow(("--static-graph",), 2, 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_a_killed_worker_changes_nothing_in_the_result(
+    tmp_path: Path,
+    forker: RankForker,
+    calm_training: CalmTrainings,
+    options: tuple[str, ...],
+    workers: int,
+    lost_max: int,
+) -> None:
+    words = (*SHORT, *options)
+    calm = calm_training(workers, *words, steps=STEPS)
+    kept = (*words, "--snapshot-every", str(SNAPSHOT_EVERY))
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-14-1"]) as run:
+        assert run.generation(0, workers, *kept)[1].code == -signal.SIGKILL
+        assert [rank.code for rank in run.generation(1, workers, *kept)] == [0] * workers
+
+    lost = 13 - run.began(1)
+    assert 0 <= lost <= lost_max
+    run.assert_complete(lost=lost, steps=STEPS)
+    run.assert_same(calm)
+
+
+@pytest.mark.slow
+def test_a_hook_compresses_and_the_training_still_learns(forker: RankForker, calm_training: CalmTrainings) -> None:
+    whole = calm_training(2, *SHORT, steps=STEPS)
+    for options in (("quantised",), ("powersgd", *POWERSGD)):
+        hooked = calm_training(2, *SHORT, "--comm-hook", *options, steps=STEPS)
+
+        assert hooked.losses != whole.losses
+        assert hooked.losses[STEPS] == pytest.approx(whole.losses[STEPS], rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_hook_of_the_users_own_trains_the_bundled_model(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
+    words = ["--out", str(tmp_path / "out"), "--data", str(tmp_path / "text.txt"), *SHAPE, "--steps", "10"]
+    env = {"PYTHONPATH": str(EXAMPLES / "ddp")}
+
+    output = launched(tmp_path, "-m", "elaunch.trainer", *words, "--comm-hook", "own_hook:TopK", env=env)
+
+    assert (tmp_path / "out" / "result.json").exists(), output

@@ -1,0 +1,70 @@
+"""killing_trainer.py with `--tune-comm`, on a network on which buckets of 1 MiB take half the time: same arguments.
+
+A file FOLDER/times holds the seconds of a pass by bucket size or hook, as JSON, one for all ranks or a list of one for
+each; `alone` is a pass without communication. Each rank records `tuned` with its settings, and how many passes it has
+measured. In the fifth of them the moment `tuning` strikes, with step 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import killing_trainer
+from killing_trainer import MOMENTS
+from moments import RANK
+
+from elaunch.trainer.__main__ import main
+from elaunch.trainer.tuning import passes, tune
+
+STRUCK_PASS = 5
+
+
+class Network:
+    """Knows which pass the search wants next, and so how long it takes."""
+
+    def __init__(self, times: dict[str, Any]) -> None:
+        self._times, self._search, self._slowest_s = times, passes.search, passes.slowest_s
+        self.passes = 0
+
+    def search(self, space: Any) -> Generator[Any, float, Any]:
+        steps = self._search(space)
+        self._wanted = next(steps)
+        while True:
+            took_s = yield self._wanted
+            try:
+                self._wanted = steps.send(took_s)
+            except StopIteration as end:
+                return end.value
+
+    def slowest_s(self, took_s: float, peers: Any) -> float:
+        self.passes += 1
+        if self.passes == STRUCK_PASS:
+            MOMENTS.strike("tuning", 0)
+        settings = self._wanted.settings
+        name = settings.hook if settings.is_lossy else f"{settings.bucket_mb:g}"
+        name = "alone" if self._wanted.is_alone else name
+        time_s = self._times.get(name, 1.0)
+        # The ranks still agree over the real connections.
+        return self._slowest_s(time_s[RANK] if isinstance(time_s, list) else time_s, peers)
+
+
+if __name__ == "__main__":
+    killing_trainer.plant()
+    network = Network(json.loads((Path(sys.argv[1]) / "times").read_text()))
+    passes.search, passes.slowest_s = network.search, network.slowest_s
+    begin = tune._Tuning.begin
+
+    def recorded(self: Any, warm_up: Any) -> Any:
+        tuned = begin(self, warm_up)
+        MOMENTS.record("tuned", settings=asdict(tuned.settings), passes=network.passes)
+        return tuned
+
+    tune._Tuning.begin = recorded  # type: ignore[method-assign]
+    code = main(sys.argv[2:])
+    MOMENTS.record("ended", code=code)
+    sys.exit(code)

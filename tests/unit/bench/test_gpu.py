@@ -1,0 +1,297 @@
+"""`make gpu`: what it does without a GPU, how it reads figures, runs parts and writes its page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu import figures, nanogpt, prepare
+from bench.gpu.__main__ import last_words, run, run_all
+from bench.gpu.page import BEGIN, END, NOT_RUN, failed, render, update
+from bench.gpu.parts import Part, parts
+from tests.harness import REPOSITORY, wait_for
+
+HAS_DEVICE = any(True for pattern in prepare.DEVICES for _ in Path("/").glob(pattern))
+
+
+@pytest.mark.skipif(HAS_DEVICE, reason="this machine has a GPU")
+def test_make_gpu_without_a_gpu_says_so_in_one_sentence_and_runs_nothing() -> None:
+    began_s = time.monotonic()
+    there = {path.name for path in REPOSITORY.iterdir()}
+
+    done = subprocess.run(["make", "gpu"], cwd=REPOSITORY, capture_output=True, text=True)
+
+    assert done.returncode == 2
+    sentence, *rest = done.stderr.splitlines()
+    assert sentence == ("make gpu needs a GPU, and this machine shows none (there is no /dev/nvidia0); nothing was run")
+    assert all(line.startswith("make") for line in rest)
+    assert done.stdout == ""
+    assert {path.name for path in REPOSITORY.iterdir()} == there
+    # Before torch is imported.
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_device_of_any_driver_counts(tmp_path: Path) -> None:
+    with pytest.raises(prepare.NotHere):
+        prepare.require_device(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    with pytest.raises(prepare.NotHere):
+        prepare.require_device(tmp_path)
+    (tmp_path / "dev" / "nvidia0").touch()
+    prepare.require_device(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ({}, "cannot import it; name another with make gpu PYTHON="),
+        ({"torch": "2.13.0+cpu", "built_for": "", "gpus": 0}, r"torch 2.13.0\+cpu in .* sees no GPU \(it is a build"),
+        ({"torch": "2.13.0", "built_for": "13.0", "gpus": 0}, r"it is built for 13\.0"),
+    ],
+)  # fmt: skip
+def test_a_torch_that_cannot_use_the_gpu_is_told_before_anything_is_installed(
+    found: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(prepare.NotHere, match=sentence):
+        prepare.require_torch(found)
+
+
+def test_torch_is_asked_in_the_interpreter_that_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho a warning\necho \'{"torch": "2.13.0", "gpus": 1}\'\n')
+    python.chmod(0o755)
+
+    assert prepare.ask_torch(str(python)) == {"torch": "2.13.0", "gpus": 1}
+    assert prepare.ask_torch("/bin/false") == {}
+
+
+def metrics(count: int, tokens_per_s: float = 1000.0) -> list[str]:
+    slow = {"seconds": 60.0, "tokens_per_s": 1.0, "mfu": 0.0001}
+    fast = {"seconds": 0.5, "tokens_per_s": tokens_per_s, "mfu": 0.4}
+    return [json.dumps({"step": n, **(slow if n < 10 else fast)}) for n in range(1, count + 1)]
+
+
+def test_the_steps_that_settle_are_left_out() -> None:
+    found = figures.trained(metrics(15), {"gpu_busy": 0.9, "step_s": 0.6})
+
+    assert found == {
+        "tokens_per_s": 1000.0,
+        "step_s": 0.5,
+        "steps": 6,
+        "mfu": 0.4,
+        "gpu_busy": 0.9,
+        "profiled_step_s": 0.6,
+    }
+    with pytest.raises(ValueError, match="it made 11 steps, too few"):
+        figures.trained(metrics(11), None)
+
+
+def test_nanogpts_lines_give_tokens_per_second() -> None:
+    output = "compiling the model... (takes a ~minute)\nstep 0: train loss 10.9, val loss 10.9\n"
+    output += "iter 0: loss 10.98, time 40000.00ms, mfu -100.00%\n"
+    output += "".join(f"iter {n}: loss 5.00, time 250.00ms, mfu 38.10%\n" for n in range(1, 15))
+
+    assert figures.nanogpt(output, 61_440) == {"tokens_per_s": 245_760, "step_s": 0.25, "steps": 5}
+    with pytest.raises(ValueError, match="it printed 0 settled iterations"):
+        figures.nanogpt("iter 0: loss 10.98, time 40000.00ms, mfu -100.00%\n", 61_440)
+
+
+def test_the_last_line_of_pytest_is_counted() -> None:
+    output = "copied beside a stuck stream: 21.5 GB/s\n1 skipped: 2 GPUs\n===== 6 passed, 4 skipped in 95.20s =====\n"
+
+    assert figures.tests(output) == {"passed": 6, "skipped": 4, "copy_gb_per_s": 21.5}
+    with pytest.raises(ValueError, match="no result"):
+        figures.tests("")
+
+
+def test_medians_of_launches_are_by_section_and_contender() -> None:
+    def sample(section: str, contender: str, seconds: float, **stages: float) -> dict[str, Any]:
+        values = {"first all-reduce": seconds, "first optimizer step": seconds + 1}
+        return {"section": section, "contender": contender, "values": values, "stages": stages, "why": ""}
+
+    samples = [sample("restart", "elaunch", s, **{"CUDA context": s / 2}) for s in (1.0, 2.0, 9.0)]
+    samples += [sample("restart", "torchrun", 7.0), {**sample("start", "torchrun", 0.0), "why": "it hung"}]
+
+    found = figures.launches(json.dumps({"samples": samples}))
+
+    assert found["restart: elaunch"] == {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
+    assert found["restart: stages"] == {"CUDA context": 1.0}
+    assert "start: torchrun" not in found
+
+
+def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> Part:
+    return Part(name, limit_s, (sys.executable, "-c", program), figures.facts, folder / name)
+
+
+def test_a_part_gives_its_figures(tmp_path: Path) -> None:
+    found = run(part(tmp_path, 'print(\'facts {"gpu": "H200"}\')'), 60)
+
+    assert found["figures"] == {"gpu": "H200"}
+    assert "why" not in found
+
+
+def test_a_part_that_fails_is_told_with_its_last_lines_and_the_others_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    broken = part(tmp_path, "raise SystemExit('CUDA error: out of memory')", "broken")
+    whole = part(tmp_path, "print('facts {\"gpu\": 1}')", "whole")
+
+    found = run_all([broken, whole], time.monotonic() + 300, said.append)
+
+    assert "exit code 1, no figures (it printed no facts): CUDA error: out of memory" in found["broken"]["why"]
+    assert found["whole"]["figures"] == {"gpu": 1}
+    assert failed(found) == ["broken"]
+    report = "Traceback\n  torch.AcceleratorError: CUDA error: no kernel image\n====\nelaunch: the run as a page: x\n"
+    assert last_words(report) == "torch.AcceleratorError: CUDA error: no kernel image"
+    # Figures of a part that then failed are shown, and it counts as failed.
+    both = run(part(tmp_path, "print('facts {}'); raise SystemExit(3)", "both"), 60)
+    assert (both["why"], both["went_wrong"]) == ("exit code 3", True)
+
+
+def test_a_part_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, time; p = subprocess.Popen(['sleep', '600']);"
+
+    found = run(part(tmp_path, f"{child} print(p.pid, flush=True); time.sleep(600)"), 3)
+
+    assert found["why"] == "it did not end within 3 s"
+    pid = int((tmp_path / "one" / "output.txt").read_text())
+    # Nobody may reap it here.
+    line = Path(f"/proc/{pid}/cmdline")
+    wait_for(lambda: not line.exists() or not line.read_bytes(), "its end")
+
+
+def test_a_part_without_time_or_without_its_program_is_no_failure(tmp_path: Path) -> None:
+    skipped = Part("nanogpt", 60, (), figures.facts, tmp_path, skipped="nanoGPT is not given")
+
+    found = run_all([skipped, part(tmp_path, "1/0")], time.monotonic() + 5, lambda _: None)
+
+    assert found == {"nanogpt": {"why": "nanoGPT is not given"}, "one": {"why": "the nine minutes were over"}}
+    assert failed(found) == []
+
+
+def results() -> dict[str, Any]:
+    facts = {"gpu": "H200", "nccl": "2.29", "context_s": 0.3, "first_all_reduce_s": 0.8, "compile_s": 9.0}
+    ours = {"tokens_per_s": 400_000.0, "step_s": 0.15, "steps": 21, "mfu": 0.4, "gpu_busy": 0.95}
+    theirs = {"tokens_per_s": 300_000.0, "step_s": 0.2, "steps": 20}
+    start = {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
+    return {
+        "machine": {"CPUs": "16 × something"},
+        "parts": {
+            "facts": {"figures": {**facts, "flight_recorder": 5}},
+            "bf16-compile-124m": {"figures": ours},
+            "nanogpt-124m": {"figures": theirs},
+            "launches": {"figures": {"restart: elaunch": start, "restart: stages": {"CUDA context": 0.4}}},
+            "tests": {"figures": {"passed": 6, "failed": 1}},
+            "float32": {"why": "the nine minutes were over"},
+        },
+    }
+
+
+def test_the_page_has_the_figures_between_its_markers() -> None:
+    page = f"above\n{BEGIN}\n{NOT_RUN}\n{END}\nbelow\n"
+
+    fresh = update(page, results())
+
+    assert fresh.startswith(f"above\n{BEGIN}\n")
+    assert fresh.endswith(f"{END}\nbelow\n")
+    assert NOT_RUN not in fresh
+    assert update(fresh, results()) == fresh
+    for text in ("gpu: H200", "16 × something", "400,000", "40.0 %", "95 %", "6 passed, 1 failed", "CUDA context"):
+        assert text in fresh
+    # nanoGPT's model is the same, and so is the work for a token: 30 % of the peak at three quarters of the tokens.
+    (row,) = (line for line in fresh.splitlines() if line.startswith("| nanoGPT's loop, 124 M"))
+    assert [cell.strip() for cell in row.split("|")][5:8] == ["30.0 %", "–", "0.75"]
+    assert "- float32: the nine minutes were over" in fresh
+    assert failed(results()["parts"]) == ["tests"]
+    with pytest.raises(ValueError, match="the page has no"):
+        update("", results())
+
+
+def test_the_page_of_this_repository_has_the_markers() -> None:
+    text = (REPOSITORY / "docs" / "gpu.md").read_text()
+
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert render(results()) in update(text, results())
+
+
+NANO = """
+import pickle, struct
+exec(open("configurator.py").read())
+assert open("data/bytes/val.bin", "rb").read(4)
+assert pickle.load(open("data/bytes/meta.pkl", "rb")) == {"vocab_size": 50304}
+for n in range(options["max_iters"] + 1):
+    print(f"iter {n}: loss 5.0000, time {options['batch_size']:.2f}ms, mfu 1.00%")
+"""
+CONFIGURATOR = """
+import sys
+options = dict(word.removeprefix("--").split("=") for word in sys.argv[1:])
+options = {name: int(value) if value.isdigit() else value for name, value in options.items()}
+"""
+
+
+def test_nanogpts_loop_runs_in_a_folder_of_its_own_and_its_files_stay_as_they_are(tmp_path: Path) -> None:
+    nano = tmp_path / "nanoGPT"
+    nano.mkdir()
+    for name, text in (("train.py", NANO), ("model.py", ""), ("configurator.py", CONFIGURATOR)):
+        (nano / name).write_text(text)
+    wanted = {each.name: each for each in parts(tmp_path / "out", nano)}
+
+    found = run(wanted["nanogpt-124m"], 60)
+
+    # Twelve windows "take" twelve milliseconds.
+    assert found["figures"] == {"tokens_per_s": pytest.approx(12 * 5 * 1024 / 0.012), "step_s": 0.012, "steps": 21}
+    assert sorted(path.name for path in nano.iterdir()) == ["configurator.py", "model.py", "train.py"]
+
+
+def test_a_folder_that_is_no_nanogpt_is_named_and_left_out(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+
+    assert nanogpt.trouble(tmp_path) == (
+        f"{tmp_path} has no model.py, configurator.py; give the folder of nanoGPT's train.py"
+    )
+    assert all(each.skipped for each in parts(tmp_path / "out", tmp_path) if each.name.startswith("nanogpt"))
+    assert "git clone" in next(each.skipped for each in parts(tmp_path / "out", None) if each.name == "nanogpt")
+
+
+def test_the_limits_leave_time_for_the_parts_that_are_asked_for_most() -> None:
+    named = {each.name: each for each in parts(Path("out"), None)}
+
+    # Without nanoGPT all fit if the compilers are as fast as they should be; the first ones fit anyway.
+    assert list(named)[:4] == ["facts", "bf16-compile-124m", "nanogpt-124m", "tests"]
+    assert sum(each.limit_s for each in list(named.values())[:5]) <= 540
+
+
+@pytest.mark.slow
+def test_the_trainers_parts_run_on_this_machine_with_a_small_shape(tmp_path: Path) -> None:
+    small = ("--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "--steps", "30")
+    wanted = {each.name: each for each in parts(tmp_path, None, shape=(*small, "--peak-tflops", "0.001"))}
+
+    # The one with another vocabulary, and the one whose steps are profiled.
+    # A compiler takes minutes here, and is another test's. Two threads on busy cores wait for each other.
+    env = {"OMP_NUM_THREADS": "1"}
+    large, profiled = (
+        run(replace(each, command=tuple(word for word in each.command if word != "--compile"), env=env), 120)
+        for each in (wanted["bf16-compile-124m"], wanted["bf16-compile"])
+    )
+
+    for found in (large, profiled):
+        assert "why" not in found, found
+        assert found["figures"]["steps"] == 21
+        assert found["figures"]["mfu"] > 0
+    assert profiled["figures"]["profiled_step_s"] > 0
+    assert profiled["figures"]["gpu_busy"] is None
+    # 50,304 rows of 16, and not 256.
+    more = parameters(tmp_path / "bf16-compile-124m") - parameters(tmp_path / "bf16-compile")
+    assert more == 16 * (50304 - 256)
+
+
+def parameters(folder: Path) -> int:
+    words = (folder / "output.txt").read_text().split()
+    return int(words[words.index("parameters,") - 1].replace(",", ""))

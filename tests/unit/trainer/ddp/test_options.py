@@ -1,0 +1,79 @@
+"""DDP's options: what is refused, with the reason and the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from elaunch.trainer.ddp.options import HOOKS, DdpOptions
+from elaunch.trainer.gpt.config import ConfigError, TrainConfig, parse
+from elaunch.trainer.ranks.place import RankInfo
+
+TWO = RankInfo(rank=0, world_size=2, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--comm-hook noop", "no survivor of a failure has the state of the job; examples/ddp/hooks.py"),
+        ("--comm-hook post-local-sgd", "examples/ddp/local_sgd.py keeps the state after each average"),
+        ("--comm-hook fp8", "--comm-hook fp8: there is no such hook; there are none, fp16, bf16, quantised, powersgd"),
+        ("--comm-hook a.b:c.d", "there is no such hook"),
+        ("--powersgd-rank 2", "--powersgd-rank 2 has a meaning with --comm-hook powersgd and batched-powersgd only"),
+        ("--comm-hook fp16 --powersgd-start 5", "not with fp16; leave it out"),
+        ("--comm-hook powersgd --powersgd-start 1", "--powersgd-start"),
+        ("--bucket-mb 0", "--bucket-mb"),
+        ("--static-graph --find-unused-parameters", "--static-graph finds unused parameters itself"),
+        ("--parallel fsdp2 --comm-hook fp16", "--comm-hook fp16 is DDP's, and --parallel fsdp2 has no DDP"),
+        ("--parallel fsdp2 --no-bucket-view", "--no-bucket-view is DDP's"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_or_kept_is_one_sentence(argv: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv.split(), TWO)
+
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("hook", [*HOOKS, "hooks.mine:top_k"])
+@pytest.mark.parametrize("parallel", ["ddp", "zero1"])
+def test_a_hook_whose_ranks_stay_equal_is_taken(hook: str, parallel: str) -> None:
+    config = parse(["--comm-hook", hook, "--parallel", parallel], TWO)
+
+    assert config
+    assert config.ddp.hook == hook
+
+
+def test_options_become_those_of_ddp() -> None:
+    words = "--comm-hook powersgd --powersgd-rank 4 --powersgd-start 7 --bucket-mb 0.5 --first-bucket-mb 0.25"
+    config = parse([*words.split(), "--no-bucket-view", "--static-graph"], TWO)
+
+    assert config
+    assert config.ddp == DdpOptions("powersgd", 4, 7, 0.5, 0.25, copies_gradients=True, static_graph=True)
+    assert len(config.ddp.given()) == 7
+    assert TrainConfig().ddp == DdpOptions()
+    assert TrainConfig().ddp.given() == []
+
+
+def test_a_hook_makes_another_run_and_a_buckets_size_does_not() -> None:
+    assert TrainConfig(comm_hook="fp16").identity != TrainConfig().identity
+    assert TrainConfig(bucket_mb=1.0, static_graph=True).identity == TrainConfig().identity
+    # A run directory of before these options has none of them.
+    assert TrainConfig().identity["comm_hook"] is None
+
+
+def test_powersgd_without_numpy_is_refused_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(ConfigError, match=r"--comm-hook powersgd needs the package numpy: pip install numpy"):
+        parse(["--comm-hook", "powersgd"], TWO)
+    assert parse(["--comm-hook", "fp16"], TWO)
+
+
+def test_the_options_do_not_import_torch() -> None:
+    code = "import sys, elaunch.trainer.ddp.options; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

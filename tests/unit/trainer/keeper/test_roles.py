@@ -1,0 +1,58 @@
+"""A Keeper of one process of a job whose other processes have another role, and no part in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elaunch.trainer import Keeper
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+
+class Server:
+    """A parameter server's training, alone in its Keeper."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, generation: int = 0) -> None:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "ELAUNCH_GENERATION": generation}
+        for name, number in places.items():
+            monkeypatch.setenv(name, str(number))
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.model.weight, 100.0 * rank)
+        self.said: list[str] = []
+        options: dict[str, Any] = {"snapshot_every": 1, "per_rank": (), "say": self.said.append}
+        self.keeper = Keeper(self.model, torch.optim.SGD(self.model.parameters(), lr=1.0), **options)
+
+    def train(self, steps: int, fails_in: int = 0) -> float:
+        with self.keeper:
+            for step in self.keeper.steps(steps):
+                if step == fails_in:
+                    raise RuntimeError("Connection reset by peer")
+                with self.keeper.commit(), torch.no_grad():
+                    self.model.weight += 1
+        return self.model.weight.item()
+
+
+def test_a_process_alone_is_kept_also_if_it_is_not_the_first_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        Server(monkeypatch, 1).train(8, fails_in=5)
+
+    again = Server(monkeypatch, 1, generation=1)
+
+    assert again.train(8) == 108
+    assert again.said == ["restored step 4 from memory (of generation 0); 0 steps are repeated"]
+
+
+def test_two_processes_of_a_node_that_are_alone_keep_their_states_apart(
+    monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    for rank, fails_in in ((0, 3), (1, 5)):
+        with pytest.raises(RuntimeError, match="reset by peer"):
+            Server(monkeypatch, rank).train(8, fails_in)
+
+    assert [Server(monkeypatch, rank, generation=1).train(8) for rank in (0, 1)] == [8, 108]
+    assert {path.name.partition(".")[0] for path in memory.iterdir()} == {"training-0", "training-1"}

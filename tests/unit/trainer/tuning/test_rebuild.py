@@ -1,0 +1,180 @@
+"""A DDP wrapper gets other buckets and hooks in place: it stays the same object, and its gradients the same bits."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elaunch.trainer.tuning.rebuild import apply, given_by_program, obstacle, settings_of, wrapper_in
+from elaunch.trainer.tuning.settings import CommSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+# A layer's weight: 256 x 256 float32 are 0.25 MiB.
+WIDTH, LAYERS = 256, 8
+INPUTS = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """A group of one rank, whose threads do not wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    return DistributedDataParallel(nn.Sequential(*layers), **options)
+
+
+def gradients(model: DistributedDataParallel, passes: int = 2) -> list[Tensor]:
+    """Those of the last pass. DDP has its real buckets from the second pass on."""
+    for _ in range(passes):
+        model.zero_grad()
+        model(INPUTS).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def bucket_count(model: DistributedDataParallel) -> int:
+    gradients(model)
+    return len(model.reducer._get_zeros_like_grad_buckets())  # type: ignore[attr-defined]
+
+
+def test_it_has_the_buckets_that_it_was_given_and_the_same_gradients() -> None:
+    model = wrapped()
+    before = gradients(model)
+    assert bucket_count(model) == 2
+
+    for settings, count in (
+        (CommSettings(0.5, 0.25), 5),
+        (CommSettings(0.25, 0.25, bucket_view=True), 8),
+        (CommSettings(3, 3), 1),
+        (CommSettings(), 2),
+    ):
+        apply(model, settings)
+        assert bucket_count(model) == count, settings
+        assert model.gradient_as_bucket_view is settings.bucket_view
+        assert all(map(torch.equal, gradients(model), before)), settings
+
+
+def test_the_old_reducer_and_its_buckets_are_gone() -> None:
+    model = wrapped()
+    gradients(model)
+    old = weakref.ref(model.reducer), weakref.ref(model.logger)
+
+    apply(model, CommSettings(1, 1))
+
+    assert [each() for each in old] == [None, None]
+
+
+def test_hooks_on_the_wrapper_and_on_the_module_stay() -> None:
+    model = wrapped()
+    called: list[str] = []
+    model.register_forward_hook(lambda *_: called.append("wrapper"))
+    model.module.register_forward_hook(lambda *_: called.append("module"))
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: called.append("parameter"))
+    parameters = list(model.parameters())
+
+    apply(model, CommSettings(1, 1))
+    gradients(model, passes=1)
+
+    assert called == ["module", "wrapper", "parameter"]
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+
+
+def test_a_hook_of_the_programs_own_is_called_once_for_each_bucket_and_stays() -> None:
+    model = wrapped()
+    sizes: list[int] = []
+
+    # DDP compares annotations with classes, and here they are strings.
+    def own(state, bucket):  # type: ignore[no-untyped-def]
+        sizes.append(bucket.buffer().numel())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, own)
+    assert given_by_program(model) == {"hook"}
+    assert not obstacle(model, model)
+    for settings in (CommSettings(0.5, 0.25), CommSettings(3, 3)):
+        apply(model, settings)
+    gradients(model)
+    sizes.clear()
+    gradients(model, passes=1)
+
+    assert sizes == [WIDTH * WIDTH * LAYERS]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "powersgd"])
+def test_a_lossy_hook_makes_almost_the_same_gradients(name: str) -> None:
+    model = wrapped()
+    exact = gradients(model)
+
+    state = apply(model, CommSettings(hook=name), is_trial=True)
+
+    assert (state is not None) == (name == "powersgd")
+    found = gradients(model, passes=4)
+    assert any(not torch.equal(one, other) for one, other in zip(found, exact, strict=True))
+    if name != "powersgd":
+        assert all(torch.allclose(one, other, rtol=0.02, atol=1e-2) for one, other in zip(found, exact, strict=True))
+    apply(model, CommSettings())
+    assert all(map(torch.equal, gradients(model), exact))
+
+
+def test_what_the_program_asked_of_ddp_stays() -> None:
+    model = wrapped(static_graph=True, find_unused_parameters=True, broadcast_buffers=False)
+    apply(model, CommSettings(1, 1))
+    assert model.static_graph
+    assert model.find_unused_parameters
+    assert not model.broadcast_buffers
+    gradients(model, passes=3)
+
+    with model.no_sync():
+        apply(model, CommSettings(2, 2))
+        assert not model.require_backward_grad_sync
+
+
+def test_settings_are_read_off_the_wrapper_and_sizes_that_were_given_are_fixed() -> None:
+    assert settings_of(wrapped()) == CommSettings()
+    assert given_by_program(wrapped()) == frozenset()
+    own = wrapped(bucket_cap_mb=7, gradient_as_bucket_view=True)
+    assert settings_of(own) == CommSettings(7, 7, bucket_view=True)
+    assert given_by_program(own) == {"bucket_mb", "first_bucket_mb", "bucket_view"}
+    listed = wrapped(bucket_cap_mb_list=[2, 10])
+    assert settings_of(listed) == CommSettings(10, 2)
+    assert given_by_program(listed) == {"bucket_mb", "first_bucket_mb"}
+
+
+def test_what_cannot_be_rebuilt_is_said() -> None:
+    assert obstacle(plain := wrapped(), plain) == ""
+    stateful = wrapped()
+    stateful.register_comm_hook(object(), lambda state, bucket: None)  # type: ignore[arg-type, return-value]
+    assert "hook has a state" in obstacle(stateful, stateful)
+    built_in = wrapped()
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    assert "built-in hook" in obstacle(built_in, built_in)
+    listed = wrapped(bucket_cap_mb_list=[1, 2, 4])
+    assert "list of more than two" in obstacle(listed, listed)
+    compiled = wrapped()
+    compiled.compile()
+    assert "compiled as a whole" in obstacle(compiled, compiled)
+
+
+def test_the_wrapper_is_found_inside_and_two_are_refused() -> None:
+    model = wrapped()
+    assert wrapper_in(nn.ModuleList([model])) is model
+    assert wrapper_in(nn.Linear(1, 1)) is None
+    with pytest.raises(ValueError, match="2 DistributedDataParallel"):
+        wrapper_in(nn.ModuleList([model, wrapped()]))

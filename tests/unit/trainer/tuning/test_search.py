@@ -1,0 +1,166 @@
+"""What the search chooses, in simulated networks: the fastest, never worse than the program's own, in few passes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elaunch.trainer.tuning.search import (
+    LOSSY_PASSES_MAX,
+    PASSES_MAX,
+    STATIC_FACTOR,
+    SearchSpace,
+    sizes,
+)
+from elaunch.trainer.tuning.settings import LOSSY_HOOKS, CommSettings
+from tests.unit.trainer.tuning.simulated import World, by_size
+
+SEEDS = range(100)
+OWN = CommSettings()
+SPACE = SearchSpace(OWN, gradient_mb=60)
+LOSSY = SearchSpace(OWN, gradient_mb=60, hooks=LOSSY_HOOKS)
+
+
+def test_the_fastest_bucket_size_is_found() -> None:
+    for seed in SEEDS:
+        result = World(by_size({1: 0.9, 5: 0.6, 25: 1.0}), seed=seed).run(SPACE)
+
+        assert result.settings.bucket_mb == 5, seed
+        assert result.gain == pytest.approx(1 / 0.6, rel=0.1)
+
+
+def test_among_equals_the_programs_own_settings_stay() -> None:
+    for noise in (0.0, 0.01, 0.02):
+        for seed in SEEDS:
+            result = World(by_size({}), noise=noise, seed=seed).run(LOSSY)
+
+            assert result.settings == OWN, (noise, seed)
+            assert result.gain == 1.0
+    # Of more noise than the least gain some survives, which costs nothing.
+    loud = [World(by_size({}), noise=0.1, seed=seed).run(LOSSY).settings for seed in SEEDS]
+    assert loud.count(OWN) >= 90
+
+
+def test_the_choice_is_never_slower_than_the_programs_own_by_more_than_the_noise() -> None:
+    for seed in range(400):
+        dice = random.Random(seed)
+        times = {size: dice.uniform(0.8, 2.0) for size in (1.0, 5.0, 25.0, 61.0)}
+        noise = dice.choice((0.0, 0.02, 0.1, 0.3))
+        world = World(by_size(times), noise=noise, drift=dice.uniform(-0.4, 0.4), spikes=0.05, seed=seed)
+
+        result = world.run(SPACE)
+
+        assert world.true_s(result.settings) <= world.true_s(OWN) * (1 + noise), (seed, noise, times, result)
+
+
+@pytest.mark.parametrize("drift", [-0.4, 0.4])
+def test_a_machine_that_becomes_faster_or_slower_changes_no_choice(drift: float) -> None:
+    for seed in SEEDS:
+        assert World(by_size({}), drift=drift, seed=seed).run(SPACE).settings == OWN, seed
+        found = World(by_size({5: 0.7}), drift=drift, seed=seed).run(SPACE)
+        assert found.settings.bucket_mb == 5, seed
+
+
+def test_single_slow_passes_hide_no_large_gain() -> None:
+    found = [World(by_size({5: 0.5}), spikes=0.05, seed=seed).run(SPACE).settings.bucket_mb for seed in SEEDS]
+
+    # A spike may fall on the pass that decides. Then the program's own stay, which is never wrong.
+    assert set(found) <= {5, 25}
+    assert found.count(5) >= 80
+
+
+def test_the_slowest_rank_decides() -> None:
+    def cost_s(settings: CommSettings, rank: int) -> float:
+        # Small buckets are good for all ranks but the last one, whose CPU is slow.
+        return {5.0: 2.0 if rank == 3 else 0.5}.get(settings.bucket_mb, 1.0)
+
+    assert World(cost_s, ranks=4).run(SPACE).settings == OWN
+
+
+def test_views_are_tried_with_the_best_size_and_are_never_taken_away() -> None:
+    def cost_s(settings: CommSettings, rank: int) -> float:
+        return (0.7 if settings.bucket_mb == 5 else 1.0) - 0.2 * settings.bucket_view
+
+    assert World(cost_s).run(SPACE).settings == CommSettings(5, 1, bucket_view=True)
+    without = World(lambda settings, rank: 2.0 - cost_s(settings, rank))
+    without.run(SearchSpace(CommSettings(bucket_view=True), gradient_mb=60))
+    assert all(each.settings.bucket_view for each in without.passes)
+
+
+def test_hooks_are_tried_only_if_they_are_allowed_and_must_gain_a_tenth() -> None:
+    def cost_s(gain: float) -> World:
+        return World(lambda settings, rank: 1.0 - gain * settings.is_lossy)
+
+    assert cost_s(0.5).run(SPACE).settings == OWN
+    assert cost_s(0.5).run(LOSSY).settings.is_lossy
+    assert cost_s(0.06).run(LOSSY).settings == OWN
+
+
+def test_powersgd_has_one_bucket_and_is_left_out_if_the_program_wants_others() -> None:
+    def cost_s(settings: CommSettings, rank: int) -> float:
+        return 0.3 if settings.hook == "powersgd" else 0.9 if settings.bucket_mb == 5 else 1.0
+
+    assert World(cost_s).run(LOSSY).settings == CommSettings(61, 61, hook="powersgd")
+    fixed = World(cost_s)
+    fixed.run(SearchSpace(OWN, gradient_mb=60, hooks=LOSSY_HOOKS, fixed=frozenset({"bucket_mb"})))
+    assert {each.settings.hook for each in fixed.passes} == {"none", "bf16", "fp16"}
+
+
+def test_a_lossy_hook_must_beat_the_best_loss_neutral_settings() -> None:
+    def cost_s(settings: CommSettings, rank: int) -> float:
+        return (0.6 if settings.bucket_mb == 5 else 1.0) - 0.03 * settings.is_lossy
+
+    assert World(cost_s, noise=0.005).run(LOSSY).settings == CommSettings(5, 1)
+
+
+@pytest.mark.parametrize("name", ["bucket_mb", "first_bucket_mb", "bucket_view", "hook"])
+def test_what_the_program_has_chosen_itself_stays(name: str) -> None:
+    own = CommSettings(25, 3)
+    world = World(lambda settings, rank: 1.0 if settings == own else 0.5)
+
+    world.run(SearchSpace(own, gradient_mb=60, fixed=frozenset({name}), hooks=LOSSY_HOOKS))
+
+    assert {getattr(each.settings, name) for each in world.passes} == {getattr(own, name)}
+
+
+def test_without_communication_to_hide_it_ends_at_once() -> None:
+    world = World(by_size({}), alone_s=0.99, noise=0.001)
+    result = world.run(SearchSpace(OWN, gradient_mb=60, runs_alone=True))
+
+    assert result.settings == OWN
+    assert result.passes == len(world.passes) <= 8
+    assert "adds 1% to a pass" in result.reason
+
+
+def test_passes_that_differ_do_not_say_that_there_is_nothing_to_gain() -> None:
+    for seed in SEEDS:
+        world = World(by_size({5: 0.5}), alone_s=0.4, noise=0.5, seed=seed)
+
+        assert world.run(SearchSpace(OWN, gradient_mb=60, runs_alone=True)).passes > 8, seed
+
+
+def test_it_ends_within_the_passes_that_are_promised() -> None:
+    for seed in SEEDS:
+        dice = random.Random(seed)
+        costs: dict[CommSettings, float] = {}
+        world = World(lambda settings, rank: costs.setdefault(settings, dice.uniform(0.3, 1.0)), seed=seed)  # noqa: B023
+        for hooks, most in (((), PASSES_MAX), (LOSSY_HOOKS, LOSSY_PASSES_MAX)):
+            for is_static, factor in ((False, 1.0), (True, STATIC_FACTOR)):
+                space = SearchSpace(OWN, gradient_mb=1000, hooks=hooks, runs_alone=True, is_static=is_static)
+                assert world.run(space).passes <= most * factor
+
+
+def test_settings_that_are_hopeless_are_measured_twice() -> None:
+    world = World(by_size({1: 3.0}), noise=0.0)
+    world.run(SPACE)
+
+    # After two passes in which DDP settles.
+    assert sum(each.settings.bucket_mb == 1 for each in world.passes) == 4
+
+
+def test_sizes_are_those_that_make_other_buckets() -> None:
+    assert [each.bucket_mb for each in sizes(SearchSpace(OWN, gradient_mb=0.5))] == []
+    assert [each.bucket_mb for each in sizes(SearchSpace(OWN, gradient_mb=8.5))] == [1, 5, 10]
+    assert [each.bucket_mb for each in sizes(SearchSpace(OWN, gradient_mb=400))] == [1, 5, 100, 401]
+    assert [each.first_bucket_mb for each in sizes(SearchSpace(OWN, gradient_mb=400))] == [1, 1, 1, 401]

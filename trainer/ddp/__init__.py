@@ -1,0 +1,1 @@
+"""DistributedDataParallel: its buckets, its options, and its communication hooks."""

@@ -1,0 +1,1 @@
+"""Measures how DDP should send gradients, chooses, and remembers the choice."""

@@ -1,0 +1,126 @@
+"""Gives a DDP wrapper other buckets and another hook in place, at any moment between two passes.
+
+The wrapper stays the same object round the same module: hooks on both, a Keeper, and whoever else refers to them see
+nothing of it. No parameter, buffer or gradient changes, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elaunch.trainer.tuning import hooks
+from elaunch.trainer.tuning.settings import CommSettings
+
+_MB = 1 << 20
+# What the wrapper has from elsewhere than its constructor's arguments, or what its passes have made of it.
+_KEPT = frozenset(
+    (
+        *nn.Module().__dict__,
+        *("module", "process_group", "device_mesh", "require_backward_grad_sync", "require_forward_param_sync"),
+        *("_join_config", "_divide_by_initial_world_size"),
+    )
+)
+# Arguments of the constructor that the wrapper has as attributes of the same names. Not every release has all of them.
+_ARGUMENTS = (
+    *("device_ids", "output_device", "dim", "process_group", "find_unused_parameters", "static_graph"),
+    *("skip_all_reduce_unused_params", "batched_grad_copy"),
+)
+
+
+def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
+    """The model's one DDP wrapper, None if it has none. Raises ValueError if it has several."""
+    found = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    if len(found) > 1:
+        raise ValueError(
+            f"{len(found)} DistributedDataParallel in one model cannot be tuned together; give one of them"
+        )
+    return found[0] if found else None
+
+
+def settings_of(ddp: DistributedDataParallel) -> CommSettings:
+    """Its present settings. A hook of the program's own counts as none."""
+    size = ddp.bucket_bytes_cap / _MB
+    first = CommSettings.first_bucket_mb if ddp.bucket_bytes_cap_default else size
+    if listed := _listed(ddp):
+        first, size = listed[0] / _MB, listed[-1] / _MB
+    return CommSettings(size, first, bool(ddp.gradient_as_bucket_view))
+
+
+def given_by_program(ddp: DistributedDataParallel) -> frozenset[str]:
+    """The settings that the program has chosen itself, as far as that can be seen."""
+    sizes = set() if ddp.bucket_bytes_cap_default else {"bucket_mb", "first_bucket_mb"}
+    # Without views each gradient would be in memory twice.
+    views = {"bucket_view"} if ddp.gradient_as_bucket_view else set()
+    return frozenset(sizes | views | ({"hook"} if hooks.of_program(ddp) else set()))
+
+
+def obstacle(model: nn.Module, ddp: DistributedDataParallel) -> str:
+    """Why this wrapper's buckets must stay as they are; "" if they need not."""
+    own = hooks.of_program(ddp)
+    is_stateful = any(not isinstance(state, dist.ProcessGroup | None) for _, state in own)
+    built_in = not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
+    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters())
+    compiled = [each for each in (model, ddp) if getattr(each, "_compiled_call_impl", None) is not None]
+    found = {
+        "its communication hook has a state that belongs to its buckets": is_stateful or len(own) > 1,
+        f"it has torch's built-in hook {built_in}": bool(built_in),
+        "it has a list of more than two bucket sizes": len(_listed(ddp)) > 2,
+        "it has mixed_precision": getattr(ddp, "mixed_precision", None) is not None,
+        "all-reduces of some parameters are delayed": bool(getattr(ddp, "_delay_all_reduce_params", None)),
+        "optimizers run in its backward pass": in_backward,
+        "torch.compile has its reducer": bool(getattr(ddp, "_use_python_reducer", False)),
+        "it is compiled as a whole; compile the module inside instead": bool(compiled) or hasattr(model, "_orig_mod"),
+    }
+    return next((why for why, is_so in found.items() if is_so), "")
+
+
+def _listed(ddp: DistributedDataParallel) -> list[int]:
+    """The sizes in bytes if the first bucket or several have sizes of their own. Not every release can have them."""
+    return list(getattr(ddp, "bucket_bytes_cap_list", ()))
+
+
+def apply(ddp: DistributedDataParallel, settings: CommSettings, *, is_trial: bool = False) -> Any:
+    """Rebuild its reducer with these settings, as all ranks do. Returns the hook's state if a restart must restore it.
+
+    Call it when no pass has begun. A hook of the program's own stays. A trial's hook sends little from the first pass.
+    """
+    own_hooks = hooks.of_program(ddp)
+    arguments = _arguments(ddp)
+    # The old reducer's buckets are as large as all gradients. It also takes its hooks off the parameters as it goes.
+    for name in ("logger", "reducer"):
+        ddp.__dict__.pop(name)
+    fresh = DistributedDataParallel(ddp.module, **arguments, **_bucket_arguments(settings))
+    ddp.__dict__.update({name: value for name, value in fresh.__dict__.items() if name not in _KEPT})
+    if own_hooks:
+        for hook, state in own_hooks:
+            ddp.register_comm_hook(state, hook)
+        return None
+    return hooks.register(ddp, settings.hook, is_trial=is_trial)
+
+
+def _arguments(ddp: DistributedDataParallel) -> dict[str, Any]:
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    found = {name: getattr(ddp, name) for name in _ARGUMENTS if name in known and hasattr(ddp, name)}
+    # The ranks have the same parameters already. Sending them would take longer than the passes that are measured.
+    found["init_sync"] = False
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    found[sync] = ddp.broadcast_buffers
+    return found
+
+
+def _bucket_arguments(settings: CommSettings) -> dict[str, Any]:
+    found: dict[str, Any] = {"gradient_as_bucket_view": settings.bucket_view}
+    usual = CommSettings()
+    if (settings.bucket_mb, settings.first_bucket_mb) == (usual.bucket_mb, usual.first_bucket_mb):
+        # DDP's own default.
+        return found
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    if settings.first_bucket_mb != settings.bucket_mb and "bucket_cap_mb_list" in known:
+        return {**found, "bucket_cap_mb_list": [settings.first_bucket_mb, settings.bucket_mb]}
+    # Releases without the list have a first bucket of the same size.
+    return {**found, "bucket_cap_mb": settings.bucket_mb}
