@@ -96,10 +96,10 @@ def _memory(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: W
     ends = own - block * _blocks(rank, plan, shape)
     passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
     held, gathered, gradients, moments = own, 0, own, 2 * own
-    if plan.kind == "zero1" and not plan.divides_model:
+    if plan.has_ddp and plan.kind == "zero1":
         # Whole parameters are dealt out: one worker has at least the largest.
         moments = 2 * max(-(-own // sizes.dp), vocabulary * shape.width)
-    elif plan.divides_model or plan.kind not in ("ddp", "zero1"):
+    elif not plan.has_ddp:
         held, moments = -(-own // sizes.fsdp), 2 * -(-own // sizes.fsdp)
         keeps = plan.pp > 1 or (plan.kind == "zero2" and not plan.divides_model)
         gathered = own if keeps else min(own, 2 * block + ends)
@@ -158,7 +158,7 @@ def _traffic(plan: ParallelPlan, sizes: Sizes, shape: Shape, passes: int, vocabu
     own = max(parameters_of(rank, plan, shape, vocabulary)[1] for rank in range(plan.pp)) * _BYTES
     blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))
     data, sent, messages = sizes.data, 0.0, 0
-    if plan.divides_model or plan.kind not in ("ddp", "zero1"):
+    if not plan.has_ddp:
         f, d = sizes.fsdp, sizes.dp
         gathers = 1 if plan.pp > 1 or plan.kind == "zero2" else 2 * passes
         sent += (gathers + 1) * (f - 1) / f * own + 2 * (d - 1) / d * own / f
