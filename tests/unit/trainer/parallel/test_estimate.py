@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from elaunch.trainer.gpt.model import GPT, VOCABULARY
 from elaunch.trainer.parallel.checks import Shape
 from elaunch.trainer.parallel.estimate import Estimate, WorkerSpeed, estimate, parameters_of
 from elaunch.trainer.parallel.plan import fit, parse
+from tests.harness import REPOSITORY
 
 SHAPE = Shape(layers=4, heads=4, width=64, context=32, global_batch=32, micro_batch=2)
 SLOW_LINK = WorkerSpeed(base_bytes=1000, flops_per_s=1e12, link_bytes_per_s=1e7)
@@ -77,3 +79,12 @@ def test_a_larger_model_and_a_slower_worker_take_more(text: str) -> None:
     assert wider.duration.total > found.duration.total
     assert slower.duration.total > found.duration.total
     assert slower.memory.total == found.memory.total + 1000
+
+
+def test_the_program_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs" / "parallelism.md").read_text()
+    (program,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import fit, parse" in each]
+
+    exec(program, {})
+
+    assert capsys.readouterr().out.startswith("Memory(base=0, parameters=")
