@@ -15,7 +15,7 @@ class Program:
     `imports` is a module that must be there, or the program is skipped. `workers` is the number that the launcher
     starts, `ranks` the number that say their steps. `leaves` are patterns of what the library itself leaves in the
     temporary folder, also without a launcher; wandb does so if its own processes are killed. `has_loaders` says that
-    it has processes of a DataLoader that are forked.
+    it has processes of a DataLoader that are forked. `first_step_s` is the time that it may take on a busy machine.
     """
 
     name: str
@@ -27,6 +27,8 @@ class Program:
     ranks: int = 2
     leaves: tuple[str, ...] = ()
     has_loaders: bool = False
+    # Imports of a large library, several times.
+    first_step_s: float = 180.0
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -103,7 +105,15 @@ PROGRAMS = (
     Program("with_torchdata", "torchdata", "StatefulDataLoader with processes", imports="torchdata", leaves=_LOADERS),
     Program("with_torchao", "torchao", "an optimizer of 8 bits", imports="torchao", leaves=_INDUCTOR),
     Program("with_fairscale", "fairscale", "OSS and ShardedDataParallel", imports="fairscale"),
-    Program("with_deepspeed", "DeepSpeed", "an engine with ZeRO stage 1", imports="deepspeed", leaves=_INDUCTOR),
+    Program(
+        "with_deepspeed",
+        "DeepSpeed",
+        "an engine with ZeRO stage 1",
+        imports="deepspeed",
+        leaves=_INDUCTOR,
+        # It compiles an extension in C++ for its collectives on CPUs, anew in each test's cache.
+        first_step_s=900.0,
+    ),
 )
 
 

@@ -16,7 +16,7 @@ from tests.ecosystem.runs import Place, Step, first_steps, steps
 from tests.harness import Job, wait_for
 
 pytestmark = pytest.mark.slow
-# Imports of a large library on a busy machine, several times.
+# From the first step of a generation to the end of a program.
 _LIMIT_S = 180.0
 
 
@@ -35,8 +35,9 @@ def nothing_is_left(place: Place, job: Job) -> None:
     assert place.left() == []
 
 
-def steps_of_all(job: Job, ranks: int, but: Sequence[int] = ()) -> dict[int, Step]:
+def steps_of_all(job: Job, program: Program, but: Sequence[int] = ()) -> dict[int, Step]:
     """The first step of each rank in processes other than `but`, once all ranks have made one."""
+    ranks = program.ranks
 
     def found() -> dict[int, Step] | None:
         steps = first_steps(job, but)
@@ -44,7 +45,7 @@ def steps_of_all(job: Job, ranks: int, but: Sequence[int] = ()) -> dict[int, Ste
         assert is_whole or job.process.poll() is None, f"ended before all ranks made a step:\n{job.output}"
         return steps if is_whole else None
 
-    return wait_for(found, "a step of each rank", _LIMIT_S)
+    return wait_for(found, "a step of each rank", program.first_step_s)
 
 
 def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
@@ -54,10 +55,10 @@ def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
 
     with place.job("--max-restarts", "3", env={"PROGRAM_STEPS": "60"}) as job:
         job.markers()
-        before = steps_of_all(job, ranks)
+        before = steps_of_all(job, place.program)
         os.kill(before[rank].pid, signal.SIGKILL)
         pids = [step.pid for step in before.values()]
-        steps_of_all(job, ranks, pids)
+        steps_of_all(job, place.program, pids)
         if place.program.has_loaders:
             # With the second generation's loaders the folders of the first one's are gone.
             wait_for(lambda: not place.abandoned(), "the folders of killed loaders are removed", 10)
@@ -72,7 +73,7 @@ def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
 def test_a_program_that_fails_ends_the_job_with_its_own_error(place: Place) -> None:
     with place.job("--max-restarts", "0", env={"PROGRAM_FAILS": "1"}) as job:
         job.markers()
-        code = job.wait(_LIMIT_S)
+        code = job.wait(_LIMIT_S + place.program.first_step_s)
         nothing_is_left(place, job)
 
     assert code == 1, job.output

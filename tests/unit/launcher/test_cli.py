@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -75,6 +77,13 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
     assert left == []
     assert list(temporary.iterdir()) == []
     assert "on the other node type" in ended.stderr
+
+
+@pytest.fixture(autouse=True)
+def _collecting() -> Iterator[None]:
+    """The command turns the garbage collector off, until its agent runs."""
+    yield
+    gc.enable()
 
 
 def test_a_ctrl_c_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
