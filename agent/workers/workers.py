@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
@@ -209,9 +210,11 @@ class Workers:
         if is_broken and order.signum == signal.SIGTERM:
             self._links.say_broken(self._current.group, order.local_ranks)
         self._guardian.note_folders(self._fork_server.pids)
-        for local_rank in order.local_ranks:
+        # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
+        signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
+        for signum, local_rank in product(signals, order.local_ranks):
             try:
-                self._spawner.signal(self._current.group, local_rank, order.signum)
+                self._spawner.signal(self._current.group, local_rank, signum)
             except OSError:
                 return
         if order.signum != signal.SIGKILL:

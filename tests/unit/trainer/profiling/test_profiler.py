@@ -17,7 +17,7 @@ from elaunch.trainer import Profiler, profiled
 from elaunch.trainer.profiling import report as reports
 from elaunch.trainer.profiling.activity import read_activity
 from elaunch.trainer.profiling.report import Collected, collect, report
-from elaunch.trainer.profiling.traces import packed
+from elaunch.trainer.profiling.traces import packed, parsed, unpacked
 from elaunch.trainer.ranks.agreement import Ranks
 from tests.unit.trainer.profiling.traces import gloo, kernel, ns, op, step, trace
 from tests.unit.trainer.ranks.test_agreement import forked
@@ -56,7 +56,7 @@ def test_a_loop_makes_its_steps_and_the_ones_that_were_asked_for_are_profiled(tm
     assert [each["step"] for each in found["steps"]] == [3, 4]
     assert all(0 < each["computation_s"] <= each["seconds"] for each in found["steps"])
     assert found["mfu"] > 0
-    content = json.loads(gzip.decompress((tmp_path / "generation_0" / "rank_0.json.gz").read_bytes()))
+    content = parsed(unpacked((tmp_path / "generation_0" / "rank_0.json.gz").read_bytes()))
     began_ns = content["baseTimeNanoseconds"] + 1000 * min(e["ts"] for e in content["traceEvents"] if e["ph"] == "X")
     # The clock of the trace is the wall clock.
     assert abs(began_ns - time.time_ns()) < 600e9
