@@ -17,14 +17,17 @@ pytestmark = pytest.mark.usefixtures("without_torch")
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload-only", "json")
 
-# In its first generation the trainer with rank 1 among the trainers dies.
+# In its first generation the trainer with rank 1 among the trainers dies, when all have said where they are.
 PROGRAM = """
 import json, os, signal, time
 from pathlib import Path
 
 names = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ELAUNCH_GENERATION")
 print("place", json.dumps({name: os.environ[name] for name in names}), flush=True)
+Path(f"said-{os.environ['RANK']}").touch()
 if (os.environ["ROLE_NAME"], os.environ["ROLE_RANK"], os.environ["ELAUNCH_GENERATION"]) == ("trainer", "1", "0"):
+    while len(list(Path().glob("said-*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 while os.environ["ELAUNCH_GENERATION"] == "0":
     time.sleep(1)
