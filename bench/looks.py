@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # The first step of an optimizer imports it: once here, and not in each rank.
 import torch.distributed as dist
 from torch import nn
 
