@@ -85,12 +85,11 @@ def train_in_group(
         """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
         parallel.warm_up(*windows.dummy())
 
-    communication = hook_state(parallel.model)
     if config.tune_comm:
         # Imported here: most runs do not need it.
         from elaunch.trainer.tuning.tune import tune
 
-        tuned = tune(
+        tune(
             parallel.model,
             warm_up=warm_up,
             lossy=config.tune_comm == "lossy",
@@ -98,7 +97,6 @@ def train_in_group(
             folder=run.path / "tuning",
             say=progress.say,
         )
-        communication = communication or tuned.hook_state
 
     # Restores the newest state that is anywhere, and keeps it from now on.
     with (
@@ -106,7 +104,7 @@ def train_in_group(
             parallel.model,
             optimizer,
             extra=recorder.state,
-            hook_state=communication,
+            hook_state=hook_state(parallel.model),
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
             snapshot_every=config.snapshot_every,

@@ -1,13 +1,17 @@
 """The communication hooks that tuning can choose: gradients in 16 bits, and PowerSGD's two small matrices."""
 
-# Annotations are real here: DDP compares a hook's with torch's classes.
+from __future__ import annotations
+
 import importlib.util
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
+
+from elaunch.trainer.ddp.hooks import hook_for
+from elaunch.trainer.ddp.options import DdpOptions
+from elaunch.trainer.ddp.wrapper import register as register_hook
 
 _RANK = 4
 # PowerSGD sends whole gradients in so many passes first: the matrices of early steps have no low rank.
@@ -15,54 +19,25 @@ _WHOLE_PASSES = 10
 # The least that PowerSGD takes. A trial throws its state away.
 _WHOLE_PASSES_IN_TRIAL = 2
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-# Functions of their own, by which a rebuild knows them from a program's hook. Under its own name DDP refuses torch's
-# bfloat16 hook without NCCL, while gloo sums bfloat16 too.
-def sum_in_bf16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    found: torch.futures.Future[torch.Tensor] = default_hooks.bf16_compress_hook(state, bucket)
-    return found
-
-
-def sum_in_fp16(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    found: torch.futures.Future[torch.Tensor] = default_hooks.fp16_compress_hook(state, bucket)
-    return found
-
-
-def sum_in_low_rank(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    found: torch.futures.Future[torch.Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
-    return found
-
-
-_OURS = (sum_in_bf16, sum_in_fp16, sum_in_low_rank)
+# The attribute of a wrapper that has the hook which tuning has registered. All other hooks are the program's.
+_OURS = "_elaunch_tuned_hook"
 
 
 def of_program(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
     """The hooks, each with its state, that the program has registered itself."""
-    return [(hook, state) for hook, state in ddp._comm_hooks if hook not in _OURS]
+    ours = ddp.__dict__.get(_OURS)
+    return [(hook, state) for hook, state in ddp._comm_hooks if hook is not ours]
 
 
 def register(ddp: DistributedDataParallel, name: str, *, is_trial: bool) -> Any:
     """Register the hook on a wrapper that has none. Returns its state if a restart must restore that, else None."""
-    if name == "powersgd":
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        state = powerSGD_hook.PowerSGDState(
-            ddp.process_group,
-            matrix_approximation_rank=_RANK,
-            start_powerSGD_iter=_WHOLE_PASSES_IN_TRIAL if is_trial else _WHOLE_PASSES,
-        )
-        ddp.register_comm_hook(state, sum_in_low_rank)
-        return state
-    if name != "none":
-        ddp.register_comm_hook(ddp.process_group, sum_in_bf16 if name == "bf16" else sum_in_fp16)
-    return None
+    start = _WHOLE_PASSES_IN_TRIAL if is_trial else _WHOLE_PASSES
+    hook = hook_for(DdpOptions(name, powersgd_rank=_RANK, powersgd_start=start), ddp.process_group)
+    if hook is None:
+        return None
+    register_hook(ddp, hook)
+    ((ddp.__dict__[_OURS], state),) = ddp._comm_hooks
+    return state if name == "powersgd" else None
 
 
 def works_here(name: str, ddp: DistributedDataParallel) -> bool:
