@@ -11,6 +11,7 @@ from elaunch.digests import sha256
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.resources import HostResources
 from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.user_cache import cache_folder
 
 # The program of all functions' jobs. Its arguments are the function's name and the worker's local rank.
 FUNCTIONS_PROGRAM = "elaunch.launcher.functions.worker"
@@ -22,12 +23,9 @@ def imports_file(options: Options, environ: Mapping[str, str], host: HostResourc
     The program's arguments do not matter: most of them are a run's name or its settings. Of a function's job the
     program is elaunch's own module, so the function's name matters, which is the first argument.
     """
-    cache = environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # noqa: PTH117
-        home = environ.get("HOME", "")
-        if not os.path.isabs(home):  # noqa: PTH117
-            return None
-        cache = f"{home}/.cache"
+    folder = cache_folder(environ, "imports")
+    if folder is None:
+        return None
     try:
         place = os.getcwd() if options.kind is ProgramKind.MODULE else os.path.realpath(options.target)  # noqa: PTH109
     except OSError:
@@ -35,4 +33,4 @@ def imports_file(options: Options, environ: Mapping[str, str], host: HostResourc
     module = options.target if options.kind is ProgramKind.MODULE else ""
     function = options.args[:1] if module == FUNCTIONS_PROGRAM else ()
     command = [host.python, host.python_options, options.kind.value, place, module, function, options.preload]
-    return Path(cache, "elaunch", "imports", sha256(json.dumps(command).encode()).hexdigest()[:32])
+    return folder / sha256(json.dumps(command).encode()).hexdigest()[:32]

@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from elaunch import user_cache
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.digests import sha256
 from elaunch.rendezvous.codec import decode, encode
@@ -60,7 +61,7 @@ def write(file: Path, learned: Learned) -> None:
     import tempfile
 
     with suppress(OSError):
-        if not _make_folders(file.parent):
+        if not user_cache.make(file.parent):
             return
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as draft:
             try:
@@ -70,26 +71,4 @@ def write(file: Path, learned: Learned) -> None:
             except BaseException:
                 Path(draft.name).unlink()
                 raise
-        _remove_oldest(file.parent)
-
-
-def _make_folders(folder: Path) -> bool:
-    """Make `folder`, its parent and the cache folder above. Returns whether only this user can have made the two."""
-    cache, user = folder.parent.parent, os.geteuid()
-    found = next(place for place in (cache, *cache.parents) if place.exists())
-    if user == 0 and found.stat().st_uid != user:
-        # sudo keeps HOME: a folder or a file of root's would stand in the user's way.
-        return False
-    cache.mkdir(parents=True, exist_ok=True)
-    for place in (folder.parent, folder):
-        place.mkdir(mode=0o700, exist_ok=True)
-        # A link of somebody else's would lead to any folder of this user's, in which the oldest files are removed.
-        if {place.lstat().st_uid, place.stat().st_uid} != {user}:
-            return False
-    return True
-
-
-def _remove_oldest(folder: Path) -> None:
-    files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
-    for file in files[:-_FILES_MAX]:
-        file.unlink()
+        user_cache.remove_oldest(file.parent, _FILES_MAX)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from elaunch import user_cache
 from elaunch.trainer.files import parse_json, read_regular, write_durably
 from elaunch.trainer.tuning.settings import FIELDS, HOOKS, CommSettings
 
@@ -72,7 +73,7 @@ class ChoiceFiles:
         """The run's own `folder`, the job's memory on this node, and the user's cache folder: those that there are."""
         memory = environ.get("ELAUNCH_MEMORY")
         job = [Path(memory, "tuning")] if memory else []
-        return cls([*([folder] if folder else []), *job], _cache_folder(environ))
+        return cls([*([folder] if folder else []), *job], user_cache.cache_folder(environ, "tuning"))
 
     def find(self, key: TuningKey) -> tuple[TunedChoice | None, Path | None, list[str]]:
         """The choice for this key, its file, and a sentence about each file that could not be used."""
@@ -107,13 +108,13 @@ class ChoiceFiles:
         kept, why = None, "there is no folder: neither HOME nor XDG_CACHE_HOME is a path"
         for folder in self._all():
             try:
-                if folder == self._cache and not _make_cache(folder):
+                if folder == self._cache and not user_cache.make(folder):
                     why = f"{folder} is not this user's own"
                     continue
                 folder.mkdir(parents=True, exist_ok=True)
                 write_durably(folder / choice.key.file_name, content)
                 kept = folder / choice.key.file_name
-                _remove_oldest(folder)
+                user_cache.remove_oldest(folder, _FILES_MAX)
             except OSError as error:
                 why = f"{folder}: {_reason(error)}"
         return kept, why
@@ -172,36 +173,3 @@ def _number(values: Mapping[str, Any], name: str, most: float) -> float:
 
 def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()
-
-
-def _cache_folder(environ: Mapping[str, str]) -> Path | None:
-    """Where this user's choices are kept. None for a user without a home."""
-    cache = environ.get("XDG_CACHE_HOME", "")
-    if not Path(cache).is_absolute():
-        home = environ.get("HOME", "")
-        if not Path(home).is_absolute():
-            return None
-        cache = f"{home}/.cache"
-    return Path(cache, "elaunch", "tuning")
-
-
-def _make_cache(folder: Path) -> bool:
-    """Make `folder`, its parent and the cache folder above. Returns whether only this user can have made the two."""
-    cache, user = folder.parent.parent, os.geteuid()
-    found = next(place for place in (cache, *cache.parents) if place.exists())
-    if user == 0 and found.stat().st_uid != user:
-        # sudo keeps HOME: a folder or a file of root's would stand in the user's way.
-        return False
-    cache.mkdir(parents=True, exist_ok=True)
-    for place in (folder.parent, folder):
-        place.mkdir(mode=0o700, exist_ok=True)
-        # A link of somebody else's would lead to any folder of this user's, in which the oldest files are removed.
-        if {place.lstat().st_uid, place.stat().st_uid} != {user}:
-            return False
-    return True
-
-
-def _remove_oldest(folder: Path) -> None:
-    files = sorted((file for file in folder.iterdir() if file.is_file()), key=lambda file: file.stat().st_mtime)
-    for file in files[:-_FILES_MAX]:
-        file.unlink()
