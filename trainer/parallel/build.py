@@ -77,7 +77,7 @@ def _divided(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from elaunch.trainer.parallel.divided import Pipeline, TensorParallel
+    from elaunch.trainer.parallel.divided import Division, Pipeline, TensorParallel
     from elaunch.trainer.parallel.stages import GptStage, ModelPart
     from elaunch.trainer.parallel.tensor import divide
 
@@ -104,8 +104,8 @@ def _divided(
             fully_shard(block, **options)
         fully_shard(stage, **options)
     optimizer = AdamW(groups(part), fused=True)
-    arguments = (plan, sizes.share(rank), config.shape, part, local, mesh, optimizer, names, device)
+    own = Division(plan, sizes.share(rank), config.shape, part, local, mesh, optimizer, names, device)
     if sizes.pp == 1:
-        return TensorParallel(*arguments)
+        return TensorParallel(own)
     windows, many = windows_of_microbatch(plan, sizes, config.shape), microbatches(plan, sizes, config.shape)
-    return Pipeline(*arguments, windows=windows, many=many)
+    return Pipeline(own, windows=windows, many=many)

@@ -7,6 +7,7 @@ DTensor on one mesh, also where an axis has one worker only: its gradients are s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -27,30 +28,34 @@ from elaunch.trainer.parallel.tensor import in_usual_order
 from elaunch.trainer.parallel.whole import full
 
 
-class Divided:
-    """One model on several workers. `gpt` and `model` are this worker's part of it; `stages` are its computation.
+@dataclass(frozen=True)
+class Division:
+    """What a worker has of a network on several workers: `part` of its parameters, and `stages`, its computation.
 
     `names` are those of the whole network's parameters with their shapes. `mesh` has the axes pp, dp, fsdp and tp.
     """
 
-    def __init__(
-        self,
-        plan: ParallelPlan,
-        share: DataShare,
-        shape: Shape,
-        part: ModelPart,
-        local_stages: Sequence[GptStage],
-        mesh: DeviceMesh,
-        optimizer: Optimizer,
-        names: dict[str, torch.Size],
-        device: torch.device,
-    ) -> None:
-        self.gpt = self.model = part
-        self.optimizer = optimizer
-        self._plan, self._share, self._shape, self._names = plan, share, shape, names
-        self._part, self._stages, self._mesh, self._device = part, local_stages, mesh, device
-        self._tp = mesh["tp"] if plan.tp > 1 else None
-        self._place = (mesh.get_local_rank("pp"), mesh.get_local_rank("tp"))
+    plan: ParallelPlan
+    share: DataShare
+    shape: Shape
+    part: ModelPart
+    stages: Sequence[GptStage]
+    mesh: DeviceMesh
+    optimizer: Optimizer
+    names: dict[str, torch.Size]
+    device: torch.device
+
+
+class Divided:
+    """One model on several workers. `gpt` and `model` are this worker's part of it."""
+
+    def __init__(self, own: Division) -> None:
+        self.gpt = self.model = own.part
+        self.optimizer = own.optimizer
+        self._plan, self._share, self._shape, self._names = own.plan, own.share, own.shape, own.names
+        self._part, self._stages, self._mesh, self._device = own.part, own.stages, own.mesh, own.device
+        self._tp = own.mesh["tp"] if own.plan.tp > 1 else None
+        self._place = (own.mesh.get_local_rank("pp"), own.mesh.get_local_rank("tp"))
 
     def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
         """Nothing: FSDP2 sums in one order from the first step on."""
@@ -124,28 +129,15 @@ class TensorParallel(Divided):
 class Pipeline(Divided):
     """Each worker has some of the layers, and computes them for one micro-batch after the other."""
 
-    def __init__(
-        self,
-        plan: ParallelPlan,
-        share: DataShare,
-        shape: Shape,
-        part: ModelPart,
-        local_stages: Sequence[GptStage],
-        mesh: DeviceMesh,
-        optimizer: Optimizer,
-        names: dict[str, torch.Size],
-        device: torch.device,
-        *,
-        windows: int,
-        many: int,
-    ) -> None:
+    def __init__(self, own: Division, *, windows: int, many: int) -> None:
         """`windows` are those of a micro-batch of the pipeline, and `many` its micro-batches in a step."""
-        super().__init__(plan, share, shape, part, local_stages, mesh, optimizer, names, device)
+        super().__init__(own)
+        plan, shape, mesh = own.plan, own.shape, own.mesh
         self._group = mesh.get_group("pp")
         self._numbers = [mesh.get_local_rank("pp") + turn * plan.pp for turn in range(plan.stages_per_worker)]
         self._tied = _tied_group(mesh)
         # The mean over all windows of the step, of which each replica has its share; FSDP takes the mean of those.
-        self._scale = share.world_size / (shape.global_batch * shape.context)
+        self._scale = own.share.world_size / (shape.global_batch * shape.context)
         time = shape.context // plan.tp
         between = torch.empty(windows, time, shape.width, device="meta", requires_grad=True)
         given = torch.empty(windows, shape.context, dtype=torch.int64, device="meta")
@@ -155,13 +147,13 @@ class Pipeline(Divided):
                 stage,
                 number,
                 stages(plan),
-                device,
+                own.device,
                 # With both torch need not compute a first micro-batch to find the shapes out.
                 input_args=given if stage.is_first else between,
                 output_args=scores if stage.is_last else between,
                 group=self._group,
             )
-            for number, stage in zip(self._numbers, local_stages, strict=True)
+            for number, stage in zip(self._numbers, own.stages, strict=True)
         ]
         self._schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
         if plan.schedule == "interleaved":

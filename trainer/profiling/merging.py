@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elaunch.trainer.profiling.traces import LEVEL
+
 # Processes of rank r have the numbers from r × this on: the rank's own, then those of its devices.
 _PER_RANK = 1000
 # Ids of arrows between events are numbers of one process.
 _ARROWS = 1 << 40
-_LEVEL = 6
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def write_merged(path: Path, traces: Iterable[RankTrace]) -> None:
     partial = path.with_name(f".{path.name}.tmp")
     begin_ns: int | None = None
     try:
-        with gzip.open(partial, "wt", compresslevel=_LEVEL, encoding="utf-8") as file:
+        with gzip.open(partial, "wt", compresslevel=LEVEL, encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[')
             separator = "\n"
             for one in traces:

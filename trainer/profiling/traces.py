@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_LEVEL = 6
+# Of gzip, for all files of a profile.
+LEVEL = 6
 
 
 def parsed(content: bytes) -> Mapping[str, Any]:
@@ -25,7 +26,7 @@ def parsed(content: bytes) -> Mapping[str, Any]:
 
 
 def packed(content: bytes) -> bytes:
-    return gzip.compress(content, _LEVEL)
+    return gzip.compress(content, LEVEL)
 
 
 def unpacked(content: bytes) -> bytes:
