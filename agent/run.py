@@ -151,7 +151,7 @@ class AgentRun:
         job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)
         try:
             loop = Loop(replace(self._services, config=config), job_store, served_pid, way)
-            # What is there now stays. From here on it may run for weeks.
+            # The objects that are there now stay: the agent may run for weeks from here on.
             gc.freeze()
             gc.enable()
             return loop.run()

@@ -22,7 +22,7 @@ def collapse(wait_per_work: float = 0.0) -> None:
     """Do it, as far as the kernel does. Wait after each page for so many times as long as it took."""
     with suppress(OSError, AttributeError):
         if "[never]" in _SETTING.read_text():
-            # Who runs this host wants none.
+            # This host's administrator wants none.
             return
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

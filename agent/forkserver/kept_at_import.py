@@ -60,7 +60,7 @@ class OwnHandler:
 
     def forget_if_too_many(self) -> None:
         """Remove it if the module would not have added it here."""
-        # Who imported it has loaded this one too.
+        # The module that imported it has loaded this one too.
         if sys.modules["logging"].getLogger().hasHandlers():
             self.logger.removeHandler(self.handler)
             self.logger.propagate = self.propagate

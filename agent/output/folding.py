@@ -83,7 +83,7 @@ class TracebackFold:
         return self._release()
 
     def _without_interrupts(self) -> bytes:
-        """What is held, without tracebacks of a KeyboardInterrupt that is no news."""
+        """The held text, without tracebacks of a KeyboardInterrupt that is no news."""
         return _INTERRUPT.sub(b"", self._held) if self._is_interrupted() else self._held
 
     def _release(self) -> bytes:

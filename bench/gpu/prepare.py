@@ -100,7 +100,7 @@ def install(torch: str, wheels: Path | None) -> str:
     pin = ENVIRONMENT / "torch.txt"
     pin.write_text(f"torch=={torch}\n")
     offline = ("--no-index", "--find-links", str(wheels.resolve())) if wheels else ()
-    # What is installed counts; the pin keeps pip from thinking about another torch.
+    # The installed torch counts; the pin keeps pip from thinking about another torch.
     pip = (str(python), "-m", "pip", "install", "--quiet", "--constraint", str(pin), *offline)
     _run("pip", *pip, "--editable", str(ROOT), *EXTRA)
     if ask_torch(str(python)).get("torch") != torch:

@@ -21,7 +21,7 @@ POWERSGD_RANK = 2
 
 
 def sent_bytes() -> int:
-    """What has gone out of this namespace's loopback, over all ranks."""
+    """The bytes that have gone out of this namespace's loopback, over all ranks."""
     (line,) = (text for text in Path("/proc/net/dev").read_text().splitlines() if text.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[8])
 

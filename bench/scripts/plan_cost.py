@@ -40,7 +40,7 @@ def forget_peak() -> None:
 
 
 def flops_per_s(config: TrainConfig) -> float:
-    """Of a product of the size that the network has, alone on this worker's core."""
+    """The speed of a product of the size that the network has, alone on this worker's core."""
     positions = config.micro_batch * config.context
     inputs, weights = torch.randn(positions, config.width), torch.randn(config.width, 4 * config.width)
     times_s = []

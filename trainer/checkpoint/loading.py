@@ -265,7 +265,7 @@ def _empty(kind: tuple[torch.Size, torch.dtype]) -> Tensor:
 
 
 def _own(there: Tensor | None, name: str, kind: tuple[torch.Size, torch.dtype], source: str) -> Tensor:
-    """What is filled with a tensor of a PerRank: of a distributed one only this rank's part."""
+    """The part of a PerRank's tensor that is filled: of a distributed one only this rank's."""
     if there is None or not is_shard(there):
         return _empty(kind)
     _require_shape(source, name, kind[0], there)

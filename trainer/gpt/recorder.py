@@ -34,7 +34,7 @@ _CURVES = ("loss", "held_out_loss", "grad_norm", "learning_rate", "tokens_per_s"
 class Recorder:
     """Writes this rank's records, so that the loop needs no condition. Without a ledger only rank 0 writes.
 
-    Of the ranks that share one model only one has a ledger, as `share` says. `flops_per_token` and `peak_flops`, of one
+    Only one of the ranks that share one model has a ledger, as `share` says. `flops_per_token` and `peak_flops`, of one
     device, make the MFU; 0 where the peak is not known. `state` is part of the training's state: the number of samples
     seen, and the newest steps' figures, so that no line is lost if rank 0 dies before it can write it. The figures stay
     on the device until the log reads them. Use the recorder as a context manager once the state is restored; call
