@@ -90,10 +90,9 @@ assert dist.get_world_size() == 1
 say("HashStore: a group of one in each process")
 dist.destroy_process_group()
 
-# A FileStore removes its file when its last user leaves. Wait for that before the folder goes.
-if own.add("left", 1) == WORLD_SIZE:
-    own.set("all have left", "")
-own.wait(["all have left"])
+# A FileStore removes its file when its last user leaves, and rank 0's TCPStore ends with rank 0. So rank 0 leaves last.
+own.set(f"left {RANK}", "")
 if RANK == 0:
+    own.wait([f"left {rank}" for rank in range(WORLD_SIZE)])
     file.unlink(missing_ok=True)
     file.parent.rmdir()
