@@ -23,10 +23,10 @@ EXTRA = ("pytest>=8", "numpy", "nvidia-ml-py>=12")
 # Devices of NVIDIA's driver, of Windows' subsystem for Linux, and of AMD's driver.
 DEVICES = ("dev/nvidia[0-9]*", "dev/dxg", "dev/kfd")
 _ASK_TORCH = """
-import json, torch
+import importlib.metadata, json, torch
 cuda = torch.cuda.is_available()
 print(json.dumps({"torch": torch.__version__, "built_for": torch.version.cuda or torch.version.hip or "",
-    "gpus": torch.cuda.device_count() if cuda else 0}))
+    "gpus": torch.cuda.device_count() if cuda else 0, "distribution": importlib.metadata.version("torch")}))
 """
 
 
@@ -44,7 +44,7 @@ def main() -> NoReturn:
         require_device(Path("/"))
         found = ask_torch(sys.executable)
         require_torch(found)
-        python = install(str(found["torch"]), options.wheels)
+        python = install(found, options.wheels)
     except NotHere as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -80,8 +80,13 @@ def require_torch(found: Mapping[str, object]) -> None:
         raise NotHere(f"torch {found['torch']} in {sys.executable} sees no GPU (it {why}); nothing was run")
 
 
-def install(torch: str, wheels: Path | None) -> str:
-    """Make the environment, or take the one that is there. Returns its interpreter. Raises NotHere."""
+def install(found: Mapping[str, object], wheels: Path | None) -> str:
+    """Make the environment, or take the one that is there. Returns its interpreter. Raises NotHere.
+
+    `found` is what `ask_torch` said of this interpreter. pip knows the wheel's version, which may lack the build's suffix:
+    torch 2.13.0+cu130 is 2.13.0 to pip.
+    """
+    torch = found["torch"]
     python = ENVIRONMENT / "bin" / "python"
     mark = ENVIRONMENT / ".installed"
     wanted = f"{torch} {(ROOT / 'pyproject.toml').stat().st_mtime_ns}"
@@ -98,7 +103,7 @@ def install(torch: str, wheels: Path | None) -> str:
         ).stdout.strip()
         Path(folder, "present.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pin = ENVIRONMENT / "torch.txt"
-    pin.write_text(f"torch=={torch}\n")
+    pin.write_text(f"torch=={found['distribution']}\n")
     offline = ("--no-index", "--find-links", str(wheels.resolve())) if wheels else ()
     # The installed torch counts; the pin keeps pip from thinking about another torch.
     pip = (str(python), "-m", "pip", "install", "--quiet", "--constraint", str(pin), *offline)
