@@ -83,8 +83,8 @@ def require_torch(found: Mapping[str, object]) -> None:
 def install(found: Mapping[str, object], wheels: Path | None) -> str:
     """Make the environment, or take the one that is there. Returns its interpreter. Raises NotHere.
 
-    `found` is what `ask_torch` said of this interpreter. pip knows the wheel's version, which may lack the build's suffix:
-    torch 2.13.0+cu130 is 2.13.0 to pip.
+    `found` is what `ask_torch` said of this interpreter. pip knows the version of the wheel, which may lack the build's
+    suffix: torch 2.13.0+cu130 is 2.13.0 to pip.
     """
     torch = found["torch"]
     python = ENVIRONMENT / "bin" / "python"

@@ -88,8 +88,9 @@ gpu.after_commit()
 target = torch.zeros(state.shape)
 gpu.copy([target], [state])
 torch.cuda.synchronize()
-# About ten seconds on the training's stream, and a change behind them.
-torch.cuda._sleep(20_000_000_000)
+# About ten seconds on the training's stream, and a change behind them. A sleep counts cycles in 32 bits.
+for _ in range(10):
+    torch.cuda._sleep(2_000_000_000)
 state.add_(1)
 begun_s = time.monotonic()
 with gpu.reading():

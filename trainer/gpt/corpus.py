@@ -41,6 +41,7 @@ class Corpus:
         self.files = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
         self.truncated = truncated
         self._ends = list(accumulate(file.size for file in self.files))
+        self._folder = os.fspath(root)
 
     @classmethod
     def open(cls, config: TrainConfig) -> Corpus:
@@ -105,11 +106,15 @@ class Corpus:
             )
 
     def _read_file(self, index: int, offset: int, length: int) -> bytes:
-        path = self.root / self.files[index].name
+        # Not by pathlib and Python's files: a step reads many windows, and the GPU may wait for the first one.
+        name = self.files[index].name
+        path = f"{self._folder}/{name}" if name else self._folder
         try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(offset)
-                part = file.read(length)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                part = os.pread(descriptor, length, offset)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}; make it readable or leave it out") from error
         if len(part) < length:

@@ -66,6 +66,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
+        self._mean_nats = mean_nats
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
             if name.endswith("project.weight"):
@@ -73,15 +74,33 @@ class GPT(nn.Module):
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """The mean cross-entropy in nats per byte, a scalar; both arguments are int64, T at most `context`."""
-        return F.cross_entropy(self.logits(inputs_BT).flatten(0, 1).float(), targets_BT.flatten())
+        return self._mean_nats(self._features(inputs_BT), self.embed_byte.weight, targets_BT)
+
+    def compile_parts(self) -> None:
+        """Compile the blocks and the loss. Between two of them DDP and FSDP see gradients: one graph would hide these.
+
+        Below DDP, torch cuts a graph where a bucket ends. A block is small enough as it is, and each cut costs time on
+        the host.
+        """
+        torch._dynamo.config.optimize_ddp = False
+        for block in self.blocks:
+            # One after the other: alike blocks share one compilation.
+            block.compile()
+        # Without it the scores in float32, the largest tensor of all, are written and read several times.
+        self._mean_nats = torch.compile(mean_nats)
 
     def logits(self, inputs_BT: Tensor) -> Tensor:
         """Scores for the byte after each position: (B, T, V)."""
+        return F.linear(self._features(inputs_BT), self.embed_byte.weight)
+
+    def _features(self, inputs_BT: Tensor) -> Tensor:
+        """The last layer's output: (B, T, W)."""
         positions_T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)
         x_BTW = self.dropout(self.embed_byte(inputs_BT) + self.embed_position(positions_T))
         for block in self.blocks:
             x_BTW = block(x_BTW)
-        return F.linear(self.norm(x_BTW), self.embed_byte.weight)
+        features_BTW: Tensor = self.norm(x_BTW)
+        return features_BTW
 
     @torch.no_grad()
     def write(self, prompt: bytes, length: int, *, seed: int, temperature: float = 0.8) -> bytes:
@@ -98,6 +117,11 @@ class GPT(nn.Module):
             scores_V = self.logits(inputs_BT)[0, -1].float().cpu() / temperature
             text.append(int(torch.multinomial(scores_V.softmax(-1), 1, generator=generator).item()))
         return bytes(text[len(prompt) :])
+
+
+def mean_nats(features_BTW: Tensor, embedding_VW: Tensor, targets_BT: Tensor) -> Tensor:
+    """The mean cross-entropy in nats, with the embedding as the last layer's weights."""
+    return F.cross_entropy(F.linear(features_BTW, embedding_VW).flatten(0, 1).float(), targets_BT.flatten())
 
 
 def _initialise(module: nn.Module) -> None:

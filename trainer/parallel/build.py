@@ -32,9 +32,7 @@ def build(config: TrainConfig, gpt: GPT, sizes: Sizes, rank: int, device: torch.
     if config.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(f"{torch.cuda.get_device_name(device)} has no bfloat16; leave --bf16 out")
     if config.compile:
-        for block in gpt.blocks:
-            # One after the other: alike blocks share one compilation.
-            block.compile()
+        gpt.compile_parts()
     plan = config.plan
     if plan.divides_model:
         return _divided(config, plan, gpt, sizes, rank, device, groups)

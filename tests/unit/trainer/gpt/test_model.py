@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -34,6 +36,38 @@ def test_an_untrained_model_knows_nothing() -> None:
     loss = tiny()(bytes_BT[:, :-1], bytes_BT[:, 1:]).item()
 
     assert loss == pytest.approx(math.log(256), abs=0.2)
+
+
+COUNT = """
+import functools
+import torch, torch._dynamo.utils as utils, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from elaunch.trainer.gpt.model import GPT
+
+# Graphs as they are, without the compiler's minutes.
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+gpt = GPT(layers=2, heads=2, width=16, context=8, dropout=0.0)
+bytes_BT = torch.randint(0, 256, (2, 9))
+eager = gpt(bytes_BT[:, :-1], bytes_BT[:, 1:])
+gpt.compile_parts()
+# Buckets that end within a block.
+model = DistributedDataParallel(gpt, bucket_cap_mb=0.001)
+loss = model(bytes_BT[:, :-1], bytes_BT[:, 1:])
+loss.backward()
+torch.testing.assert_close(loss, eager)
+print("graphs", utils.counters["aot_autograd"]["ok"])
+del model
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_network_is_a_graph_for_all_blocks_and_one_for_the_loss() -> None:
+    """DDP's buckets cut no block."""
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=False)
+
+    assert done.stdout == "graphs 2\n", done.stdout + done.stderr
 
 
 def test_writing_is_the_same_for_the_same_seed_and_longer_than_the_context() -> None:
