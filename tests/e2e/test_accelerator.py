@@ -88,10 +88,11 @@ gpu.after_commit()
 target = torch.zeros(state.shape)
 gpu.copy([target], [state])
 torch.cuda.synchronize()
-# About ten seconds on the training's stream, and a change behind them. A sleep counts cycles in 32 bits.
+# About ten seconds on the training's stream, and a change behind them.
 for _ in range(10):
     torch.cuda._sleep(2_000_000_000)
 state.add_(1)
+assert not torch.cuda.current_stream(device).query(), "the stream is not stuck"
 begun_s = time.monotonic()
 with gpu.reading():
     scale = scaler.state_dict()["scale"]

@@ -46,7 +46,7 @@ def seed(key: int) -> None:
 
     That one takes a stack for each kind of device that is not there, which is most of its time.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.default_generator.manual_seed(key)
         torch.cuda.manual_seed_all(key)
     elif torch.accelerator.current_accelerator() is None:

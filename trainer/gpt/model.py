@@ -76,13 +76,17 @@ class GPT(nn.Module):
         """The mean cross-entropy in nats per byte, a scalar; both arguments are int64, T at most `context`."""
         return self._mean_nats(self._features(inputs_BT), self.embed_byte.weight, targets_BT)
 
-    def compile_parts(self) -> None:
-        """Compile the blocks and the loss. Between two of them DDP and FSDP see gradients: one graph would hide these.
+    def compile_in(self, *, parts: bool) -> None:
+        """Compile the network: in one graph, or in `parts`, a graph for each block and one for the loss.
 
-        Below DDP, torch cuts a graph where a bucket ends. A block is small enough as it is, and each cut costs time on
-        the host.
+        DDP and FSDP exchange gradients while the backward pass runs only where they see them, between two graphs. One
+        graph asks less of the host.
         """
+        # Below DDP, torch cuts a graph where a bucket ends. A block is small enough as it is, and each cut costs time.
         torch._dynamo.config.optimize_ddp = False
+        if not parts:
+            self.compile()
+            return
         for block in self.blocks:
             # One after the other: alike blocks share one compilation.
             block.compile()

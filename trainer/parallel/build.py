@@ -32,7 +32,8 @@ def build(config: TrainConfig, gpt: GPT, sizes: Sizes, rank: int, device: torch.
     if config.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(f"{torch.cuda.get_device_name(device)} has no bfloat16; leave --bf16 out")
     if config.compile:
-        gpt.compile_parts()
+        # Alone, a worker exchanges nothing.
+        gpt.compile_in(parts=not config.plan.has_ddp or sizes.share(rank).world_size > 1)
     plan = config.plan
     if plan.divides_model:
         return _divided(config, plan, gpt, sizes, rank, device, groups)

@@ -39,7 +39,7 @@ def test_an_untrained_model_knows_nothing() -> None:
 
 
 COUNT = """
-import functools
+import functools, sys
 import torch, torch._dynamo.utils as utils, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from elaunch.trainer.gpt.model import GPT
@@ -50,7 +50,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 gpt = GPT(layers=2, heads=2, width=16, context=8, dropout=0.0)
 bytes_BT = torch.randint(0, 256, (2, 9))
 eager = gpt(bytes_BT[:, :-1], bytes_BT[:, 1:])
-gpt.compile_parts()
+gpt.compile_in(parts=sys.argv[1] == "parts")
 # Buckets that end within a block.
 model = DistributedDataParallel(gpt, bucket_cap_mb=0.001)
 loss = model(bytes_BT[:, :-1], bytes_BT[:, 1:])
@@ -63,11 +63,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_compiled_network_is_a_graph_for_all_blocks_and_one_for_the_loss() -> None:
-    """DDP's buckets cut no block."""
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("how", "graphs"), [("parts", 2), ("whole", 1)])
+def test_a_compiled_network_is_one_graph_or_a_graph_for_all_blocks_and_one_for_the_loss(how: str, graphs: int) -> None:
+    """DDP's buckets cut no graph."""
+    done = subprocess.run([sys.executable, "-c", COUNT, how], capture_output=True, text=True, check=False)
 
-    assert done.stdout == "graphs 2\n", done.stdout + done.stderr
+    assert done.stdout == f"graphs {graphs}\n", done.stdout + done.stderr
 
 
 def test_writing_is_the_same_for_the_same_seed_and_longer_than_the_context() -> None:
