@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -40,7 +41,9 @@ def trained(lines: Iterable[str], profile: Mapping[str, Any] | None) -> Figures:
     `lines` are those of metrics.jsonl. Raises ValueError with too few of them.
     """
     records = [json.loads(line) for line in lines]
-    settled = [each for each in records if each["step"] >= SETTLED_STEP]
+    # The profiler slows steps down from the one before on, and those after it.
+    end = profile["first_step"] - 2 if profile else math.inf
+    settled = [each for each in records if SETTLED_STEP <= each["step"] <= end]
     if len(settled) < 3:
         raise ValueError(f"it made {len(records)} steps, too few to measure")
     found: Figures = {

@@ -88,9 +88,10 @@ gpu.after_commit()
 target = torch.zeros(state.shape)
 gpu.copy([target], [state])
 torch.cuda.synchronize()
-# About ten seconds on the training's stream, and a change behind them.
-for _ in range(10):
-    torch.cuda._sleep(2_000_000_000)
+# Some seconds of work on the training's stream, and a change behind it. torch.cuda._sleep ended at once on an H200.
+matrix, product = (torch.ones(16384, 16384, device=device) for _ in range(2))
+for _ in range(60):
+    torch.mm(matrix, matrix, out=product)
 state.add_(1)
 assert not torch.cuda.current_stream(device).query(), "the stream is not stuck"
 begun_s = time.monotonic()

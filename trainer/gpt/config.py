@@ -113,7 +113,7 @@ class TrainConfig:
     dropout: float = _option(0.0, _SHARE, "SHARE", "Share of activations dropped while training.")
     bf16: bool = _option(False, bool, None, "Compute in bfloat16 (autocast); weights stay float32.")
     parallel: str = _option("ddp", None, "PLAN", _PARALLEL)
-    compile: bool = _option(False, bool, None, "Compile the transformer blocks with torch.compile.")
+    compile: bool = _option(False, bool, None, "Compile the network with torch.compile.")
     tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
     peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
     ledger: bool = _option(False, bool, None, _LEDGER)

@@ -1,4 +1,4 @@
-"""Copies from the GPU, even while the training's own stream is stuck in a collective. Not run on a GPU yet.
+"""Copies from the GPU, even while the training's own stream is stuck in a collective. Run on one GPU (docs/gpu.md).
 
 While a collective is stuck, nothing may wait for the training's stream, and nothing may allocate: the driver can make
 an allocation wait for all kernels. So everything runs on a stream of its own, through memory that was pinned before.

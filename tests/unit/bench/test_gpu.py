@@ -83,7 +83,8 @@ def metrics(count: int, tokens_per_s: float = 1000.0) -> list[str]:
 
 
 def test_the_steps_that_settle_are_left_out() -> None:
-    found = figures.trained(metrics(15), {"gpu_busy": 0.9, "step_s": 0.6})
+    # Steps slow down from the one before the profile on.
+    found = figures.trained(metrics(20), {"gpu_busy": 0.9, "step_s": 0.6, "first_step": 17})
 
     assert found == {
         "tokens_per_s": 1000.0,
