@@ -20,7 +20,7 @@ import pytest
 import elaunch
 from elaunch.launcher.errors import UsageError
 from tests.e2e import called
-from tests.harness import REPOSITORY, environment, free_ports, script, slow, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, script, slow, wait_for
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -236,7 +236,7 @@ def test_ctrl_c_ends_the_job_and_is_a_keyboard_interrupt(tmp_path: Path, thread:
         # A terminal signals the whole process group.
         os.killpg(process.pid, signal.SIGINT)
 
-        stderr = process.communicate(timeout=30)[1]
+        stderr = process.communicate(timeout=DEADLINE_S)[1]
 
         # As Python ends after a KeyboardInterrupt, and not before the workers have ended.
         assert process.returncode == -signal.SIGINT
@@ -253,7 +253,7 @@ def test_sigterm_ends_the_job_before_the_program(tmp_path: Path) -> None:
     with waiting(tmp_path) as (process, below):
         process.send_signal(signal.SIGTERM)
 
-        stderr = process.communicate(timeout=30)[1]
+        stderr = process.communicate(timeout=DEADLINE_S)[1]
 
         assert process.returncode == 1
         assert all_gone([each for each in below if each.pid in pids(tmp_path)])

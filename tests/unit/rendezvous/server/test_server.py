@@ -161,7 +161,7 @@ def read_all(connection: socket.socket) -> bytes:
 def test_who_speaks_no_tls_gets_no_answer_and_does_not_disturb(process: ServerProcess, secret: Secret) -> None:
     with socket.create_connection((process.host, process.port)) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-        plain.settimeout(30)
+        plain.settimeout(60)
         # An alert of TLS at most.
         with suppress(ConnectionResetError):
             assert b"HTTP" not in plain.recv(1000)

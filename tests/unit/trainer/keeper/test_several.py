@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.model_state import unwrap
+from tests.harness import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -167,7 +168,7 @@ def test_a_rescue_does_not_wait_for_a_commit_that_waits_for_a_dead_peer(monkeypa
                 if step == 3:
                     thread = threading.Thread(target=rescue, daemon=True)
                     thread.start()
-                    thread.join(20)
+                    thread.join(DEADLINE_S)
                     raise ConnectionResetError
 
     assert took_s
@@ -191,6 +192,6 @@ def test_a_rescue_waits_for_a_commit_that_is_only_slow(monkeypatch: pytest.Monke
                     thread.start()
                     time.sleep(0.5)
             if step == 3:
-                thread.join(20)
+                thread.join(DEADLINE_S)
 
     assert saved == [3]
