@@ -125,7 +125,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def finished(program: Path | str, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(program), *args], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([sys.executable, str(program), *args], capture_output=True, text=True, timeout=300, **options)
 
 
 def test_each_rank_gets_the_arguments_and_what_it_returns_comes_back_by_rank() -> None:
@@ -293,7 +293,7 @@ def test_several_nodes_meet_and_each_has_the_values_of_its_own_ranks(tmp_path: P
     command = [sys.executable, str(program), f"localhost:{port}"]
     nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
 
-    printed = [node.communicate(timeout=60)[0].split() for node in nodes]
+    printed = [node.communicate(timeout=180)[0].split() for node in nodes]
 
     assert [node.returncode for node in nodes] == [0, 0]
     assert sorted(printed) == [["found", "0", "0", "0", "2"], ["found", "1", "1", "1", "2"]]

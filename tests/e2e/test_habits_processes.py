@@ -184,7 +184,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_a_grandchild_that_is_alive_at_the_workers_end_neither_holds_the_job_nor_outlives_it(left: Left) -> None:
     (line,) = left.lines(0)
 
-    assert left.took_s < 10
+    assert left.took_s < 60
     wait_for(lambda: not any(_alive(int(pid)) for pid in line.split()), "the children's end")
 
 

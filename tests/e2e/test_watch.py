@@ -58,7 +58,7 @@ def asked(
         [*prefix, *COMMAND, *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         env=environment(env),
         check=False,
         **popen,
@@ -179,7 +179,7 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         (silent,) = [node for node in partly["nodes"] if node["silent"]]
         assert "did not answer within 3 s; its lease still holds" in silent["silent"]
         assert [node["pid"] for node in partly["nodes"] if not node["silent"]] == [one.process.pid]
-        assert took_s < 10
+        assert took_s < 60
         assert f"the elaunch with pid {two.process.pid} is stopped, by SIGSTOP or a debugger" in beside.stderr
         # The questions left nothing in the store, and the job did not notice them.
         assert asked("status", *there, run_id, env=with_token).returncode == 0

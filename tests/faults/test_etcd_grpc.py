@@ -151,7 +151,7 @@ for call in (lambda: GrpcTransport(Access()), EtcdStore([Endpoint("127.0.0.1", i
 """
     with Etcd(options=["--enable-grpc-gateway=false"]) as etcd:
         port = str(etcd.addresses[0].port)
-        done = subprocess.run([sys.executable, "-c", program, port], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", program, port], capture_output=True, text=True, timeout=180)
 
     absent, off = done.stdout.splitlines()
     assert absent == "--rdzv-conf transport=grpc needs the package etcd3: pip install 'elaunch[etcd3]'"
@@ -192,7 +192,7 @@ file.message_type.add(name="RangeRequest")
 pool.AddSerializedFile(file.SerializeToString())
 print(load().etcdrpc.RangeRequest(key=b"k").SerializeToString())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
 
     assert done.stdout.splitlines() == [
         "rpc.proto is free",

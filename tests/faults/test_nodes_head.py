@@ -95,8 +95,8 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         head, other = cluster.agents[0], cluster.agents[1]
 
         kill_store(head)
-        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on, but none can be", 5)
-        other.wait_for_output(r"the store is away: .*; trying again; the workers go on", 10)
+        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on, but none can be")
+        other.wait_for_output(r"the store is away: .*; trying again; the workers go on")
         cluster.goes_on(meeting)
         (tmp_path / "end").touch()
         since_s = time.monotonic()
@@ -107,7 +107,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         assert "all exited with 0, and this node cannot know how the other node is doing; exit code 3" in head.stderr
         assert "this node's workers had all exited with 0" in other.stderr
         # The other node's store_timeout began at the kill. Its default of a minute would take longer than this.
-        assert took_s < 15
+        assert took_s < 50
 
 
 @pytest.mark.parametrize(("how", "code"), [slow("end", 0), ("fail", 1)])
@@ -118,7 +118,7 @@ def test_a_node_alone_ends_as_its_workers_do_when_its_store_was_killed(tmp_path:
         head = cluster.agents[0]
 
         kill_store(head)
-        head.wait_for_output("was killed by SIGKILL", 5)
+        head.wait_for_output("was killed by SIGKILL")
         if how == "end":
             (tmp_path / "end").touch()
         else:

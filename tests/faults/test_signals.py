@@ -228,23 +228,36 @@ def test_sigterm_to_all_processes_at_once_is_a_stop_and_no_failure(tmp_path: Pat
         assert len(others) >= 4
         agent = job.process.pid
 
+        # While the agent is stopped, all of them are one moment to it.
+        stop_all([agent])
         for pid in [agent, *others] if agent_first else [*others, agent]:
             try:
                 os.kill(pid, signal.SIGTERM)
             except ProcessLookupError:
                 assert pid != agent
+        job.signal(signal.SIGCONT)
 
         assert_stopped(job, 143)
 
 
+class Patient(Light):
+    """A job whose agent waits so long for a signal of its own that no machine is too slow to send it."""
+
+    command = (
+        sys.executable,
+        "-c",
+        "from elaunch.agent.core import running; running.HOLD_S = 300.0\nfrom elaunch.launcher.cli import main; main()",
+    )
+
+
 def test_workers_that_sigterm_ended_a_moment_before_the_agent_got_it_are_no_failure(tmp_path: Path) -> None:
     script(tmp_path, PAUSES)
-    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+    with Patient(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         pids = workers_up(job, 2)
 
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        # When the workers are reaped, the agent has just been told of their ends. It waits 0.1 s for its own signal.
+        # When the workers are reaped, the agent has just been told of their ends.
         wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the workers' end")
         job.signal(signal.SIGTERM)
 

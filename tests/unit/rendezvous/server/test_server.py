@@ -145,7 +145,7 @@ def test_a_client_that_shows_another_bearer_later_is_closed_too(secret: Secret) 
 
 
 def tls_connected(port: int, secret: Secret) -> ssl.SSLSocket:
-    plain = socket.create_connection(("127.0.0.1", port), timeout=60)
+    plain = socket.create_connection(("127.0.0.1", port), timeout=180)
     return secret.client_context().wrap_socket(plain)
 
 
@@ -200,7 +200,7 @@ def test_it_ends_when_the_other_end_of_stdin_is_closed(process: ServerProcess) -
 
     process.process.stdin.close()
 
-    assert process.process.wait(60) == 0
+    assert process.process.wait(180) == 0
 
 
 def test_signals_that_a_scheduler_sends_to_all_of_a_job_do_not_end_it(process: ServerProcess, secret: Secret) -> None:
