@@ -36,8 +36,8 @@ test-units:
 test-jobs:
 	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/examples tests/conformance)
 
-test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills
-	$(BIN)/python -m pytest -m slow
+test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills; programs of other libraries: make ecosystem
+	@$(call PYTEST,-n $$(nproc) -m slow --ignore tests/ecosystem tests)
 
 conformance: $(VENV)/.installed-dev  ## torchrun's behaviours against torchrun and elaunch: each trial of the list, minutes
 	$(call PYTEST,-n $$(nproc) --dist load -m '' tests/conformance)

@@ -80,7 +80,7 @@ class Flux:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert code in (None, done.returncode), f"{command} exited with {done.returncode}:\n{done.stdout}"
         return done.stdout

@@ -29,7 +29,7 @@ def kubectl() -> str:
 @functools.cache
 def text(folder: str) -> str:
     """The text that `kubectl apply -k` would send for a folder of deploy/k8s."""
-    done = subprocess.run([kubectl(), "kustomize", str(K8S / folder)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([kubectl(), "kustomize", str(K8S / folder)], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
     return done.stdout

@@ -102,7 +102,7 @@ class Node:
 
     def run(self, *command: str, code: int = 0) -> str:
         """What a command on the node prints to stdout; fails if it exits with another code."""
-        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, timeout=180)
         assert done.returncode == code, f"on {self}: {command} exited with {done.returncode}: {done.stderr}"
         return done.stdout
 
@@ -364,7 +364,7 @@ def _in_network(pid: int, command: Sequence[str], text: str) -> str:
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         env=TOOLS,
     )
     assert done.returncode == 0, f"{command} failed: {done.stderr}\n{text}"

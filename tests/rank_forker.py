@@ -36,8 +36,9 @@ def become(script: str, args: list[str], env: dict[str, str], folder: str, rank:
     for name, descriptor in (("out", 1), ("err", 2)):
         file = os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
-    # A rank that hangs prints its stacks before the tests' own deadline.
-    faulthandler.dump_traceback_later(50, file=2)
+    # A rank that crashes prints its stacks, and one that hangs when it is sent SIGABRT. No timer prints them: it would
+    # read the frames of a thread that runs, and crash the rank of a slow machine.
+    faulthandler.enable(file=2)
     os.environ.update(env)
     sys.argv = [script, *args]
     sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120

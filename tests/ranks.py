@@ -155,6 +155,7 @@ class Ranks:
         try:
             wait_for(lambda: self._forker.code(pid) is not None, f"the end of rank {rank}", deadline_s)
         except AssertionError as error:
+            self._print_stacks(rank)
             raise AssertionError(f"{error}\n{self._read('err', rank)}") from None
         code = self._forker.code(pid)
         assert code is not None
@@ -169,6 +170,12 @@ class Ranks:
         ended = self.end()
         assert [rank.code for rank in ended] == [0] * len(ended), "\n".join(rank.err for rank in ended)
         return [rank.answer for rank in ended]
+
+    def _print_stacks(self, rank: int) -> None:
+        """End a rank that hangs. Its faulthandler writes to stderr where it hung."""
+        with contextlib.suppress(ProcessLookupError, AssertionError):
+            os.kill(self.pids[rank], signal.SIGABRT)
+            wait_for(lambda: self._forker.code(self.pids[rank]) is not None, "its end", 10)
 
     def _read(self, name: str, rank: int) -> str:
         return (Path(self._folder.name) / f"{name}.{rank}").read_text()

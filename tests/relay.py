@@ -35,7 +35,7 @@ class Listener:
             self._socket.shutdown(socket.SHUT_RDWR)
         self.hang_up()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
         self._socket.close()
 
     def hang_up(self) -> None:
@@ -78,7 +78,7 @@ def relay(target: Endpoint) -> Listener:
             back = threading.Thread(target=_copy, args=(server, client), daemon=True)
             back.start()
             _copy(client, server)
-            back.join(10)
+            back.join(60)
 
     return Listener(serve)
 

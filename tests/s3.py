@@ -33,7 +33,7 @@ class S3:
         self._said: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        found = wait_for(lambda: re.search(r"Running on (http://\S+)", "".join(self._said)), "moto's server", 90)
+        found = wait_for(lambda: re.search(r"Running on (http://\S+)", "".join(self._said)), "moto's server")
         self.env = {
             "AWS_ENDPOINT_URL": found[1],
             "AWS_ACCESS_KEY_ID": "a-key",

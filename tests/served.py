@@ -109,8 +109,8 @@ class Gateway:
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._tls:
-            return http.client.HTTPSConnection(*self._address, context=self._tls, timeout=60)
-        return http.client.HTTPConnection(*self._address, timeout=60)
+            return http.client.HTTPSConnection(*self._address, context=self._tls, timeout=180)
+        return http.client.HTTPConnection(*self._address, timeout=180)
 
 
 class WatchStream:

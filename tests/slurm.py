@@ -113,7 +113,7 @@ class Slurm:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert code in (None, done.returncode), f"{command} exited with {done.returncode}:\n{done.stdout}"
         return done.stdout
@@ -217,7 +217,7 @@ class Batch:
             return now == state
 
         try:
-            wait_for(is_there, f"job {self.number} is {state}", 120, every_s=LOOK_S)
+            wait_for(is_there, f"job {self.number} is {state}", every_s=LOOK_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
         return self.output

@@ -51,7 +51,6 @@ def main(steps: int) -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if not torch.cuda.is_available():
         without_gpus()
-        dist.destroy_process_group()
         return
     ranks, device = dist.get_world_size(), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -65,8 +64,9 @@ def main(steps: int) -> None:
     if dist.get_rank() == 0:
         print(f"{ranks} GPUs: DataParallel {threads:,.0f} samples/s, DDP {processes:,.0f} samples/s, "
               f"{processes / threads:.2f} times as many", flush=True)  # fmt: skip
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 50)
+    # The model is gone by then. One that outlives its group can wait for ever for the group's threads to end.
+    dist.destroy_process_group()

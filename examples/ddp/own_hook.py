@@ -97,8 +97,9 @@ def main(steps: int) -> None:
     if rank == 0:
         print(f"a step sends {8 * sent:,} bytes from each rank, of {4 * weights.numel():,} bytes of gradient")
     print(f"rank {rank} ends with weights {digest}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+    # The model is gone by then. One that outlives its group can wait for ever for the group's threads to end.
+    dist.destroy_process_group()

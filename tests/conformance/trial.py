@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.harness import Job, free_ports, wait_for
+from tests.harness import DEADLINE_S, Job, free_ports, wait_for
 from tests.standin import WITHOUT_TORCH
 
 TORCHRUN, ELAUNCH = "torchrun", "elaunch"
@@ -23,9 +23,8 @@ TORCHRUN, ELAUNCH = "torchrun", "elaunch"
 _TAG = "CONFORMANCE_JOB"
 # torchrun's lines about its rendezvous. LOGLEVEL does not reach them.
 RENDEZVOUS_LINES = {"TORCH_LOGS": "+torch.distributed.elastic.rendezvous"}
-# What elaunch's guardian may need to end the last process. torchrun has no guardian.
-_GONE_S = 5.0
-_DEADLINE_S = 120.0
+# How long the last processes may need to end. The guardian of elaunch ends them. torchrun leaves some for ever.
+_GONE_S = {ELAUNCH: DEADLINE_S, TORCHRUN: 5.0}
 
 # Prints the variables that its arguments name, in one write, so that lines of several workers stay whole.
 SAY = """
@@ -84,7 +83,7 @@ class Expected:
     leaves: Mapping[str, str] = field(default_factory=dict)
     leftovers: bool = False
     seconds_min: float = 0
-    seconds_max: float = _DEADLINE_S
+    seconds_max: float = DEADLINE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +147,7 @@ def run(trial: Trial, launcher: str, folder: Path) -> Ended:
             assert re.search(pattern, everything) or not has_ended, f"ended without {pattern!r}:\n{everything}"
             return bool(re.search(pattern, everything))
 
-        wait_for(is_there, f"output like {pattern!r}", _DEADLINE_S)
+        wait_for(is_there, f"output like {pattern!r}", DEADLINE_S)
 
     begun_s = time.monotonic()
     with ExitStack() as stack:
@@ -170,10 +169,10 @@ def run(trial: Trial, launcher: str, folder: Path) -> Ended:
             agents[trial.to].signal(trial.send)
             begun_s = time.monotonic()
         # An agent that has ended is reaped at once: programs may wait until its pid is gone.
-        wait_for(lambda: None not in [agent.process.poll() for agent in agents], "the end of all", _DEADLINE_S)
+        wait_for(lambda: None not in [agent.process.poll() for agent in agents], "the end of all", DEADLINE_S)
         codes = tuple(agent.wait() for agent in agents)
         seconds = time.monotonic() - begun_s
-        left = _left(tag)
+        left = _left(tag, _GONE_S[launcher])
     return Ended(codes, output(), left, seconds)
 
 
@@ -218,9 +217,9 @@ def _env(trial: Trial, launcher: str, folder: Path, tag: str) -> dict[str, str]:
     return {**own, **standin, **{name: value.replace("{folder}", str(folder)) for name, value in trial.env.items()}}
 
 
-def _left(tag: str) -> tuple[str, ...]:
+def _left(tag: str, gone_s: float) -> tuple[str, ...]:
     """The command lines of the processes that are still there some time after the agents' end."""
-    end_s = time.monotonic() + _GONE_S
+    end_s = time.monotonic() + gone_s
     while (found := _tagged(tag)) and time.monotonic() < end_s:
         time.sleep(0.05)
     return tuple(_command_line(process) for process in found)

@@ -114,7 +114,7 @@ class Plane:
             input=text,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             env={**os.environ, "HOME": str(self._folder)},
         )
         assert done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}\n{text}"

@@ -9,6 +9,9 @@ import pytest
 
 from tests.harness import Job, on_two_nodes, preloading, script
 
+# Each step of a busy machine must come to its collectives within this time.
+TIMEOUT_S, LATE_S = 8, "20"
+
 # In generation 0 rank LATE sleeps before its fifth step, for longer than its peers wait. All ranks have the same batch,
 # so with two or four of them the mean of their gradients is to the bit that of one process.
 PROGRAM = """
@@ -17,7 +20,7 @@ import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from elaunch.trainer import Keeper, link
 HOW, LATE, SLEEP_S = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
 RANK, GENERATION = dist.get_rank(), int(os.environ["ELAUNCH_GENERATION"])
 def made():
     torch.manual_seed(3)
@@ -55,10 +58,10 @@ for step in range(1, 9):
 same = all(map(torch.equal, network.parameters(), alone.parameters()))
 print(f"rank {RANK} ends as one process does: {same}", flush=True)
 dist.destroy_process_group()
-"""
+""".replace("TIMEOUT_S", str(TIMEOUT_S))
 NAMED = (
-    r"did not come to the collective that timed out on rank 0 \(the all-reduce of a backward pass for 2 s\); it sleeps"
-    r" \(load, train\.py:\d+\), in generation 0"
+    rf"did not come to the collective that timed out on rank 0 \(the all-reduce of a backward pass for {TIMEOUT_S} s\);"
+    r" it sleeps \(load, train\.py:\d+\), in generation 0"
 )
 WITH_KEEPER = preloading("elaunch.trainer.keeper.keeper")
 
@@ -66,7 +69,7 @@ WITH_KEEPER = preloading("elaunch.trainer.keeper.keeper")
 def test_a_late_rank_is_named_no_step_is_lost_and_the_group_starts_again(tmp_path: Path) -> None:
     script(tmp_path, PROGRAM)
 
-    with Job(tmp_path, *WITH_KEEPER, "--nproc-per-node", "2", "train.py", "kept", "1", "8") as job:
+    with Job(tmp_path, *WITH_KEEPER, "--nproc-per-node", "2", "train.py", "kept", "1", LATE_S) as job:
         assert job.wait() == 0, job.output
 
     assert re.search(rf"^elaunch: rank 1 \(local rank 1 on \S+, pid \d+\) {NAMED}", job.stderr, re.MULTILINE)
@@ -96,7 +99,7 @@ def test_a_rank_that_is_stuck_for_good_is_named_and_ended_too(
 def test_a_late_rank_of_another_node_is_named_by_its_own_agent_and_is_the_failure(tmp_path: Path) -> None:
     script(tmp_path, PROGRAM)
 
-    one, other = on_two_nodes(tmp_path, *WITH_KEEPER, "--max-restarts", "1", "train.py", "kept", "3", "8")
+    one, other = on_two_nodes(tmp_path, *WITH_KEEPER, "--max-restarts", "1", "train.py", "kept", "3", LATE_S)
 
     said = one.stderr + other.stderr
     named = r"rank 3 \(local rank 1 on \S+, pid \d+\) did not come to the collective that timed out on ranks? [0-2]"

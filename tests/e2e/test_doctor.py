@@ -30,7 +30,7 @@ def doctor(
         env=environment({"HOME": str(folder), **(env or {})}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 
@@ -215,7 +215,7 @@ def job(folder: Path, *words: str, prefix: Sequence[str] = ()) -> subprocess.Com
         env=environment({"TMPDIR": str(folder)}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 

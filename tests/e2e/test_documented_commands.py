@@ -285,7 +285,7 @@ def shell(folder: Path, commands: tuple[str, ...], env: dict[str, str] | None = 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert ended.returncode == 0, ended.stdout
     return ended.stdout
@@ -355,7 +355,7 @@ def test_the_picture_of_the_readme_is_recorded_anew(tmp_path: Path) -> None:
     pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[docs]'")
     picture = tmp_path / "lost-rank.svg"
 
-    subprocess.run([sys.executable, "docs/record/record.py", str(picture)], cwd=REPOSITORY, check=True, timeout=120)
+    subprocess.run([sys.executable, "docs/record/record.py", str(picture)], cwd=REPOSITORY, check=True, timeout=300)
 
     assert "killed by SIGKILL in generation 0" in picture.read_text()
     assert "goes on after step" in picture.read_text()

@@ -20,7 +20,7 @@ import pytest
 import elaunch
 from elaunch.launcher.errors import UsageError
 from tests.e2e import called
-from tests.harness import REPOSITORY, environment, free_ports, script, slow, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, script, slow, wait_for
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -125,7 +125,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def finished(program: Path | str, *args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(program), *args], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([sys.executable, str(program), *args], capture_output=True, text=True, timeout=300, **options)
 
 
 def test_each_rank_gets_the_arguments_and_what_it_returns_comes_back_by_rank() -> None:
@@ -236,7 +236,7 @@ def test_ctrl_c_ends_the_job_and_is_a_keyboard_interrupt(tmp_path: Path, thread:
         # A terminal signals the whole process group.
         os.killpg(process.pid, signal.SIGINT)
 
-        stderr = process.communicate(timeout=30)[1]
+        stderr = process.communicate(timeout=DEADLINE_S)[1]
 
         # As Python ends after a KeyboardInterrupt, and not before the workers have ended.
         assert process.returncode == -signal.SIGINT
@@ -253,7 +253,7 @@ def test_sigterm_ends_the_job_before_the_program(tmp_path: Path) -> None:
     with waiting(tmp_path) as (process, below):
         process.send_signal(signal.SIGTERM)
 
-        stderr = process.communicate(timeout=30)[1]
+        stderr = process.communicate(timeout=DEADLINE_S)[1]
 
         assert process.returncode == 1
         assert all_gone([each for each in below if each.pid in pids(tmp_path)])
@@ -293,7 +293,7 @@ def test_several_nodes_meet_and_each_has_the_values_of_its_own_ranks(tmp_path: P
     command = [sys.executable, str(program), f"localhost:{port}"]
     nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
 
-    printed = [node.communicate(timeout=60)[0].split() for node in nodes]
+    printed = [node.communicate(timeout=180)[0].split() for node in nodes]
 
     assert [node.returncode for node in nodes] == [0, 0]
     assert sorted(printed) == [["found", "0", "0", "0", "2"], ["found", "1", "1", "1", "2"]]

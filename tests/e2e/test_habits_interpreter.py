@@ -336,7 +336,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
     if compiler:
         (folder / "habit.c").write_text("int habit_answer(void) { return 42; }\nint getpagesize(void) { return 1; }\n")
         path = folder / "libhabit.so"
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", path, folder / "habit.c"], check=True, timeout=60)
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", path, folder / "habit.c"], check=True, timeout=180)
         return path, True
     # Without a compiler, use any library that Python itself does not need: it shows that preloading works.
     import torch

@@ -184,22 +184,22 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_a_grandchild_that_is_alive_at_the_workers_end_neither_holds_the_job_nor_outlives_it(left: Left) -> None:
     (line,) = left.lines(0)
 
-    assert left.took_s < 10
-    wait_for(lambda: not any(_alive(int(pid)) for pid in line.split()), "the children's end", 5)
+    assert left.took_s < 60
+    wait_for(lambda: not any(_alive(int(pid)) for pid in line.split()), "the children's end")
 
 
 def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_with_the_job(left: Left) -> None:
     assert left.lines(1) == ["the daemon is up"], str(left.run)
 
     pid = int((left.folder / "beside").read_text())
-    wait_for(lambda: not _alive(pid), "the daemon's end", 5)
+    wait_for(lambda: not _alive(pid), "the daemon's end")
 
 
 def test_a_worker_that_becomes_a_daemon_has_ended_well_and_leaves_nothing(left: Left) -> None:
     assert left.lines(3) == [], str(left.run)
 
     pid = int((left.folder / "itself").read_text())
-    wait_for(lambda: not _alive(pid), "the daemon's end", 5)
+    wait_for(lambda: not _alive(pid), "the daemon's end")
 
 
 # The program closes all descriptors before it fails. Then it closes only those above 2, before it raises.

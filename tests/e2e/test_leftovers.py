@@ -23,7 +23,7 @@ import os, subprocess, sys
 if os.environ["RANK"] == "0":
     upload = '''
 import time
-for _ in range(30):
+for _ in range(100):
     open("uploaded", "ab").write(open("/dev/zero", "rb").read(20_000))
     time.sleep(0.05)
 open("complete", "w")
@@ -42,7 +42,7 @@ sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
 def test_an_upload_that_a_successful_job_leaves_behind_ends_by_itself(tmp_path: Path) -> None:
     script(tmp_path, UPLOAD)
 
-    job = finished(tmp_path, *LIGHT, "--children-grace", "1", "train.py")
+    job = finished(tmp_path, *LIGHT, "--children-grace", "4", "train.py")
 
     assert job.process.returncode == 0, job.stderr
     assert (tmp_path / "complete").exists(), job.stderr

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 # Rank 0 is a client of the store too: where the agent did not host it, nobody would.
 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=150))
 store.set(f"rank {os.environ['RANK']}", "here")
 store.wait([f"rank {rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
 dist.init_process_group("gloo")

@@ -38,7 +38,7 @@ JOB = ("--no-preload", "--run-id", "night", "--nproc-per-node", "2", "--metrics-
 
 
 def get(place: str) -> str:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(place, timeout=10) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(place, timeout=180) as answer:
         return str(answer.read().decode())
 
 

@@ -156,18 +156,16 @@ class TestPrefix:
     ) -> None:
         script(tmp_path, WAIT + f"if rank == {workers} - 1:\n    breakpoint()\nwait('never')\n")
 
-        with Terminal(tmp_path, *start, "--nproc-per-node", workers, "train.py") as terminal:
+        # No deadline of this test is as long as this grace.
+        options = (*start, "--stop-grace", "600", "--nproc-per-node", workers)
+        with Terminal(tmp_path, *options, "train.py") as terminal:
             terminal.read_until("(Pdb) ")
-            began_s = time.monotonic()
             terminal.type("\x03")
             terminal.read_until("waits at a prompt; SIGTERM")
             terminal.read_until("exit code 130")
-            took_s = time.monotonic() - began_s
             code = terminal.process.wait(DEADLINE_S)
 
         assert code == 130, terminal.text
-        # The stop's grace is 30 s.
-        assert took_s < 10.0, terminal.text
 
     def test_a_question_that_comes_with_ctrl_c_may_be_answered(self, tmp_path: Path) -> None:
         # It says that it runs when it is ready for the signal, which follows at once.

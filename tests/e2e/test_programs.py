@@ -181,7 +181,7 @@ def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stoppe
         for signum in signums:
             agent.send_signal(signum)
 
-        assert agent.wait(20) == 128 + signums[0]
+        assert agent.wait() == 128 + signums[0]
         wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), "all gone")
     finally:
         agent.kill()

@@ -119,10 +119,10 @@ def test_a_real_browser_shows_the_page_and_its_script_runs(tmp_path: Path) -> No
     shown = (tmp_path / "page.html").as_uri()
     common = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
 
-    dom = subprocess.run([*common, "--dump-dom", shown], capture_output=True, text=True, timeout=120).stdout
+    dom = subprocess.run([*common, "--dump-dom", shown], capture_output=True, text=True, timeout=300).stdout
     picture = tmp_path / "page.png"
     size = ["--window-size=1400,2000", f"--screenshot={picture}"]
-    subprocess.run([*common, *size, shown], capture_output=True, timeout=120, check=True)
+    subprocess.run([*common, *size, shown], capture_output=True, timeout=300, check=True)
 
     # The script sets these last: it ran to its end.
     assert 'data-ready="true"' in dom

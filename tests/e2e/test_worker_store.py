@@ -16,7 +16,7 @@ from elaunch.agent.forkserver.tcp_store import tcp_store
 
 TCPStore = tcp_store()
 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=150))
 store.set("word", "heard")
 print(store.get("word").decode())
 """

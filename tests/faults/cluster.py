@@ -24,8 +24,6 @@ REDUCER = Path(__file__).with_name("reducer.py")
 # Only torch: its optimizers are not used here, and each node imports for itself, all on the same two cores.
 PRELOAD = ("--preload-only", "torch")
 PORT = 2379
-# Time after the last agent's end for the guardians and their sweeps.
-GONE_S = 5.0
 
 
 class Cluster:
@@ -185,7 +183,7 @@ class Cluster:
             return found + [str(p) for p in self.agents[index].run_dirs()] + node.shared_memory()
 
         try:
-            wait_for(lambda: not left(), "nothing is left", GONE_S)
+            wait_for(lambda: not left(), "nothing is left")
         except AssertionError:
             raise AssertionError(f"left on {node}: {left()}\n{self.story()}") from None
 

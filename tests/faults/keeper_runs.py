@@ -92,7 +92,7 @@ class Run(Recorded):
         self.job.__exit__()
 
     def ended(self) -> Run:
-        assert self.job.wait(240) == 0, self.job.output
+        assert self.job.wait(500) == 0, self.job.output
         return self
 
 

@@ -25,6 +25,7 @@ and `left` (with the number of sockets that the Keeper has left open).
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -186,7 +187,6 @@ def main() -> None:
         found = digests()
     record("end", step=keeper.step, **found)
     record("left", sockets=len(open_sockets()) - sockets)
-    dist.destroy_process_group()
 
 
 def open_sockets() -> list[str]:
@@ -338,3 +338,7 @@ def power_sgd(model: DistributedDataParallel) -> Any:
 
 if __name__ == "__main__":
     main()
+    # Nothing refers to the group's models by then: who frees a group waits for its threads, and these may wait for the
+    # interpreter (pytorch #190489).
+    gc.collect()
+    dist.destroy_process_group()

@@ -16,13 +16,12 @@ from pathlib import Path
 import psutil
 
 from elaunch.agent.guardian.guardian import RUN_DIRS
-from tests.harness import Job, wait_for, with_environment
+from tests.harness import DEADLINE_S, Job, wait_for, with_environment
 from tests.standin import WITHOUT_TORCH
 
 TAG = "FAULT_TEST_JOB"
 # Preload a light module in place of torch: the fork server does the same, without the two seconds of torch's import.
 LIGHT = ("--preload-only", "json")
-GONE_S = 1.0
 
 # Lines for the beginning of a worker's script.
 SAY = """
@@ -72,7 +71,7 @@ class Watched(Job):
         self.process.wait()
         # The guardians must remove the job's cgroup first. The test itself ends what they should have ended.
         with suppress(AssertionError):
-            wait_for(lambda: not any(is_alive(guardian) for guardian in self._guardians), "the guardians' end", 5)
+            wait_for(lambda: not any(is_alive(guardian) for guardian in self._guardians), "the guardians' end")
         for path in self.memory_dirs():
             shutil.rmtree(path, ignore_errors=True)
         super().__exit__()
@@ -107,12 +106,12 @@ class Watched(Job):
         assert had, "no process of the job is alive; the kill would prove nothing"
         killed_at_s = time.monotonic()
         self.process.kill()
-        assert self.process.wait(5) == -signal.SIGKILL
+        assert self.process.wait(DEADLINE_S) == -signal.SIGKILL
         return killed_at_s
 
-    def assert_nothing_is_left(self, since_s: float | None = None, pids: Collection[int] = ()) -> None:
-        """No process, no run directory and no memory of the job, at the latest GONE_S after `since_s` (or now)."""
-        until_s = (time.monotonic() if since_s is None else since_s) + GONE_S
+    def assert_nothing_is_left(self, pids: Collection[int] = ()) -> None:
+        """No process, run directory or memory of the job is left, or soon none (test_kill_agent.py: how soon)."""
+        until_s = time.monotonic() + DEADLINE_S
         while True:
             looked_at_s = time.monotonic()
             left = [f"{p.pid} {described(p)}" for p in self.processes()]
@@ -121,7 +120,7 @@ class Watched(Job):
             if not left:
                 return
             # The last look that began in time decides.
-            assert looked_at_s < until_s, f"left after {GONE_S:g} s: {left}\n{self.output}"
+            assert looked_at_s < until_s, f"left after {DEADLINE_S:g} s: {left}\n{self.output}"
             time.sleep(0.005)
 
     def said_by_agent(self) -> list[str]:
@@ -171,3 +170,23 @@ def library(folder: Path, name: str, text: str) -> dict[str, str]:
     place.mkdir(exist_ok=True)
     (place / f"{name}.py").write_text(text)
     return {"PYTHONPATH": os.pathsep.join((os.fspath(place), *WITHOUT_TORCH.values()))}
+
+
+def halting_server(folder: Path, forks: int) -> tuple[tuple[str, str], dict[str, str]]:
+    """Options and an environment with which the fork server halts before a fork, until there is a file `go`.
+
+    `forks` are complete before. Then the server makes a file `halts`.
+    """
+    text = f"""
+import os, time
+server, left = os.getpid(), {forks}
+def halt():
+    global left
+    left -= os.getpid() == server
+    if left == -1:
+        open("halts", "w").close()
+        while not os.path.exists("go"):
+            time.sleep(0.01)
+os.register_at_fork(before=halt)
+"""
+    return ("--preload-only", "halting"), library(folder, "halting", text)

@@ -15,7 +15,7 @@ import pytest
 
 from elaunch.agent.guardian.guardian import kill_cgroup
 from tests.faults.census import children, command
-from tests.faults.processes import CHILDREN, SAY, Light, Watched, is_alive
+from tests.faults.processes import CHILDREN, SAY, Light, Watched, halting_server, is_alive
 from tests.harness import DEADLINE_S, script, slow, wait_for
 
 MEETS = f"""{SAY}
@@ -64,16 +64,17 @@ def test_a_fork_server_killed_at_any_time_of_its_import_of_torch_costs_no_more_t
 def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all(tmp_path: Path, born: int) -> None:
     workers = 32
     script(tmp_path, WAITS_IN_GENERATION_0)
-    with Light(tmp_path, "--nproc-per-node", str(workers), "train.py") as job:
-        server = job.fork_server().pid
-        # The worker store is the first child.
-        forked = wait_for(lambda: len(now := children(server)) > born and now, "the first workers")
+    # The worker store is the first child.
+    how, env = halting_server(tmp_path, forks=born + 2)
+    with Watched(tmp_path, *how, "--nproc-per-node", str(workers), "train.py", env=env) as job:
+        wait_for((tmp_path / "halts").exists, "the first workers")
+        forked = children(job.fork_server().pid)
+        assert born < len(forked) - 1 < workers
 
         os.kill(forked[born], signal.SIGKILL)
-        there = len(children(server)) - 1
+        (tmp_path / "go").touch()
 
         assert job.wait() == 0, job.output
-        assert there < workers, "all workers were there already"
         assert f"pid {forked[born]}) was killed by SIGKILL in generation 0" in job.stderr
         assert len(job.pids("generation 1 worker")) == workers
         assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
@@ -176,7 +177,7 @@ def test_an_agent_killed_while_it_sweeps_a_generation_leaves_the_rest_to_its_gua
         os.kill(job.process.pid, signal.SIGKILL)
         left = sum(is_alive(pid) for pid in many)
 
-        assert job.process.wait(5) == -signal.SIGKILL
+        assert job.process.wait(DEADLINE_S) == -signal.SIGKILL
         assert left, "the sweep was over"
         job.assert_nothing_is_left(pids=many)
 
@@ -250,7 +251,7 @@ def test_when_agent_and_guardian_are_both_killed_the_kernel_still_ends_workers_a
         job.kill_agent()
         guardian.kill()
 
-        wait_for(lambda: not any(is_alive(p) for p in [*workers, server.pid]), "workers and fork server end", 1)
+        wait_for(lambda: not any(is_alive(p) for p in [*workers, server.pid]), "workers and fork server end")
         # No process is left that knows of these, so the test ends them.
         strays = [pid for name in ("sleep", "setsid", "daemon") for pid in job.pids(name)]
         assert all(is_alive(pid) for pid in strays)

@@ -145,11 +145,10 @@ def test_agents_killed_at_random_moments_leave_nothing_and_the_run_goes_on_to_th
             had = [process.pid for process in job.processes()]
             assert job.process.poll() is None, f"it ended before the kill:\n{job.output}"
 
-            killed_at_s = time.monotonic()
             job.process.kill()
 
-            assert job.process.wait(5) == -signal.SIGKILL
-            job.assert_nothing_is_left(killed_at_s, had)
+            assert job.process.wait() == -signal.SIGKILL
+            job.assert_nothing_is_left(had)
         assert not list(job.tmp.iterdir())
         assert not shared_memory_of(had)
 

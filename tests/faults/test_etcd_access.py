@@ -20,7 +20,7 @@ from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
 from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, TimedOut, Txn, Unavailable, Update
 from tests.certificates import Certificates
 from tests.etcd import VERSIONS, Etcd, client
-from tests.harness import free_ports, slow, wait_for
+from tests.harness import DEADLINE_S, free_ports, slow, wait_for
 from tests.relay import Listener, relay, saying, silent
 
 KEY = "/elaunch/access/x"
@@ -189,7 +189,7 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
     # Only time passes: no thread sets this event.
     nobody = threading.Event()
     with (
-        Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=1"]) as etcd,
+        Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=3"]) as etcd,
         relay(etcd.addresses[0]) as way,
         closing(EtcdStore([way.endpoint], Access(login=LOGIN, plainly=True), 10, transport)) as store,
     ):
@@ -198,14 +198,14 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         wait_for(lambda: len(told) == 1, "word of the first write")
         assert transport.logins == 1
 
-        nobody.wait(3)
+        nobody.wait(5)
         way.cut()
         way.restore()
         wait_for(lambda: transport.logins == 2, "the watch's new token")
         etcd.ctl("put", KEY, "2")
         wait_for(lambda: len(told) == 2, "word of the second write")
 
-        nobody.wait(3)
+        nobody.wait(5)
         threads = [threading.Thread(target=store.read, args=(KEY,)) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -214,19 +214,19 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         assert store.commit(Txn((Absent(f"{KEY}y"),), (Put(f"{KEY}y", "2"),))).held
         assert transport.logins == 3
 
-        nobody.wait(3)
+        nobody.wait(5)
         store.watch(KEY, None, told.append).begun()
         assert told[-1] == store.read(KEY)
         assert transport.logins == 4
 
 
-def refusal(listener: Listener) -> str:
-    with listener, closing(EtcdStore([listener.endpoint], deadline_s=0.15)) as store:
+def refusal(listener: Listener, deadline_s: float = DEADLINE_S) -> str:
+    with listener, closing(EtcdStore([listener.endpoint], deadline_s=deadline_s)) as store:
         with pytest.raises((Unavailable, Rejected)) as error:
             store.read(KEY)
         with pytest.raises((Unavailable, Rejected)):
             store.check()
-        assert listener.accepted > 0
+        wait_for(lambda: listener.accepted, "a connection")
         return str(error.value).replace(str(listener.endpoint), "HOST")
 
 
@@ -255,7 +255,7 @@ def test_a_name_that_does_not_resolve_is_said() -> None:
 
 
 def test_a_server_that_never_answers_is_left_after_the_deadline() -> None:
-    assert "no answer from HOST within 0.3 s" in refusal(silent())
+    assert "no answer from HOST within 0.3 s" in refusal(silent(), 0.15)
 
 
 def test_a_server_that_answers_byte_by_byte_is_left_after_the_deadline_too() -> None:
@@ -267,7 +267,7 @@ def test_a_server_that_answers_byte_by_byte_is_left_after_the_deadline_too() -> 
             if stop.wait(0.01):
                 return
 
-    said = refusal(Listener(trickle))
+    said = refusal(Listener(trickle), 0.15)
     stop.set()
 
     assert "no answer from HOST within 0.3 s" in said
@@ -287,7 +287,7 @@ def test_an_answer_that_arrived_in_time_is_taken_by_a_thread_that_is_late(late_s
     with Listener(serve) as listener:
         connection = ClientConnection(listener.endpoint, Trust(), Deadline(10))
         connection.ask("POST", "/", {}, b"{}", Deadline(10))
-        assert sent.wait(10)
+        assert sent.wait(DEADLINE_S)
         deadline = Deadline(10)
         deadline._end_s = time.monotonic() - late_s
 

@@ -22,7 +22,7 @@ WAY_OUT = "^" + "".join(f"(?=.*{word})" for word in ("NOSPACE", "compact", "defr
 
 def fill(etcd: Etcd) -> None:
     """Write until etcd raises its alarm."""
-    connection = http.client.HTTPConnection(etcd.members[0].endpoint, timeout=60)
+    connection = http.client.HTTPConnection(etcd.members[0].endpoint, timeout=180)
     value = b64encode(b"x" * 500_000).decode()
     for _ in range(100):
         connection.request("POST", "/v3/kv/put", json.dumps({"key": b64encode(b"/filler").decode(), "value": value}))
@@ -115,5 +115,5 @@ def test_a_job_on_an_etcd_that_stays_full_ends_at_its_deadline_with_the_reason(t
 
         assert fleet.kill_worker(1)
 
-        assert fleet.agents[1].wait(60) == 3, fleet.story()
+        assert fleet.agents[1].wait(180) == 3, fleet.story()
         assert "NOSPACE" in fleet.agents[1].said_by_agent()[-1], fleet.story()

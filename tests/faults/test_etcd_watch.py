@@ -396,7 +396,7 @@ def test_forks_harm_neither_side(etcd: Etcd, direct: EtcdStore) -> None:
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
     assert done.stdout == "True\n", done.stderr

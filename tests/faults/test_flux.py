@@ -30,7 +30,7 @@ def nothing_is_left(flux: Flux) -> Iterator[None]:
     yield
     flux.call("flux", "cancel", "--all", code=None)
     flux.wait_idle()
-    wait_for(lambda: not leftovers(flux), "no process of a job", 10)
+    wait_for(lambda: not leftovers(flux), "no process of a job")
 
 
 def leftovers(flux: Flux) -> list[str]:

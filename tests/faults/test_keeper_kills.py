@@ -103,8 +103,8 @@ STORM = [
 def storm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The job of STORM after its end, with whatever exit code."""
     folder = tmp_path_factory.mktemp("storm") / "run"
-    with Run(folder, 3, "snapshot_every=4", asks=STORM, launch=["--hang-timeout", "3"]) as run:
-        run.job.wait(240)
+    with Run(folder, 3, "snapshot_every=4", asks=STORM, launch=["--hang-timeout", "8"]) as run:
+        run.job.wait(500)
     return run
 
 

@@ -140,7 +140,7 @@ def alone(folder: Path, *options: str, **env: str) -> subprocess.CompletedProces
     port = str(free_ports(1)[0])
     command = [sys.executable, str(KEPT), str(folder), "40", *options]
     environ = environment({**SINGLE, "MASTER_PORT": port, **env})
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_under_torchrun_a_restart_goes_on_from_the_checkpoint(tmp_path: Path) ->
     command += [f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=10"]
     (tmp_path / "crash-0-25-1").touch()
 
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
 
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"restored step (10|20) from the checkpoint", ended.stderr)

@@ -136,7 +136,7 @@ def test_a_child_without_environment_or_session_ends_with_its_generation_and_wit
 
         job.signal(signal.SIGKILL)
 
-        wait_for(lambda: not alive(second), "the guardian to end the hidden child", 1.0)
+        wait_for(lambda: not alive(second), "the guardian to end the hidden child")
 
 
 def alive(pid: int) -> bool:

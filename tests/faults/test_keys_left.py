@@ -165,9 +165,9 @@ def test_of_jobs_whose_agents_were_all_killed_nothing_stays(tmp_path: Path) -> N
 
         for name in names:
             held = partial(left, etcd, name)
-            wait_for(lambda held=held: len(held()) == KEYS_OF_THE_DEAD, "the leases have ended", 5, every_s=0.1)
+            wait_for(lambda held=held: len(held()) == KEYS_OF_THE_DEAD, "the leases have ended", every_s=0.1)
         for name in names:
-            wait_for(lambda name=name: not left(etcd, name), f"the keys of {name} are gone", 20, every_s=0.2)
+            wait_for(lambda name=name: not left(etcd, name), f"the keys of {name} are gone", every_s=0.2)
         assert etcd.ctl("lease", "list").split() == ["found", "0", "leases"]
 
 
@@ -183,7 +183,7 @@ def test_a_job_that_was_killed_goes_on_by_its_old_name_before_and_after_its_keys
 
         assert second.wait() == 0, second.output
         assert "generation 1: 1 worker" in second.output, "numbers go on while the old run's keys are there"
-        wait_for(lambda: not left(etcd, "again"), "the keys are gone", 20)
+        wait_for(lambda: not left(etcd, "again"), "the keys are gone")
         third = stack.enter_context(Job(tmp_path, *words, "true"))
         assert third.wait() == 0, third.output
         assert "generation 0: 1 worker" in third.output

@@ -130,8 +130,8 @@ def test_a_killed_guardian_is_replaced_and_the_new_one_does_its_work(tmp_path: P
         job.wait_for_output("the guardian was killed; starting another")
         assert job.guardian().pid != old.pid
         assert all(is_alive(pid) for pid in pids), "the workers have nothing to do with it"
-        killed_at_s = job.kill_agent()
-        job.assert_nothing_is_left(killed_at_s, pids)
+        job.kill_agent()
+        job.assert_nothing_is_left(pids)
 
 
 def test_a_stopped_fork_server_does_not_hide_a_dead_worker(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_stopped_fork_server_does_not_hide_a_dead_worker(tmp_path: Path) -> No
 
         psutil.Process(first[0]).kill()
 
-        assert job.wait(30) == 0
+        assert job.wait() == 0
         assert job.stdout.count("succeeds in generation 1") == 2
         assert not is_alive(old)
         assert not any(is_alive(pid) for pid in first)
@@ -160,5 +160,5 @@ def test_a_stopped_fork_server_does_not_keep_a_job_from_stopping(tmp_path: Path)
 
         job.process.terminate()
 
-        assert job.wait(20) == 143
+        assert job.wait() == 143
         job.assert_nothing_is_left(pids=job.pids("worker") + job.pids("sleep"))

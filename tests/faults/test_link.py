@@ -221,12 +221,12 @@ print("done", flush=True)
 def test_workers_that_hang_show_their_stacks_and_are_started_again(tmp_path: Path, listens: bool) -> None:
     listen = "link.listen(on_peer_failed=lambda _: link.saved(5))" if listens else ""
     script(tmp_path, HANGING.replace("LISTEN", listen))
-    options = ("--hang-timeout", "2", "--log-dir", "logs", "--nproc-per-node", "2")
+    options = ("--hang-timeout", "6", "--log-dir", "logs", "--nproc-per-node", "2")
     with Light(tmp_path, *options, "train.py") as job:
         assert job.wait() == 0, job.output
 
     words = (
-        r"rank 1 \(local rank 1 on \S+, pid \d+\) hung: it reported nothing for \d s since step 5, in its phase"
+        r"rank 1 \(local rank 1 on \S+, pid \d+\) hung: it reported nothing for \d+ s since step 5, in its phase"
         r" 'between steps', while others had come to step 6; it sleeps \(never_ends, train\.py:\d+\), in generation 0;"
         r" stopping 2 workers"
     )
@@ -268,14 +268,14 @@ for step in range(1 << 30):
     if os.path.exists("end"): break
 """,
     )
-    with Light(tmp_path, "--hang-timeout", "4", "train.py") as job:
+    with Light(tmp_path, "--hang-timeout", "9", "train.py") as job:
         job.wait_for_output("worker pid")
         worker = job.pids("worker")[0]
         os.kill(worker, signal.SIGSTOP)
         # Wait until the agent has read the earlier reports.
         time.sleep(1.2)
         job.signal(signal.SIGSTOP)
-        time.sleep(5)
+        time.sleep(10)
         job.signal(signal.SIGCONT)
         # The agent looks before its worker goes on.
         time.sleep(0.3)
@@ -332,9 +332,9 @@ def test_the_memory_is_private_and_each_agents_own_and_goes_with_an_agent_that_i
         assert len(set(folders)) == 2
         assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700, 0o700]
 
-        killed_at_s = one.kill_agent()
+        one.kill_agent()
 
-        one.assert_nothing_is_left(killed_at_s)
+        one.assert_nothing_is_left()
         assert [folder.exists() for folder in folders] == [False, True]
 
 

@@ -18,9 +18,6 @@ from tests.nodes import needs_nodes
 
 pytestmark = [needs_nodes, pytest.mark.slow]
 
-# Six agents import torch, all on the same cores.
-DEADLINE_S = 120.0
-
 
 class Replicas:
     """A training by `replicas.py` on the nodes of a cluster, one rank each, held in step STRUCK of generation 0."""
@@ -52,7 +49,7 @@ class Replicas:
             return all(any("held" in note for note in self.notes(index)) for index in self.cluster.agents)
 
         try:
-            wait_for(are_held, "all ranks come to the step", DEADLINE_S)
+            wait_for(are_held, "all ranks come to the step")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.cluster.story()}") from None
 

@@ -76,9 +76,9 @@ def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Pat
         cluster.start(0, 1, nnodes="2", options=SHORT, env=TOKEN)
         cluster.meeting(2)
 
-        killed_at_s = cluster.agents[0].kill_agent()
+        cluster.agents[0].kill_agent()
 
-        cluster.agents[0].assert_nothing_is_left(killed_at_s)
+        cluster.agents[0].assert_nothing_is_left()
         cluster.ended({1: 3})
         assert re.search(r"node0:2379|10\.77\.0\.1:2379", cluster.agents[1].stderr)
 
@@ -95,8 +95,8 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         head, other = cluster.agents[0], cluster.agents[1]
 
         kill_store(head)
-        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on, but none can be", 5)
-        other.wait_for_output(r"the store is away: .*; trying again; the workers go on", 10)
+        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on, but none can be")
+        other.wait_for_output(r"the store is away: .*; trying again; the workers go on")
         cluster.goes_on(meeting)
         (tmp_path / "end").touch()
         since_s = time.monotonic()
@@ -107,7 +107,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         assert "all exited with 0, and this node cannot know how the other node is doing; exit code 3" in head.stderr
         assert "this node's workers had all exited with 0" in other.stderr
         # The other node's store_timeout began at the kill. Its default of a minute would take longer than this.
-        assert took_s < 15
+        assert took_s < 50
 
 
 @pytest.mark.parametrize(("how", "code"), [slow("end", 0), ("fail", 1)])
@@ -118,13 +118,13 @@ def test_a_node_alone_ends_as_its_workers_do_when_its_store_was_killed(tmp_path:
         head = cluster.agents[0]
 
         kill_store(head)
-        head.wait_for_output("was killed by SIGKILL", 5)
+        head.wait_for_output("was killed by SIGKILL")
         if how == "end":
             (tmp_path / "end").touch()
         else:
             os.kill(meeting.pid(0), signal.SIGKILL)
 
-        assert head.wait(15) == code, head.output
+        assert head.wait() == code, head.output
         if code:
             assert re.search(r"Why it stopped: the job's store, .* so nothing can be restarted; 0 of 3", head.stderr)
         cluster.assert_nothing_is_left(cluster.nodes[0])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.cluster import Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
-from tests.harness import slow
+from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -102,7 +102,7 @@ def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
 
         # Train for six lease times. Now and then a renewal is lost.
         cluster.trains_for(meeting, 20)
-        assert cluster.nodes.lost() > 100
+        wait_for(lambda: cluster.nodes.lost() > 100, "a hundred lost packets")
         os.kill(meeting.pid(1), signal.SIGKILL)
         again = cluster.meeting(2, after=meeting)
         assert again.generation == meeting.generation + 1

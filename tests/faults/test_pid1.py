@@ -45,7 +45,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 orphan = int(os.read(reading, 20))
-end_s = time.monotonic() + 20
+end_s = time.monotonic() + 50
 while Path(f"/proc/{{orphan}}").exists():
     assert time.monotonic() < end_s, Path(f"/proc/{{orphan}}/stat").read_text()
     time.sleep(0.001)
@@ -93,7 +93,7 @@ def test_a_signal_reaches_the_agent_once_and_its_exit_code_is_kept(
 
         process_1(job).send_signal(signum)
 
-        assert job.wait(10) == code
+        assert job.wait() == code
         assert job.stdout.count(f"saved on {signum.name}") == 2
         assert job.stderr.count(f"{signum.name}: stopping 2 workers") == 1
         job.assert_nothing_is_left()
@@ -110,7 +110,7 @@ def test_ctrl_c_at_the_containers_terminal_is_no_second_one(tmp_path: Path) -> N
 
             os.write(ours, b"\x03")
 
-            assert job.wait(10) == 130
+            assert job.wait() == 130
             assert job.stdout.count("saved on SIGINT") == 2
             assert job.stderr.count("SIGINT: stopping 2 workers") == 1
             job.assert_nothing_is_left()
@@ -124,7 +124,7 @@ def test_a_stop_that_comes_while_it_starts_is_heeded(tmp_path: Path) -> None:
     with container(tmp_path, "train.py") as job:
         process_1(job).send_signal(signal.SIGTERM)
 
-        assert job.wait(10) == 143, job.output
+        assert job.wait() == 143, job.output
         job.assert_nothing_is_left()
 
 
@@ -137,7 +137,7 @@ def test_a_killed_agent_leaves_nothing_and_the_container_ends(tmp_path: Path) ->
 
         agent_of(job).kill()
 
-        assert job.wait(10) == 137
+        assert job.wait() == 137
         assert not any(is_alive(each) for each in inside)
         job.assert_nothing_is_left()
 
@@ -161,5 +161,5 @@ def test_the_images_health_check_sees_an_agent_that_is_stopped(tmp_path: Path) -
         agent.resume()
         wait_for(lambda: health() == 0, "the agent goes on")
         process_1(job).send_signal(signal.SIGTERM)
-        assert job.wait(10) == 143
+        assert job.wait() == 143
         job.assert_nothing_is_left()

@@ -148,7 +148,7 @@ def test_a_job_that_is_denied_before_it_began_ends_at_once_with_the_reason(
     with Etcd("3.5") as etcd, Refusing(etcd) as proxy:
         proxy.refuse(rpc, answer)
         with Fleet(tmp_path / "job", [str(proxy.endpoint)] * 2) as fleet:
-            codes = [agent.wait(20) for agent in fleet.agents]
+            codes = [agent.wait() for agent in fleet.agents]
 
             assert codes == [2, 2], fleet.story()
             assert all(words in agent.stderr for agent in fleet.agents), fleet.story()

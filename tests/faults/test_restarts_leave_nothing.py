@@ -49,7 +49,7 @@ def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path:
             now = job.pids(f"generation {generation} worker") + [p for n in names for p in job.pids(n)[-2:]]
             assert all(is_alive(pid) for pid in now)
             assert not [pid for pid in older if is_alive(pid)], f"alive in generation {generation}"
-            wait_for(lambda: not zombies_of(agent, template), "zombies are reaped", 2)
+            wait_for(lambda: not zombies_of(agent, template), "zombies are reaped")
             wait_for(lambda: job.child("elaunch: worker store"), "the worker store")
             if counts:
                 # A closing pipe may still need a moment.
@@ -57,7 +57,6 @@ def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path:
                 wait_for(
                     lambda: (agent.num_fds(), agent.num_threads(), template.num_fds()) == last,  # noqa: B023
                     f"(agent's fds, its threads, the fork server's fds) are {last} again in generation {generation}",
-                    3,
                 )
             counts.append((agent.num_fds(), agent.num_threads(), template.num_fds()))
             older += now

@@ -56,9 +56,9 @@ def workers_up(job: Watched, count: int) -> list[int]:
     return job.pids("worker")
 
 
-def assert_stopped(job: Watched, code: int, within_s: float = 10.0) -> None:
+def assert_stopped(job: Watched, code: int) -> None:
     """Check that the job was stopped, not restarted, and is gone."""
-    assert job.wait(within_s) == code
+    assert job.wait() == code
     assert "generation 1" not in job.output
     assert "FAILED" not in job.output
     job.assert_nothing_is_left()
@@ -122,7 +122,7 @@ sys.exit(3)
 
         (tmp_path / "fail").touch()
 
-        assert job.wait(10) == 1
+        assert job.wait() == 1
         assert job.stdout.count("saved after 0") == 1
         assert "local rank 0 was stopped by a signal" in job.stderr
 
@@ -135,7 +135,7 @@ def stop_all(pids: list[int]) -> None:
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     script(tmp_path, STUBBORN)
-    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "0.7", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "3", "train.py") as job:
         workers_up(job, 2)
         sent_at_s = time.monotonic()
 
@@ -143,8 +143,8 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path)
 
         wait_for(lambda: len(job.pids("asked")) == 2, "both workers are asked")
         assert_stopped(job, 143)
-        assert time.monotonic() - sent_at_s >= 0.7
-        assert "still ran after 0.7 s; SIGKILL" in job.stderr
+        assert time.monotonic() - sent_at_s >= 3
+        assert "still ran after 3 s; SIGKILL" in job.stderr
 
 
 def test_a_second_sigint_kills_at_once_however_long_the_grace(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_second_sigint_kills_at_once_however_long_the_grace(tmp_path: Path) ->
 
         job.signal(signal.SIGINT)
 
-        assert_stopped(job, 130, within_s=3)
+        assert_stopped(job, 130)
         assert "SIGINT again: killing the workers now" in job.stderr
 
 
@@ -228,23 +228,36 @@ def test_sigterm_to_all_processes_at_once_is_a_stop_and_no_failure(tmp_path: Pat
         assert len(others) >= 4
         agent = job.process.pid
 
+        # While the agent is stopped, all of them are one moment to it.
+        stop_all([agent])
         for pid in [agent, *others] if agent_first else [*others, agent]:
             try:
                 os.kill(pid, signal.SIGTERM)
             except ProcessLookupError:
                 assert pid != agent
+        job.signal(signal.SIGCONT)
 
         assert_stopped(job, 143)
 
 
+class Patient(Light):
+    """A job whose agent waits so long for a signal of its own that no machine is too slow to send it."""
+
+    command = (
+        sys.executable,
+        "-c",
+        "from elaunch.agent.core import running; running.HOLD_S = 300.0\nfrom elaunch.launcher.cli import main; main()",
+    )
+
+
 def test_workers_that_sigterm_ended_a_moment_before_the_agent_got_it_are_no_failure(tmp_path: Path) -> None:
     script(tmp_path, PAUSES)
-    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+    with Patient(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         pids = workers_up(job, 2)
 
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        # When the workers are reaped, the agent has just been told of their ends. It waits 0.1 s for its own signal.
+        # When the workers are reaped, the agent has just been told of their ends.
         wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the workers' end")
         job.signal(signal.SIGTERM)
 
@@ -273,7 +286,7 @@ def test_sigterm_while_the_fork_server_imports_ends_the_job_before_any_user_code
 
         job.signal(signal.SIGTERM)
 
-        assert_stopped(job, 143, within_s=5)
+        assert_stopped(job, 143)
         assert "the script ran" not in job.output
 
 
@@ -288,7 +301,7 @@ def test_a_signal_in_the_first_moments_leaves_nothing_and_no_traceback(tmp_path:
 
             job.signal(signum)
 
-            code = job.wait(10)
+            code = job.wait()
             # On a slow machine the signal may come before Python runs elaunch's code. Python then ends in its own way.
             is_before_us = "KeyboardInterrupt" in job.output and "/elaunch/" not in job.output
             assert code in (128 + signum, -signum) or is_before_us, job.output
@@ -339,7 +352,7 @@ def test_a_signal_after_the_last_worker_ended_neither_hangs_nor_leaves_anything(
 
             # 0: the work was done. 143: the outcome was not known yet. -SIGTERM: the outcome was known, and there was
             # nothing left to do.
-            codes.append(job.wait(10))
+            codes.append(job.wait())
             job.assert_nothing_is_left()
     assert set(codes) <= {0, 143, -signal.SIGTERM}, codes
 
@@ -401,7 +414,7 @@ def test_a_program_below_a_shell_wrapper_gets_the_signal_and_the_time_to_save(tm
 def test_a_program_below_a_shell_wrapper_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
     script(tmp_path, STUBBORN)
     script(tmp_path, f"{sys.executable} train.py\necho wrapper goes on\n", "wrapper.sh")
-    how = ("--no-python", "--stop-grace", "0.7", "--nproc-per-node", "2")
+    how = ("--no-python", "--stop-grace", "3", "--nproc-per-node", "2")
     with Watched(tmp_path, *how, "bash", "wrapper.sh", env=WITHOUT_TORCH) as job:
         workers_up(job, 2)
         sent_at_s = time.monotonic()
@@ -410,7 +423,7 @@ def test_a_program_below_a_shell_wrapper_that_ignores_sigterm_is_killed_after_th
 
         wait_for(lambda: len(job.pids("asked")) == 2, "both programs are asked")
         assert_stopped(job, 143)
-        assert time.monotonic() - sent_at_s >= 0.7
+        assert time.monotonic() - sent_at_s >= 3
 
 
 @pytest.mark.parametrize("workers", [slow(1), 2])
@@ -458,7 +471,7 @@ print("bye", flush=True)
 
         os.write(ours, b"\x03")
 
-        wait_for(lambda: screen() and process.poll() is not None, "the end", 10)
+        wait_for(lambda: screen() and process.poll() is not None, "the end")
         screen()
         assert process.returncode == 130, shown
         assert shown.count(f"interrupted {workers == 1}") == workers, shown

@@ -77,7 +77,7 @@ def nothing_is_left(slurm: Slurm) -> Iterator[None]:
     slurm.call("scancel", "--user=root")
     slurm.wait_idle()
     try:
-        wait_for(lambda: not leftovers(slurm), "no process of a job", 10)
+        wait_for(lambda: not leftovers(slurm), "no process of a job")
     except AssertionError as error:
         raise AssertionError(f"{error}: {leftovers(slurm)}") from None
     assert {path.name for path in slurm.home.glob(".elaunch/*")} <= {"key"}

@@ -36,7 +36,7 @@ def first_words(context: ssl.SSLContext) -> bytes:
 
 def connected(port: int, host: str, words: bytes) -> socket.socket:
     """A connection from `host`, one of this host's loopback addresses, that has sent `words`."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(host, 0))
+    connection = socket.create_connection(("127.0.0.1", port), timeout=180, source_address=(host, 0))
     connection.sendall(words)
     return connection
 

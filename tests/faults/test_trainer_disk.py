@@ -128,8 +128,8 @@ def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_th
     # Kill the agent, so that the workers and their memory are gone too.
     with OneNode(tmp_path / "run", 3, asks=["hold:forward-0-33-0"]) as run:
         run.wait_for("held")
-        killed_at_s = run.job.kill_agent()
-        run.job.assert_nothing_is_left(killed_at_s)
+        run.job.kill_agent()
+        run.job.assert_nothing_is_left()
         run.assert_no_memory_is_left()
         run.release("forward-0-33-0")
         newest = run.out / "checkpoints" / found(run.out / "checkpoints")[-1][1].name

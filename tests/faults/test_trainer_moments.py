@@ -20,7 +20,7 @@ STORM = ["freeze:forward-0-7-2", "publish-1-20-0", "published-2-30-0", "evaluati
 def storm(tmp_path_factory: pytest.TempPathFactory) -> OneNode:
     """The job of STORM after its end, with whatever exit code."""
     folder = tmp_path_factory.mktemp("storm") / "run"
-    with OneNode(folder, 3, "--snapshot-every", "100", asks=STORM, launch="--hang-timeout 3") as run:
+    with OneNode(folder, 3, "--snapshot-every", "100", asks=STORM, launch="--hang-timeout 8") as run:
         run.job.wait(DEADLINE_S)
         run.job.assert_nothing_is_left()
         run.assert_no_memory_is_left()
@@ -119,7 +119,7 @@ def test_rank_0_frozen_in_the_backward_pass_is_found_and_costs_no_step(
 ) -> None:
     asks = ["freeze:backward-0-7-0"]
 
-    with OneNode(tmp_path / "run", 3, "--snapshot-every", "100", asks=asks, launch="--hang-timeout 3") as run:
+    with OneNode(tmp_path / "run", 3, "--snapshot-every", "100", asks=asks, launch="--hang-timeout 8") as run:
         run.ended()
 
     assert run.struck("frozen") == ["backward-0-7-0"]

@@ -540,7 +540,7 @@ def test_what_was_learned_of_a_program_is_warm_for_every_program(tmp_path: Path,
     program = tmp_path / "program"
     env = {**installed(program), **options()}
     with Job(program, "--warm", "train.py", env=env) as job:
-        job.wait_for_output(LEARNED, 120)
+        job.wait_for_output(LEARNED)
         (program / "end").touch()
         assert job.wait() == 0, job.output
     stayed_with = stayed(env)["packages"]

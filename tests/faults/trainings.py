@@ -24,7 +24,7 @@ SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", 
 # At the default learning rate training amplifies rounding differences, such as those of a resized run.
 GENTLE = ("--lr", "3e-4")
 RESTORED = r"restored step (\d+) from (memory|the checkpoint) .*; (\d+) steps? (?:is|are) repeated"
-DEADLINE_S = 240.0
+DEADLINE_S = 500.0
 
 
 class Trained:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from elaunch.trainer.memory.sharded import ShardedMemory
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
 memory, weights = ShardedMemory(sys.argv[1], generation=0), torch.ones(8)
 memory.save(1, {"w": weights}, {}, [weights] if dist.get_rank() == 0 else None)
 # A collective of another kind: it fails if a rank is still in one of the snapshot.

@@ -25,7 +25,7 @@ def test_the_events_have_the_lines_of_the_metrics_each_step_once_also_after_a_re
     words = ("--nproc-per-node", "2", str(PROGRAM), str(tmp_path), "--out", str(run), "--tensorboard", *SMALL)
 
     with Job(tmp_path, *words, env={"OMP_NUM_THREADS": "1"}) as job:
-        assert job.wait(120) == 0, job.output
+        assert job.wait(180) == 0, job.output
 
     assert "restart 1 of" in job.output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

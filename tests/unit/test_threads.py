@@ -66,7 +66,7 @@ def test_neither_kind_of_stacks_shows_what_only_listens_and_both_have_elaunchs_o
     with errors.open("wb") as stderr:
         worker = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stderr=stderr)
     try:
-        wait_for(lambda: "elaunch's own" in errors.read_text(), "the worker shows its stacks", 30)
+        wait_for(lambda: "elaunch's own" in errors.read_text(), "the worker shows its stacks")
         by_itself = errors.read_text()
         (taken,) = stacks.take({0: worker.pid})
     finally:

@@ -89,7 +89,7 @@ ENDS = {
     "faulthandler of a signal": "import faulthandler, os, signal\nfaulthandler.register(signal.SIGUSR1)\n"
     "def f(): os.kill(os.getpid(), signal.SIGUSR1)\nf()",
     "faulthandler after a time": "import faulthandler, time\n"
-    "faulthandler.dump_traceback_later(0.1, exit=True)\ntime.sleep(9)",
+    "faulthandler.dump_traceback_later(1, exit=True)\ntime.sleep(99)",
     "atexit order": "import atexit\nfor i in range(3): atexit.register(print, i)\nprint('first')",
     "atexit after an error": "import atexit; atexit.register(print, 'last words'); 1 / 0",
     "atexit after an exit": "import atexit, sys; atexit.register(print, 'last words'); sys.exit(6)",

@@ -173,7 +173,7 @@ def test_a_terminal_is_the_workers_own(tmp_path: Path) -> None:
                 stdout=terminal,
                 stderr=terminal,
                 start_new_session=True,
-                timeout=60,
+                timeout=180,
                 check=True,
             )
         finally:

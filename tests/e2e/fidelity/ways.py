@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.launcher.resources import detect
-from tests.harness import DEADLINE_S, Job, environment
+from tests.harness import Job, environment
 
 HERE = Path(__file__).parent
 # Torch is imported before the fork, also for a program that does not name it.
@@ -23,6 +23,8 @@ FORKED = ("--preload", "torch")
 LIGHT = ("--preload-only", "json")
 EXECED = ("--no-preload",)
 WAYS = {"forked": FORKED, "execed": EXECED}
+# A program may compile something.
+_LONG_S = 600.0
 
 # The variables that only a worker has, and not a fresh process. docs/fidelity.md lists them.
 LAUNCHERS = frozenset(
@@ -62,7 +64,7 @@ def fresh(folder: Path, *args: str, env: Mapping[str, str] | None = None, stdin:
             stdin=nothing,
             capture_output=True,
             start_new_session=True,
-            timeout=DEADLINE_S,
+            timeout=_LONG_S,
             check=False,
         )
     return End(found.returncode, found.stdout, found.stderr)
@@ -72,7 +74,7 @@ def worker(folder: Path, how: tuple[str, ...], *args: str, env: Mapping[str, str
     """The only worker of a plain launch."""
     options = ("--nproc-per-node", "1", "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
     with Job(folder, *how, *options, *args, env=_environment(folder, env)) as job:
-        code = job.wait()
+        code = job.wait(_LONG_S)
         said = job.output
     (logs,) = (folder / "logs").glob("*_*/attempt_0/0")
     # The exit code is in the report, or in the one sentence about a module that is not there.

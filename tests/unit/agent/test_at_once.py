@@ -29,6 +29,6 @@ import threading
 from elaunch.agent.at_once import at_once
 print(at_once([lambda: 1, threading.Event().wait, lambda: 3], 0.2, "test", 3))
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
 
     assert ended.stdout == "{0: 1, 2: 3}\n"

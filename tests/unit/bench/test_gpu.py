@@ -24,7 +24,6 @@ HAS_DEVICE = any(True for pattern in prepare.DEVICES for _ in Path("/").glob(pat
 
 @pytest.mark.skipif(HAS_DEVICE, reason="this machine has a GPU")
 def test_make_gpu_without_a_gpu_says_so_in_one_sentence_and_runs_nothing() -> None:
-    began_s = time.monotonic()
     there = {path.name for path in REPOSITORY.iterdir()}
 
     # `make test` gives its jobs to a make below it.
@@ -37,8 +36,6 @@ def test_make_gpu_without_a_gpu_says_so_in_one_sentence_and_runs_nothing() -> No
     assert all(line.startswith("make") for line in rest)
     assert done.stdout == ""
     assert {path.name for path in REPOSITORY.iterdir()} == there
-    # Before torch is imported.
-    assert time.monotonic() - began_s < 10
 
 
 def test_a_device_of_any_driver_counts(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     left = [pid for pid, _ in json.loads(ended.stdout) if psutil.pid_exists(pid)]
@@ -125,7 +125,7 @@ def test_the_options_of_the_bundled_trainer_are_shown_without_a_job(tmp_path: Pa
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -165,7 +165,7 @@ main()
         env=environment({"ELAUNCH_TOKEN": "t" * 32, "HOME": str(tmp_path)}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 

@@ -16,9 +16,8 @@ import pytest
 
 from elaunch.launcher.completion import completions
 from elaunch.launcher.options.table import TABLE
-from tests.harness import environment
+from tests.harness import DEADLINE_S, environment
 
-DEADLINE_S = 30.0
 # One column for each line of the answer, and no paging of long lists.
 TERMINAL = {"TERM": "dumb", "COLUMNS": "200", "LINES": "100", "PS1": "$ ", "HISTFILE": "/dev/null"}
 START = {

@@ -70,7 +70,7 @@ def run(folder: Path, *, native: str = DUMP, c10d: str = C10D, threads: int = 1,
             env=environment({"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}),
             pass_fds=(theirs.fileno(),),
             capture_output=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
     assert (ended.returncode, ended.stderr) == (0, b""), ended.stderr

@@ -26,7 +26,7 @@ print(json.dumps([before, huge(), kept == b"elaunch " * (4 << 20)]))
 @pytest.mark.parametrize("wait_per_work", ["0", "0.1"])
 def test_a_process_goes_on_with_the_same_memory_in_huge_pages_where_the_kernel_has_them(wait_per_work: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, wait_per_work], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", PROGRAM, wait_per_work], capture_output=True, text=True, timeout=180, check=True
     )
 
     before, after, is_same = json.loads(done.stdout)

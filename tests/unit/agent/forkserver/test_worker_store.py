@@ -52,7 +52,7 @@ def test_a_store_that_ends_before_a_rank_connects_has_no_keys_and_imports_nothin
     wire.send(control, {"op": "end"})
 
     assert wire.receive(control) == ({"keys": 0}, ())
-    assert process.wait(60) == 0
+    assert process.wait(180) == 0
 
 
 def test_a_store_starts_when_a_rank_connects(
@@ -64,4 +64,4 @@ def test_a_store_starts_when_a_rank_connects(
         said = wire.receive(control)
 
         assert said == ({"idle": False}, ())
-        assert process.wait(60) == 7
+        assert process.wait(180) == 7

@@ -18,7 +18,7 @@ import pytest
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 SLEEP = "import time; time.sleep(600)"
 SETSID = f"import os; os.setsid(); print(os.getpid(), flush=True); {SLEEP}"
@@ -90,7 +90,7 @@ def is_running(pid: int) -> bool:
 
 def wait_until_gone(*pids: int) -> None:
     """Wait until the process is gone. The sweep may end a moment earlier, when the environment is already empty."""
-    wait_for(lambda: not any(is_running(pid) for pid in pids), f"the end of {pids}", 5)
+    wait_for(lambda: not any(is_running(pid) for pid in pids), f"the end of {pids}")
 
 
 READY = f"import os; print(os.getpid(), flush=True); {SLEEP}"
@@ -232,7 +232,7 @@ def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(spawned: S
     other = spawned.pid(READY, markers=guard.marker, OAR_JOB_ID="13")
     os.close(guard._fd)
 
-    assert guard._process.wait(10) == 0
+    assert guard._process.wait(DEADLINE_S) == 0
     wait_until_gone(mine)
     assert is_running(other)
 

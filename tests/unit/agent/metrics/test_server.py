@@ -14,7 +14,7 @@ from elaunch.agent.metrics.collector import NodeState
 from elaunch.agent.metrics.counters import RunCounters
 from elaunch.agent.metrics.listener import listen, url
 from elaunch.agent.metrics.server import serve
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 from tests.unit.agent.driver import started
 
 
@@ -27,7 +27,7 @@ def place() -> str:
 
 
 def get(place: str) -> str:
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(place, timeout=10) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(place, timeout=DEADLINE_S) as answer:
         return str(answer.read().decode())
 
 
@@ -48,7 +48,7 @@ def test_a_scrape_has_the_state_of_the_node_with_its_job_and_host(place: str) ->
 
 def test_connections_that_say_nothing_keep_no_scrape_from_its_answer(place: str) -> None:
     port = int(re.findall(r":(\d+)/", place)[0])
-    silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(40)]
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) for _ in range(40)]
 
     def threads() -> int:
         return sum("process_request_thread" in thread.name for thread in threading.enumerate())
@@ -76,7 +76,11 @@ def test_nothing_wakes_the_server_but_a_request(place: str) -> None:
         status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
         return int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[0])
 
-    before = switches()
+    # The last request may still be on its way out.
+    last = 0
+    while last != (last := switches()):
+        threading.Event().wait(0.3)
+    before = last
     # Longer than the half second in which socketserver would look whether it is to end.
     threading.Event().wait(1.3)
 

@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.agent.output import event_hook
 from elaunch.agent.output.event_hook import EventHook
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 
 class Said(list[str]):
@@ -69,22 +69,18 @@ def test_a_command_that_is_gone_is_one_line_each_time(said: Said) -> None:
 def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_one_runs(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_hook, "RUN_S_MAX", 0.3)
+    monkeypatch.setattr(event_hook, "RUN_S_MAX", 3.0)
     # A command line that no other process on this machine has.
     sleep = ["sleep", f"60.{os.getpid()}"]
     first = f"touch {tmp_path}/again; {' '.join(sleep)} & wait"
     runs = hook(said, f"if [ -e {tmp_path}/again ]; then echo second; exit; fi; {first}")
-    start_s = time.monotonic()
 
     runs.tell({"event": "failure"})
     runs.tell({"event": "restart"})
-    told_s = time.monotonic() - start_s
-    runs.close()
+    runs.close(DEADLINE_S)
 
-    assert told_s < 0.2
-    assert time.monotonic() - start_s < 5
     assert said[-1] == "[on-event] second"
-    assert "did not end within 0 s and was killed; failure may not have been told" in said[0]
+    assert "did not end within 3 s and was killed; failure may not have been told" in said[0]
     assert not [child for child in psutil.process_iter(["cmdline"]) if child.info["cmdline"] == sleep]
 
 
@@ -96,19 +92,21 @@ def test_at_the_end_of_the_job_all_runs_that_are_left_have_one_time_together(sai
 
     runs.close(0.3)
 
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 60
     wait_for(lambda: len(said) == 2, "the thread's last word")
     assert said[1] == "--on-event: there is no time left to tell restart"
 
 
-def test_events_that_come_faster_than_the_command_are_dropped_with_a_line_each(said: Said) -> None:
-    runs = hook(said, "sleep 0.2")
-    start_s = time.monotonic()
+def test_events_that_come_faster_than_the_command_are_dropped_with_a_line_each_and_nobody_waits(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_hook, "RUN_S_MAX", 2 * DEADLINE_S)
+    runs = hook(said, f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done")
 
     for _ in range(event_hook.QUEUED_MAX + 5):
         runs.tell({"event": "failure"})
 
-    assert time.monotonic() - start_s < 0.2
+    (tmp_path / "go").touch()
     assert 4 <= sum("events wait for the command already" in line for line in said) <= 5
     runs.close(0.01)
     runs._thread.join()  # type: ignore[union-attr]

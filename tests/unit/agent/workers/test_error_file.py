@@ -53,7 +53,7 @@ def test_a_worker_that_spoils_its_error_file_ends_its_job_and_not_its_agent(made
     (tmp_path / "train.py").write_text(program)
 
     with Job(tmp_path, "--nproc-per-node", "1", "--no-preload", "--max-restarts", "1", "train.py") as job:
-        code = job.wait(20)
+        code = job.wait()
 
     assert code == 1
     assert "exited with code 7" in job.output

@@ -189,7 +189,7 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
     worker.write("go on\n")
     worker.flush()
     for process in ranks.processes:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=180)
         facts = json.loads(out)
         assert facts["finders"][0] == facts["finders"][1] + 1
         assert facts["threads"] == ["MainThread"]

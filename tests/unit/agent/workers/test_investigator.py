@@ -57,7 +57,7 @@ def test_the_space_of_a_path_that_is_not_there_is_that_of_the_folder_above(tmp_p
 def test_a_look_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(investigator, "_LIMIT_S", 0.1)
-    monkeypatch.setattr(investigator, "_space", lambda path: hangs.wait(30))
+    monkeypatch.setattr(investigator, "_space", lambda path: hangs.wait(300))
 
     began_s = time.monotonic()
     facts = facts_about(no_room(tmp_path))
@@ -65,7 +65,7 @@ def test_a_look_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     hangs.set()
 
     assert facts.spaces == {}
-    assert took_s < 5.0
+    assert took_s < 60
 
 
 def test_a_host_without_nvidias_driver_has_no_gpu_errors() -> None:

@@ -159,7 +159,7 @@ def test_a_py_spy_that_does_not_end_is_ended_in_time(monkeypatch: pytest.MonkeyP
     (stack,) = take({0: os.getpid()}, within_s=0.2)
 
     assert stack.trouble == "py-spy did not come to an end in time"
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < 60
 
 
 @pytest.mark.parametrize("printed", ["", "{}", "[1]", '[{"frames": 1}]', "[" * 100_000])
@@ -191,6 +191,6 @@ def test_a_py_spy_that_does_not_even_end_when_it_is_killed_is_not_waited_for(mon
     (stack,) = take({3: os.getpid()}, within_s=0.2)
 
     never.set()
-    assert time.monotonic() - begun_s < 10
+    assert time.monotonic() - begun_s < 60
     assert (stack.rank, stack.pid, stack.threads) == (3, os.getpid(), ())
     assert stack.trouble == "py-spy did not come to an end in time"

@@ -45,12 +45,12 @@ def own_children() -> set[int]:
 def test_each_task_has_its_own_end() -> None:
     before = own_children()
     facts = CpuFacts(2, 2)
-    tasks = {"well": Task(lambda: facts, 20), "fails": Task(fail, 20), "crashes": Task(crash, 20)}
+    tasks = {"well": Task(lambda: facts, 300), "fails": Task(fail, 300), "crashes": Task(crash, 300)}
     start_s = time.monotonic()
 
     found = run_all({**tasks, "hangs": Task(hang, 0.5)})
 
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 60
     assert found["well"] == facts
     assert found["fails"] == Unfinished("the check failed (ValueError: no such thing)")
     assert found["crashes"] == Unfinished("its process ended without an answer")
@@ -65,7 +65,7 @@ def test_a_task_writes_nothing_to_the_terminal(capfd: object) -> None:
         os.write(2, b"err")
         return 1
 
-    assert run_all({"chatters": Task(chatter, 20)}) == {"chatters": 1}
+    assert run_all({"chatters": Task(chatter, 300)}) == {"chatters": 1}
     assert capfd.readouterr() == ("", "")  # type: ignore[attr-defined]
 
 

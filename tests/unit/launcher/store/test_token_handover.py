@@ -22,7 +22,7 @@ from elaunch.launcher.errors import SiteError
 from elaunch.launcher.store import munge, token_handover
 from elaunch.launcher.store.token_handover import AnotherJob, Meeting, Offer, fetch
 from elaunch.rendezvous.endpoint import Endpoint
-from tests.harness import free_ports
+from tests.harness import DEADLINE_S, free_ports
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # Stand-ins for munge and unmunge with their real output, and a cipher that hides nothing. $MAKER is the user of the
@@ -84,7 +84,7 @@ def test_the_secret_comes_by_munge_to_its_own_user(
     # Error 17: another process on this host has read the same credential.
     monkeypatch.setenv("CODE", code)
 
-    assert fetch(meeting, 5, said) == TOKEN
+    assert fetch(meeting, DEADLINE_S, said) == TOKEN
 
 
 def test_another_users_credential_is_refused(
@@ -102,7 +102,7 @@ def test_without_munge_both_make_it_with_the_key_of_a_shared_home(tmp_path: Path
     token = token_at_home(meeting.name, make=True)
     offer = Offer(meeting, token)
 
-    assert fetch(meeting, 5, said) == token
+    assert fetch(meeting, DEADLINE_S, said) == token
     offer.close()
 
     assert [path.name for path in (tmp_path / ".elaunch").iterdir()] == ["key"]
@@ -114,7 +114,7 @@ def test_a_key_of_another_home_is_not_taken_for_the_heads(tmp_path: Path, meetin
     with_munge(tmp_path)
     assert token_at_home(meeting.name, make=True) != TOKEN
 
-    assert fetch(meeting, 5, said) == TOKEN
+    assert fetch(meeting, DEADLINE_S, said) == TOKEN
 
 
 def test_a_key_that_others_can_read_is_none_and_neither_is_one_without_a_home(
@@ -154,7 +154,7 @@ def test_a_store_whose_head_offers_nothing_is_not_waited_for(meeting: Meeting) -
     ):
         fetch(replace(meeting, may_be_etcd=False), 600, said)
 
-    assert time.monotonic() - begun_s < 10
+    assert time.monotonic() - begun_s < 300
 
 
 def test_an_offer_goes_on_after_a_moment_without_descriptors(meeting: Meeting) -> None:
@@ -174,7 +174,7 @@ def test_an_offer_goes_on_after_a_moment_without_descriptors(meeting: Meeting) -
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     assert len(answers) < 2
-    assert fetch(meeting, 5, said)
+    assert fetch(meeting, DEADLINE_S, said)
     offer.close()
 
 
@@ -213,7 +213,7 @@ def test_who_drips_words_holds_a_node_no_longer_than_one_exchange_may_take(
 
     def drip(asking: socket.socket) -> None:
         asking.sendall(before)
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 300
         asking.settimeout(0.05)
         while time.monotonic() < end_s:
             asking.sendall(b"x")
@@ -229,7 +229,7 @@ def test_who_drips_words_holds_a_node_no_longer_than_one_exchange_may_take(
     ):
         fetch(replace(meeting, may_be_etcd=False), 600, said)
 
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < DEADLINE_S
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_words_that_no_head_says_are_a_sentence(meeting: Meeting, words: bytes) 
     def speak(asking: socket.socket) -> None:
         asking.sendall(words)
         asking.shutdown(socket.SHUT_WR)
-        asking.settimeout(5)
+        asking.settimeout(DEADLINE_S)
         asking.recv(1)
 
     with impostor(meeting, speak), pytest.raises(SiteError) as caught:
@@ -286,9 +286,9 @@ def test_who_connects_and_reads_nothing_keeps_a_head_from_no_node(tmp_path: Path
             stranger.sendall(b"x")
         begun_s = time.monotonic()
 
-        assert fetch(meeting, 30, said) == token_at_home(meeting.name)
+        assert fetch(meeting, 300, said) == token_at_home(meeting.name)
 
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < DEADLINE_S
     offer.close()
 
 
@@ -318,7 +318,7 @@ def test_an_etcd_at_the_endpoint_needs_no_secret(meeting: Meeting) -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        assert fetch(meeting, 5, said) == ""
+        assert fetch(meeting, DEADLINE_S, said) == ""
         # The endpoint comes from the scheduler, and the listener there belongs to somebody else.
         with pytest.raises(SiteError, match="Connection refused"):
             fetch(replace(meeting, may_be_etcd=False), 5, said)

@@ -52,15 +52,16 @@ def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with ExitStack() as stack:
-        for number in range(3):
+        for number in range(6):
             stack.enter_context(listening(folder_of(tmp_path, number, 0) / "agent", 0))
-        for number in range(3, 3 + 66):
+        for number in range(6, 6 + 66):
             stack.enter_context(listening(folder_of(tmp_path, number, NOBODY) / "agent", NOBODY))
         begun_s = time.monotonic()
 
         found = local_agents()
 
-        assert time.monotonic() - begun_s < 2 * ANSWER_S
+        # One after the other they would take six times that long.
+        assert time.monotonic() - begun_s < 5 * ANSWER_S
     assert f"2 more sockets of {user_name(NOBODY)} were not asked: it takes too long" in found.troubles
     assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in found.silent
 

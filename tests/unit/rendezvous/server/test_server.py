@@ -145,7 +145,7 @@ def test_a_client_that_shows_another_bearer_later_is_closed_too(secret: Secret) 
 
 
 def tls_connected(port: int, secret: Secret) -> ssl.SSLSocket:
-    plain = socket.create_connection(("127.0.0.1", port), timeout=60)
+    plain = socket.create_connection(("127.0.0.1", port), timeout=180)
     return secret.client_context().wrap_socket(plain)
 
 
@@ -161,7 +161,7 @@ def read_all(connection: socket.socket) -> bytes:
 def test_who_speaks_no_tls_gets_no_answer_and_does_not_disturb(process: ServerProcess, secret: Secret) -> None:
     with socket.create_connection((process.host, process.port)) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-        plain.settimeout(30)
+        plain.settimeout(60)
         # An alert of TLS at most.
         with suppress(ConnectionResetError):
             assert b"HTTP" not in plain.recv(1000)
@@ -200,7 +200,7 @@ def test_it_ends_when_the_other_end_of_stdin_is_closed(process: ServerProcess) -
 
     process.process.stdin.close()
 
-    assert process.process.wait(60) == 0
+    assert process.process.wait(180) == 0
 
 
 def test_signals_that_a_scheduler_sends_to_all_of_a_job_do_not_end_it(process: ServerProcess, secret: Secret) -> None:

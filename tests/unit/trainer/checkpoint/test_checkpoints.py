@@ -451,7 +451,7 @@ def test_what_changes_after_save_async_is_not_in_the_checkpoint(
 ) -> None:
     changed = threading.Event()
     real = writing.dcp.write
-    monkeypatch.setattr(writing.dcp, "write", lambda *given: changed.wait(10) and real(*given))
+    monkeypatch.setattr(writing.dcp, "write", lambda *given: changed.wait(DEADLINE_S) and real(*given))
     weights = torch.ones(3)
     checkpoints = Checkpoints(tmp_path, generation=0, say=pytest.fail)
 
@@ -470,7 +470,7 @@ def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path, monkeypatch: py
     real = local.publish
 
     def publish(folder: Path, mark: Mark) -> Path:
-        go.wait(10)
+        go.wait(DEADLINE_S)
         events.append(f"published {mark.step}")
         return real(folder, mark)
 

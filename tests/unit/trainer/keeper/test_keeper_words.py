@@ -77,7 +77,7 @@ class Training:
 
     def saved(self) -> object:
         """Wait for the message `saved`. Returns its step."""
-        wait_for(lambda: "saved" in self.words, "the answer", 5)
+        wait_for(lambda: "saved" in self.words, "the answer")
         return self._said[-1]["step"]
 
     def lose_a_peer(self) -> None:
@@ -105,7 +105,7 @@ def test_while_it_completes_a_step_after_a_failure_it_says_that_it_saves(agent: 
 
     def lose_a_peer() -> None:
         training.lose_a_peer()
-        wait_for(lambda: "saving" in training.words, "the word", 5)
+        wait_for(lambda: "saving" in training.words, "the word")
         words.append(training.words)
 
     def end() -> None:

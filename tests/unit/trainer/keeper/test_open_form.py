@@ -212,7 +212,7 @@ def test_at_the_end_of_a_program_that_has_not_closed_it_the_keeper_keeps_the_las
 def test_a_program_that_ends_without_close_keeps_its_last_step(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = environment({"ELAUNCH_MEMORY": str(memory), "ELAUNCH_GENERATION": "0"})
 
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
 
     assert "RuntimeError: nobody closes the keeper" in ended.stderr
     assert ended.stdout == "begins after 0\n"

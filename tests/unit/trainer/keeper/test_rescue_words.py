@@ -19,7 +19,7 @@ from elaunch.trainer.keeper import copies
 from elaunch.trainer.memory import replicated, room, slots
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.version import Piece, Version
-from tests.harness import free_ports
+from tests.harness import DEADLINE_S, free_ports
 from tests.unit.trainer.keeper.test_keeper import Feedback
 from tests.unit.trainer.keeper.test_keeper_words import said
 from tests.unit.trainer.keeper.test_step_copies import Counting, Job
@@ -163,7 +163,7 @@ def test_a_rank_says_that_it_saves_and_waits_while_its_part_is_being_written(mon
 
     def finish_late(region: torch.Tensor, layout: bytes, piece: Piece, *rest: Any) -> Any:
         if threading.current_thread().name == "mirror" and piece.version == Version(0, 9):
-            assert has_said.wait(5)
+            assert has_said.wait(DEADLINE_S)
         return finish(region, layout, piece, *rest)
 
     monkeypatch.setattr(slots, "finish", finish_late)

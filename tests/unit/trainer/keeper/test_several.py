@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from elaunch.trainer.keeper import guarded_state
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.model_state import unwrap
+from tests.harness import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -167,7 +169,7 @@ def test_a_rescue_does_not_wait_for_a_commit_that_waits_for_a_dead_peer(monkeypa
                 if step == 3:
                     thread = threading.Thread(target=rescue, daemon=True)
                     thread.start()
-                    thread.join(20)
+                    thread.join(DEADLINE_S)
                     raise ConnectionResetError
 
     assert took_s
@@ -179,6 +181,7 @@ def test_a_rescue_does_not_wait_for_a_commit_that_waits_for_a_dead_peer(monkeypa
 
 
 def test_a_rescue_waits_for_a_commit_that_is_only_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_state, "_COMMIT_S", DEADLINE_S)
     model = nn.Linear(2, 2)
     keeper = keeper_of(model, snapshot_every=100)
     saved: list[int] = []
@@ -191,6 +194,6 @@ def test_a_rescue_waits_for_a_commit_that_is_only_slow(monkeypatch: pytest.Monke
                     thread.start()
                     time.sleep(0.5)
             if step == 3:
-                thread.join(20)
+                thread.join(DEADLINE_S)
 
     assert saved == [3]

@@ -6,8 +6,10 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -237,6 +239,17 @@ def test_a_signal_whose_handler_only_notes_it_breaks_no_transfer() -> None:
     assert len(noted) >= 3
 
 
+def interrupt_in(function: str, thread: int) -> None:
+    """Interrupt a thread as soon as it is in this function."""
+
+    def is_in_it() -> bool:
+        called = traceback.extract_stack(sys._current_frames()[thread])
+        return function in [each.name for each in called]
+
+    wait_for(is_in_it, f"the call of {function}")
+    signal.pthread_kill(thread, signal.SIGALRM)
+
+
 def test_an_interrupt_ends_the_wait_and_is_an_error_on_the_other_rank() -> None:
     ranks = channels(2)
     on_all(ranks, lambda channel, rank: channel.largest([rank]))
@@ -244,11 +257,13 @@ def test_an_interrupt_ends_the_wait_and_is_an_error_on_the_other_rank() -> None:
     said: list[str] = []
     waiting.start()
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupting = threading.Thread(target=interrupt_in, args=("gather", threading.get_ident()))
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        interrupting.start()
         with pytest.raises(KeyboardInterrupt):
             ranks[0].gather(b"")
     finally:
+        interrupting.join(DEADLINE_S)
         signal.signal(signal.SIGALRM, before)
     waiting.join(DEADLINE_S)
 
