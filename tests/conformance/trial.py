@@ -23,8 +23,10 @@ TORCHRUN, ELAUNCH = "torchrun", "elaunch"
 _TAG = "CONFORMANCE_JOB"
 # torchrun's lines about its rendezvous. LOGLEVEL does not reach them.
 RENDEZVOUS_LINES = {"TORCH_LOGS": "+torch.distributed.elastic.rendezvous"}
-# What elaunch's guardian may need to end the last process. torchrun has no guardian.
-_GONE_S = 5.0
+# What elaunch's guardian may need to end the last process on a busy host. torchrun has no guardian.
+_GONE_S = 60.0
+# What outlives this outlives the job.
+_OUTLIVES_S = 5.0
 _DEADLINE_S = 120.0
 
 # Prints the variables that its arguments name, in one write, so that lines of several workers stay whole.
@@ -173,7 +175,7 @@ def run(trial: Trial, launcher: str, folder: Path) -> Ended:
         wait_for(lambda: None not in [agent.process.poll() for agent in agents], "the end of all", _DEADLINE_S)
         codes = tuple(agent.wait() for agent in agents)
         seconds = time.monotonic() - begun_s
-        left = _left(tag)
+        left = _left(tag, _OUTLIVES_S if trial.expected(launcher).leftovers else _GONE_S)
     return Ended(codes, output(), left, seconds)
 
 
@@ -218,9 +220,9 @@ def _env(trial: Trial, launcher: str, folder: Path, tag: str) -> dict[str, str]:
     return {**own, **standin, **{name: value.replace("{folder}", str(folder)) for name, value in trial.env.items()}}
 
 
-def _left(tag: str) -> tuple[str, ...]:
-    """The command lines of the processes that are still there some time after the agents' end."""
-    end_s = time.monotonic() + _GONE_S
+def _left(tag: str, within_s: float) -> tuple[str, ...]:
+    """The command lines of the processes that are still there so long after the agents' end."""
+    end_s = time.monotonic() + within_s
     while (found := _tagged(tag)) and time.monotonic() < end_s:
         time.sleep(0.05)
     return tuple(_command_line(process) for process in found)
