@@ -24,9 +24,10 @@ HANG_AFTER_S = 5
 HUNG = f"endless loop, --hang-after {HANG_AFTER_S}"
 _START_LIMIT_S = 120.0
 _LOOK_S = 0.002
-# What each launcher says of one failed rank, on its stderr.
-_OURS = re.compile(
-    r"elaunch: (?:the cause: |the job seems to hang: )?rank (?P<rank>\d+) (?:\(|on |runs ).*$", re.MULTILINE
+# What each launcher says of one failed rank, on its stderr. A line about a lost peer names no cause.
+OURS = re.compile(
+    r"elaunch: (?:the cause: |the job seems to hang: )?rank (?P<rank>\d+) (?:\(|on |runs )(?!.* lost a peer ).*$",
+    re.MULTILINE,
 )
 _TORCHRUNS = re.compile(r"failed \(exitcode: .*\) local_rank: (?P<rank>\d+) ", re.MULTILINE)
 
@@ -54,7 +55,7 @@ def told(contender: Contender, how: str, limit_s: float, rng: random.Random) -> 
 
 def _wait_until_told(job: Job, limit_s: float) -> tuple[float, int]:
     """When the launcher named a rank, and which. The log is read often, so that the look adds little."""
-    pattern, end_s = _OURS if job.contender.ours else _TORCHRUNS, time.monotonic() + limit_s
+    pattern, end_s = OURS if job.contender.ours else _TORCHRUNS, time.monotonic() + limit_s
     while True:
         has_ended = job.process.poll() is not None
         found = pattern.search((job.folder / "log.txt").read_text(errors="replace"))

@@ -69,6 +69,25 @@ def require_size(name: str, size: int, bytes_max: int) -> None:
         raise OSError(f"{name} has {size:,} bytes, more than the {bytes_max:,} that one may have")
 
 
+def read_own_record(path: Path, bytes_max: int) -> dict[str, Any]:
+    """The JSON object in a file of this user's. Raises OSError or ValueError, with a reason, for any other file.
+
+    A process that was killed may have left it torn, and another user may have put one there.
+    """
+    if path.lstat().st_uid != os.geteuid():
+        raise OSError("it belongs to another user")
+    record = parse_json(read_regular(path, bytes_max))
+    if not isinstance(record, dict):
+        raise ValueError("it is no record")
+    return record
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line: the system's words, or the error's own, or its kind."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return said.partition("\n")[0] or type(error).__name__
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value in a JSON text from outside; bytes are UTF-8. Raises ValueError if the text is not valid JSON.
 

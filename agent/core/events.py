@@ -127,7 +127,8 @@ class WorkerExited:
     """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`.
 
     `end` is the record of a program that came to its end without an exception, of the kind ENDED_EARLY. It counts if
-    other ranks still wait for this one. A signal may have ended the process on its way out.
+    other ranks still wait for this one. A signal may have ended the process on its way out. `told` are the records of
+    other workers whose programs have ended while their processes still run: one of them may be the peer that was lost.
     """
 
     generation: int
@@ -135,6 +136,7 @@ class WorkerExited:
     code: int
     failure: Failure | None = None
     end: Failure | None = None
+    told: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)

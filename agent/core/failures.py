@@ -149,12 +149,13 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     )
 
 
-def end_of(place: Place, remains: Remains, clock: str, failed_at: float) -> Failure:
+def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_gone: bool = True) -> Failure:
     """The record of a program that ended without an exception, which is a failure only if other ranks still waited.
 
-    `clock` is the time in words. If `remains.code` is not 0, a signal ended the process on its way out.
+    `clock` is the time in words. If `remains.code` is not 0, a signal ended the process on its way out. If it is not
+    gone yet, it has no code.
     """
-    how = "reached the end of its program" if remains.code else "ended with exit code 0"
+    how = "ended with exit code 0" if is_gone and remains.code == 0 else "reached the end of its program"
     return Failure(
         FailureKind.ENDED_EARLY,
         place.generation,
@@ -163,7 +164,7 @@ def end_of(place: Place, remains: Remains, clock: str, failed_at: float) -> Fail
         place.rank,
         place.local_rank,
         place.pid,
-        remains.code,
+        remains.code if is_gone else None,
         f"{how} at {clock}",
         advice=_EVEN_STEPS,
         failed_at=failed_at,

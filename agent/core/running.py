@@ -43,7 +43,7 @@ from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_bo
 from elaunch.agent.core.stopping import STOPPED_CODES
 from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.verdict import awaited
+from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind
 
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
@@ -98,9 +98,11 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
     if -event.code in ASKING and not (running.held and running.held.is_stop):
         held = running.held or HeldEnd(failure, now_s + HOLD_S)
         return replace(agent, phase=replace(rest, held=held)), ()
-    if failure.kind is FailureKind.PEER_LOST and not running.ends and (looks := _look(agent, rest, failure, now_s)):
+    told = tuple(each for each in event.told if each.local_rank in rest.live - running.words.stopped)
+    is_unexplained = failure.kind is FailureKind.PEER_LOST and not (running.ends or told)
+    if is_unexplained and (looks := _look(agent, rest, failure, now_s)):
         return looks
-    return _fail(agent, rest, _cause(running, failure), now_s)
+    return _fail(agent, rest, _cause(running, failure), now_s, told)
 
 
 def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: float) -> Step:
@@ -346,14 +348,18 @@ def _without(running: Running, local_rank: int) -> Running:
     return replace(running, live=running.live - {local_rank}, leaving_s=leaving_s)
 
 
-def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
-    """Open the next generation together with the failure that is its cause, then stop the workers that live."""
+def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: tuple[Failure, ...] = ()) -> Step:
+    """Open the next generation together with the failure that is its cause, then stop the workers that live.
+
+    `told` are the records of workers that live and whose programs have ended: see `WorkerExited`.
+    """
     live = running.live
     if failure.kind is FailureKind.STARTUP and running.is_first and running.table.progressed:
         return _bow_out(agent, running, failure, now_s)
     failures: tuple[Failure, ...] = (failure,)
-    if running.ends and failure.kind is FailureKind.PEER_LOST:
-        failure, failures = awaited(running.ends[0], failures), (running.ends[0], failure)
+    if failure.kind is FailureKind.PEER_LOST and (told or running.ends):
+        failure = decisive_failure((failure, *running.ends, *told))
+        failures = (failure, *failures)
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
     actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped, "error"))

@@ -11,6 +11,7 @@ import os
 import sys
 
 from elaunch.agent.forkserver import imported
+from elaunch.agent.forkserver.gloo_threads import GlooThreads
 
 # `typing` itself is not imported: a fresh worker imports this before its program.
 TYPE_CHECKING = False
@@ -28,21 +29,21 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _QUESTION_BYTES_MAX = 32
 _PACKET_BYTES_MAX = 64 << 10
 _FRAMES_MAX = 12
-_TASKS = "/proc/self/task"
-_CALL_BYTES_MAX = 256
-# epoll_wait and epoll_pwait on x86-64 and ARM, and how gloo calls it: for 64 events, or 10 ms (transport/tcp/loop.cc).
-_EPOLL_WAITS = (b"232", b"281", b"22")
-_AS_GLOO = [b"0x40", b"0xa"]
 
 
-def prepare(c10d: ModuleType | None) -> None:
-    """Have the thread run while this process has a default process group. `c10d` is torch's module if it is loaded."""
-    thread = _AnsweringThread()
+def prepare(c10d: ModuleType | None) -> GlooThreads:
+    """Have the thread run while this process has a default process group. `c10d` is torch's module if it is loaded.
+
+    Returns gloo's threads, which that thread looks for.
+    """
+    gloo = GlooThreads()
+    thread = _AnsweringThread(gloo)
     if c10d is None:
         # Just before Python's own search of sys.path: a finder of the program's stays the first.
         sys.meta_path.insert(-1, _Finder(thread.follow))
     else:
         thread.follow(c10d)
+    return gloo
 
 
 class _Finder:
@@ -73,8 +74,9 @@ class _AnsweringThread:
     threads, and the kernel allows `unshare` only to a process with one. Process groups bring threads of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gloo: GlooThreads) -> None:
         self._pid = os.getpid()
+        self._gloo = gloo
         # The program may reuse the fd for another file. The inode identifies the socket.
         self._link = os.fstat(LINK_FD).st_ino
         self._end: Any = None
@@ -123,7 +125,7 @@ class _AnsweringThread:
         if not self._closes_after_fork:
             self._closes_after_fork = True
             os.register_at_fork(after_in_child=self._forked)
-        _thread.start_new_thread(_answer, (end, dumps, self._environment))
+        _thread.start_new_thread(_answer, (end, dumps, self._environment, self._gloo))
 
     def _is_link(self) -> bool:
         try:
@@ -145,7 +147,7 @@ class _AnsweringThread:
             self._end = None
 
 
-def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
+def _answer(end: Any, dumps: list[Any], environment: dict[str, str], gloo: GlooThreads) -> None:
     """Answer until the agent, or the process group, is gone.
 
     The question `n` is for the numbers of each group's last collectives, `t` also for what the threads do. `eMAX` is
@@ -154,15 +156,14 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
     """
     import _signal  # type: ignore[import-not-found]
 
-    loops = _Loops()
     try:
         # Signals are the program's.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
-        loops.look()
+        gloo.look()
         while question := end.recv(_QUESTION_BYTES_MAX):
             if question in (b"n", b"t"):
-                loops.look()
-                texts = [_threads(sorted(loops.tids))] if question == b"t" else []
+                gloo.look()
+                texts = [_threads(sorted(gloo.tids))] if question == b"t" else []
                 text = b"\n".join((*texts, *(dump(False, False) for dump in dumps)))
                 end.send(question + (text if len(text) < _PACKET_BYTES_MAX else b""))
             elif question[:1] == b"e":
@@ -174,39 +175,6 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
         return
     finally:
         end.close()
-
-
-class _Loops:
-    """The threads that move bytes for gloo. One of them turns without end when a peer of it has gone.
-
-    Then it does not look like any other thread, so it must have been seen before.
-    """
-
-    def __init__(self) -> None:
-        self.tids: set[int] = set()
-        self._count = 0
-
-    def look(self) -> None:
-        """Look for new ones, if the number of threads is another one, or none was found."""
-        names = os.listdir(_TASKS)  # noqa: PTH208
-        if len(names) == self._count and self.tids:
-            return
-        self._count = len(names)
-        self.tids = {int(name) for name in names if int(name) in self.tids or _waits_as_gloo(name)}
-
-
-def _waits_as_gloo(tid: str) -> bool:
-    try:
-        fd = os.open(f"{_TASKS}/{tid}/syscall", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        words = os.read(fd, _CALL_BYTES_MAX).split()
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return words[3:5] == _AS_GLOO and words[0] in _EPOLL_WAITS
 
 
 def _entries_kept() -> int:

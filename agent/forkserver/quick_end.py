@@ -25,6 +25,7 @@ from types import FunctionType, GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.forkserver import exit_report
+from elaunch.agent.forkserver.gloo_threads import GlooThreads
 from elaunch.agent.forkserver.imported import is_installed
 from elaunch.agent.peer_lost import is_peer_lost
 
@@ -64,6 +65,7 @@ class QuickEnd:
     def __init__(self) -> None:
         self._pid = -1
         self._link = -1
+        self._gloo = GlooThreads()
         self._kept: list[object] = []
         self._libraries: dict[str, object] = {}
         self._ctypes: Any = None
@@ -75,9 +77,9 @@ class QuickEnd:
         """In the fork server, which has no modules of the program: to look at each of them takes a worker 10 ms."""
         self._libraries = {name: module for name, module in sys.modules.items() if not _is_own(name, module)}
 
-    def arm(self, link: int, preloaded: Preloaded) -> None:
+    def arm(self, link: int, preloaded: Preloaded, gloo: GlooThreads) -> None:
         """This process is a worker whose link is the socket with that inode."""
-        self._pid, self._link = os.getpid(), link
+        self._pid, self._link, self._gloo = os.getpid(), link, gloo
         # Those that the program never imports are not in sys.modules.
         self._kept.append(preloaded)
         # The program may put anything in its place. It comes with torch; without torch there is not much to free.
@@ -96,7 +98,9 @@ class QuickEnd:
                 registry: Any = vars(weakref.finalize)["_registry"]
                 for each in [*registry]:
                     function = registry[each].func
-                    if (function.__module__, function.__qualname__) == _OPERATORS:
+                    # What a program calls at its end need not be a function with a name.
+                    names = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+                    if names == _OPERATORS:
                         each.atexit = False
 
     def _end(self) -> None:
@@ -104,7 +108,11 @@ class QuickEnd:
         if os.getpid() != self._pid or self._ctypes is None:
             return
         try:
-            if self._has_lost_peer() and not _has_hdf5():
+            has_lost_peer = self._has_lost_peer()
+            if has_lost_peer or exit_report.fatal() is not None:
+                # Peers wait for this rank, or for one that waits for it. They need not wait until all is freed.
+                self._gloo.half_close()
+            if has_lost_peer and not _has_hdf5():
                 self._leave_memory()
         except Exception:
             # The program may have broken anything in this interpreter. Then Python frees what it can, as ever.

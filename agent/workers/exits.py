@@ -11,7 +11,12 @@ from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.core.failures import Place, Remains, end_of, failure_of
 from elaunch.agent.workers.error_file import read_error_file
 from elaunch.agent.workers.group import WorkerGroup
+from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.oom import OutOfMemoryWatch, held_text, limit_text
+from elaunch.rendezvous.types import Failure, FailureKind
+
+# Python's exit code for an exception.
+_EXCEPTION_CODE = 1
 
 
 class ExitReader:
@@ -27,17 +32,41 @@ class ExitReader:
         link = group.links.get(local_rank)
         if link:
             link.read()
-        now, step, lived_s = time.time(), link.step if link else -1, group.lived_s(local_rank)
-        place = Place(group.generation, group.node_id, self._host, group.rank(local_rank), local_rank, pid)
-        progressed = True if link and link.step >= 0 else link.reached_store if link else None
-        end = None
-        if code == 0 or (link and link.has_returned):
-            remains = Remains(code, progressed=progressed, step=step, lived_s=lived_s)
-            end = end_of(place, remains, time.strftime("%H:%M:%S", time.localtime(now)), now)
-            end = replace(end, log_path=group.log_files.get(local_rank, ""))
+        end = self._end(group, local_rank, pid, code) if code == 0 or (link and link.has_returned) else None
         if code == 0:
             return WorkerExited(group.generation, local_rank, 0, end=end)
-        error_file = group.error_files.get(local_rank)
+        failure = self._failure(group, local_rank, pid, code)
+        # The first one is told at once: whoever reads it looks for the reason there.
+        told = self._told(group) if failure.kind is FailureKind.PEER_LOST and not group.failures else ()
+        group.failures[local_rank] = failure
+        return WorkerExited(group.generation, local_rank, code, failure, end, told)
+
+    def _told(self, group: WorkerGroup) -> tuple[Failure, ...]:
+        """What workers that still run have told of the end of their programs, without those that lost a peer.
+
+        A worker that raised needs half a second to free what it has. Its peers see its sockets closed before.
+        """
+        told: list[Failure] = []
+        for local_rank, link in group.links.items():
+            link.read()
+            pid = group.pids.get(local_rank, -1)
+            if link.has_returned:
+                told.append(self._end(group, local_rank, pid, None))
+            elif link.raised:
+                told.append(self._failure(group, local_rank, pid, _EXCEPTION_CODE))
+        # Without a record of the exception nothing but its exit code is known.
+        return tuple(each for each in told if each.kind not in (FailureKind.PEER_LOST, FailureKind.EXIT_CODE))
+
+    def _end(self, group: WorkerGroup, local_rank: int, pid: int, code: int | None) -> Failure:
+        """The record of a program that ended without an exception; `code` is None while its process runs."""
+        now, link = time.time(), group.links.get(local_rank)
+        remains = Remains(code or 0, progressed=_progressed(link), step=_step(link), lived_s=group.lived_s(local_rank))
+        clock = time.strftime("%H:%M:%S", time.localtime(now))
+        end = end_of(self._place(group, local_rank, pid), remains, clock, now, is_gone=code is not None)
+        return replace(end, log_path=group.log_files.get(local_rank, ""))
+
+    def _failure(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
+        link, error_file = group.links.get(local_rank), group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
         kernel = self.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
         stack = group.crash_files[local_rank].read() if code in CODES and local_rank in group.crash_files else ""
@@ -46,20 +75,21 @@ class ExitReader:
             record or "",
             kernel=kernel,
             crash=stack,
-            progressed=progressed,
+            progressed=_progressed(link),
             raised=link is not None and link.raised,
-            step=step,
-            lived_s=lived_s,
+            step=_step(link),
+            lived_s=group.lived_s(local_rank),
         )
-        failure = failure_of(place, remains, signal_name(code), now)
-        failure = replace(
+        failure = failure_of(self._place(group, local_rank, pid), remains, signal_name(code), time.time())
+        return replace(
             failure,
             log_path=group.log_files.get(local_rank, ""),
             error_file=str(error_file) if record is not None and self._keeps_files else "",
             is_mixed=local_rank in group.mixed,
         )
-        group.failures[local_rank] = failure
-        return WorkerExited(group.generation, local_rank, code, failure, end)
+
+    def _place(self, group: WorkerGroup, local_rank: int, pid: int) -> Place:
+        return Place(group.generation, group.node_id, self._host, group.rank(local_rank), local_rank, pid)
 
     def word_of_kernel(self, pid: int, group: WorkerGroup | None) -> str:
         """What the kernel says about the SIGKILL of this process, with the numbers as they are now.
@@ -73,6 +103,14 @@ class ExitReader:
         others = {group.rank(local_rank): other for local_rank, other in pids if group and other != pid}
         limit, held = limit_text(), held_text(others) if others else ""
         return "; ".join([word, *([f"its cgroup may hold {limit}"] if limit else []), *([held] if held else [])])
+
+
+def _step(link: Link | None) -> int:
+    return link.step if link else -1
+
+
+def _progressed(link: Link | None) -> bool | None:
+    return True if link and link.step >= 0 else link.reached_store if link else None
 
 
 def signal_name(code: int) -> str:

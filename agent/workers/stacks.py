@@ -96,8 +96,13 @@ def _take_one(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
             break
     threads = tuple(_thread(pid, item) for item in items if item.tid == pid or not only_listens(item.files))
     if any(thread.is_main and thread.is_active for thread in threads):
-        values = _values(pid, _dump(tool, pid, until_s, "--locals")[0])
-        threads = tuple(replace(thread, values=values) if thread.is_main else thread for thread in threads)
+        items, _ = _dump(tool, pid, until_s, "--locals")
+        # elaunch's own thread takes the GIL to answer. A look in that moment says nothing of what the main thread does.
+        held = any(item.tid == pid and item.owns_gil for item in items)
+        threads = tuple(
+            replace(each, values=_values(pid, items), holds_gil=each.holds_gil or held) if each.is_main else each
+            for each in threads
+        )
     return Stack(rank, pid, threads, linux.state(pid), trouble)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -20,10 +18,10 @@ from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
 from elaunch.agent.core.failures import with_tail
 from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReason
-from elaunch.agent.environment import extensions_root
 from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
 from elaunch.agent.workers.ahead import ForksAhead
+from elaunch.agent.workers.dead_builds import DISK_S, DeadBuilds
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
@@ -45,9 +43,6 @@ if TYPE_CHECKING:
     from elaunch.agent.workers.leftovers import Leftovers
     from elaunch.agent.workers.survivor_watch import SurvivorWatch
     from elaunch.rendezvous.rules.pace import SlowNode
-
-# The loop waits no longer for a folder that is not the job's own: the lease has to be renewed.
-_DISK_S = 0.5
 
 
 class Workers:
@@ -77,12 +72,11 @@ class Workers:
         self._ahead = ForksAhead(fork_server, self._learner, is_wanted=config.spec.max_restarts > 0)
         self._prompts = PromptWatch(reporter)
         self._survivors: SurvivorWatch | None = None
-        self._looks_for_locks = True
+        self._dead_builds = DeadBuilds({**config.environment, **config.worker_env}, reporter.warn)
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
         hang_after_s = config.times.hang_after_s
         self._observers = Observers(self._current, reporter, run_dir, hang_after_s, services.pump.do)
-        self._environment = {**config.environment, **config.worker_env}
         self._children_grace_s = config.children_grace_s
         self._spares_leftovers = False
         self._leftovers: Leftovers | None = None
@@ -159,7 +153,7 @@ class Workers:
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
         self._current.begin(group)
         self._monitor.begin_generation()
-        self._remove_dead_locks()
+        self._dead_builds.remove()
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self._port.close()
@@ -178,20 +172,6 @@ class Workers:
         self._links.begin(group)
         self._observers.begin()
         self._monitor.watch_store(group)
-
-    def _remove_dead_locks(self) -> None:
-        """Before workers start: a rank that waits for a lock believes that the extension is built when it is gone."""
-        root = extensions_root(self._environment)
-        if not self._looks_for_locks or not root:
-            return
-        # A thread, because the folder may be on a disk that hangs.
-        work = partial(_remove_dead_locks, root, self._reporter.warn)
-        if not at_once((work,), _DISK_S, "elaunch-locks", 1):
-            self._looks_for_locks = False
-            self._reporter.warn(
-                f"{root} does not answer within {_DISK_S:g} s: dead builders' locks of torch extensions are not looked"
-                " for any more"
-            )
 
     def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server.
@@ -377,13 +357,4 @@ class Workers:
 
 def _within_reason(work: Callable[[], object]) -> None:
     """Do it in a thread of its own, since a home may be on a disk that hangs. Nobody waits for that one longer."""
-    at_once((work,), _DISK_S, "elaunch-imports", 1)
-
-
-def _remove_dead_locks(root: str, say: Callable[[str], None]) -> None:
-    with suppress(OSError):
-        if os.path.isdir(root):  # noqa: PTH112
-            # Imported here: most users build no extension.
-            from elaunch.agent.workers.build_locks import remove_dead
-
-            remove_dead(root, say)
+    at_once((work,), DISK_S, "elaunch-imports", 1)

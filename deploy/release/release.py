@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def main() -> int:
         version = built()
         (wheel,) = DIST.glob("*.whl")
         run([sys.executable, "-m", "twine", "check", "--strict", *map(str, sorted(DIST.iterdir()))])
+        if missing := without_address(metadata_of(wheel)):
+            print(f"release: {missing}", file=sys.stderr)
         leaves_torch_alone(wheel)
         checked = [name for name, python in interpreters() if installs(wheel, name, python)]
         if not checked:
@@ -120,12 +123,26 @@ def installs(wheel: Path, name: str, python: str) -> bool:
     return True
 
 
-def needed(wheel: Path) -> list[str]:
-    """What the wheel depends on without an extra, except torch."""
+def metadata_of(wheel: Path) -> Message:
+    """What the wheel says of itself."""
     with zipfile.ZipFile(wheel) as files:
         (name,) = [each for each in files.namelist() if each.endswith(".dist-info/METADATA")]
-        metadata = Parser().parsestr(files.read(name).decode())
-    wanted = metadata.get_all("Requires-Dist") or []
+        return Parser().parsestr(files.read(name).decode())
+
+
+def without_address(metadata: Message) -> str:
+    """A sentence if the index could lead nobody to the project. Only its owners know its address."""
+    if metadata.get_all("Project-URL"):
+        return ""
+    return (
+        "pyproject.toml has no [project.urls], so the page of the index leads nobody to the project; before the upload"
+        " put its addresses there (Repository, Documentation, Issues)"
+    )
+
+
+def needed(wheel: Path) -> list[str]:
+    """What the wheel depends on without an extra, except torch."""
+    wanted = metadata_of(wheel).get_all("Requires-Dist") or []
     return [each for each in wanted if "extra ==" not in each and not re.match(r"torch\b", each)]
 
 

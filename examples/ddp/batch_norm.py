@@ -7,6 +7,7 @@ with the mean and variance of all ranks' samples. torch's works on GPUs only; on
 as a module of its own.
 """
 
+import gc
 import os
 
 import torch
@@ -87,4 +88,6 @@ def statistics_of_all_ranks() -> None:
 
 buffers_come_from_rank_0()
 statistics_of_all_ranks()
+# DDP is in a cycle of references. Freed when its group is gone, it may wait without an end (torch 2.13).
+gc.collect()
 dist.destroy_process_group()

@@ -8,6 +8,7 @@ is then the module itself; the script checks that, and says so. torch advises ag
 one process share Python's lock, each step copies all weights to each GPU, and the first GPU gathers all outputs.
 """
 
+import gc
 import os
 import sys
 import time
@@ -47,11 +48,7 @@ def without_gpus() -> None:
         print("with GPUs this prints: GPUs, samples/s of DataParallel, samples/s of DDP, their ratio")
 
 
-def main(steps: int) -> None:
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if not torch.cuda.is_available():
-        without_gpus()
-        return
+def with_gpus(steps: int) -> None:
     ranks, device = dist.get_world_size(), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     threads = 0.0
@@ -66,7 +63,16 @@ def main(steps: int) -> None:
               f"{processes / threads:.2f} times as many", flush=True)  # fmt: skip
 
 
+def main(steps: int) -> None:
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        with_gpus(steps)
+    else:
+        without_gpus()
+    # DDP is in a cycle of references. Freed when its group is gone, it may wait without an end (torch 2.13).
+    gc.collect()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 50)
-    # The model is gone by then. One that outlives its group can wait for ever for the group's threads to end.
-    dist.destroy_process_group()

@@ -11,6 +11,7 @@ The ranks' weights are never quite equal, so no rank has the state of the job, a
 has a part of it: `ShardedMemory` keeps all parts of a step, or none.
 """
 
+import gc
 import hashlib
 import os
 import sys
@@ -72,8 +73,7 @@ def apart(module: nn.Module) -> float:
     return float(distance)
 
 
-def main(steps: int) -> None:
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def train(steps: int) -> None:
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     print(f"rank {rank} has pid {os.getpid()}", flush=True)
@@ -115,7 +115,13 @@ def main(steps: int) -> None:
     print(f"rank {rank} ends with weights {digest}", flush=True)
 
 
+def main(steps: int) -> None:
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(steps)
+    # DDP is in a cycle of references. Freed when its group is gone, it may wait without an end (torch 2.13).
+    gc.collect()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
-    # The model is gone by then. One that outlives its group can wait for ever for the group's threads to end.
-    dist.destroy_process_group()

@@ -7,6 +7,7 @@ hide. It is for measuring only, as each rank then trains a model of its own. The
 model; with gloo on one host an exchange costs CPU time, so compression seldom pays there.
 """
 
+import gc
 import os
 import sys
 import time
@@ -76,6 +77,8 @@ def main(steps: int) -> None:
         print(f"{dist.get_world_size()} ranks, {4 * flat.numel() / 2**20:.1f} MiB of gradients, {steps} steps each")
         print(f"{'hook':<18}{'step':>11}{'above noop':>12}    relative error of the sum of all gradients")
         print("\n".join(lines), flush=True)
+    # DDP is in a cycle of references. Freed when its group is gone, it may wait without an end (torch 2.13).
+    gc.collect()
     dist.destroy_process_group()
 
 

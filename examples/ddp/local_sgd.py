@@ -8,6 +8,7 @@ use local SGD", 2020; torch's PostLocalSGDOptimizer averages the weights alone).
 dies in it costs the round: the job goes on from the snapshot of the last average.
 """
 
+import gc
 import hashlib
 import os
 import sys
@@ -40,8 +41,7 @@ def spread(parameters: list[Tensor]) -> float:
     return float((own - mean).norm())
 
 
-def main(rounds: int) -> None:
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def train(rounds: int) -> None:
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     print(f"rank {rank} has pid {os.getpid()}", flush=True)
@@ -84,7 +84,13 @@ def main(rounds: int) -> None:
     print(f"rank {rank} ends with weights {digest}", flush=True)
 
 
+def main(rounds: int) -> None:
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(rounds)
+    # DDP is in a cycle of references. Freed when its group is gone, it may wait without an end (torch 2.13).
+    gc.collect()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 60)
-    # The model is gone by then. One that outlives its group can wait for ever for the group's threads to end.
-    dist.destroy_process_group()

@@ -7,6 +7,7 @@ What a rank has not sent is a state of that rank alone (error feedback; Stich et
 2018). The Keeper keeps it as `hook_state`: kill a worker, and the job goes on as if nothing had happened.
 """
 
+import gc
 import hashlib
 import os
 import sys
@@ -64,8 +65,7 @@ def top_k_hook(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     return state(bucket)
 
 
-def main(steps: int) -> None:
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def train(steps: int) -> None:
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     print(f"rank {rank} has pid {os.getpid()}", flush=True)
@@ -99,7 +99,13 @@ def main(steps: int) -> None:
     print(f"rank {rank} ends with weights {digest}", flush=True)
 
 
+def main(steps: int) -> None:
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(steps)
+    # DDP is in a cycle of references. Freed when its group is gone, it may wait without an end (torch 2.13).
+    gc.collect()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
-    # The model is gone by then. One that outlives its group can wait for ever for the group's threads to end.
-    dist.destroy_process_group()

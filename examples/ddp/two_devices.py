@@ -7,6 +7,7 @@ backward pass. DDP must get no `device_ids` then. On a machine without so many G
 travels, and the rest is the same. elaunch's Keeper refuses such a module: it copies from one GPU per process.
 """
 
+import gc
 import os
 
 import torch
@@ -63,4 +64,6 @@ assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(halves.parameters(), 
 print(f"rank {RANK}: halves on {devices[0]} and {devices[1]}", flush=True)
 if RANK == 0:
     print("losses of the whole batch:", *(f"{loss:.4f}" for loss in mean.tolist()), "as in one process without DDP")
+# DDP is in a cycle of references. Freed when its group is gone, it may wait without an end (torch 2.13).
+gc.collect()
 dist.destroy_process_group()

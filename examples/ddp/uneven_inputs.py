@@ -5,6 +5,7 @@
 Rank r has 3 + 2r batches. Without `join` rank 0 would leave, and the others would wait for its gradients.
 """
 
+import gc
 import os
 
 import torch
@@ -44,4 +45,6 @@ if RANK == 0:
     print(f"batches of each rank: {batches}; ranks that had one in each step: {still_there}")
     print(f"divided by all ranks:        weight {by_all:.2f}; each batch counts the same")
     print(f"divided by those still there: weight {by_the_rest:.2f}; late steps are as large as early ones")
+# DDP is in a cycle of references. Freed when its group is gone, it may wait without an end (torch 2.13).
+gc.collect()
 dist.destroy_process_group()

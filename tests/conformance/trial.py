@@ -23,8 +23,8 @@ TORCHRUN, ELAUNCH = "torchrun", "elaunch"
 _TAG = "CONFORMANCE_JOB"
 # torchrun's lines about its rendezvous. LOGLEVEL does not reach them.
 RENDEZVOUS_LINES = {"TORCH_LOGS": "+torch.distributed.elastic.rendezvous"}
-# How long the last processes may need to end. The guardian of elaunch ends them. torchrun leaves some for ever.
-_GONE_S = {ELAUNCH: DEADLINE_S, TORCHRUN: 5.0}
+# What outlives this outlives the job.
+_OUTLIVES_S = 5.0
 
 # Prints the variables that its arguments name, in one write, so that lines of several workers stay whole.
 SAY = """
@@ -172,7 +172,7 @@ def run(trial: Trial, launcher: str, folder: Path) -> Ended:
         wait_for(lambda: None not in [agent.process.poll() for agent in agents], "the end of all", DEADLINE_S)
         codes = tuple(agent.wait() for agent in agents)
         seconds = time.monotonic() - begun_s
-        left = _left(tag, _GONE_S[launcher])
+        left = _left(tag, _OUTLIVES_S if trial.expected(launcher).leftovers else DEADLINE_S)
     return Ended(codes, output(), left, seconds)
 
 
@@ -217,9 +217,9 @@ def _env(trial: Trial, launcher: str, folder: Path, tag: str) -> dict[str, str]:
     return {**own, **standin, **{name: value.replace("{folder}", str(folder)) for name, value in trial.env.items()}}
 
 
-def _left(tag: str, gone_s: float) -> tuple[str, ...]:
-    """The command lines of the processes that are still there some time after the agents' end."""
-    end_s = time.monotonic() + gone_s
+def _left(tag: str, within_s: float) -> tuple[str, ...]:
+    """The command lines of the processes that are still there so long after the agents' end."""
+    end_s = time.monotonic() + within_s
     while (found := _tagged(tag)) and time.monotonic() < end_s:
         time.sleep(0.05)
     return tuple(_command_line(process) for process in found)

@@ -36,9 +36,20 @@ def test_torchrun_names_another_rank_where_one_ended_with_0() -> None:
     assert sample.values[f"{told.EXIT_0}: {told.RIGHT}"] == 0.0
 
 
-def test_a_killed_rank_is_named_right() -> None:
-    (sample,) = told.told(ELAUNCH, told.KILLED, 60.0, random.Random(1))
+@pytest.mark.parametrize("how", [told.KILLED, told.EXCEPTION, told.EXIT_0])
+def test_the_rank_that_failed_is_named_right(how: str) -> None:
+    (sample,) = told.told(ELAUNCH, how, 60.0, random.Random(1))
 
     assert not sample.why
-    assert sample.values[f"{told.KILLED}: {told.RIGHT}"] == 1.0
-    assert sample.values[told.KILLED] > 0
+    assert sample.values[f"{how}: {told.RIGHT}"] == 1.0
+    assert sample.values[how] > 0
+
+
+def test_a_line_about_a_lost_peer_names_no_cause() -> None:
+    lost = "elaunch: rank 2 (local rank 2 on a, pid 7) lost a peer in all_reduce (RuntimeError: closed) in generation 0"
+    raised = "elaunch: the cause: rank 1 (local rank 1 on a, pid 6) raised ValueError: bad in generation 0"
+
+    found = told.OURS.search(f"{lost}; stopping 3 workers\n{raised}\n")
+
+    assert found
+    assert found["rank"] == "1"

@@ -1,4 +1,4 @@
-"""A rank that is killed while it builds a torch extension."""
+"""A rank that is killed while it builds a torch extension, or while torch.compile does."""
 
 from __future__ import annotations
 
@@ -53,6 +53,35 @@ def test_the_next_generation_does_not_wait_for_the_lock_of_a_killed_builder(tmp_
     assert job.stdout.count("loaded 1") == 2, job.stdout
     assert f"removed {folder / 'lock'}: the builder of this torch extension was killed" in job.stderr
     assert (folder / "built").exists()
+
+
+# As torch.compile does it: a library that is there is loaded, whatever is in it. The linker makes it before it has
+# anything to write.
+LOAD = """
+import ctypes, os, pathlib, signal, sys
+
+library = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "ab", "cabc.so")
+if os.environ["ELAUNCH_GENERATION"] == "0":
+    library.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+if library.exists():
+    ctypes.CDLL(str(library))
+print("builds anew", flush=True)
+"""
+
+
+def test_the_next_generation_does_not_load_the_empty_library_of_a_killed_compiler(tmp_path: Path) -> None:
+    folder = tmp_path / "inductor" / "ab"
+    folder.mkdir(parents=True)
+    script(tmp_path, LOAD)
+
+    job = finished(
+        tmp_path, *("--preload-only", "json", "train.py"), env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    )
+
+    assert job.code == 0, job.stderr
+    assert job.stdout == "builds anew\n"
+    assert f"removed {folder / 'cabc.so'}: a compiler that was killed" in job.stderr
 
 
 # A stand-in for a disk that hangs: on a real one, the first look at the folder would not return either.

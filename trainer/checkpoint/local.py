@@ -25,6 +25,8 @@ _HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replac
 _OLD = ".old"
 _REPLACED = ".replaced"
 _BLOCK_BYTES = 4 << 20
+# A rank makes the file that it has begun to open, and then no other one: the folder has another name.
+_TRIES_MAX = 5
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,12 @@ class LocalStorage:
         # First another name: other ranks may still write, and what they add to a folder keeps it from being deleted.
         with contextlib.suppress(OSError):
             path = _path(folder)
-            shutil.rmtree(path.rename(path.with_suffix(_OLD)), ignore_errors=True)
+            old = path.rename(path.with_suffix(_OLD))
+            # A file that another rank was about to make when the name changed may come while its folder is emptied.
+            for _ in range(_TRIES_MAX):
+                shutil.rmtree(old, ignore_errors=True)
+                if not old.exists():
+                    return
 
     def set_aside(self, folder: Folder) -> None:
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from elaunch.trainer.checkpoint import dcp
 from elaunch.trainer.checkpoint.catalog import METADATA, PLAIN, Manifest, Mark, keep_newest
 from elaunch.trainer.checkpoint.storage import METADATA_BYTES_MAX, PLAIN_BYTES_MAX, Folder, Storage
-from elaunch.trainer.files import require_size
+from elaunch.trainer.files import reason, require_size
 from elaunch.trainer.ranks.agreement import Ranks
 
 
@@ -87,7 +87,7 @@ class Writing:
                 size = self._seal_and_publish(whole)
         # The edge of the thread; torch makes a RuntimeError of many things that a disk can do.
         except Exception as error:
-            self.failure = self.failure or _reason(error)
+            self.failure = self.failure or reason(error)
             if order.rank:
                 return
         if size is None:
@@ -112,7 +112,7 @@ class Writing:
         try:
             return dcp.write(order.folder, order.plan.items, order.staging)
         except Exception as error:
-            self.failure = _reason(error)
+            self.failure = reason(error)
             with contextlib.suppress(OSError):
                 order.folder.remove(name for name in order.folder.names() if name.startswith(f"__{order.rank}_"))
             return None
@@ -129,9 +129,3 @@ class Writing:
         require_size(PLAIN, files[PLAIN][0], PLAIN_BYTES_MAX)
         order.storage.publish(order.folder, Manifest(order.mark, len(parts), files))
         return sum(length for length, _ in files.values())
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

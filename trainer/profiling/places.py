@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from elaunch.trainer.files import read_own_record
 from elaunch.trainer.profiling.steps import Before
 
 RECORD, MERGED = "profile.json", "trace.json.gz"
 # In the folder that outlives workers (ELAUNCH_MEMORY): how far the profile of this job is.
 _MARK = "profiled.json"
+_MARK_BYTES_MAX = 1 << 20
 # A folder of --log-dir has this file; the private folder of a job without --log-dir is removed with the job.
 _TIMELINE = "timeline.jsonl"
 
@@ -38,7 +40,7 @@ def read_mark(environ: Mapping[str, str]) -> tuple[Before, list[str]]:
     if not memory:
         return Before.NOTHING, []
     try:
-        content = json.loads((Path(memory) / _MARK).read_bytes())
+        content = read_own_record(Path(memory) / _MARK, _MARK_BYTES_MAX)
         return Before(content["state"]), [str(each) for each in content["sentences"]]
     except (OSError, ValueError, TypeError, KeyError):
         return Before.NOTHING, []

@@ -7,16 +7,16 @@ on a shared disk, nothing is sent.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from elaunch.trainer import link
+from elaunch.trainer.files import reason
 from elaunch.trainer.profiling.activity import RankActivity, read_activity
 from elaunch.trainer.profiling.clocks import ClockOffset, ClockReading, clock_offsets
 from elaunch.trainer.profiling.merging import RankTrace, write_merged
@@ -178,10 +178,7 @@ def _clock() -> str:
 
 
 def _why(error: BaseException) -> str:
-    words: Mapping[type[BaseException], str] = {EOFError: "the file ends too early"}
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return words.get(type(error)) or str(error).partition("\n")[0] or os.strerror(5)
+    return "the file ends too early" if isinstance(error, EOFError) else reason(error)
 
 
 def _more(count: int) -> list[str]:

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 
+from elaunch.trainer.files import reason
 from elaunch.trainer.ranks.connection import BrokenConnection, Bytes, RankConnection
 from elaunch.trainer.ranks.greeting import NONCE_BYTES, REPLY_BYTES, Contact, Contacts
 from elaunch.trainer.ranks.listener import RankListener
@@ -345,7 +346,7 @@ class Connections:
 
 def _told(error: OSError | None, contact: Contact, tries: int) -> OSError:
     """The last reason why this rank was not let in, with the place and the number of tries."""
-    why = "the connection was closed before its reply" if error is None else error.strerror or str(error)
+    why = "the connection was closed before its reply" if error is None else reason(error)
     often = "" if tries == 1 else f", {tries} times"
     way_out = "; open that port to the other nodes, or name another interface of that node in GLOO_SOCKET_IFNAME"
     is_barred = error is not None and error.errno in _NO_WAY

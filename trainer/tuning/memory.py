@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from elaunch import user_cache
-from elaunch.trainer.files import parse_json, read_regular, write_durably
+from elaunch.trainer.files import read_own_record, reason, write_durably
 from elaunch.trainer.tuning.settings import FIELDS, HOOKS, CommSettings
 
 _FORMAT = 1
@@ -88,7 +87,7 @@ class ChoiceFiles:
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:
-                troubles.append(f"{file} cannot be used ({_reason(error)}), and is written anew")
+                troubles.append(f"{file} cannot be used ({reason(error).lower()}), and is written anew")
         return None, None, troubles
 
     def find_of_run(self, key: TuningKey) -> TunedChoice | None:
@@ -116,7 +115,7 @@ class ChoiceFiles:
                 kept = folder / choice.key.file_name
                 user_cache.remove_oldest(folder, _FILES_MAX)
             except OSError as error:
-                why = f"{folder}: {_reason(error)}"
+                why = f"{folder}: {reason(error).lower()}"
         return kept, why
 
     def _all(self) -> list[Path]:
@@ -125,10 +124,8 @@ class ChoiceFiles:
 
 def _read(file: Path) -> TunedChoice:
     """Raises OSError or ValueError, with a reason, for a file that is not whole and sound."""
-    if file.stat().st_uid != os.geteuid():
-        raise OSError("it belongs to another user")
-    found = parse_json(read_regular(file, _BYTES_MAX))
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+    found = read_own_record(file, _BYTES_MAX)
+    if found.get("format") != _FORMAT:
         raise ValueError(f"it is not of format {_FORMAT}")
     key = _key(found.get("key"))
     settings = found.get("settings")
@@ -169,7 +166,3 @@ def _number(values: Mapping[str, Any], name: str, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
         raise ValueError(f"its {name} is {value!r}")
     return float(value)
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).lower()

@@ -124,6 +124,11 @@ RULES = (
         exceptions=frozenset({"ImportError", "OSError"}),
     ),
     CauseRule(
+        "a library that is not whole",
+        "remove {file}: a compiler or a copy that was killed has left it incomplete, and it is taken for a whole one",
+        pattern=regex(r"(?P<file>[^\s'\":]+\.so[\w.]*): (?:file too short|invalid ELF header)"),
+    ),
+    CauseRule(
         "an extension for another version",
         "a compiled package was built for another version of torch or of a system library: install it again in this"
         " environment",

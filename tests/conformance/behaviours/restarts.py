@@ -53,6 +53,8 @@ if os.environ["LOCAL_WORLD_SIZE"] == "2":
 meet()
 while Path(f"/proc/{{Path('agent').read_text()}}").exists():
     time.sleep(0.05)
+# elaunch ends this one at the same time, perhaps a moment later.
+time.sleep(5)
 say("outlived the other agent")
 sys.exit(4)
 """
@@ -128,7 +130,8 @@ sys.exit(3)
 """
 _GOES_ON_ARGS = (
     f"{MEETING.format(nodes='1:2')} --max-restarts 1"
-    " --rdzv-conf last_call_timeout=15,keep_alive_interval=1,join_timeout=60 train.py"
+    # Both must be there for the first round. To import torch takes a busy host many seconds.
+    " --rdzv-conf last_call_timeout=40,keep_alive_interval=1,join_timeout=90 train.py"
 )
 
 BEHAVIOURS = (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.environment import RANK_VARIABLES, arguments, one_gpu, outside, rank_variables
+from elaunch.agent.environment import RANK_VARIABLES, arguments, inductor_root, one_gpu, outside, rank_variables
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.types import RankTable
 
@@ -143,3 +144,17 @@ def test_a_job_that_is_handed_in_from_a_shell_inherits_all_of_it() -> None:
     shell = {"RANK": "7", "MASTER_ADDR": "node0", "PET_RUN_ID": "job"}
 
     assert outside(shell) == shell
+
+
+def test_the_cache_of_compiled_programs_is_found_where_torch_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    of_the_system = default_cache_dir()
+    monkeypatch.setenv("USER", "ada")
+
+    temporary = {"TMPDIR": tempfile.gettempdir()}
+    assert inductor_root(temporary) == of_the_system
+    assert inductor_root({**temporary, "USER": "ada"}) == default_cache_dir()
+    assert inductor_root({"TORCHINDUCTOR_CACHE_DIR": "/scratch/cache", "USER": "ada"}) == "/scratch/cache"

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Clear, Commit, Exit, Say, SignalWorkers
-from elaunch.agent.core.events import Cleared, Signalled, Tick, WorkerRaised, WorkerReturned
+from elaunch.agent.core.events import Cleared, Signalled, Tick, WorkerRaised, WorkerReturned, WorkerStopped
 from elaunch.agent.core.phases import Running, Stopping
 from elaunch.agent.core.running import HOLD_S
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
 from elaunch.rendezvous.store import Put, Unchanged
-from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTable
+from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, OutcomeKind, RankTable
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
@@ -123,6 +123,50 @@ def test_a_worker_at_its_programs_end_counts_as_gone_before_its_process_is(
 
     assert driver.outcome.failure
     assert driver.outcome.failure.rank == rank
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "kind", "later"),
+    [
+        (replace(failure(0, 1, 1, FailureKind.EXCEPTION), message="raised ValueError: bad"), 1, "EXCEPTION", False),
+        (replace(ended(0, 1), code=None, message="reached the end of its program"), 0, "ENDED_EARLY", False),
+        (replace(ended(0, 1), code=None, message="reached the end of its program"), 9, "EXIT_CODE", True),
+    ],
+    ids=["it raised", "it returned", "it called sys.exit(9)"],
+)
+def test_the_first_line_names_the_rank_whose_program_has_ended_and_not_the_one_that_lost_it(
+    told: Failure, code: int, kind: str, later: bool
+) -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(told,)))
+    first = driver.said
+    opened = driver.snapshot.generation
+
+    record = replace(failure(0, 1, code, FailureKind.EXCEPTION if code == 1 else FailureKind.EXIT_CODE), message="gone")
+    driver.happen(replace(exited(0, 1, code), failure=record if code else None, end=None if code == 1 else ended(0, 1)))
+    corrected = driver.said
+    driver.exits(2, 1, FailureKind.PEER_LOST)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert first.startswith(f"rank 1 (local rank 1 on node-a, pid 101) {told.message}")
+    assert first.endswith("; stopping 2 workers")
+    assert opened
+    assert opened.cause.startswith("rank 1 ")
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.kind.name) == (1, kind)
+    assert driver.outcome.failure.code == code, "the record of its end, not what it had told"
+    assert (corrected == f"the cause: {record.sentence}") is later
+
+
+def test_what_a_worker_told_is_no_cause_if_it_had_stopped_with_all_others() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.happen(WorkerStopped(0, 1, 7))
+    told = replace(ended(0, 1), code=None)
+
+    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(told,)))
+
+    assert driver.said.startswith("rank 0 ")
 
 
 def test_a_worker_that_exited_with_nought_explains_no_failure_of_another_kind() -> None:

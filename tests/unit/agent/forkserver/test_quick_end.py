@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -41,6 +42,8 @@ def test_torchs_operators_stay_in_their_table_only_after_a_lost_peer(
     end: QuickEnd, monkeypatch: pytest.MonkeyPatch, has_lost_peer: bool
 ) -> None:
     kept = Kept()
+    # A partial function has no name.
+    unnamed = weakref.finalize(kept, partial(mine))
     of_torch, own = weakref.finalize(kept, _del_library), weakref.finalize(kept, mine)
     monkeypatch.setattr(end, "_has_lost_peer", lambda: has_lost_peer)
 
@@ -48,6 +51,7 @@ def test_torchs_operators_stay_in_their_table_only_after_a_lost_peer(
 
     assert of_torch.atexit != has_lost_peer
     assert own.atexit
+    assert unnamed.atexit
 
 
 def test_a_child_that_the_program_has_forked_ends_as_ever(end: QuickEnd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.workers import build_locks
+from elaunch.agent.workers import held_files
 from elaunch.agent.workers.build_locks import remove_dead
 
 
@@ -81,7 +81,7 @@ def test_a_lock_on_a_disk_that_hosts_share_is_only_named_and_only_if_it_is_old(
 ) -> None:
     said: list[str] = []
     lock.touch()
-    monkeypatch.setattr(build_locks, "_LOCAL", frozenset())
+    monkeypatch.setattr(held_files, "_LOCAL", frozenset())
 
     remove_dead(str(tmp_path), said.append)
     assert said == []
@@ -101,7 +101,7 @@ def test_a_lock_on_a_disk_that_grants_no_leases_is_named_too(
     said: list[str] = []
     lock.touch()
     os.utime(lock, (time.time() - 3600, time.time() - 3600))
-    monkeypatch.setattr(build_locks, "_LOCAL", frozenset())
+    monkeypatch.setattr(held_files, "_LOCAL", frozenset())
 
     def as_on_nfs(_fd: int, _operation: int, _argument: int) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")

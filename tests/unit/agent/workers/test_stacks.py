@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -100,6 +101,27 @@ def test_the_stack_says_where_a_process_is_and_what_it_waits_for(programs: Progr
     assert mains[3]
     assert mains[3].target.startswith("pipe:")
     assert all(main and main.frames[0].short_file == "train.py" for main in mains)
+
+
+def test_a_moment_in_which_another_thread_has_the_gil_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """elaunch's thread takes the GIL when the agent asks it. A loop that was seen so once was told far too late."""
+    frames = [{"name": "busy", "filename": "/train.py", "line": 9, "locals": []}]
+    main = {"os_thread_id": os.getpid(), "thread_name": "MainThread", "active": True, "frames": frames}
+    (tmp_path / "seen").write_text(json.dumps([{**main, "owns_gil": False}]))
+    (tmp_path / "seen--locals").write_text(json.dumps([{**main, "owns_gil": True}]))
+    tool = tmp_path / "py-spy"
+    tool.write_text(
+        f"#!/bin/sh\nwith=\nfor word; do [ $word = --locals ] && with=$word; done\ncat {tmp_path}/seen$with\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setattr(stacks, "find_tool", lambda: str(tool))
+
+    (stack,) = take({0: os.getpid()})
+
+    assert stack.main
+    assert stack.main.holds_gil
 
 
 def test_other_threads_and_children_are_there_too(programs: Programs) -> None:

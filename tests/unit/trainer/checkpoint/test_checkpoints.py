@@ -619,6 +619,29 @@ def test_a_folder_that_another_rank_still_writes_to_is_deleted_for_good(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_comes_while_the_folder_is_deleted_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path)
+    folder = storage.begin(Mark(0, 1), "ab", shared=True)
+    folder.write("__0_0.distcp", b"content")
+    late, rmdir = ["__2_0.distcp", "__1_0.distcp"], os.rmdir
+    # Another rank has opened the folder before it is renamed, and makes its files after it was emptied.
+    there = os.open(folder.path, os.O_PATH)
+
+    def after_a_file_came(path: Any, *, dir_fd: int | None = None) -> None:
+        if late:
+            os.close(os.open(late.pop(), os.O_CREAT | os.O_WRONLY, dir_fd=there))
+        rmdir(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "rmdir", after_a_file_came)
+    storage.abandon(folder)
+    os.close(there)
+
+    assert not late
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_whose_folder_is_renamed_at_once_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "hidden"
     folder.mkdir()

@@ -127,6 +127,7 @@ EXCEPTIONS = [
     ("ModuleNotFoundError", "No module named 'sklearn.utils'", "install scikit-learn"),
     ("ModuleNotFoundError", "No module named 'my_project'", "install my_project"),
     ("ImportError", "libcudart.so.12: cannot open shared object file: No such file or directory", "libcudart.so.12 is not"),
+    ("torch._inductor.exc.InductorError", "OSError: /tmp/torchinductor_u/ab/cabc.main.so: file too short", "remove /tmp/torchinductor_u/ab/cabc.main.so: "),
     ("ImportError", "/v/x.so: undefined symbol: _ZN3c105ErrorC2E", "install it again"),
     ("ImportError", "cannot import name 'b' from partially initialized module 'a' (most likely due to a circular import)"
      " (/home/u/a.py)", "import each other"),

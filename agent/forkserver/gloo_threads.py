@@ -1,0 +1,90 @@
+"""gloo's threads in a worker, which move bytes between ranks, and the connections that they wait for.
+
+A fresh worker imports this before its program, so it imports as little as it can.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# `typing` itself is not imported.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Set
+    from typing import Any
+
+_TASKS = "/proc/self/task"
+# epoll_wait and epoll_pwait on x86-64 and ARM, and how gloo calls it: for 64 events, or 10 ms (transport/tcp/loop.cc).
+_EPOLL_WAITS = (b"232", b"281", b"22")
+_AS_GLOO = [b"0x40", b"0xa"]
+
+
+class GlooThreads:
+    """The threads that move bytes for gloo. One of them turns without end when a peer of it has gone.
+
+    Then it does not look like any other thread, so it must have been seen before.
+    """
+
+    def __init__(self) -> None:
+        # The epoll of each thread, which lives as long as the thread.
+        self._epolls: dict[int, int] = {}
+        self._count = 0
+
+    @property
+    def tids(self) -> Set[int]:
+        """Their ids, as of the last look."""
+        return self._epolls.keys()
+
+    def look(self) -> None:
+        """Look for new ones, if the number of threads is another one, or none was found."""
+        names = os.listdir(_TASKS)  # noqa: PTH208
+        if len(names) == self._count and self._epolls:
+            return
+        self._count = len(names)
+        found = {int(name): self._epolls.get(int(name)) or _epoll_of(name) for name in names}
+        self._epolls = {tid: epoll for tid, epoll in found.items() if epoll}
+
+    def half_close(self) -> None:
+        """Tell all peers that nothing more comes from here, before this process ends: who waits for it gets an error.
+
+        gloo is told nothing, and takes its connections apart as ever. It still gets what peers send.
+        """
+        socket: Any = sys.modules.get("_socket")
+        names = os.listdir(_TASKS) if socket and self._epolls else []  # noqa: PTH208
+        # After the end of a thread the number of its epoll may be another file's.
+        epolls = {epoll for tid, epoll in self._epolls.items() if str(tid) in names}
+        for fd in (fd for epoll in epolls for fd in _watched(epoll)):
+            try:
+                connection = socket.socket(fileno=os.dup(fd))
+            except OSError:
+                # By this file gloo wakes the thread, or it is gone.
+                continue
+            try:
+                connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                # Its peer has closed it.
+                continue
+            finally:
+                connection.close()
+
+
+def _epoll_of(tid: str) -> int:
+    """The epoll for which that thread waits as gloo does; 0 if it does not."""
+    words = _read(f"{_TASKS}/{tid}/syscall").split()
+    return int(words[1], 16) if words[3:5] == _AS_GLOO and words[0] in _EPOLL_WAITS else 0
+
+
+def _watched(epoll: int) -> Iterator[int]:
+    """The descriptors in that epoll."""
+    for line in _read(f"/proc/self/fdinfo/{epoll}").splitlines():
+        if line.startswith(b"tfd:"):
+            yield int(line.split()[1])
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb", 0) as file:  # noqa: PTH123
+            return file.read()
+    except OSError:
+        return b""
