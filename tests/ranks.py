@@ -20,7 +20,6 @@ from typing import Any
 from tests.harness import DEADLINE_S, environment, free_ports, wait_for
 from tests.standin import WITH_TORCH
 
-
 # On a busy machine the imports of torch, of DCP and of s3fs take a minute.
 START_S = 240.0
 
