@@ -139,6 +139,7 @@ class RankTable(Bounded):
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
     `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
+    `vacant` are the roles of seats that are free, and stay free for a node of that role (rules/seating.py).
     """
 
     generation: int
@@ -153,6 +154,7 @@ class RankTable(Bounded):
     streak: Streak | None = None
     excluded: tuple[Exclusion, ...] = ()
     mismatch: Annotated[str, keep_head(600)] = ""
+    vacant: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:

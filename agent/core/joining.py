@@ -13,6 +13,7 @@ from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.rules.excluding import exclusion_of
 from elaunch.rendezvous.rules.roles import role_sizes
+from elaunch.rendezvous.rules.seating import newcomers_of
 from elaunch.rendezvous.types import UNNAMED, OutcomeKind, RankTable, host_of
 
 
@@ -103,6 +104,9 @@ def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
 def _why_seatless(agent: Agent, table: RankTable) -> str:
     if exclusion := exclusion_of(agent.me.node_id, table.excluded):
         return f"it is excluded (--exclude-after), since {exclusion.why}; waiting in case too few others are left"
+    if table.vacant and not newcomers_of(table, [agent.me], agent.spec.nodes_max):
+        roles = " or ".join(dict.fromkeys(table.vacant))
+        return f"the free seats are for nodes with the role {roles}; waiting as a spare"
     if len(table.seats) < agent.spec.nodes_max:
         # It came while that one was formed, or it was cut off: those that run make room at their next step boundary.
         again = agent.spec.max_restarts > 0

@@ -104,8 +104,8 @@ class PreloadLearner:
         group = self._current.latest
         if self._is_done or self._probe or group is None or self._server.preload is None:
             return
-        link = group.links.get(0)
-        recorder = link.recorder if link else None
+        # A rank may have no process group, such as a parameter server beside trainers in DDP.
+        recorder = next((link.recorder for link in group.links.values() if link.recorder), None)
         if recorder is None:
             self._since_s = None
         elif self._since_s is None:

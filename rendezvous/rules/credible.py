@@ -72,6 +72,8 @@ def check_table(table: RankTable) -> None:
         _in_range("streak", table.streak.times, 0, None)
         _check_node_id(table.streak.who)
     _check_text(table.mismatch)
+    for role in table.vacant:
+        _check_text(role)
     for each in table.excluded:
         _check_node_id(each.who)
     for age_s in table.restart_ages_s:

@@ -5,13 +5,13 @@ The rules and their numbers are those of docs/protocol.md.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.excluding import Suspicion, is_excluded, stand
+from elaunch.rendezvous.rules.seating import Seating, in_order_of_rank, seat
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
@@ -96,15 +96,19 @@ def form(
     decision = _decide(snapshot, terms, generation, before, joined, table_age_s)
     if isinstance(decision, Outcome):
         return Formed(formation, end_unformed(snapshot, decision))
-    welcome = {n: j for n, j in joined.items() if not is_excluded(n, decision.blame.excluded)}
-    if waiting := _await_ready(snapshot, terms, before, welcome, formation, times, now_s, decision.blame):
+    seated = {*survivors}
+    everyone = [snapshot.members[n] for n in (*survivors, *(n for n in joined if n not in seated))]
+    welcome = [node for node in everyone if not is_excluded(node.node_id, decision.blame.excluded)]
+    seating = seat(before, welcome, terms.nodes_max)
+    if waiting := _await_ready(snapshot, before, seating, joined, formation, times, now_s, decision.blame):
         return waiting
-    if len(welcome) < min(terms.nodes_min, len(joined)):
+    if welcome != everyone and not seating.is_enough(terms.nodes_min):
         # Too few others: a node that may fail again is better than none.
-        decision, welcome = replace(decision, reason=decision.reason + _last_resort(decision, joined)), joined
+        welcome, seating = everyone, seat(before, everyone, terms.nodes_max)
+        decision = replace(decision, reason=decision.reason + _last_resort(decision, joined))
     elif fresh := decision.blame.fresh:
         decision = replace(decision, reason=f"{decision.reason}; {fresh.who} is excluded: {fresh.why}")
-    return _seal_or_wait(snapshot, terms, generation, decision, welcome, survivors, formation, times, now_s)
+    return _seal_or_wait(snapshot, terms, generation, decision, welcome, seating, joined, formation, times, now_s)
 
 
 def _lost_since(snapshot: Snapshot, before: RankTable, generation: Generation) -> list[str]:
@@ -186,7 +190,8 @@ def _decide(
     blame = stand(terms, before, failures if is_counted else (), snapshot.members, table_age_s)
     if failures:
         # Spares that are late by a moment are members, too. Without enough of them the same node would run again.
-        has_others = len(blame.seatable(snapshot.members)) >= terms.nodes_min
+        others = [snapshot.members[node_id] for node_id in blame.seatable(snapshot.members)]
+        has_others = seat(before, others, terms.nodes_max).is_enough(terms.nodes_min)
         is_elsewhere = has_others and bool(blame.fresh or blame.on_trial)
         decision = judge(
             terms, snapshot.failures, before.generation, spent, barren, progressed, is_elsewhere=is_elsewhere
@@ -216,8 +221,8 @@ def _failed(before: RankTable, terms: Terms, reason: str, failure: Failure | Non
 
 def _await_ready(
     snapshot: Snapshot,
-    terms: Terms,
     before: RankTable | None,
+    seating: Seating,
     joined: Mapping[str, Joined],
     formation: Formation,
     times: Times,
@@ -225,7 +230,7 @@ def _await_ready(
     blame: Suspicion,
 ) -> Formed | None:
     """Rule 2: with free seats, wait for nodes that were ready a generation ago: they will be ready again soon."""
-    if before is None or len(joined) >= terms.nodes_max or formation.gathered_s is None:
+    if before is None or not (seating.room or seating.vacant) or formation.gathered_s is None:
         return None
     due_s = formation.gathered_s + times.spare_wait_s
     late = [
@@ -233,6 +238,7 @@ def _await_ready(
         for generation in range(before.generation, formation.generation)
         for node_id in snapshot.joined.get(generation, {})
         if node_id in snapshot.members and node_id not in joined and not is_excluded(node_id, blame.excluded)
+        if seating.has_seat_for(snapshot.members[node_id])
     ]
     return Formed(formation, wake_s=due_s, waiting=f"the spare {hosts(late)}") if late and now_s < due_s else None
 
@@ -242,53 +248,62 @@ def _seal_or_wait(
     terms: Terms,
     generation: Generation,
     decision: _GoOn,
+    welcome: list[Node],
+    seating: Seating,
     joined: Mapping[str, Joined],
-    survivors: list[str],
     formation: Formation,
     times: Times,
     now_s: float,
 ) -> Formed:
-    """Rules 5, 6 and 7. `joined` are those that may get a seat."""
-    here = min(len(joined), terms.nodes_max)
-    if here < terms.nodes_min:
-        return _await_min(snapshot, terms, generation, formation, times, now_s, here)
+    """Rules 5, 6, 7 and 10. `seating` is that of those who are `welcome`, in any order."""
+    if not seating.is_enough(terms.nodes_min):
+        return _await_nodes(snapshot, terms, generation, formation, times, now_s, seating)
     if formation.enough_s is None:
         formation = replace(formation, enough_s=now_s)
-    is_first = snapshot.table is None
+    before, here = snapshot.table, len(seating.nodes)
     most = min(times.nodes_expected or terms.nodes_max, terms.nodes_max)
     due_s = (formation.enough_s or now_s) + times.last_call_s
-    if is_first and here < most and now_s < due_s:
+    if before is None and here < most and now_s < due_s:
         waiting = f"more nodes, {times.last_call_s:g} s: {here} of at most {most} are here"
         return Formed(formation, wake_s=due_s, waiting=waiting)
-    seated = set(survivors)
-    newcomers = sorted((snapshot.members[n] for n in joined if n not in seated), key=_place)
-    nodes = [*(snapshot.members[n] for n in survivors if n in joined), *newcomers][: terms.nodes_max]
-    return Formed(formation, seal_table(snapshot, _table(generation, decision, nodes, joined)))
+    # Newcomers are put in order once, since that takes long for thousands.
+    seating = seat(before, in_order_of_rank(welcome, before), terms.nodes_max)
+    return Formed(formation, seal_table(snapshot, _table(generation, decision, seating, joined)))
 
 
-def _await_min(
+def _await_nodes(
     snapshot: Snapshot,
     terms: Terms,
     generation: Generation,
     formation: Formation,
     times: Times,
     now_s: float,
-    here: int,
+    seating: Seating,
 ) -> Formed:
-    due_s = formation.since_s + times.join_timeout_s
+    due_s, here = formation.since_s + times.join_timeout_s, len(seating.nodes)
     # Nodes of this job with different prefixes cannot see each other, so the line names the prefix.
     prefix = snapshot.keys.prefix
     where = "" if prefix == PREFIX else f" under etcd_prefix={prefix}"
+    roles = () if seating.is_plain else seating.lacking or seating.vacant
     if now_s < due_s:
         needed = f"{terms.nodes_min}" if terms.nodes_min == terms.nodes_max else f"at least {terms.nodes_min}"
         are = "is" if here == 1 else "are"
-        waiting = f"nodes: {here} of {needed} {are} here{where} (gives up after {times.join_timeout_s:g} s)"
+        what = f"nodes: {here} of {needed} {are} here{where}"
+        if roles:
+            others = ", which no other node has" if seating.lacking else f"; {what}"
+            what = f"a node with the role {_or(roles)}{others}"
+        waiting = f"{what} (gives up after {times.join_timeout_s:g} s)"
         return Formed(formation, wake_s=due_s, waiting=waiting)
     table = snapshot.table
+    found = f"{here} of {terms.nodes_min} nodes were here{where} after {times.join_timeout_s:g} s"
+    if roles:
+        was = "1 node was" if here == 1 else f"{here} nodes were"
+        found = (
+            f"no node with the role {_or(roles)} came in {times.join_timeout_s:g} s for a free seat ({was} here{where})"
+        )
     outcome = Outcome(
         OutcomeKind.FAILED,
-        f"{here} of {terms.nodes_min} nodes were here{where} after {times.join_timeout_s:g} s; start elaunch on the"
-        " others, lower --nnodes, or raise --rdzv-conf join_timeout=SECONDS",
+        f"{found}; start elaunch on the others, lower --nnodes, or raise --rdzv-conf join_timeout=SECONDS",
         generation.number,
         table.restarts if table else 0,
         terms.max_restarts,
@@ -296,7 +311,12 @@ def _await_min(
     return Formed(formation, end_unformed(snapshot, outcome))
 
 
-def _table(generation: Generation, decision: _GoOn, nodes: list[Node], joined: Mapping[str, Joined]) -> RankTable:
+def _or(roles: Sequence[str]) -> str:
+    return " or ".join(dict.fromkeys(roles))
+
+
+def _table(generation: Generation, decision: _GoOn, seating: Seating, joined: Mapping[str, Joined]) -> RankTable:
+    nodes = seating.nodes
     first = nodes[0]
     return RankTable(
         generation=generation.number,
@@ -311,10 +331,11 @@ def _table(generation: Generation, decision: _GoOn, nodes: list[Node], joined: M
         streak=decision.blame.streak,
         excluded=decision.blame.excluded,
         mismatch=_mismatch(nodes, joined),
+        vacant=seating.vacant,
     )
 
 
-def _mismatch(nodes: list[Node], joined: Mapping[str, Joined]) -> str:
+def _mismatch(nodes: Sequence[Node], joined: Mapping[str, Joined]) -> str:
     found = [(node.host, joined[node.node_id].software) for node in nodes]
     # What is unknown differs from nothing.
     if len({software for _, software in found if software}) < 2:
@@ -323,10 +344,3 @@ def _mismatch(nodes: list[Node], joined: Mapping[str, Joined]) -> str:
     from elaunch.rendezvous.rules.software import mismatch_of
 
     return mismatch_of(found)
-
-
-def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:
-    """The sort key of newcomers: requested rank, then topology, then host names with host-2 before host-10."""
-    words = re.split(r"(\d+)", node.host)
-    natural: list[str | int] = [int(word) if word.isdigit() else word for word in words]
-    return (node.node_rank < 0, node.node_rank, node.topology, natural, node.node_id)

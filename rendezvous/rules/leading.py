@@ -7,6 +7,7 @@ from dataclasses import replace
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
+from elaunch.rendezvous.rules.seating import newcomers_of
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import open_join, open_loss, succeed
 from elaunch.rendezvous.store import Txn
@@ -156,9 +157,9 @@ def _admit(
     """Open a generation for nodes that wait for a free seat, but not once a node is done."""
     seated = {seat.node_id for seat in table.seats}
     waiting = (n for n in snapshot.joined.get(table.generation, {}) if n in snapshot.members and n not in seated)
-    ready = [node_id for node_id in waiting if not is_excluded(node_id, table.excluded)]
-    free = terms.nodes_max - len(table.seats)
-    if not ready or free <= 0 or done or terms.max_restarts == 0:
+    ready = sorted(node_id for node_id in waiting if not is_excluded(node_id, table.excluded))
+    newcomers = newcomers_of(table, (snapshot.members[node_id] for node_id in ready), terms.nodes_max)
+    if not newcomers or done or terms.max_restarts == 0:
         return Lead(replace(leader_state, ready_since_s=None))
     since_s = now_s if leader_state.ready_since_s is None else leader_state.ready_since_s
     due_s = since_s + times.join_gather_s
@@ -167,7 +168,7 @@ def _admit(
     leader_state = replace(leader_state, ready_since_s=since_s)
     if now_s < due_s:
         return Lead(leader_state, wake_s=due_s)
-    return Lead(_after_join(leader_state, times, now_s), open_join(snapshot, sorted(ready)[:free]))
+    return Lead(_after_join(leader_state, times, now_s), open_join(snapshot, [node.node_id for node in newcomers]))
 
 
 def _after_join(leader_state: LeaderState, times: Times, now_s: float) -> LeaderState:

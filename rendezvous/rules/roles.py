@@ -34,6 +34,11 @@ def counts_in(text: str) -> Mapping[str, int]:
     return counts if len(counts) == len(pairs) else {}
 
 
+def roles_of(role: str, slots: int) -> tuple[str, ...]:
+    """The names of the roles on a node with `slots` workers whose record has `role`, in the order of their names."""
+    return tuple(sorted(name for name, _, _ in _runs(role, slots)))
+
+
 def role_of(role: str, slots: int, local_rank: int) -> str:
     """The name of the role of one worker, on a node with `slots` workers whose record has `role`."""
     return next(name for name, first, count in _runs(role, slots) if local_rank < first + count)

@@ -46,6 +46,8 @@ def encode_table(table: RankTable) -> str:
         record["excluded"] = [asdict(each) for each in table.excluded]
     if table.mismatch:
         record["mismatch"] = table.mismatch
+    if table.vacant:
+        record["vacant"] = table.vacant
     text = json.dumps(record, separators=(",", ":"))
     return text if len(text) < _LARGE else _PACKED + b64encode(zlib.compress(text.encode())).decode()
 
@@ -80,8 +82,13 @@ def _table(record: Any) -> RankTable:
     numbers = {word: int(word) for word, _ in record["slots"]}
     check_seats(nodes, numbers.values())
     slots = [numbers[word] for word in _unrun(record["slots"], len(nodes))]
-    rare = {name: record.get(name, default) for name, default in (("streak", None), ("excluded", []), ("mismatch", ""))}
-    plain |= decode_fields({"streak": Streak | None, "excluded": tuple[Exclusion, ...], "mismatch": str}, rare)
+    rare: dict[str, Any] = {"streak": None, "excluded": [], "mismatch": "", "vacant": []}
+    plain |= decode_fields(
+        {
+            "streak": Streak | None, "excluded": tuple[Exclusion, ...], "mismatch": str, "vacant": tuple[str, ...],
+        },
+        {name: record.get(name, default) for name, default in rare.items()},
+    )  # fmt: skip
     return RankTable(seats=_seats(nodes, slots, _unrun(record["roles"], len(nodes))), **plain)
 
 

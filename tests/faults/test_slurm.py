@@ -175,6 +175,26 @@ def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
     assert slurm.call(*submit, "--partition", "none", *PLAIN, code=3).startswith("elaunch: sbatch refused the job: ")
 
 
+@pytest.mark.slow
+def test_each_node_of_a_submitted_job_has_all_of_its_roles(slurm: Slurm) -> None:
+    (slurm.home / "role.sh").write_text('echo "role $RANK $ROLE_NAME $ROLE_RANK $ROLE_WORLD_SIZE"\n')
+    words = ("--nodes", "2", "--cpus", "2", "--time", "5", "--roles", "ps=1,trainer=2", "--no-python", "sh", "role.sh")
+
+    told = slurm.call(*COMMAND, "submit", "slurm", *words)
+
+    number = re.findall(r"^submitted as job (\d+)", told, re.MULTILINE)[0]
+    output = Batch(slurm, number).wait()
+    assert sorted(re.findall(r"role (\d) (\w+) (\d) (\d)", output)) == [
+        ("0", "ps", "0", "2"),
+        ("1", "trainer", "0", "4"),
+        ("2", "trainer", "1", "4"),
+        ("3", "ps", "1", "2"),
+        ("4", "trainer", "2", "4"),
+        ("5", "trainer", "3", "4"),
+    ]
+    assert "6 workers on 2 nodes (2 ps, 4 trainer; the job starts" in output
+
+
 @pytest.mark.parametrize("how", ["sbatch", "elaunch submit"])
 def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm, how: str) -> None:
     home = slurm.home / how.replace(" ", "-")

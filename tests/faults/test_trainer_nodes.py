@@ -10,41 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import Cluster
-from tests.faults.trainings import GENTLE, RESTORED, CalmTrainings, OneNode, Trained, Training
-from tests.harness import wait_for
+from tests.faults.node_trainings import OnNodes
+from tests.faults.trainings import GENTLE, RESTORED, CalmTrainings, OneNode, Trained
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
-
-
-class OnNodes(Training):
-    """A run on the nodes of a cluster."""
-
-    def __init__(self, folder: Path, cluster: Cluster) -> None:
-        super().__init__(folder)
-        self.cluster = cluster
-
-    def start(self, *indices: int, nnodes: str, options: tuple[str, ...] = (), workers: int = 1) -> None:
-        launch = ["--nnodes", nnodes, "--nproc-per-node", str(workers), "--rdzv-endpoint", self.cluster.endpoints]
-        for index in indices:
-            words = [*launch, "--rdzv-id", "job", "--max-restarts", "9", *self.words(*options)]
-            self.cluster.type(index, *words, env={"OMP_NUM_THREADS": "1"})
-
-    def wait_for(self, event: str, **fields: object) -> None:
-        try:
-            super().wait_for(event, **fields)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.records[-20:]}\n{self.output}") from None
-
-    def lose(self, index: int) -> None:
-        """The node's power is cut."""
-        self.cluster.nodes[index].power_off()
-        lost = self.cluster.agents.pop(index)
-        wait_for(lambda: lost.process.poll() is not None, "the agent's end")
-
-    @property
-    def output(self) -> str:
-        return "".join(agent.output for agent in self.cluster.agents.values())
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ class CalmTrainings:
                 run = Training(partial)
                 words = run.words(*options)[1:]
                 with Ranks(self._forker, workers, PROGRAM, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
-                    ended = ranks.end()
+                    ended = [ranks.end_of(rank, DEADLINE_S) for rank in range(workers)]
                 assert [rank.code for rank in ended] == [0] * workers, ended
                 run.assert_complete(steps=steps)
                 partial.rename(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from elaunch.agent.core.state import Agent
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.excluding import is_excluded, way_of
 from elaunch.rendezvous.rules.hang_records import Hang
+from elaunch.rendezvous.rules.seating import role_of_node
 from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Changes, KeyEntry, NoneNewer, Put, Txn, Update
 from elaunch.rendezvous.types import (
@@ -58,6 +60,8 @@ class Run:
     table: RankTable | None = None
     last_member_s: float = math.inf
     began_s: float = 0.0
+    # The most seats that each role has had.
+    seats: Counter[str] = field(default_factory=Counter)
 
 
 class Checks:
@@ -224,6 +228,7 @@ class Checks:
             self._require((g, seat.node_id) in self._have_joined, "seat", f"{seat} for one that has not joined")
             self._require(seat.slots == self._owners[seat.node_id].host.plan.slots, "ranks", f"{seat}")
         self._require_stopped(g)
+        self._seat_roles(table)
         if before:
             kept = [n for n in (s.node_id for s in before.seats) if n in self.members or self._left.get(n, 0) > view]
             stays = [n for n in kept if n in nodes or not is_excluded(n, table.excluded)]
@@ -234,12 +239,21 @@ class Checks:
             self._require(table.restarts == 0, "budget", f"{table.restarts} restarts in the first table")
         run.table = self.tables[g] = self.standing[g] = table
 
+    def _seat_roles(self, table: RankTable) -> None:
+        """No role is ever without a node, and none gets a seat that another role has had."""
+        run, now = self.run, Counter(role_of_node(seat.role, seat.slots) for seat in table.seats)
+        self._require(now.keys() >= run.seats.keys(), "role", f"{now} has nobody of {run.seats.keys() - now.keys()}")
+        run.seats |= now
+        self._require(run.seats.total() <= run.terms.nodes_max, "role", f"{now} after {run.seats}")
+
     def _exclude(self, table: RankTable, before: RankTable) -> None:
         """An excluded node has failed often enough, stays out while others suffice, and is not forgotten."""
         world, terms, g = self._world, self.run.terms, table.generation
         out = [seat.node_id for seat in table.seats if is_excluded(seat.node_id, table.excluded)]
         others = [n for n in self.joined.get(g, {}) if n in self.members and not is_excluded(n, table.excluded)]
-        self._require(not out or len(others) < terms.nodes_min, "excluded", f"{out} have seats, {others} are there")
+        # With several roles the others may be enough, and of the wrong ones.
+        is_needed = len(others) < terms.nodes_min or len(self.run.seats) > 1
+        self._require(not out or is_needed, "excluded", f"{out} have seats, {others} are there")
         failed = [failure for failures in self.failures.values() for failure in failures.values()]
         for each in set(before.excluded) - set(table.excluded):
             elsewhere = [f for f in failed if way_of(f) == each.way and host_of(f.node_id) != each.who]
@@ -302,8 +316,10 @@ class Checks:
         world, run = self._world, self.run
         self._require(outcome.kind is OutcomeKind.FAILED, "ended", f"{outcome}")
         if "nodes were here" in outcome.reason:
-            here = len(self.joined.get(outcome.generation, {}))
-            self._require(here < run.terms.nodes_min, "ended", f"{outcome}, but {here} are here")
+            joined = [self.members[n] for n in self.joined.get(outcome.generation, {}) if n in self.members]
+            there = Counter(role_of_node(node.role, node.slots) for node in joined)
+            is_short = len(joined) < run.terms.nodes_min or not there >= run.seats
+            self._require(is_short, "ended", f"{outcome}, but {there} are here")
             # An agent may learn late of an earlier run's end.
             gone = [
                 p.name

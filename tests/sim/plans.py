@@ -112,6 +112,7 @@ class HostPlan:
     node_rank: int = -1
     topology: str = ""
     behind_s: float = 0.0
+    role: str = "default"
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,11 @@ def draw(seed: int) -> Plan:
     # Drawn apart, so that the worlds of older seeds stay as they were.
     apart = random.Random(f"sick {seed}")
     sick = [Fault(apart.uniform(0, 8), Strike.SICK, apart.randrange(nodes), apart.uniform(5, 30))]
+    roles = random.Random(f"roles {seed}")
+    names = roles.choice([("default",)] * 5 + [("ps", "trainer", "trainer"), ("ps=1,trainer=1", "trainer")])
     return replace(
         plan,
+        hosts=tuple(replace(host, role=roles.choice(names)) for host in plan.hosts),
         listens=listens,
         watches=watches,
         times=times,

@@ -36,7 +36,7 @@ from elaunch.agent.session.store_view import StoreView
 from elaunch.rendezvous.rules import forming, leading, transactions
 from elaunch.rendezvous.store import Absent, Txn
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import OpenKind, OutcomeKind
+from elaunch.rendezvous.types import Node, OpenKind, OutcomeKind
 from tests.harness import slow
 from tests.sim import agents
 from tests.sim.agents import AgentProcess
@@ -190,7 +190,7 @@ def members_admitted(patch: pytest.MonkeyPatch) -> None:
 def losses_counted(patch: pytest.MonkeyPatch) -> None:
     def off(snapshot: Any, terms: Any, generation: Any, before: Any, *rest: Any) -> Any:
         if before:
-            seated = {seat.node_id: None for seat in before.seats}
+            seated = {seat.node_id: Node(seat.node_id, seat.host, "", seat.slots) for seat in before.seats}
             snapshot = replace(snapshot, members={**seated, **snapshot.members})
         return decide(snapshot, terms, generation, before, *rest)
 

@@ -37,10 +37,13 @@ class Loop:
     current: CurrentGroup
     said: list[str]
 
-    def begin(self, generation: int) -> WorkerGroup:
+    def begin(self, generation: int, local_rank: int = 0) -> WorkerGroup:
+        """Begin a generation in which only one worker can be asked."""
         group = WorkerGroup(RankTable(generation, (Seat("a-00000001", 1, 0),), "127.0.0.1", 1, "the job starts"), 0)
         recorder = SimpleNamespace(imports=lambda: b"module\tslow\t/x/site-packages/slow.py")
-        group.links[0] = cast(Any, SimpleNamespace(recorder=recorder, has_returned=False))
+        for rank in range(local_rank + 1):
+            asked = recorder if rank == local_rank else None
+            group.links[rank] = cast(Any, SimpleNamespace(recorder=asked, has_returned=False))
         self.current.begin(group)
         return group
 
@@ -74,6 +77,13 @@ def test_an_import_that_ends_its_process_is_tried_once_and_it_is_said(server: Se
     assert server.probed == [0]
     (sentence,) = loop.said
     assert "an import ended the process that tried it" in sentence
+
+
+def test_a_rank_with_a_process_group_is_asked_where_the_first_one_has_none(server: Server, loop: Loop) -> None:
+    loop.begin(0, local_rank=1)
+    loop.run(0)
+
+    assert server.probed == [0]
 
 
 def test_a_probe_that_ended_with_its_generation_is_made_again_in_the_next_one(server: Server, loop: Loop) -> None:

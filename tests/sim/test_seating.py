@@ -1,0 +1,144 @@
+"""Roles in whole clusters: a lost node's seat is for a node of its role, and a job waits for a role that nobody has."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elaunch.rendezvous.rules import forming, leading
+from elaunch.rendezvous.rules.seating import Seating
+from elaunch.rendezvous.types import OutcomeKind, RankTable
+from tests.harness import slow
+from tests.sim.checks import Violation
+from tests.sim.cluster import World, simulate
+from tests.sim.plans import FOREVER_S, Fault, HostPlan, Plan, Strike
+
+SEEDS = range(60)
+EACH_SEED = [*SEEDS[:10], *map(slow, SEEDS[10:])]
+
+
+def hosts(*roles: str) -> tuple[HostPlan, ...]:
+    return tuple(HostPlan(f"host-{index}", 1, role=role) for index, role in enumerate(roles))
+
+
+def losing(lost: int, plan: Plan) -> Plan:
+    """The power of a host fails, for ever."""
+    return replace(plan, faults=(*plan.faults, Fault(5.0, Strike.POWER, lost, FOREVER_S)))
+
+
+def job(*roles: str, seats: int, nodes_min: int | None = None, late: tuple[int, float] | None = None) -> Plan:
+    """A job of `seats` seats with a host of each role; the host of the number `late[0]` starts at `late[1]` s."""
+    here = hosts(*roles)
+    # The first ones get the seats.
+    here = tuple(replace(host, start_s=0.0 if i < seats else 3.0) for i, host in enumerate(here))
+    if late:
+        here = tuple(replace(host, start_s=late[1]) if i == late[0] else host for i, host in enumerate(here))
+    return Plan(0, here, seats if nodes_min is None else nodes_min, seats, work_s=20.0)
+
+
+def roles(world: World, table: RankTable) -> list[str]:
+    return [seat.role for seat in table.seats]
+
+
+def ends(world: World) -> set[OutcomeKind]:
+    return {run.ended.kind for run in world.checks.runs if run.ended}
+
+
+def test_a_spare_of_another_role_does_not_take_a_lost_nodes_seat() -> None:
+    world = simulate(losing(1, job("ps", "trainer", "ps", "trainer", seats=2, late=(3, 30.0))))
+
+    first, second = world.checks.tables.values()
+    assert [seat.host for seat in first.seats] == ["host-0", "host-1"]
+    # The spare of the other role has been there all the time.
+    assert [seat.host for seat in second.seats] == ["host-0", "host-3"]
+    assert ends(world) == {OutcomeKind.SUCCEEDED}
+
+
+def test_an_elastic_job_waits_for_a_role_that_nobody_has_any_more() -> None:
+    plan = job("ps", "trainer", "trainer", "ps", seats=3, nodes_min=1, late=(3, 30.0))
+    world = simulate(losing(0, plan))
+
+    first, second = world.checks.tables.values()
+    assert roles(world, first) == ["ps", "trainer", "trainer"]
+    assert roles(world, second) == ["trainer", "trainer", "ps"]
+    assert ends(world) == {OutcomeKind.SUCCEEDED}
+
+
+def test_an_elastic_job_goes_on_with_fewer_nodes_of_a_role_and_keeps_the_seat_for_it() -> None:
+    plan = job("ps", "trainer", "trainer", "ps", "trainer", seats=3, nodes_min=1, late=(4, 15.0))
+    world = simulate(losing(2, plan))
+
+    # The second ps comes before, and gets no seat.
+    assert [roles(world, table) for table in world.checks.tables.values()] == [
+        ["ps", "trainer", "trainer"],
+        ["ps", "trainer"],
+        ["ps", "trainer", "trainer"],
+    ]
+    assert ends(world) == {OutcomeKind.SUCCEEDED}
+
+
+def test_a_job_ends_if_no_node_of_the_role_comes() -> None:
+    world = simulate(losing(0, job("ps", "trainer", "trainer", "trainer", seats=3, nodes_min=1)))
+
+    assert len(world.checks.tables) == 1
+    (run,) = world.checks.runs
+    assert run.ended
+    assert run.ended.reason.startswith(
+        "no node with the role ps came in 40 s for a free seat (2 nodes were here); start elaunch on the others"
+    )
+
+
+def random_job(seed: int) -> Plan:
+    """Two roles, spares of both, and hosts of which some are lost and come back."""
+    rng = random.Random(seed)
+    names = ["ps", "trainer", "trainer", rng.choice(["ps", "trainer"]), "ps", "trainer"]
+    there = tuple(
+        replace(host, again_s=rng.uniform(0.1, 3.0), start_s=rng.choice([0.0, rng.uniform(0, 6)]))
+        for host in hosts(*names)
+    )
+    kinds = [Strike.POWER, Strike.KILL, Strike.WORKER, Strike.LEAVE, Strike.KILL_LEADER, Strike.STORELESS]
+    faults = [Fault(rng.uniform(2, 30), rng.choice(kinds), rng.randrange(6), rng.uniform(2, 8)) for _ in range(6)]
+    seats = rng.choice([3, 4])
+    nodes_min = rng.choice([1, 2, seats])
+    return Plan(seed, there, nodes_min, seats, max_restarts=12, work_s=30.0, faults=tuple(faults))
+
+
+@pytest.mark.parametrize("seed", EACH_SEED)
+def test_seats_keep_their_roles_whatever_is_lost(seed: int) -> None:
+    world = simulate(random_job(seed))
+
+    assert world.checks.tables
+
+
+def without_roles(before: RankTable | None, nodes: Any, nodes_max: int) -> Seating:
+    here = tuple(nodes)[:nodes_max]
+    return Seating(here, (), nodes_max - len(here), (), is_plain=True)
+
+
+def violation(plan: Plan) -> str:
+    try:
+        simulate(plan)
+    except Violation as found:
+        return found.rule
+    return ""
+
+
+def test_if_seats_have_no_roles_the_simulator_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = losing(1, job("ps", "trainer", "ps", seats=2))
+    monkeypatch.setattr(forming, "seat", without_roles)
+
+    assert violation(plan) == "role"
+
+
+def test_if_a_vacant_seat_is_forgotten_the_simulator_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(before: RankTable | None, *rest: Any) -> Seating:
+        return seat(before and replace(before, vacant=()), *rest)
+
+    seat = forming.seat
+    monkeypatch.setattr(forming, "seat", forgetful)
+    monkeypatch.setattr(leading, "newcomers_of", lambda table, nodes, most: tuple(nodes)[: most - len(table.seats)])
+
+    assert violation(losing(2, job("ps", "trainer", "trainer", "ps", seats=3, nodes_min=1))) == "role"

@@ -1,0 +1,125 @@
+"""rendezvous.rules.seating: which nodes get a seat, by their roles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.rendezvous.rules.seating import in_order_of_rank, newcomers_of, role_of_node, seat
+from elaunch.rendezvous.rules.table_codec import decode_table, encode_table, seats_of
+from elaunch.rendezvous.types import Node, RankTable
+from tests.unit.agent.job_world import TERMS, World, node
+
+
+def ps(letter: str, slots: int = 1) -> Node:
+    return replace(node(letter, slots), role="ps")
+
+
+def trainer(letter: str, slots: int = 1) -> Node:
+    return replace(node(letter, slots), role="trainer")
+
+
+def table(*nodes: Node, vacant: tuple[str, ...] = ()) -> RankTable:
+    return RankTable(3, seats_of([(n.node_id, n.slots, n.role) for n in nodes]), "a", 1, "any", vacant=vacant)
+
+
+A, B, C, D = ps("a"), trainer("b"), trainer("c"), ps("d")
+
+
+def test_the_first_table_takes_nodes_of_any_role() -> None:
+    seating = seat(None, [D, A, B], 2)
+
+    assert seating.nodes == (D, A)
+    assert (seating.vacant, seating.room, seating.lacking) == ((), 0, ())
+
+
+def test_a_seat_that_is_free_is_for_a_node_of_its_role() -> None:
+    seating = seat(table(A, B), [A, D], 2)
+
+    assert seating.nodes == (A,)
+    assert seating.vacant == ("trainer",)
+    assert not seating.has_seat_for(D)
+    assert seating.has_seat_for(C)
+    assert not seating.is_enough(2)
+
+
+def test_a_seat_that_nobody_has_had_is_for_any_role() -> None:
+    seating = seat(table(A, B), [A, B, D], 3)
+
+    assert seating.nodes == (A, B, D)
+    assert (seating.vacant, seating.room) == ((), 0)
+
+
+def test_fewer_nodes_of_a_role_are_enough_and_none_is_not() -> None:
+    fewer, none = seat(table(A, B, C), [A, B], 3), seat(table(A, B, C), [B, C], 3)
+
+    assert (fewer.vacant, fewer.lacking, fewer.is_enough(1)) == (("trainer",), (), True)
+    assert (none.vacant, none.lacking, none.is_enough(1)) == (("ps",), ("ps",), False)
+
+
+def test_vacant_seats_are_passed_on_from_table_to_table() -> None:
+    before = table(A, B, vacant=("trainer",))
+
+    assert seat(before, [A, B, D], 3).nodes == (A, B)
+    assert seat(before, [A, B, D, C], 3).nodes == (A, B, C)
+    assert newcomers_of(before, [D], 3) == ()
+    assert newcomers_of(before, [D, C], 3) == (C,)
+    assert newcomers_of(before, [D, C], 4) == (D, C)
+
+
+def test_a_node_with_several_roles_is_replaced_by_one_with_the_same_whatever_their_numbers() -> None:
+    head, other = replace(node("a", 4), role="ps=1,trainer=3"), replace(node("d", 3), role="trainer=2,ps=1")
+
+    assert role_of_node("trainer=2", 2) == role_of_node("trainer", 8) == "trainer"
+    assert role_of_node("trainer=2", 3) == "trainer=2"
+    assert seat(table(head, B), [B, other, C], 2).nodes == (B, other)
+
+
+def test_survivors_keep_their_order_and_newcomers_follow() -> None:
+    assert in_order_of_rank([D, A, C, B], table(C, A)) == [C, A, B, D]
+    assert in_order_of_rank([B, A], None) == [A, B]
+
+
+def test_the_roles_of_vacant_seats_come_back_from_the_store() -> None:
+    written = table(A, vacant=("ps,trainer", "trainer", "trainer"))
+
+    assert decode_table(encode_table(written)) == written
+
+
+def losing(lost: Node, *others: Node, spare: Node, nodes_min: int) -> World:
+    """A job that lost a node while a spare of another role was there."""
+    world = World(replace(TERMS, nodes_min=nodes_min, nodes_max=len(others) + 1), first=others[0])
+    world.join(*others, lost)
+    world.seal()
+    world.join(spare)
+    world.lose(lost)
+    world.lead()
+    world.join(*others, spare)
+    return world
+
+
+def test_the_leader_says_for_which_role_it_waits() -> None:
+    world = losing(B, A, spare=D, nodes_min=2)
+
+    assert world.look().waiting == "a node with the role trainer, which no other node has (gives up after 600 s)"
+    world.join(C)
+    assert world.seal() == "ac"
+
+
+def test_a_fixed_job_says_how_many_nodes_it_has() -> None:
+    world = losing(C, A, B, spare=D, nodes_min=3)
+
+    waiting = world.look().waiting
+    assert waiting == "a node with the role trainer; nodes: 2 of 3 are here (gives up after 600 s)"
+
+
+def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> None:
+    world = losing(A, B, C, spare=node("e"), nodes_min=1)
+    assert world.look().waiting == "a node with the role ps, which no other node has (gives up after 600 s)"
+
+    world.now_s += 601
+    world.lead()
+
+    assert world.ended == (
+        "no node with the role ps came in 600 s for a free seat (2 nodes were here); start elaunch on the others,"
+        " lower --nnodes, or raise --rdzv-conf join_timeout=SECONDS"
+    )
