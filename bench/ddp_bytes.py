@@ -20,10 +20,10 @@ from pathlib import Path
 
 from bench.contenders import ELAUNCH, environment
 from bench.job import SCRIPTS
+from elaunch.trainer.ddp.powersgd import SAVES_MIN
+from elaunch.trainer.ddp.quantised import HEADER_BYTES
 
 POWERSGD_RANK = 2
-# PowerSGDState.min_compression_rate: a matrix that saves less is sent whole.
-_SAVES_MIN = 2
 _LIMIT_S = 300.0
 
 
@@ -37,7 +37,8 @@ def formula(hook: str, ranks: int, shapes: Sequence[Sequence[int]], buckets: Seq
         case "fp16" | "bf16":
             return ring * 2 * elements
         case "quantised":
-            return (ranks - 1) * (elements + 8 * len(shapes))
+            # A bucket's shares cut one of its tensors at each border.
+            return ring * (elements + HEADER_BYTES * (len(shapes) + (ranks - 1) * len(buckets)))
         case "powersgd":
             return ring * 4 * sum(map(_powersgd_elements, shapes))
         case "batched-powersgd":
@@ -50,7 +51,7 @@ def _powersgd_elements(shape: Sequence[int]) -> int:
         return math.prod(shape)
     rows, columns = shape[0], math.prod(shape[1:])
     factors = POWERSGD_RANK * (rows + columns)
-    return factors if factors * _SAVES_MIN < rows * columns else rows * columns
+    return factors if factors * SAVES_MIN < rows * columns else rows * columns
 
 
 def counted(ranks: int) -> list[dict[str, object]]:

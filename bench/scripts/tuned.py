@@ -1,10 +1,12 @@
-"""One of two workers that train over a slow link: `tuned.py N cpu|accelerator`, with torch's variables of a rank.
+"""One of two workers that train over a slow link: `tuned.py N cpu|accelerator PARTS`, with torch's variables of a rank.
 
 With `cpu` it is the bundled GPT. With `accelerator` it is a chain of matrices, at each of which the worker pauses, as
 if something else computed: then the CPUs have only the communication to do.
 
-Tunes the communication twice, without and with lossy hooks. Then DDP's defaults and the two choices take turns, until
-each has had N steps. Rank 0 prints one line of JSON.
+PARTS is the model's size: 4 for 38 MB of gradients, 1 for 8 MB.
+
+Tunes the communication twice, first without lossy hooks, then these alone. Then DDP's defaults and the two choices take
+turns, until each has had N steps. Rank 0 prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from elaunch.trainer.tuning.rebuild import apply
 # Few windows, so that even the fastest link costs something beside them.
 WINDOWS, CONTEXT = 2, 64
 # Steps in which DDP settles after a change: PowerSGD needs three.
-SETTLING, IN_TURN = 3, 5
+SETTLING, IN_TURN = 3, 10
 _PROBE_BYTES = 4_000_000
-# The chain: 37.7 MB, and the pauses of a layer.
-LAYERS, WIDTH, FORWARD_S, BACKWARD_S = 9, 1024, 0.005, 0.010
+# The GPT's layers and width, and the chain's layers, by PARTS.
+SIZES = {4: (3, 512, 9), 1: (1, 384, 2)}
+# The chain's width, and the pauses of a layer.
+WIDTH, FORWARD_S, BACKWARD_S = 1024, 0.005, 0.010
 
 
 class Pausing(torch.autograd.Function):
@@ -50,9 +54,9 @@ class Pausing(torch.autograd.Function):
 class Chain(nn.Module):
     """Layers whose work is done elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
 
     def forward(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:
@@ -73,12 +77,13 @@ def link_mbit(peers: Peers) -> float:
     return 8 * _PROBE_BYTES / best_s / 1e6
 
 
-def main(count: int, compute: str) -> None:
+def main(count: int, compute: str, parts: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     is_gpt = compute == "cpu"
-    net: nn.Module = GPT(layers=3, heads=8, width=512, context=CONTEXT, dropout=0.0) if is_gpt else Chain()
+    layers, width, long = SIZES[parts]
+    net: nn.Module = GPT(layers=layers, heads=8, width=width, context=CONTEXT, dropout=0.0) if is_gpt else Chain(long)
     model = DistributedDataParallel(net)
     # As much as possible of a step is the backward pass.
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
@@ -103,8 +108,9 @@ def main(count: int, compute: str) -> None:
     found: dict[str, Any] = {"mbit": link_mbit(peers), "megabytes": sum(p.numel() for p in net.parameters()) * 4 / 1e6}
     contenders = {"DDP's defaults": CommSettings()}
     for name, lossy in (("tuned", False), ("tuned, lossy", True)):
-        apply(model, CommSettings())
-        tuned = tune(model, warm_up=backward, lossy=lossy, say=said.append)
+        # The second search goes on with the first one's buckets, as one search over everything would.
+        fixed = ("bucket_mb", "first_bucket_mb", "bucket_view") if lossy else ()
+        tuned = tune(model, warm_up=backward, lossy=lossy, fixed=fixed, say=said.append)
         assert tuned.result is not None, said
         contenders[name] = tuned.settings
         found[name] = {"words": tuned.settings.words, "passes": tuned.result.passes, "spent_s": tuned.result.spent_s}
@@ -122,4 +128,4 @@ def main(count: int, compute: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

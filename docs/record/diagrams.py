@@ -132,7 +132,7 @@ def generation() -> str:
         Box(740, 240, 200, "EXITED", ("report and exit code",), "plain"),
         Arrow(((200, 95), (368, 95)), "a table with a seat\nfor this node is sealed", (212, 72)),
         Arrow(((550, 95), (738, 95)), "a worker fails, a signal,\na newer generation", (572, 72)),
-        Arrow(((840, 60), (840, 20), (110, 20), (110, 58)), "no worker is left, and the job goes on", (372, 14)),
+        Arrow(((840, 60), (840, 30), (110, 30), (110, 58)), "no worker is left, and the job goes on", (372, 22)),
         Arrow(((460, 132), (460, 238)), "all exit with 0", (470, 190)),
         Arrow(((840, 132), (840, 238)), "the job has ended,\nor this node leaves", (715, 182)),
         Arrow(((550, 275), (738, 275)), "the job has ended", (588, 267)),
@@ -157,7 +157,7 @@ def ddp() -> str:
         Arrow(((330, 88), (330, 110), (340, 110), (340, 158)), "full: its all-reduce\nbegins", (350, 118)),
         Arrow(((570, 88), (570, 110), (580, 110), (580, 158)), "full", (590, 118)),
         Arrow(((690, 88), (690, 110), (700, 110), (700, 158)), "the last gradient", (710, 118)),
-        Arrow(((820, 180), (880, 180), (880, 90)), "all means are there", (830, 204)),
+        Arrow(((820, 180), (880, 180), (880, 90)), "all means are there", (826, 204)),
         Arrow(((20, 270), (940, 270)), "time of one rank: computing above, exchanging below. "
               "Red is exposed: nothing is left to compute meanwhile", (20, 258)),
     )  # fmt: skip

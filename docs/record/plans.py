@@ -98,7 +98,7 @@ def tensor_parallel() -> str:
         ("project", 80, "blue"), ("sum, scatter", 70, "grey"),
     ]  # fmt: skip
     for worker in range(2):
-        picture.text(20, 68 + worker * 136, f"worker {worker}")
+        picture.text(20, 68 + worker * 144, f"worker {worker}")
     x = 20
     for number, (name, width, colour) in enumerate(parts):
         for top in (80, 156):
@@ -113,9 +113,9 @@ def tensor_parallel() -> str:
                 picture.text(x + width / 2, 142 + 17 * line, word, "name")
         x += width + 22
     picture.text(
-        20, 236, "green: half of the positions. blue: all positions, and half of the heads, outputs or inputs."
+        20, 244, "green: half of the positions. blue: all positions, and half of the heads, outputs or inputs."
     )
-    picture.text(20, 254, "grey: the workers exchange activations. The backward pass gathers where this one scatters.")
+    picture.text(20, 262, "grey: the workers exchange activations. The backward pass gathers where this one scatters.")
     return picture.done()
 
 
@@ -150,12 +150,12 @@ def pipeline() -> str:
 def combinations() -> str:
     """Eight workers along three axes."""
     picture = Picture("Eight workers: dp=2,tp=2,pp=2", 960, 350)
-    for stage in range(2):
-        top = 66 + stage * 140
+    tops = (66, 206)
+    for stage, top in enumerate(tops):
         picture.text(20, top + 44, f"stage {stage} (pp)")
         picture.text(20, top + 62, "layers 0, 1" if not stage else "layers 2, 3")
         for replica in range(2):
-            left = 150 + replica * 410
+            left = 140 + replica * 440
             if not stage:
                 picture.text(left, 56, f"replica {replica} (dp): its own windows")
             picture.box(left, top, 350, 96, "grey")
@@ -163,18 +163,21 @@ def combinations() -> str:
                 x = left + 15 + part * 165
                 picture.box(x, top + 16, 155, 62, "green" if part else "blue")
                 picture.text(x + 77, top + 42, f"rank {stage * 4 + replica * 2 + part}", "name")
-                picture.text(x + 77, top + 62, f"{('first', 'second')[part]} half of each matrix", "mid")
-                if not stage:
-                    picture.arrow(x + 77, top + 78, x + 77, top + 154)
-            if not stage:
-                picture.text(left + 100, top + 122, "activations, half of the positions each")
-        picture.arrow(502, top + 40, 556, top + 40)
-        picture.arrow(558, top + 56, 504, top + 56)
-        picture.text(530, top + 84, "gradients", "mid")
+                picture.text(x + 77, top + 62, f"{('first', 'second')[part]} half of all", "mid")
+        picture.arrow(492, top + 40, 578, top + 40)
+        picture.arrow(578, top + 56, 492, top + 56)
+        picture.text(535, top + 76, "gradients", "mid")
+    # Above the boxes of both stages.
+    for left in (140, 580):
+        picture.arrow(left + 92, tops[0] + 78, left + 92, tops[1] + 14)
+        picture.arrow(left + 257, tops[0] + 78, left + 257, tops[1] + 14)
+        picture.text(left + 174, tops[0] + 114, "activations of half", "mid")
+        picture.text(left + 174, tops[0] + 130, "of the positions each", "mid")
     picture.text(
         20,
         330,
-        "Neighbouring ranks exchange most: tp in each block, dp once per step, pp at the boundary of two stages.",
+        "Blue and green: half of each matrix. Neighbouring ranks exchange most: tp in each block, pp at the boundary "
+        "of two stages, dp once per step.",
     )
     return picture.done()
 

@@ -11,6 +11,7 @@ from tests.harness import REPOSITORY, Job, wait_for
 from tests.ranks import RankForker, Ranks
 
 EXAMPLES = REPOSITORY / "examples"
+STRUCK = Path(__file__).with_name("struck.py")
 
 
 def told(forker: RankForker, name: str, *args: str, ranks: int = 2) -> str:
@@ -43,6 +44,15 @@ def killed_once(folder: Path, name: str, steps: int, *, after: str, rank: int = 
     assert re.search(rf"rank {rank} .* was killed by SIGKILL in generation 0", job.output), job.output
     wait_for(lambda: not job.processes(), "the job's processes to be gone")
     return job.output
+
+
+def struck_once(folder: Path, name: str, at: str, *args: str) -> str:
+    """What an example prints in generation 1, when rank 1 was killed as it came to the line with the text `at`."""
+    output = launched(folder, str(STRUCK), at, str(EXAMPLES / name), *args)
+    assert re.search(r"rank 1 .* was killed by SIGKILL in generation 0", output), output
+    _, again, after = output.partition("generation 1: 2 workers")
+    assert again, output
+    return after
 
 
 def weights(output: str, ranks: int = 2) -> dict[str, str]:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from elaunch.trainer.ddp.options import RANK, START, DdpOptions
-from elaunch.trainer.ddp.quantised import quantised_hook
+from elaunch.trainer.ddp.powersgd import PowerSgd, parts_as_square, parts_by_tensor, powersgd_hook
+from elaunch.trainer.ddp.quantised import Quantised
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,11 @@ def hook_for(options: DdpOptions, group: dist.ProcessGroup) -> Hook | None:
         case "bf16":
             return Hook(group, _bf16_hook, starts_later=False)
         case "quantised":
-            return Hook(group, quantised_hook, starts_later=False)
+            return Hook(group, Quantised().hook, starts_later=False)
         case "powersgd" | "batched-powersgd":
-            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-
-            from elaunch.trainer.ddp.batched_powersgd import batched_powersgd_hook
-
-            state = PowerSGDState(
-                group,
-                matrix_approximation_rank=options.powersgd_rank or RANK,
-                start_powerSGD_iter=options.powersgd_start or START,
-                # A gradient that is 0 everywhere must not become NaN.
-                orthogonalization_epsilon=1e-8,
-            )
-            return Hook(state, batched_powersgd_hook if options.hook == "batched-powersgd" else powerSGD_hook)
+            divide = parts_as_square if options.hook == "batched-powersgd" else parts_by_tensor
+            state = PowerSgd(group, options.powersgd_rank or RANK, options.powersgd_start or START, divide)
+            return Hook(state, powersgd_hook, starts_later=False)
         case _:
             raise ValueError(f"{options.hook} is no hook of elaunch's")
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass
 
-# torch's own default of PowerSGDState is 1000 steps, more than a short run has.
+# torch's PowerSGDState starts after 1000 steps, more than a short run has.
 RANK, START = 1, 10
 POWERSGD = ("powersgd", "batched-powersgd")
 HOOKS = ("none", "fp16", "bf16", "quantised", *POWERSGD)
@@ -83,9 +82,3 @@ class DdpOptions:
             "--find-unused-parameters": self.find_unused,
         }
         return [word for word, is_given in words.items() if is_given]
-
-    def missing(self) -> str:
-        """What this machine lacks for the options, in one sentence; "" if nothing."""
-        if self.is_powersgd and importlib.util.find_spec("numpy") is None:
-            return f"--comm-hook {self.hook} needs the package numpy: pip install numpy"
-        return ""

@@ -53,7 +53,7 @@ def register(model: DistributedDataParallel, hook: Hook) -> None:
 def hook_state(model: nn.Module) -> Any:
     """What the hook of `model` keeps from step to step, for the Keeper; None if it keeps nothing, or has no hook."""
     for _, state in getattr(model, "_comm_hooks", ()):
-        if hasattr(state, "error_dict") or hasattr(state, "state_dict"):
+        if hasattr(state, "state_dict"):
             return state
     return None
 

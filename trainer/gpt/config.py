@@ -222,8 +222,6 @@ class TrainConfig:
         """Raise ConfigError where this machine lacks what an option needs."""
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("--tensorboard needs the package tensorboard: pip install tensorboard")
-        if missing := self.ddp.missing():
-            raise ConfigError(missing)
         if self.compile and not (os.environ.get("CXX") or any(map(shutil.which, _COMPILERS))):
             raise ConfigError("--compile needs a C++ compiler, and none is on the PATH; install g++ or leave it out")
 

@@ -10,12 +10,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from elaunch.trainer.profiling.host import Range, host_times, idle_spans
 from elaunch.trainer.profiling.intervals import Span, union
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
+_ON_HOST = ("cpu_op", "user_annotation")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # Events of a backend that runs on CPUs: the time from its thread's first byte to its last.
 _BACKENDS = ("gloo:", "mpi:", "ucc:")
@@ -74,7 +76,8 @@ class RankActivity:
     """A rank's steps, in order, its collectives, by their begin, and the union of the time in which it computed.
 
     Times are the wall clock of the rank's host, in ns. `trouble` says why nothing is known of the rank. `groups` is the
-    number of process groups with more than one rank, 0 if it is not known.
+    number of process groups with more than one rank, 0 if it is not known. `host_ns` says what the host was in while
+    its GPU had nothing to do, over all steps; it is empty without a GPU.
     """
 
     rank: int
@@ -85,6 +88,7 @@ class RankActivity:
     computes: tuple[Span, ...] = ()
     groups: int = 0
     trouble: str = ""
+    host_ns: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_activity(trace: Mapping[str, Any], rank: int, *, first_step: int, host: str = "") -> RankActivity:
@@ -105,6 +109,8 @@ def read_activity(trace: Mapping[str, Any], rank: int, *, first_step: int, host:
             computes.append((begin_ns, end_ns))
         else:
             collectives.append(each)
+    busy = union([*computes, *((each.begin_ns, each.end_ns) for each in collectives)])
+    idle = idle_spans(((each.begin_ns, each.end_ns) for each in steps), busy)
     return RankActivity(
         rank,
         host,
@@ -113,6 +119,7 @@ def read_activity(trace: Mapping[str, Any], rank: int, *, first_step: int, host:
         tuple(sorted(collectives, key=lambda each: (each.begin_ns, each.end_ns))),
         tuple(union(computes)),
         _groups(trace),
+        host_ns=host_times(_ranges(slices, base_ns), idle) if on_gpu else {},
     )
 
 
@@ -127,6 +134,13 @@ def _steps(slices: Iterable[Mapping[str, Any]], base_ns: int, first_step: int) -
         if event.get("cat") != "gpu_user_annotation" and (match := _STEP.fullmatch(str(event.get("name"))))
     )
     return tuple(ProfiledStep(first_step + n - found[0][0], begin, end) for n, begin, end in found)
+
+
+def _ranges(slices: Iterable[Mapping[str, Any]], base_ns: int) -> Iterator[Range]:
+    for event in slices:
+        name = str(event.get("name"))
+        if event.get("cat") in _ON_HOST and not _STEP.fullmatch(name):
+            yield str(event.get("tid")), name, _span(event, base_ns)
 
 
 def _on_gpu(slices: Iterable[Mapping[str, Any]], base_ns: int) -> Iterator[Found]:

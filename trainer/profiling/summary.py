@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elaunch.trainer.profiling.activity import RankActivity, RankCollective
 from elaunch.trainer.profiling.clocks import ClockOffset
@@ -38,6 +38,11 @@ class StepShare:
     def overlap(self) -> float | None:
         """The share of communication that computation covers; None without communication."""
         return 1 - self.exposed_ns / self.communication_ns if self.communication_ns else None
+
+    @property
+    def idle_ns(self) -> int:
+        """The time in which it neither computes nor communicates."""
+        return self.length_ns - self.computation_ns - self.exposed_ns
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,10 @@ class Straggler:
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """All that is known of the profiled steps. `remarks` are sentences about what is not known, and why."""
+    """All that is known of the profiled steps. `remarks` are sentences about what is not known, and why.
+
+    `host_ns` says what the hosts were in while their GPUs had nothing to do: the mean of a step, the longest first.
+    """
 
     first_step: int
     last_step: int
@@ -80,6 +88,7 @@ class ProfileSummary:
     on_gpu: bool
     mfu: float | None
     remarks: tuple[str, ...]
+    host_ns: Mapping[str, float] = field(default_factory=dict)
 
     def mean(self, value: str) -> float:
         """The mean of a field of the shares over all ranks and steps, in ns."""
@@ -125,7 +134,15 @@ def summarize(
         any(each.on_gpu for each in known),
         flops_per_step / step_s / peak_flops if peak_flops and flops_per_step and step_s else None,
         tuple(remarks),
+        _host(known, len(shares)),
     )
+
+
+def _host(activities: Sequence[RankActivity], steps: int) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for each in activities:
+        total.update(each.host_ns)
+    return {name: ns / steps for name, ns in total.most_common()}
 
 
 def _shares(activity: RankActivity) -> Iterator[StepShare]:

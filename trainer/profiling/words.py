@@ -7,12 +7,16 @@ from typing import Any
 
 from elaunch.trainer.profiling.clocks import ClockOffset
 from elaunch.trainer.profiling.steps import StepWindow
-from elaunch.trainer.profiling.summary import Bucket, ProfileSummary, StepShare
+from elaunch.trainer.profiling.summary import ALL_REDUCE, Bucket, ProfileSummary, StepShare
 
 # The version of the record. It grows when a field goes or changes its meaning; a reader skips what it does not know.
 SCHEMA = 1
 # A rank is named if it caused this share of all waiting, and of the time of the steps.
 _MOST, _WORTH = 0.5, 0.01
+# Names in a sentence.
+_NAMED = 3
+# Idle GPUs are worth a word from this share of a step on.
+_IDLE = 0.1
 # Collectives in the record; the rest of a long list says nothing new.
 BUCKETS_MAX = 4000
 
@@ -32,7 +36,8 @@ def sentences(summary: ProfileSummary) -> list[str]:
 def _communication(summary: ProfileSummary) -> str:
     overlap, whole_ns = summary.overlap, summary.mean("communication_ns")
     if overlap is None:
-        return ", and the ranks exchanged nothing"
+        several = len({share.rank for share in summary.shares}) > 1
+        return ", and the ranks exchanged nothing" if several else ""
     reduce_ns, exposed_ns = summary.mean("all_reduce_ns"), summary.mean("exposed_all_reduce_ns")
     only_reduces = reduce_ns and reduce_ns >= 0.99 * whole_ns
     if not only_reduces:
@@ -51,13 +56,30 @@ def _straggler(summary: ProfileSummary) -> list[str]:
         return []
     steps_ns = summary.mean("length_ns") * (summary.last_step - summary.first_step + 1)
     worst = summary.stragglers[0] if summary.stragglers else None
-    if worst is None or worst.late_ns < _MOST * total_ns or worst.late_ns < _WORTH * steps_ns:
-        return [f"no rank was regularly the last to begin a collective, of {summary.matched}"]
-    mean_ns = worst.late_ns / worst.times
-    return [
-        f"rank {worst.rank} began {worst.times} of {summary.matched} collectives last, "
-        f"{_time(mean_ns)} after the others on average"
-    ]
+    if worst is None or total_ns < _WORTH * steps_ns:
+        return [f"no rank kept the others waiting: {_collectives(summary.matched)} compared"]
+    if worst.late_ns < _MOST * total_ns:
+        each = ", ".join(f"rank {one.rank} {_time(one.late_ns)}" for one in summary.stragglers[:_NAMED])
+        return [f"several ranks kept the others waiting in turns: {each} in {_collectives(summary.matched)}"]
+    longest = max((bucket for bucket in summary.buckets if bucket.last == worst.rank), key=lambda each: each.late_ns)
+    said = f"rank {worst.rank} came {_time(longest.late_ns)} late to {_collective(summary, longest)}; the others waited"
+    if worst.times == 1:
+        return [said]
+    mean = _time(worst.late_ns / worst.times)
+    return [f"{said}. It was the last in {worst.times} of {summary.matched} collectives, by {mean} on average"]
+
+
+def _collective(summary: ProfileSummary, one: Bucket) -> str:
+    """Which one it is: by its kind, and its place among those of its kind in the step."""
+    alike = [each for each in summary.buckets if (each.step, each.kind) == (one.step, one.kind)]
+    number = next(number for number, each in enumerate(alike, 1) if each is one)
+    kind = one.kind.replace("_", "-")
+    name = f"the all-reduce of bucket {number}" if one.kind == ALL_REDUCE else f"{kind} {number}"
+    return f"{name} in step {one.step}"
+
+
+def _collectives(count: int) -> str:
+    return f"{count} collective{'s' if count != 1 else ''}"
 
 
 def _device(summary: ProfileSummary) -> list[str]:
@@ -66,7 +88,16 @@ def _device(summary: ProfileSummary) -> list[str]:
         said.append(f"GPUs computed for {summary.mean('computation_ns') / summary.mean('length_ns'):.0%} of the time")
     if summary.mfu is not None:
         said.append(f"MFU {summary.mfu:.1%} (the profiler slows the steps down: metrics.jsonl has the usual one)")
-    return ["; ".join(said)] if said else []
+    return ["; ".join(said), *_host(summary)] if said else []
+
+
+def _host(summary: ProfileSummary) -> list[str]:
+    idle = summary.mean("idle_ns") / summary.mean("length_ns")
+    if not summary.on_gpu or not summary.host_ns or idle < _IDLE:
+        return []
+    longest = ", ".join(f"{name} {_time(ns)}" for name, ns in [*summary.host_ns.items()][:_NAMED])
+    whose = "the GPU" if len({share.rank for share in summary.shares}) == 1 else "each GPU"
+    return [f"{whose} waited for its host {idle:.0%} of the time; in each step the host was meanwhile in {longest}"]
 
 
 def _time(ns: float) -> str:
@@ -96,6 +127,8 @@ def record(
         "overlap": _share(summary.overlap),
         "on_gpu": summary.on_gpu,
         "gpu_busy": _share(summary.mean("computation_ns") / summary.mean("length_ns")) if _has_gpu(summary) else None,
+        "gpu_idle": _share(summary.mean("idle_ns") / summary.mean("length_ns")) if _has_gpu(summary) else None,
+        "host_s": {name: _seconds(ns) for name, ns in summary.host_ns.items()},
         "mfu": _share(summary.mfu),
         "steps": [_step(share) for share in summary.shares],
         "buckets": [_bucket(bucket) for bucket in shown],

@@ -100,7 +100,8 @@ def search(space: SearchSpace) -> Generator[TimedPass, float, SearchResult]:
         # A program can see them, so they need a reason.
         best = views if log.saves(views, best, GAIN_MIN) else best
     lossy = best
-    for settings in _hooked(space, best):
+    for hook in space.hooks if "hook" not in space.fixed else ():
+        settings = replace(best, hook=hook)
         yield from log.visit(settings)
         lossy = log.faster(lossy, settings)
 
@@ -125,20 +126,6 @@ def sizes(space: SearchSpace) -> list[CommSettings]:
         # One bucket: nothing overlaps with the backward pass, but it is one message.
         tried.append(_whole(space))
     return tried
-
-
-def _hooked(space: SearchSpace, best: CommSettings) -> list[CommSettings]:
-    """The lossy hooks to try, with the best settings that are not."""
-    tried = [replace(best, hook=hook) for hook in space.hooks if "hook" not in space.fixed]
-    if {"bucket_mb", "first_bucket_mb"} & space.fixed:
-        return [settings for settings in tried if settings.hook != "powersgd"]
-    # PowerSGD sends its second matrix when the first has come. With several buckets, gloo's ranks could send matrices
-    # of two of them in different orders.
-    one = _whole(space)
-    return [
-        replace(each, bucket_mb=one.bucket_mb, first_bucket_mb=one.first_bucket_mb) if each.hook == "powersgd" else each
-        for each in tried
-    ]
 
 
 def _whole(space: SearchSpace) -> CommSettings:

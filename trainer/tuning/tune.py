@@ -119,14 +119,9 @@ class _Tuning:
 
     def _able(self, hooks_to_try: Sequence[str]) -> tuple[str, ...]:
         """Those that can run on all ranks."""
-        # PowerSGD has one bucket: see `search`. A bucket has one type, and DDP sends another message beside it to find
-        # unused parameters.
-        types = {each.dtype for each in self._ddp.module.parameters() if each.requires_grad}
-        tried = [one for one in hooks_to_try if one != "powersgd" or len(types) == 1]
-        tried = [one for one in tried if one != "powersgd" or not self._ddp.find_unused_parameters]
-        here = {one for one in tried if hooks.works_here(one, self._ddp)}
+        here = {one for one in hooks_to_try if hooks.works_here(one, self._ddp)}
         everywhere = set.intersection(*self._peers.from_all(here))
-        return tuple(one for one in tried if one in everywhere)
+        return tuple(one for one in hooks_to_try if one in everywhere)
 
     def _remembered(self) -> tuple[TunedChoice | None, list[str]]:
         """The choice to use, None to measure, and what is said of it."""

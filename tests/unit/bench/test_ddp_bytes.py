@@ -16,8 +16,8 @@ SHAPES, BUCKETS = [[100, 80], [100]], [4 * 8100]
         ("none", 2, 4 * 8100),
         ("none", 4, 1.5 * 4 * 8100),
         ("fp16", 4, 1.5 * 2 * 8100),
-        # Each rank sends its codes and a header for each tensor to all others.
-        ("quantised", 3, 2 * (8100 + 16)),
+        # Codes and headers: of the two tensors, and of two more pieces where the shares' borders cut them.
+        ("quantised", 3, 4 / 3 * (8100 + 32)),
         # Two columns of 100 and two of 80, and the bias.
         ("powersgd", 2, 4 * (360 + 100)),
         # The bucket as a square of 90 × 90.

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from elaunch.trainer.ddp.options import HOOKS, DdpError, DdpOptions
+from elaunch.trainer.ddp.powersgd import PowerSgd
 from elaunch.trainer.ddp.wrapper import hook_state, wrap
 
 CPU = torch.device("cpu")
@@ -40,9 +40,10 @@ def gradients(model: nn.Module, steps: int = 4) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("hook", "tolerance"), [("none", 0.0), ("fp16", 1e-3), ("bf16", 1e-2), ("quantised", 2e-2), ("powersgd", 0.9)]
+    ("hook", "tolerance"), [("none", 0.0), ("fp16", 1e-3), ("bf16", 1e-2), ("quantised", 2e-2), ("powersgd", 1e-5)]
 )
 def test_each_hook_gives_the_gradients_within_its_precision(hook: str, tolerance: float) -> None:
+    # Both samples are equal, so each gradient is a matrix of rank 1.
     start = 2 if "powersgd" in hook else None
     exact = gradients(network())
 
@@ -52,29 +53,12 @@ def test_each_hook_gives_the_gradients_within_its_precision(hook: str, tolerance
     assert torch.equal(found, exact) == (hook == "none")
 
 
-def error_of_batched(steps: int, rank: int) -> float:
-    """The relative error of the sum of all steps' gradients after PowerSGD has begun. The model does not change."""
-    model = wrap(network(), DdpOptions("batched-powersgd", rank, 2, bucket_mb=0.02), CPU)
-    gradients(model, 2)
-    exact = gradients(network(), 1)
-    total = sum((gradients(model, 1) for _ in range(steps)), torch.zeros_like(exact))
-    return float((total - steps * exact).norm() / exact.norm() / steps)
-
-
-def test_batched_powersgd_of_full_rank_is_exact_and_of_a_low_one_it_sends_the_rest_later() -> None:
-    assert error_of_batched(3, rank=1000) < 1e-5
-    one, many = error_of_batched(1, rank=2), error_of_batched(60, rank=2)
-    assert 0.3 < one < 1.0
-    # Without error feedback it would stay the same.
-    assert many < one / 3
-
-
 @pytest.mark.parametrize("hook", HOOKS)
 def test_only_powersgd_has_a_state_to_keep(hook: str) -> None:
     model = wrap(network(), DdpOptions(hook), CPU)
 
-    assert isinstance(hook_state(model), PowerSGDState) == (hook in ("powersgd", "batched-powersgd"))
-    assert hook_state(model) is None or hook_state(model).start_powerSGD_iter == 10
+    assert isinstance(hook_state(model), PowerSgd) == (hook in ("powersgd", "batched-powersgd"))
+    assert hook_state(model) is None or hook_state(model).start == 10
     assert hook_state(nn.Linear(1, 1)) is None
 
 

@@ -65,14 +65,6 @@ def test_a_hook_makes_another_run_and_a_buckets_size_does_not() -> None:
     assert TrainConfig().identity["comm_hook"] is None
 
 
-def test_powersgd_without_numpy_is_refused_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-
-    with pytest.raises(ConfigError, match=r"--comm-hook powersgd needs the package numpy: pip install numpy"):
-        parse(["--comm-hook", "powersgd"], TWO)
-    assert parse(["--comm-hook", "fp16"], TWO)
-
-
 def test_the_options_do_not_import_torch() -> None:
     code = "import sys, elaunch.trainer.ddp.options; sys.exit('torch' in sys.modules)"
 

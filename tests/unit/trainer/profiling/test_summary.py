@@ -10,7 +10,7 @@ from elaunch.trainer.profiling.activity import RankActivity
 from elaunch.trainer.profiling.clocks import ClockOffset
 from elaunch.trainer.profiling.summary import Straggler, summarize
 from elaunch.trainer.profiling.words import SCHEMA, record, sentences
-from tests.unit.trainer.profiling.traces import Event, activity, gloo, kernel, ns, op, step
+from tests.unit.trainer.profiling.traces import Event, activity, gloo, kernel, ns, op, slice_of, step
 
 SAME = [ClockOffset(), ClockOffset(), ClockOffset(), ClockOffset()]
 
@@ -76,7 +76,10 @@ def test_the_rank_that_begins_a_collective_last_is_late_by_what_the_others_wait(
 
     assert [(bucket.last, bucket.late_ns) for bucket in found.buckets] == [(1, ns(3)), (1, ns(1))] * 2
     assert found.stragglers == (Straggler(1, 4, ns(8)),)
-    assert "rank 1 began 4 of 4 collectives last, 2.0 ms after the others on average" in sentences(found)
+    assert (
+        "rank 1 came 3.0 ms late to the all-reduce of bucket 1 in step 10; the others waited. "
+        "It was the last in 4 of 4 collectives, by 2.0 ms on average"
+    ) in sentences(found)
 
 
 def test_lateness_is_that_against_the_median_of_the_others() -> None:
@@ -94,7 +97,30 @@ def test_a_rank_that_is_last_by_less_than_a_thread_takes_to_wake_is_not_late() -
     found = summarize(ranks, SAME)
 
     assert found.stragglers == ()
-    assert "no rank was regularly the last to begin a collective, of 1" in sentences(found)
+    assert "no rank kept the others waiting: 1 collective compared" in sentences(found)
+
+
+def test_a_rank_that_is_late_once_is_said_without_a_mean_and_other_collectives_by_their_number() -> None:
+    ranks = [
+        activity(step(1, 0, 20), gloo(1, 3, name="allgather"), gloo(at, 15, name="allgather"), rank=rank)
+        for rank, at in enumerate((4.0, 9.0))
+    ]
+
+    assert (
+        sentences(summarize(ranks, SAME))[1] == "rank 1 came 5.0 ms late to all-gather 2 in step 10; the others waited"
+    )
+
+
+def test_ranks_that_are_late_in_turns_are_named_with_what_each_cost() -> None:
+    late = {0: (1, 4, 9), 1: (3, 4, 9), 2: (1, 6.2, 9), 3: (1, 4, 10.9)}
+    ranks = [
+        activity(step(1, 0, 20), *(gloo(at, 15, size) for size, at in enumerate(begins, 100)), rank=rank)
+        for rank, begins in late.items()
+    ]
+
+    assert sentences(summarize(ranks, SAME))[1] == (
+        "several ranks kept the others waiting in turns: rank 2 2.2 ms, rank 1 2.0 ms, rank 3 1.9 ms in 3 collectives"
+    )
 
 
 def test_a_rank_that_is_late_to_a_broadcast_keeps_nobody_waiting() -> None:
@@ -159,9 +185,11 @@ def test_the_summary_is_said_in_one_to_three_sentences() -> None:
         "steps 10 to 11 took 20.0 ms each: all-reduce was under way for 8.5 ms, of which 5.0 ms were exposed "
         "(25% of the step); computation covered 41%"
     )
-    assert second.startswith("rank 1 began 4 of 4")
+    assert second.startswith("rank 1 came 3.0 ms late")
     alone = sentences(summarize([activity(step(1, 0, 20), op("aten::mm", 0, 9))], SAME))
-    assert alone == ["step 10 took 20.0 ms, and the ranks exchanged nothing"]
+    assert alone == ["step 10 took 20.0 ms"]
+    apart = [activity(step(1, 0, 20), op("aten::mm", 0, 9), rank=rank) for rank in range(2)]
+    assert sentences(summarize(apart, SAME)) == ["step 10 took 20.0 ms, and the ranks exchanged nothing"]
 
 
 def test_gpus_have_a_share_of_time_and_an_mfu_if_the_peak_is_known() -> None:
@@ -171,8 +199,49 @@ def test_gpus_have_a_share_of_time_and_an_mfu_if_the_peak_is_known() -> None:
 
     # 4 GFLOP in 20 ms are 0.2 TFLOPS.
     assert found.mfu == pytest.approx(0.2)
-    assert "GPUs computed for 75% of the time; MFU 20.0%" in sentences(found)[-1]
+    assert "GPUs computed for 75% of the time; MFU 20.0%" in sentences(found)[1]
     assert summarize(ranks, SAME, flops_per_step=4e9).mfu is None
+
+
+def test_an_idle_gpu_is_said_with_what_its_host_was_in_meanwhile() -> None:
+    def annotation(name: str, begin_ms: float, end_ms: float) -> Event:
+        return slice_of(name, begin_ms, end_ms, "user_annotation")
+
+    found = summarize(
+        [
+            activity(
+                *(step(1, 0, 20), step(2, 20, 40)),
+                *(kernel("gemm", 5, 10), kernel("ncclDevKernel_AllReduce", 12, 14), kernel("gemm", 24, 29)),
+                # Idle: 0 to 5, 10 to 12, 14 to 24 and 29 to 40 ms.
+                *(annotation("DDP.forward", 1, 6), op("aten::linear", 2, 4)),
+                op("autograd::engine::evaluate_function: MmBackward0", 10, 11.5, tid=101),
+                op("autograd::engine::evaluate_function: AddBackward0", 11.5, 12.5, tid=101),
+                *(annotation("Optimizer.step#AdamW.step", 14, 22), op("aten::copy_", 30, 31)),
+            )
+        ],
+        SAME,
+    )
+
+    # 8, 4, 2 and 1 ms, and the rest of 28 ms is in no range; a step has half of it.
+    assert dict(found.host_ns) == {
+        "Python outside of operators": ns(6.5),
+        "Optimizer.step#AdamW.step": ns(4),
+        "DDP.forward": ns(2),
+        "backward pass": ns(1),
+        "aten::copy_": ns(0.5),
+    }
+    assert sentences(found)[-1] == (
+        "the GPU waited for its host 70% of the time; in each step the host was meanwhile in "
+        "Python outside of operators 6.5 ms, Optimizer.step#AdamW.step 4.0 ms, DDP.forward 2.0 ms"
+    )
+    made = record(found, generation=0, ranks=[], trace="")
+    assert (made["gpu_idle"], made["host_s"]["backward pass"]) == (0.7, 0.001)
+
+
+def test_a_gpu_that_is_busy_has_no_word_about_its_host() -> None:
+    found = summarize([activity(step(1, 0, 20), kernel("gemm", 0, 19), op("aten::mm", 0, 2))], SAME)
+
+    assert sentences(found) == ["step 10 took 20.0 ms", "GPUs computed for 95% of the time"]
 
 
 def test_the_record_is_json_with_a_schema_and_seconds() -> None:

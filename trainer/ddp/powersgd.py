@@ -1,0 +1,217 @@
+"""PowerSGD: ranks exchange two thin factors of each gradient matrix in place of the matrix.
+
+The method is that of Vogels et al., "PowerSGD" (2019), with error feedback and warm start, as in torch's
+`powerSGD_hook` and `batched_powerSGD_hook`. Those cannot be taken. With several buckets torch's hook starts collectives
+from callbacks, in another order on each rank, and hangs with gloo. Its batched hook raises at its first compression.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from elaunch.trainer.ddp.quantised import devices_of
+
+# A matrix whose factors have not less than this part of its elements is sent whole.
+SAVES_MIN = 2
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a flat tensor is compressed: the places of its matrices, and of what is sent whole, as offsets."""
+
+    matrices: tuple[tuple[int, Shape], ...]
+    whole: tuple[tuple[int, int], ...]
+
+
+def parts_by_tensor(shapes: Sequence[Sequence[int]], rank: int) -> Parts:
+    """Each parameter's gradient is a matrix: its first dimension by all others. Vectors are sent whole."""
+    matrices: list[tuple[int, Shape]] = []
+    whole: list[tuple[int, int]] = []
+    offset = 0
+    for shape in shapes:
+        size = math.prod(shape)
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = size // max(rows, 1)
+        if rank * (rows + columns) * SAVES_MIN < size and len(shape) > 1:
+            matrices.append((offset, (rows, columns)))
+        else:
+            whole.append((offset, size))
+        offset += size
+    return Parts(tuple(matrices), tuple(whole))
+
+
+def parts_as_square(shapes: Sequence[Sequence[int]], rank: int) -> Parts:
+    """The bucket is one matrix, nearly square. The few elements that are left over are sent whole."""
+    size = sum(map(math.prod, shapes))
+    side = math.isqrt(size)
+    # Of these heights none has 1 % more in its factors than the square, and one of them leaves hardly anything over.
+    rows = min(range(side, side * 7 // 8, -1), key=lambda height: size % height, default=1)
+    columns = size // rows
+    if rank * (rows + columns) * SAVES_MIN >= size:
+        return Parts((), ((0, size),))
+    left = size - rows * columns
+    return Parts(((0, (rows, columns)),), ((rows * columns, left),) if left else ())
+
+
+class PowerSgd:
+    """The hook's state: each bucket's error, and the right factors of all matrices, by their shapes.
+
+    The first `start` steps exchange whole gradients. `divide` is `parts_by_tensor` or `parts_as_square`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, start: int, divide: Callable[[Sequence[Sequence[int]], int], Parts]
+    ) -> None:
+        self.group, self.rank, self.start = group, rank, start
+        self._divide = divide
+        self._step = 0
+        self._errors: list[Tensor] = []
+        self._factors: list[Tensor] = []
+        self._buckets: list[_Bucket] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The present state, not copied."""
+        return {"step": self._step, "errors": self._errors, "factors": self._factors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of `state_dict`, which is not copied."""
+        self._step, self._errors, self._factors = state["step"], [*state["errors"]], [*state["factors"]]
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The future mean of all ranks' gradients. The last bucket's call completes all of them."""
+        # DDP makes its buckets anew in the first steps, and an error belongs to a bucket.
+        if self._step < self.start:
+            self._step += bucket.is_last()
+            return allreduce_hook(self.group, bucket)
+        if bucket.index() == 0:
+            # An earlier backward pass may have failed halfway.
+            self._buckets = []
+        shapes = [part.shape for part in bucket.gradients()]
+        self._buckets.append(_Bucket(bucket.buffer(), self._divide(shapes, self.rank)))
+        future = self._buckets[-1].future
+        if bucket.is_last():
+            # All ranks come here with the same matrices, so two messages are enough, and their order is certain. They
+            # are small: nothing is lost if the backward pass is over.
+            self._exchange_all(self._buckets)
+            self._buckets = []
+            self._step += 1
+        return future
+
+    def _exchange_all(self, buckets: Sequence["_Bucket"]) -> None:
+        if [each.shape for each in self._errors] != [each.gradient.shape for each in buckets]:
+            # The first compression, or a restart with other buckets.
+            self._errors = [torch.zeros_like(each.gradient) for each in buckets]
+            self._factors = []
+        by_shape: dict[Shape, list[tuple[Tensor, Tensor]]] = {}
+        whole: list[Tensor] = []
+        for bucket, error in zip(buckets, self._errors, strict=True):
+            # The sum of gradient and error stands where the error stood, and the mean comes where the gradient is.
+            error.add_(bucket.gradient)
+            for shape, mean, own in bucket.matrices(error):
+                by_shape.setdefault(shape, []).append((mean, own))
+            whole += bucket.whole(error)
+        wide = reduce(torch.promote_types, [each.gradient.dtype for each in buckets], torch.float32)
+        if not self._factors:
+            self._factors = [self._random(len(batch), shape[1], batch[0][0]) for shape, batch in by_shape.items()]
+        lefts = [
+            _products([(own, right) for (_, own), right in zip(batch, orthogonal(factor), strict=True)], wide)
+            for batch, factor in zip(by_shape.values(), self._factors, strict=True)
+        ]
+        *lefts, sums = self._summed([*lefts, torch.cat([each.to(wide) for each in (*whole, self._errors[0][:0])])])
+        lefts = [orthogonal(left) for left in lefts]
+        rights = [
+            _products([(own.t(), left) for (_, own), left in zip(batch, its, strict=True)], wide)
+            for batch, its in zip(by_shape.values(), lefts, strict=True)
+        ]
+        self._factors = [each.div_(self.group.size()) for each in self._summed(rights)]
+        for batch, its, factor in zip(by_shape.values(), lefts, self._factors, strict=True):
+            for (mean, _), left, right in zip(batch, its, factor, strict=True):
+                torch.mm(left.to(mean.dtype), right.t().to(mean.dtype), out=mean)
+        self._finish(buckets, sums.div_(self.group.size()))
+
+    def _finish(self, buckets: Sequence["_Bucket"], whole: Tensor) -> None:
+        offset = 0
+        for bucket, error in zip(buckets, self._errors, strict=True):
+            for mean, own in zip(bucket.whole(bucket.gradient), bucket.whole(error), strict=True):
+                mean.copy_(whole[offset : offset + mean.numel()])
+                # Nothing of it was left out.
+                own.copy_(mean)
+                offset += mean.numel()
+            error.sub_(bucket.gradient)
+            bucket.future.set_result(bucket.gradient)
+
+    def _random(self, count: int, columns: int, like: Tensor) -> Tensor:
+        """The first right factors: the same on all ranks. The generators of the training are left alone."""
+        source = torch.Generator().manual_seed(columns)
+        return torch.randn(count, columns, min(self.rank, columns), generator=source).to(like.device)
+
+    def _summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of all over the ranks, in one message."""
+        message = torch.cat([each.flatten() for each in tensors])
+        if message.numel():
+            dist.all_reduce(message, group=self.group)
+        parts = torch.split(message, [each.numel() for each in tensors])
+        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+
+
+def powersgd_hook(state: PowerSgd, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP calls for each bucket."""
+    return state.exchange(bucket)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Orthonormal columns that span those of each matrix of a batch: (matrices, rows, columns) float32.
+
+    A column that is 0 becomes a column of the unit matrix, so a gradient that was 0 is seen when it is not any more.
+    """
+    rows, columns = matrices.shape[1:]
+    unit = torch.eye(rows, columns, dtype=matrices.dtype, device=matrices.device)
+    found = torch.where((matrices == 0).all(dim=1, keepdim=True), unit, matrices)
+    # Lengths are near 1 first: squares of small gradients would be 0.
+    found = found / found.abs().amax(dim=1, keepdim=True)
+    for column in range(columns):
+        its = found[:, :, column : column + 1]
+        before = found[:, :, :column]
+        # Once is not enough for columns that are nearly parallel.
+        for _ in range(2 if column else 0):
+            its -= before @ (before.mT @ its)
+        its /= torch.linalg.vector_norm(its, dim=1, keepdim=True).clamp_min(torch.finfo(its.dtype).tiny)
+    return found
+
+
+class _Bucket:
+    """A bucket that waits for the last one."""
+
+    def __init__(self, gradient: Tensor, parts: Parts) -> None:
+        self.gradient = gradient
+        self._parts = parts
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices_of(gradient))
+
+    def matrices(self, error: Tensor) -> list[tuple[Shape, Tensor, Tensor]]:
+        """Each matrix: its shape, and its places in the gradient and in the error."""
+        return [
+            (shape, _matrix(self.gradient, offset, shape), _matrix(error, offset, shape))
+            for offset, shape in self._parts.matrices
+        ]
+
+    def whole(self, flat: Tensor) -> list[Tensor]:
+        """The parts of the gradient, or of its error, that are sent whole."""
+        return [flat[offset : offset + size] for offset, size in self._parts.whole]
+
+
+def _matrix(flat: Tensor, offset: int, shape: Shape) -> Tensor:
+    return flat[offset : offset + math.prod(shape)].view(shape)
+
+
+def _products(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    """The products of each matrix with its factor, as one batch. A copy of all matrices would take longer than them."""
+    return torch.stack([matrix @ factor.to(matrix.dtype) for matrix, factor in pairs]).to(dtype)
