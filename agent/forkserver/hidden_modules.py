@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -93,36 +93,40 @@ class Gate:
 
     def open(self, name: str) -> None:
         """Put the module back, with all that came when its package was imported, and what they have imported."""
-        brought = self._where.get(name)
-        if brought is None:
-            # Another thread has put it back.
-            return
-        for each in self._learned if brought.is_learned else ():
-            if each is brought:
-                break
-            self._open_one("", each)
-        self._open_one(name, brought)
-
-    def _open_one(self, name: str, brought: Brought) -> None:
         with self._lock:
-            if not any(self._where.get(each) is brought for each in brought.modules):
+            brought = self._where.get(name)
+            if brought is None:
+                # Another thread has put it back.
                 return
-            back = self._put_back(name, brought)
+            opened = [(each, self._put_back(name, each)) for each in self._taken(brought)]
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
-        # The import sets these variables in a fresh interpreter too.
-        own = {n: value for n, value in brought.sets.items() if n not in changed}
-        restore_environment(own)
-        self._environment |= {n: value for n, value in own.items() if value is not None}
-        for each in back:
-            _find_out_again(each, brought)
-        after_fork.set_threads(changed, back)
-        if self._is_moved and FOLDER in brought.readers:
-            changed.add(FOLDER)
-        self._tell(name or brought.name, replay(changed, brought.readers, back) - {FOLDER})
-        if brought.is_learned and any(_has_torch(module) for module in back.values()):
+        for each, back in opened:
+            self._set_own(each, changed)
+            for known in back if each.ranks or each.handlers else ():
+                _find_out_again(known, each)
+        modules = {known: module for _, back in opened for known, module in back.items()}
+        after_fork.set_threads(changed, modules)
+        for each, back in opened:
+            moved = {FOLDER} & each.readers.keys() if self._is_moved else set()
+            self._tell(name if each is brought else each.name, replay(changed | moved, each.readers, back) - {FOLDER})
+        if brought.is_learned and any(map(_has_torch, modules.values())):
             # The program may never import it by itself.
             for of_torch in _OF_TORCH:
                 self.open(of_torch)
+
+    def _taken(self, brought: Brought) -> list[Brought]:
+        """What comes back with it, which is itself the last one. Of learned ones each comes back once, and whole."""
+        if not brought.is_learned:
+            return [brought]
+        count = next(number for number, each in enumerate(self._learned, 1) if each is brought)
+        taken, self._learned = self._learned[:count], self._learned[count:]
+        return taken
+
+    def _set_own(self, brought: Brought, changed: Collection[str]) -> None:
+        """Set the variables that the import sets in a fresh interpreter too."""
+        own = {n: value for n, value in brought.sets.items() if n not in changed}
+        restore_environment(own)
+        self._environment |= {n: value for n, value in own.items() if value is not None}
 
     def _put_back(self, name: str, brought: Brought) -> dict[str, ModuleType]:
         package = name.partition(".")[0]
@@ -137,7 +141,8 @@ class Gate:
             sys.modules.setdefault(known, module)
             del self._where[known]
         if whole:
-            _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])
+            if brought.filters:
+                _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])
             for call, args, kwargs in brought.at_exit:
                 atexit.register(call, *args, **kwargs)
         if not self._where:

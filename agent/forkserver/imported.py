@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+_STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
 
 
 def listed(environment: Mapping[str, str]) -> bytes:
@@ -54,6 +55,17 @@ def candidates(text: bytes, left_out: Collection[str]) -> tuple[tuple[str, ...],
 def is_installed(name: str, origin: str) -> bool:
     """Whether a module is Python's own or of an installed package."""
     return name.partition(".")[0] in sys.stdlib_module_names or _is_in_package(name, origin)
+
+
+def is_suitable(name: str, origins: Mapping[str, Collection[str]]) -> bool:
+    """Whether a module is no code of the user, which may be another one at each start.
+
+    `origins` are the files of modules, or the folders of a package without a text. A module without either was made by
+    an importer of its package, as `six.moves`: it is of that package.
+    """
+    found = origins.get(name) or origins.get(name.partition(".")[0], ())
+    # Some of Python's own have the platform in their name, which the list of names lacks.
+    return any(is_installed(name, each) or os.path.dirname(each) == _STANDARD for each in found)  # noqa: PTH120
 
 
 def _is_in_package(name: str, origin: str) -> bool:

@@ -16,11 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NoReturn
 
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver.fork_safety import cuda_is_on, open_files, shadows
-from elaunch.agent.forkserver.imported import is_installed
+from elaunch.agent.forkserver.imported import is_suitable
 from elaunch.agent.forkserver.kept_at_import import rank_statement
 from elaunch.agent.forkserver.loads import Load, select
 from elaunch.agent.forkserver.lookups import keeper
@@ -110,7 +111,9 @@ class _ImportWatch:
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self._environment = dict(os.environ)
-        self._origins: dict[str, str] = {}
+        loaded = {name: module for name, module in sys.modules.items() if isinstance(module, ModuleType)}
+        # A lazy module would import more if it were asked for an attribute that it lacks.
+        self._origins = {name: _origins(vars(module).get("__spec__")) for name, module in loaded.items()}
         # Modules that keep the value of a variable, by that variable.
         self._keepers: dict[str, set[str]] = {}
         self._root = Load("")
@@ -134,7 +137,7 @@ class _ImportWatch:
             with suppress(Exception, SystemExit):
                 importlib.import_module(name)
         for load in (each for root in self._root.loads for each in root.all()):
-            if not is_installed(load.name, self._origins[load.name]):
+            if not is_suitable(load.name, self._origins):
                 load.why = "is not of an installed package"
         return self._selected(program, loaded_at_start)
 
@@ -172,9 +175,7 @@ class _ImportWatch:
         def watched(spec: Any) -> Any:
             self._look()
             load = Load(spec.name)
-            # A package without a text of its own is where its modules are.
-            places = spec.submodule_search_locations or ()
-            self._origins[spec.name] = spec.origin or next((f"{place}/" for place in places), "")
+            self._origins[spec.name] = _origins(spec)
             self._running[-1].asked.add(spec.name)
             self._running[-1].loads.append(load)
             self._running.append(load)
@@ -232,6 +233,13 @@ class _ImportWatch:
             return lookup(variables, name)
 
         environ.__getitem__ = watched
+
+
+def _origins(spec: Any) -> tuple[str, ...]:
+    """A module's file. A package without a text of its own is where its modules are."""
+    if spec is None or spec.origin:
+        return (str(spec.origin),) if spec else ()
+    return tuple(f"{place}/" for place in spec.submodule_search_locations or ())
 
 
 def _sources(module: Any, item: str) -> set[str]:

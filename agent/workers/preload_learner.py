@@ -31,7 +31,8 @@ from elaunch.rendezvous.job_spec import Program
 # A program imports more in its first steps, which come after its process group.
 _SETTLED_S = 5.0
 # What saves less is not worth a second fork server, and its memory.
-_WORTH_S = 0.1
+_WORTH_S = 0.05
+_REASONS_MAX = 20
 _COSTS_SHOWN = 4
 _COST_SHOWN_S = 0.05
 _READ_BYTES = 1 << 16
@@ -139,18 +140,37 @@ class PreloadLearner:
         self._probe = None
         probe.close()
         try:
-            selection = decode(ProbeAnswer, probe.said.decode()).selection
+            answer = decode(ProbeAnswer, probe.said.decode())
         except ValueError:
             # With its generation the process ends too, and the workers of the next one can be asked again. If it ended
             # before, an import has ended it, and would end the next one too.
             self._is_done = self._ended < probe.generation
             if self._is_done:
-                self._refuse("an import ended the process that tried it")
+                why = "an import ended the process that tried it"
+                self._stamp(probe, ProbeAnswer(failed=why), is_worth=False)
+                self._refuse(why)
             return
-        if selection.saved_s >= _WORTH_S:
+        selection = answer.selection
+        is_worth = selection.saved_s >= _WORTH_S
+        self._stamp(probe, answer, is_worth=is_worth)
+        if is_worth:
             variables = tuple(sorted({*self._learned.variables, *probe.wanted.variables}))
             program = together(self._learned.program, selection)
             self._prepare(replace(self._learned, program=program, variables=variables))
+
+    def _stamp(self, probe: _Probe, answer: ProbeAnswer, *, is_worth: bool) -> None:
+        selection = answer.selection
+        self._reporter.timeline.stamp(
+            probe.generation,
+            "imports_tried",
+            modules=len(probe.wanted.names),
+            saved_s=round(selection.saved_s, 3),
+            is_worth=is_worth,
+            left_out=len(selection.left_out),
+            left_out_s=round(selection.left_out_s, 3),
+            reasons=selection.reasons[:_REASONS_MAX],
+            failed=answer.failed,
+        )
 
     def _prepare(self, learned: Learned) -> None:
         with suppress(OSError):

@@ -18,9 +18,26 @@ from tests.harness import script, wait_for
 BY = "import os\nBY = os.getpid()\n"
 SLOW = "import time\nuntil_s = time.process_time() + 0.3\nwhile time.process_time() < until_s: pass\n"
 THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+# As six makes `six.moves`: its importer makes a module that has no file.
+MAKER = """
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+class Importer:
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name == "maker.moves" else None
+    def create_module(self, spec):
+        return ModuleType(spec.name)
+    def exec_module(self, module):
+        module.__path__ = []
+__path__ = []
+sys.meta_path.append(Importer())
+"""
 PACKAGES = {
-    # It costs time, sets a variable, and prints.
-    "heavy": BY + SLOW + "os.environ['HEAVY'] = 'is here'\nprint('heavy runs')\n",
+    "maker": MAKER,
+    # It costs time, sets a variable, prints, and needs a module without a file and one with the platform's name.
+    "heavy": BY + SLOW + "import maker.moves, sysconfig\nsysconfig.get_config_vars()\n"
+    "os.environ['HEAVY'] = 'is here'\nprint('heavy runs')\n",
     "ranked": BY + "RANK = os.environ.get('LOCAL_RANK', 'none')\n",
     "keeps": BY + "MODE = os.environ.get('MODE', 'unset')\n",
     "uses_keeps": BY + "import keeps\n",

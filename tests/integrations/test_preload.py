@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -152,15 +153,30 @@ def restarted(job: Job, generation: int) -> tuple[float, list[Step]]:
     return max(each.at_s for each in steps) - killed_s, steps
 
 
+def await_learning(job: Job, logs: Path) -> None:
+    """Wait until the next workers have what the program imports. Fails with the reason if they will not."""
+
+    def is_learned() -> bool:
+        # The last line may be half written.
+        lines = [line for file in logs.glob("*/timeline.jsonl") for line in file.read_text().split("\n")[:-1]]
+        tried = next((line for line in lines if '"imports_tried"' in line), None)
+        assert tried is None or json.loads(tried)["is_worth"], tried
+        assert "workers import what the program needs again" not in job.stderr, job.stderr
+        assert job.process.poll() is None, job.output
+        return "workers have them from the beginning" in job.stderr
+
+    wait_for(is_learned, "what the program imports", 500)
+
+
 @pytest.mark.parametrize("library", PROGRAMS)
 def test_a_restart_and_the_next_start_need_no_imports(tmp_path: Path, library: str) -> None:
     require("lightning" if library == "fabric" else library)
     script(tmp_path, PROGRAMS[library])
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    arguments = ("--nproc-per-node", "2", "--failure-grace", "0.1", "train.py")
+    arguments = ("--nproc-per-node", "2", "--failure-grace", "0.1", "--log-dir", "logs", "train.py")
 
     with Job(tmp_path, *arguments, env=env) as job:
-        job.wait_for_output("workers have them from the beginning", 300)
+        await_learning(job, tmp_path / "logs")
         first = first_steps(job, 0)
         took_s, second = restarted(job, 0)
     with Job(tmp_path, *arguments, env=env) as again:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+import sysconfig
 from types import ModuleType
 
 import pytest
 
-from elaunch.agent.forkserver.imported import candidates, is_installed, listed
+from elaunch.agent.forkserver.imported import candidates, is_installed, is_suitable, listed
 
 
 class Odd(ModuleType):
@@ -70,3 +72,40 @@ def test_only_modules_of_installed_packages_are_candidates() -> None:
 )
 def test_what_is_installed(name: str, origin: str, expected: bool) -> None:
     assert is_installed(name, origin) is expected
+    assert is_suitable(name, {name: (origin,)}) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "origins", "expected"),
+    [
+        ("google", ("/home/me/google/", "/venv/lib/python3.11/site-packages/google/"), True),
+        ("google", ("/home/me/google/",), False),
+        ("google.mine", ("/home/me/google/mine.py",), False),
+    ],
+)
+def test_a_package_without_a_text_is_suitable_if_a_part_of_it_is_installed(
+    name: str, origins: tuple[str, ...], expected: bool
+) -> None:
+    google = ("/home/me/google/", "/venv/lib/python3.11/site-packages/google/")
+    assert is_suitable(name, {"google": google, name: origins}) is expected
+
+
+@pytest.mark.parametrize(
+    ("origins", "expected"),
+    [(("/venv/lib/python3.11/site-packages/six.py",), True), (("/home/me/six.py",), False), ((), False)],
+)
+def test_a_module_without_a_file_is_of_the_package_whose_importer_has_made_it(
+    origins: tuple[str, ...], expected: bool
+) -> None:
+    assert is_suitable("six.moves.urllib", {"six": origins, "six.moves.urllib": ()}) is expected
+
+
+def test_a_module_of_pythons_own_folder_is_suitable_whatever_its_name() -> None:
+    sysconfig.get_config_vars()
+    name = next(name for name in sys.modules if name.startswith("_sysconfigdata"))
+    spec = importlib.util.find_spec(name)
+
+    assert spec is not None
+    assert spec.origin is not None
+    assert name not in sys.stdlib_module_names
+    assert is_suitable(name, {name: (spec.origin,)})

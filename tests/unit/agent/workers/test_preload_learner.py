@@ -1,7 +1,8 @@
-"""When a process tries what the program imports, and what its end without an answer means."""
+"""When a process tries what the program imports, what becomes of its answer, and what its end without one means."""
 
 from __future__ import annotations
 
+import os
 import selectors
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,22 +13,32 @@ from typing import Any, cast
 import pytest
 
 from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.forkserver.selection import Cost, ProbeAnswer, Selection
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.preload_learner import PreloadLearner
+from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.types import RankTable, Seat
 
 
 @dataclass
 class Server:
-    """Its probes end at once, without an answer: the agent's end of the pipe is the only one."""
+    """Its probes end at once: after `answer`, or without one. The pipe's other end is the agent's."""
 
     preload: tuple[str, ...] = ("torch",)
     learned: Learned = field(default_factory=Learned)
     probed: list[int] = field(default_factory=list)
+    answer: ProbeAnswer | None = None
+    successors: list[Learned] = field(default_factory=list)
 
     def probe(self, generation: int, fds: tuple[int, ...]) -> None:
         self.probed.append(generation)
+        if self.answer:
+            os.write(fds[-1], encode(self.answer).encode())
+
+    def prepare_successor(self, learned: Learned) -> None:
+        self.successors.append(learned)
+        raise OSError
 
 
 @dataclass
@@ -36,6 +47,7 @@ class Loop:
     selector: selectors.BaseSelector
     current: CurrentGroup
     said: list[str]
+    events: list[dict[str, object]]
 
     def begin(self, generation: int, local_rank: int = 0) -> WorkerGroup:
         """Begin a generation in which only one worker can be asked."""
@@ -63,11 +75,13 @@ def server() -> Server:
 def loop(server: Server, tmp_path: Path) -> Iterator[Loop]:
     said: list[str] = []
     current, program = CurrentGroup(), Program(ProgramKind.SCRIPT, "train.py", (), ("python", "train.py"))
-    reporter = cast(Any, SimpleNamespace(say=said.append))
+    events: list[dict[str, object]] = []
+    timeline = SimpleNamespace(stamp=lambda generation, event, **fields: events.append({"event": event, **fields}))
+    reporter = cast(Any, SimpleNamespace(say=said.append, timeline=timeline))
     with selectors.DefaultSelector() as selector:
         file = tmp_path / "learned"
         learner = PreloadLearner(cast(Any, server), program, current, reporter, selector, file, lambda work: work())
-        yield Loop(learner, selector, current, said)
+        yield Loop(learner, selector, current, said, events)
 
 
 def test_an_import_that_ends_its_process_is_tried_once_and_it_is_said(server: Server, loop: Loop) -> None:
@@ -77,6 +91,21 @@ def test_an_import_that_ends_its_process_is_tried_once_and_it_is_said(server: Se
     assert server.probed == [0]
     (sentence,) = loop.said
     assert "an import ended the process that tried it" in sentence
+    assert [each["failed"] for each in loop.events] == ["an import ended the process that tried it"]
+
+
+@pytest.mark.parametrize(("seconds", "is_worth"), [(0.049, False), (0.05, True)])
+def test_what_saves_a_twentieth_of_a_second_is_imported_ahead(
+    server: Server, loop: Loop, seconds: float, is_worth: bool
+) -> None:
+    server.answer = ProbeAnswer(Selection(("slow",), ("bad",), ("bad starts a thread",), 2.0, (Cost("slow", seconds),)))
+    loop.begin(0)
+    loop.run(0)
+
+    tried = {"modules": 1, "saved_s": seconds, "left_out": 1, "left_out_s": 2.0, "failed": ""}
+    said = {"event": "imports_tried", "is_worth": is_worth, "reasons": ("bad starts a thread",), **tried}
+    assert loop.events == [said]
+    assert [each.program.entries for each in server.successors] == [("slow",)] * is_worth
 
 
 def test_a_rank_with_a_process_group_is_asked_where_the_first_one_has_none(server: Server, loop: Loop) -> None:
