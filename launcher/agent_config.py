@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
 
 from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, LogFormat, OnHang, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
@@ -19,6 +18,7 @@ from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import may_import_torch
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import Planned
+from elaunch.records import replace
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.

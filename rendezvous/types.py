@@ -8,11 +8,10 @@ go to the store are `Bounded`: no text of a user or a program can make a transac
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 from typing import Annotated, NamedTuple
 
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.limits import Bounded, keep_ends, keep_head, keep_tail
 
 _RANDOM_DIGITS = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.errors import UsageError
@@ -22,7 +21,7 @@ from elaunch.launcher.store.store_address import (
     require_head,
     static_master,
 )
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.endpoint import Tls, Transport
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import UNNAMED

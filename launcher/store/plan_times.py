@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elaunch.agent.config import OnHang
 from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.options.rdzv_conf import Conf
+from elaunch.records import replace
 from elaunch.rendezvous.times import Times
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from enum import Enum
 
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field
 from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport
 from elaunch.rendezvous.times import Times
 

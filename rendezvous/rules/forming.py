@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.excluding import Suspicion, is_excluded, stand
 from elaunch.rendezvous.rules.snapshot import Snapshot
