@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from elaunch.launcher.cluster.cluster import Cluster
     from elaunch.launcher.doctor.health import HealthCheck
     from elaunch.launcher.options.options import Options
-    from elaunch.launcher.store.plan import Planned
+    from elaunch.launcher.store.rendezvous_plan import Planned
     from elaunch.rendezvous.types import Outcome
 
 
@@ -233,7 +233,7 @@ def _prepared(
     from elaunch.launcher.resources import detect
     from elaunch.launcher.store.plan import plan
     from elaunch.records import replace
-    from elaunch.rendezvous.types import UNNAMED
+    from elaunch.rendezvous.job_spec import UNNAMED
 
     check_program(options, environ)
     check_hook(options)
@@ -256,14 +256,17 @@ def _prepared(
 
 def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
-    from elaunch.launcher.cluster.head_address import reachable
     from elaunch.launcher.cluster.schedulers.registry import detect
     from elaunch.launcher.options.small_file import read_small
 
     if options.standalone:
         return None
     found = detect(options.scheduler, environ, socket.gethostname(), read_small)
-    return reachable(found) if found else None
+    if found is None:
+        return None
+    from elaunch.launcher.cluster.head_address import reachable
+
+    return reachable(found)
 
 
 def _say_in(form: LogFormat, line: str, level: str = "info") -> None:

@@ -10,9 +10,10 @@ from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.records import replace
+from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.excluding import exclusion_of
 from elaunch.rendezvous.rules.roles import role_sizes
-from elaunch.rendezvous.types import UNNAMED, OutcomeKind, RankTable, host_of
+from elaunch.rendezvous.types import OutcomeKind, RankTable, host_of
 
 
 def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Step:

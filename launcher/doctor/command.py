@@ -21,7 +21,8 @@ from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.preflight import check_log_dir, check_program
 from elaunch.launcher.resources import detect
-from elaunch.launcher.store.plan import Planned, plan
+from elaunch.launcher.store.plan import plan
+from elaunch.launcher.store.rendezvous_plan import Planned
 from elaunch.records import replace
 from elaunch.rendezvous.job_spec import ProgramKind
 

@@ -20,7 +20,7 @@ from elaunch.rendezvous.store import Store
 if TYPE_CHECKING:
     from elaunch.launcher.options.options import Options
     from elaunch.launcher.store.head import StoreProcess
-    from elaunch.launcher.store.plan import Planned
+    from elaunch.launcher.store.rendezvous_plan import Planned
     from elaunch.launcher.store.token_handover import Meeting, Offer
 
 # A cluster's resolver may learn a host's name some time after the host is up.
