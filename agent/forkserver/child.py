@@ -19,6 +19,7 @@ from elaunch.records import replace
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 if TYPE_CHECKING:
+    from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
 
 # The number of the crash file among the descriptors that came with the order.
@@ -39,11 +40,12 @@ def settle(agent_pid: int, template_pid: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def prepare(preloaded: Preloaded) -> None:
+def prepare(preloaded: Preloaded, gate: Gate) -> None:
     """Do ahead of the order what does not depend on it."""
     from elaunch.agent.forkserver import after_fork
 
     after_fork.refresh(preloaded)
+    gate.touch()
 
 
 def become(child: Child) -> None:
