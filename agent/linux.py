@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,8 +219,14 @@ def set_command_line(argv: tuple[str, ...], comm: str) -> None:
     from ctypes import memmove
 
     _libc().prctl(_PR_SET_NAME, os.fsencode(comm)[:15] + b"\0")
-    fields = stat_fields("self")
-    start, end = int(fields[45]), int(fields[46])
-    room = end - start
+    start, room = _room_for_arguments()
     text = b"\0".join(os.fsencode(arg) for arg in argv)[: room - 1]
     memmove(start, text.ljust(room, b"\0"), room)
+
+
+@cache
+def _room_for_arguments() -> tuple[int, int]:
+    """Where this process's own arguments are in its memory, and their bytes. A fork has them in the same place."""
+    fields = stat_fields("self")
+    start, end = int(fields[45]), int(fields[46])
+    return start, end - start
