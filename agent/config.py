@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from enum import Enum, IntFlag
 from pathlib import Path
 
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.times import Times

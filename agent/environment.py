@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Mapping
-from string import Template
+from typing import TYPE_CHECKING
 
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.rendezvous.rules.roles import role_place
-from elaunch.rendezvous.types import RankTable
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.types import RankTable
+
+# As `string.Template.safe_substitute`, whose module a worker would import before its program.
+_PLACES = re.compile(r"\$(\$|local_rank(?![_a-zA-Z0-9])|\{local_rank\})")
 
 # The agent sets these for each worker; an outer launcher's must not shine through.
 RANK_VARIABLES = frozenset(
@@ -119,4 +125,4 @@ def one_gpu(inherited: Mapping[str, str], local_rank: int) -> dict[str, str]:
 
 def arguments(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
     """The program's arguments for one worker: `${local_rank}` is replaced, and `$$` stands for `$`, as in torchrun."""
-    return tuple(Template(arg).safe_substitute(local_rank=str(local_rank)) for arg in args)
+    return tuple(_PLACES.sub(lambda found: "$" if found[1] == "$" else str(local_rank), arg) for arg in args)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from socket import socket
@@ -19,12 +19,19 @@ _PR_SET_PTRACER = 0x59616D61
 _LINE_BYTES_MAX = 512
 
 
+def _libc() -> Any:
+    # Imported here: the agent has no use for it, and a job's first worker would wait for the import.
+    from ctypes import CDLL
+
+    return CDLL(None, use_errno=True)
+
+
 def die_with_parent(parent: int, signum: int) -> None:
     """Have the kernel send `signum` to this process when `parent` ends; exits at once if it already has.
 
     Must be called by the main thread's process right after fork: the kernel forgets the wish at fork, not at exec.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
+    _libc().prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -34,7 +41,7 @@ def allow_tracer(pid: int) -> None:
 
     A program that this process begins with exec keeps it, its children do not. Without Yama nothing happens.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, pid)
+    _libc().prctl(_PR_SET_PTRACER, pid)
 
 
 def credentials(connection: socket) -> tuple[int, int]:
@@ -209,10 +216,17 @@ def stat_fields(pid: int | str) -> list[bytes]:
 
 def set_command_line(argv: tuple[str, ...], comm: str) -> None:
     """Have `ps` show `argv` for this process, cut to the room that its own arguments took, and `comm` as its name."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_NAME, os.fsencode(comm)[:15] + b"\0")
+    from ctypes import memmove
+
+    _libc().prctl(_PR_SET_NAME, os.fsencode(comm)[:15] + b"\0")
+    start, room = _room_for_arguments()
+    text = b"\0".join(os.fsencode(arg) for arg in argv)[: room - 1]
+    memmove(start, text.ljust(room, b"\0"), room)
+
+
+@cache
+def _room_for_arguments() -> tuple[int, int]:
+    """Where this process's own arguments are in its memory, and their bytes. A fork has them in the same place."""
     fields = stat_fields("self")
     start, end = int(fields[45]), int(fields[46])
-    room = end - start
-    text = b"\0".join(os.fsencode(arg) for arg in argv)[: room - 1]
-    ctypes.memmove(start, text.ljust(room, b"\0"), room)
+    return start, end - start

@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -48,6 +47,7 @@ from elaunch.agent.session.session import Session
 from elaunch.agent.workers.exits import signal_name
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.workers import Workers
+from elaunch.records import replace
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind

@@ -11,7 +11,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.learned_file import read, state_of_command
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.run_dir import Places, RunDir, new_places
+from elaunch.records import replace
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig

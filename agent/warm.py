@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from elaunch.agent.config import AgentConfig
@@ -17,7 +16,7 @@ from elaunch.agent.forkserver.warm.client import Cold, WarmKind, why_useless
 from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, state, stop
 from elaunch.agent.forkserver.warm.place import NoPlace as NoPlace
 from elaunch.agent.forkserver.warm.place import folder
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import decode_fields
 from elaunch.rendezvous.texts import plain
 

@@ -49,6 +49,10 @@ ALL = {"elaunch": ELAUNCH, "no-preload": FRESH, "torchrun": TORCHRUN, "torchrun-
 
 
 def environment(inherited: Mapping[str, str], contender: Contender, extra: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment: `inherited` without the variables of a launcher above it; one thread per worker."""
-    kept = {n: v for n, v in inherited.items() if not n.startswith(("ELAUNCH_", "PET_", "TORCHELASTIC_"))}
+    """The launcher's environment: `inherited` without the variables of a launcher above it; one thread per worker.
+
+    Python may keep compiled code: pip compiles what it installs, but not the working tree that is measured.
+    """
+    left_out = ("ELAUNCH_", "PET_", "TORCHELASTIC_", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in inherited.items() if not name.startswith(left_out)}
     return {**kept, "OMP_NUM_THREADS": "1", **contender.variables, **extra}

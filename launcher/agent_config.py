@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, LogFormat, OnHang, OutputPlan, StreamChoice, Streams
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
-from elaunch.launcher.cluster.cluster import Cluster, line
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.imports_file import imports_file
 from elaunch.launcher.options.options import Options, Source
@@ -18,8 +17,12 @@ from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import may_import_torch
 from elaunch.launcher.resources import HostResources
-from elaunch.launcher.store.plan import Planned
+from elaunch.launcher.store.rendezvous_plan import Planned
+from elaunch.records import replace
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
+
+if TYPE_CHECKING:
+    from elaunch.launcher.cluster.cluster import Cluster
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
@@ -161,6 +164,8 @@ def _ignored(options: Options, cluster: Cluster | None, notices: tuple[int, ...]
 def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, host: HostResources) -> tuple[str, ...]:
     if cluster is None:
         return ()
+    from elaunch.launcher.cluster.cluster import line
+
     notes = [line(cluster), *([cluster.note] if cluster.note else [])]
     if cluster.node_index is not None and cluster.nodes is None and "nnodes" not in options.given:
         notes.append(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from elaunch.launcher.cluster.cluster import Cluster
     from elaunch.launcher.doctor.health import HealthCheck
     from elaunch.launcher.options.options import Options
-    from elaunch.launcher.store.plan import Planned
+    from elaunch.launcher.store.rendezvous_plan import Planned
     from elaunch.rendezvous.types import Outcome
 
 
@@ -220,8 +220,6 @@ def _prepared(
     options: Options, environ: Mapping[str, str], cluster: Cluster | None
 ) -> tuple[Options, Planned, AgentConfig]:
     """All that is decided before anything is started; the job has a name then. Raises UsageError."""
-    from dataclasses import replace
-
     from elaunch.launcher.agent_config import agent_config
     from elaunch.launcher.options.secret_file import read_secret
     from elaunch.launcher.preflight import (
@@ -234,7 +232,8 @@ def _prepared(
     )
     from elaunch.launcher.resources import detect
     from elaunch.launcher.store.plan import plan
-    from elaunch.rendezvous.types import UNNAMED
+    from elaunch.records import replace
+    from elaunch.rendezvous.job_spec import UNNAMED
 
     check_program(options, environ)
     check_hook(options)
@@ -257,14 +256,17 @@ def _prepared(
 
 def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
-    from elaunch.launcher.cluster.head_address import reachable
     from elaunch.launcher.cluster.schedulers.registry import detect
     from elaunch.launcher.options.small_file import read_small
 
     if options.standalone:
         return None
     found = detect(options.scheduler, environ, socket.gethostname(), read_small)
-    return reachable(found) if found else None
+    if found is None:
+        return None
+    from elaunch.launcher.cluster.head_address import reachable
+
+    return reachable(found)
 
 
 def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
@@ -295,10 +297,9 @@ def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:
 
 def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: AgentRun) -> Outcome:
     """Take part in the job until its outcome is known. Raises UsageError, SiteError and CannotRun."""
-    from dataclasses import replace
-
     from elaunch.launcher.agent_config import with_network
     from elaunch.launcher.store.connect import reach
+    from elaunch.records import replace
 
     try:
         reached = reach(options, planned, agent.say)

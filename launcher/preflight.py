@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import _ast
-import importlib.util
 import os
 import resource
-import shutil
 import sys
 import warnings
 from collections.abc import Mapping
@@ -45,7 +43,7 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
 
 def check_metrics(options: Options) -> None:
     """Raises UsageError if metrics are asked for, and the library for them is not installed."""
-    if options.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
+    if options.metrics_port is not None and not _is_found("prometheus_client", sys.path):
         raise UsageError(
             "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"
             " leave the option out"
@@ -54,7 +52,7 @@ def check_metrics(options: Options) -> None:
 
 def check_hook(options: Options) -> None:
     """Raises UsageError if the command of --on-event cannot be run: a failure at night is too late to learn it."""
-    if options.on_event and shutil.which(options.on_event[0]) is None:
+    if options.on_event and not _is_command(options.on_event[0]):
         name = options.on_event[0]
         if Path(name).is_file():
             way_out = f"chmod +x {name}" if not os.access(name, os.X_OK) else f"write ./{name}"
@@ -80,7 +78,7 @@ def _check_program(options: Options) -> None:
             if Path(options.target).is_file():
                 raise UsageError(f"-m takes the name of a module, and {options.target} is a file; leave -m out")
         case ProgramKind.COMMAND:
-            if shutil.which(options.target) is None:
+            if not _is_command(options.target):
                 raise UsageError(
                     f"the command {options.target} is not an executable file"
                     + (f" in {Path.cwd()}" if os.sep in options.target else " on PATH")
@@ -127,7 +125,7 @@ def _is_found(first: str, path: list[str]) -> bool:
 
 
 def _check_interpreter(interpreter: str | None) -> None:
-    if interpreter and shutil.which(interpreter) is None:
+    if interpreter and not _is_command(interpreter):
         raise UsageError(
             f"PYTHON_EXEC={interpreter} is not an executable file"
             + ("" if os.sep in interpreter else " on PATH")
@@ -135,9 +133,19 @@ def _check_interpreter(interpreter: str | None) -> None:
         )
 
 
+def _is_command(name: str) -> bool:
+    # Imported here: most jobs run a script.
+    from shutil import which
+
+    return which(name) is not None
+
+
 def take_program_from_stdin() -> None:
     """Read all of stdin, and replace it by a file with the same text, which every worker can read."""
     fd = os.memfd_create("stdin")
+    # Imported here: most programs are files.
+    import shutil
+
     with open(fd, "wb", closefd=False) as text, open(0, "rb", closefd=False) as stdin:
         shutil.copyfileobj(stdin, text)
     os.dup2(fd, 0)

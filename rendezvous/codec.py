@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from enum import Enum
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from elaunch.records import asdict, is_record
 
 Decoded = TypeVar("Decoded")
 
@@ -29,7 +30,7 @@ def shown(value: object) -> str:
 
 
 def encode(record: Any) -> str:
-    """`record` (a dataclass of strings, numbers, enums, tuples and dataclasses) as compact JSON."""
+    """`record` (of strings, numbers, enums, tuples and records) as compact JSON."""
     return json.dumps(asdict(record), default=_plain, separators=(",", ":"))
 
 
@@ -128,7 +129,7 @@ def _build(kind: Any, value: Any) -> Any:
         if not isinstance(value, list):
             raise TypeError(f"{shown(value)} is no list")
         return tuple(_build(get_args(kind)[0], item) for item in value)
-    if is_dataclass(kind) and isinstance(kind, type):
+    if is_record(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
             raise TypeError(f"{shown(value)} is no {kind.__name__}")
         hints = _hints(kind)

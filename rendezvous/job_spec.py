@@ -11,6 +11,11 @@ from elaunch.records import dataclass
 if TYPE_CHECKING:
     from elaunch.rendezvous.types import Terms
 
+# torchrun's name for a job without --run-id. All nodes of the job must use the same name.
+UNNAMED = "none"
+# More workers than any host runs. The sum over all nodes still fits into a rank.
+SLOTS_MAX = 1 << 16
+
 
 class ProgramKind(Enum):
     """How the worker's program is named on the command line."""

@@ -16,6 +16,11 @@ from typing import get_type_hints
 
 from elaunch.records import dataclass
 
+# Names that the command line gives. It refuses longer ones: a cut name could be the name of another job.
+ROLE_BYTES_MAX = 64
+RUN_ID_BYTES_MAX = 255
+# DNS has no longer host names, and Linux takes 64 bytes.
+HOST_BYTES_MAX = 255
 _CUT = "…"
 # Bytes of one character in JSON: an escaped pair of surrogates.
 _CHARACTER_BYTES_MAX = 12

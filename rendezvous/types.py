@@ -8,20 +8,13 @@ go to the store are `Bounded`: no text of a user or a program can make a transac
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 from typing import Annotated, NamedTuple
 
-from elaunch.records import dataclass
-from elaunch.rendezvous.limits import Bounded, keep_ends, keep_head, keep_tail
+from elaunch.records import dataclass, replace
+from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, Bounded, keep_ends, keep_head, keep_tail
 
 _RANDOM_DIGITS = 8
-
-# Names that the command line gives. It refuses longer ones: a cut name could be the name of another job.
-ROLE_BYTES_MAX = 64
-RUN_ID_BYTES_MAX = 255
-# DNS has no longer host names, and Linux takes 64 bytes.
-HOST_BYTES_MAX = 255
 
 _Host = Annotated[str, keep_head(HOST_BYTES_MAX)]
 _NodeId = Annotated[str, keep_head(HOST_BYTES_MAX + 1 + _RANDOM_DIGITS)]
@@ -32,9 +25,6 @@ _Path = Annotated[str, keep_head(4 << 10)]
 # Limits of a full failure record, and of a brief one: one record of each generation is full.
 TRACEBACK, TAIL = keep_ends(32 << 10), keep_tail(8 << 10)
 _BRIEF_TRACEBACK, _BRIEF_TAIL = keep_ends(2 << 10), keep_tail(1 << 10)
-
-# torchrun's name for a job without --run-id. All nodes of the job must use the same name.
-UNNAMED = "none"
 
 
 def host_of(node_id: str) -> str:

@@ -6,9 +6,7 @@ mistake or on purpose, loads neither the agent nor the store.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.rules.questions import ANSWERS_PER_S, Question
 
 # To this host's processes: in a burst, and per second.

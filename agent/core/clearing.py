@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.early_ends import report_ends
 from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
@@ -15,6 +13,7 @@ from elaunch.agent.core.phases import Clearing, Finished, WorkersDone, WorkersSt
 from elaunch.agent.core.signals import SIGINT
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import note_idle, say_waits
+from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind

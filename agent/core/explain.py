@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from elaunch.agent.core import crash
 from elaunch.agent.core.causes.cause import NO_FACTS, Evidence, Facts, Question
 from elaunch.agent.core.causes.program import NO_MAIN_GUARD
 from elaunch.agent.core.causes.table import questions, recognise
 from elaunch.agent.core.failures import parse_traceback
+from elaunch.records import replace
 from elaunch.rendezvous.types import Failure, FailureKind
 
 _SIGABRT, _SIGKILL = -6, -9

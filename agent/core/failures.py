@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from elaunch.agent.core import crash
 from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import parse_json, shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 

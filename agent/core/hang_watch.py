@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elaunch.agent.core import standstill
 from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, Say, TellWorkers
 from elaunch.agent.core.events import Sampled, StacksTaken
@@ -12,6 +10,7 @@ from elaunch.agent.core.phases import Running
 from elaunch.agent.core.stack_groups import full_text, group_words, grouped
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.still import Standstill
+from elaunch.records import replace
 from elaunch.rendezvous.rules.hang_records import Hang, hang_words
 from elaunch.rendezvous.rules.hanging import tell_still
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elaunch.agent.core.actions import Say, Spawn
 from elaunch.agent.core.events import Leased, LeaseLost, Looked, StoreLost, StoreRefuses
 from elaunch.agent.core.membership import belongs_to_run, loss_of_keys, with_own_id
@@ -11,10 +9,12 @@ from elaunch.agent.core.own_lease import lease_lost, leased
 from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
+from elaunch.records import replace
+from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.excluding import exclusion_of
 from elaunch.rendezvous.rules.roles import role_sizes
 from elaunch.rendezvous.rules.seating import newcomers_of
-from elaunch.rendezvous.types import UNNAMED, OutcomeKind, RankTable, host_of
+from elaunch.rendezvous.types import OutcomeKind, RankTable, host_of
 
 
 def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Step:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elaunch.agent.core.actions import Action, Commit, NameSlow, Say
 from elaunch.agent.core.events import Paced
 from elaunch.agent.core.phases import Running
 from elaunch.agent.core.state import Agent, Step
+from elaunch.records import replace
 from elaunch.rendezvous.rules.pace import is_news, pace_of, slow_node_words, tell_pace
 
 

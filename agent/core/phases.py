@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.hang import Quiet
 from elaunch.agent.core.still import Standstill
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.types import Failure, Outcome, RankTable, Seat
 
 if TYPE_CHECKING:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import (
     Looked,
@@ -42,6 +40,7 @@ from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_boundary, stop_broken, wishes_of
 from elaunch.agent.core.stopping import STOPPED_CODES
 from elaunch.agent.core.store_outage import say_waits
+from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind

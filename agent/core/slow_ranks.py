@@ -7,11 +7,10 @@ time: it works, and the others wait for it. This needs no word of the program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from elaunch.agent.core.standstill import LOOK_S_MAX, Window
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field, replace
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.rules.pace import SlowNode

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import TYPE_CHECKING
 
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field
 
 if TYPE_CHECKING:
     from elaunch.agent.core.stack_groups import Stack

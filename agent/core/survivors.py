@@ -11,13 +11,12 @@ call that is no wait, a byte written, a collective of fewer ranks, a short timeo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
 from typing import Any
 
 from elaunch.agent.core.collectives import Counts, read_counts
 from elaunch.agent.core.stack_groups import Frame
 from elaunch.agent.core.waits import BACKWARD, COLLECTIVES_FILE
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field, replace
 from elaunch.rendezvous.codec import parse_json
 from elaunch.threads import only_listens
 

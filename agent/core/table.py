@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, get_args
 
@@ -221,6 +220,9 @@ def _line(cells: list[str]) -> str:
 
 def _summary(item: object) -> str:
     """The first sentence of its docstring."""
+    # Imported here: only the page needs it, and each start would wait for it.
+    import inspect
+
     first, _, _ = (inspect.getdoc(item) or "").partition("\n")
     return first.partition(". ")[0].removesuffix(".")
 

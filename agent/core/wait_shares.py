@@ -7,10 +7,9 @@ A share needs no clock that other hosts have too. So ranks of different nodes ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
 
 from elaunch.agent.core.collectives import Count, Counts
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field, replace
 
 # Four minutes. With so few looks as in one minute, two healthy ranks that wait for half of the time would often differ
 # by a tenth.

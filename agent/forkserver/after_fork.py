@@ -33,6 +33,16 @@ def refresh(preloaded: Preloaded) -> None:
         torch.default_generator.seed()
 
 
+def know_threads(preloaded: Preloaded) -> None:
+    """Have torch count its threads in the fork server, where a worker takes over the number: MKL takes 1 ms for it.
+
+    Each worker compares the number with its own CPUs and variables (`set_threads`). Without OMP_NUM_THREADS it would be
+    the number of this process's CPUs, so a worker counts for itself then.
+    """
+    if (torch := preloaded.module("torch")) and _number("OMP_NUM_THREADS"):
+        torch.get_num_threads()
+
+
 def set_threads(changed: Collection[str], modules: Collection[str]) -> None:
     """Give torch and numpy's BLAS, if they are in `modules`, the thread counts that a fresh import would give them.
 

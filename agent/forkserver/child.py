@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,9 +15,11 @@ from elaunch.agent.environment import arguments
 from elaunch.agent.forkserver.boot import NEEDED, hooked
 from elaunch.agent.forkserver.server import Child
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
+from elaunch.records import replace
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 if TYPE_CHECKING:
+    from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
 
 # The number of the crash file among the descriptors that came with the order.
@@ -39,11 +40,12 @@ def settle(agent_pid: int, template_pid: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def prepare(preloaded: Preloaded) -> None:
+def prepare(preloaded: Preloaded, gate: Gate) -> None:
     """Do ahead of the order what does not depend on it."""
     from elaunch.agent.forkserver import after_fork
 
     after_fork.refresh(preloaded)
+    gate.touch()
 
 
 def become(child: Child) -> None:

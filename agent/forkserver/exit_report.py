@@ -44,12 +44,12 @@ def promise() -> int:
 
 
 def load() -> None:
-    """Import what a report of an exception needs, in the fork server: its workers then have it."""
+    """Import in the fork server what its workers need before their programs and for their reports."""
     import json  # noqa: F401
     import time  # noqa: F401
     import traceback  # noqa: F401
 
-    from elaunch.agent.forkserver import crash_stack  # noqa: F401
+    from elaunch.agent.forkserver import collectives, crash_stack  # noqa: F401
 
 
 def tell(link: int, said: dict[str, Any]) -> None:

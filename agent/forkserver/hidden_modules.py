@@ -74,6 +74,14 @@ class Gate:
         """The fork server is in another folder now than at its imports (see warm/server.py)."""
         self._is_moved = True
 
+    def touch(self) -> None:
+        """Have this process's own copies of the pages that `open` will write to: the modules' and their names'.
+
+        The kernel copies a page when it is written to first, here where the objects' references are counted.
+        """
+        for name, brought in self._where.items():
+            brought.modules[name]
+
     def stand(self, link: int) -> None:
         """Begin in a worker that has this link. Only later changes of its environment are applied again."""
         self._environment = dict(os.environ)
@@ -136,10 +144,10 @@ class Gate:
             for n, module in brought.modules.items()
             if self._where.get(n) is brought and (whole or n.partition(".")[0] == package)
         }
-        for known, module in back.items():
-            # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
-            sys.modules.setdefault(known, module)
-            del self._where[known]
+        # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
+        made = back.keys() & sys.modules.keys()
+        sys.modules.update({n: module for n, module in back.items() if n not in made} if made else back)
+        self._where = {n: each for n, each in self._where.items() if n not in back}
         if whole:
             if brought.filters:
                 _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])

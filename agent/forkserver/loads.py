@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 
 from elaunch.agent.forkserver.selection import Cost, Selection, added
+from elaunch.records import dataclass, field
 
 
 @dataclass

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
@@ -23,6 +22,7 @@ from elaunch.agent.forkserver.kept_at_import import OwnHandler, RankStatement, h
 from elaunch.agent.forkserver.learned import Named
 from elaunch.agent.forkserver.lookups import FOLDER, keeper, keeper_of_folder, walks
 from elaunch.agent.forkserver.selection import Selection
+from elaunch.records import dataclass, field, replace
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
 # would open CUDA to see whether it is there; a process that forks must do neither. The children get the user's values.

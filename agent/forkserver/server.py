@@ -16,18 +16,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver import clean_pages, wire
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.forkserver.standbys import Standbys, wait
 from elaunch.agent.linux import die_with_parent, set_command_line
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import encode
 
 if TYPE_CHECKING:
@@ -96,10 +95,11 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
             environment,
         )
     # Before any fork: otherwise each worker would have to import and make the same itself.
-    from elaunch.agent.forkserver import child, exit_report
+    from elaunch.agent.forkserver import after_fork, child, exit_report
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
+    after_fork.know_threads(preloaded)
     quick_end.know_libraries()
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
@@ -117,7 +117,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         taken = server.serve()
         gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
-    settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
+    settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded, gate)
     asked = _serve(boot, control, settle, preloaded, prepare)
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
 
@@ -246,7 +246,7 @@ def _fork_as_asked(control: socket.socket, settle: Settle, prepare: Prepare | No
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(wake_r, selectors.EVENT_READ)
-    children, standbys = Children(), Standbys()
+    children, standbys, has_let_go = Children(), Standbys(), False
     template_pid = os.getpid()
     while True:
         waits_s = [wait_s for wait_s in (children.look_s, standbys.wait_s) if wait_s is not None]
@@ -276,6 +276,10 @@ def _fork_as_asked(control: socket.socket, settle: Settle, prepare: Prepare | No
                 _tell(control, {"event": "here"})
             case "ahead":
                 standbys.want(order["count"] if prepare else 0)
+                if not has_let_go:
+                    # The workers run, and nobody waits.
+                    clean_pages.let_go()
+                    has_let_go = True
             case "signal":
                 children.signal((order["generation"], order["key"]), order["signum"], order["group"])
             case _:

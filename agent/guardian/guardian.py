@@ -17,7 +17,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -180,7 +179,14 @@ def clean_up(kin: Kin, cgroup: str, run_dirs: Iterable[str]) -> None:
     if cgroup:
         kill_cgroup(cgroup)
     for run_dir in run_dirs:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        _remove(run_dir)
+
+
+def _remove(folder: str) -> None:
+    # Imported here: the agent imports this module before a job's first worker, and has no use for that one then.
+    from shutil import rmtree
+
+    rmtree(folder, ignore_errors=True)
 
 
 def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
@@ -247,7 +253,7 @@ def remove_folders(theirs: Mapping[str, str]) -> None:
         with suppress(OSError):
             if os.lstat(folder).st_uid == os.geteuid():
                 # A link is not followed.
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
 
 
 def living(kin: Kin, spare: Collection[int] = ()) -> list[int]:
@@ -348,7 +354,7 @@ def _empty(folder: Path) -> None:
     """Empty the folder, the claim last: after an interruption the next guardian finds the folder again."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(str(path))
         elif path.name != CLAIM:
             path.unlink()
     (folder / CLAIM).unlink()
@@ -356,6 +362,9 @@ def _empty(folder: Path) -> None:
 
 def main() -> None:
     """Wait for the agent's end, then clean up."""
+    # Python's own files may be gone at the agent's end.
+    import shutil  # noqa: F401
+
     kin, fd, cgroup = Kin.read(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     run_dirs = json.loads(os.environ[RUN_DIRS])
     # A scheduler signals all of a job's processes. The guardian ends only when its work is done.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -130,7 +129,10 @@ class RunDir:
 
     def forget_before(self, generation: int) -> None:
         """Remove the private folders of older generations; a log folder keeps all of its own."""
-        if self.private:
+        if self.private and generation:
+            # Imported here: the first generation has nothing to remove.
+            import shutil
+
             for folder in self.private.glob("attempt_*"):
                 if folder.name != f"attempt_{generation}":
                     shutil.rmtree(folder, ignore_errors=True)

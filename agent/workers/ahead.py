@@ -10,12 +10,14 @@ from elaunch.agent.workers.preload_learner import PreloadLearner
 
 # The program's own start has the CPUs first.
 _AFTER_S = 1.0
+# Two workers are forked within 20 ms, and processes that wait would be half of the launcher's memory.
+_WORKERS_MIN = 3
 
 
 class ForksAhead:
     """Orders processes that wait for the next generation of `server`'s workers. The agent's loop calls all methods.
 
-    Without `is_wanted` there is no next generation to wait for.
+    Without `is_wanted` there is no next generation to wait for, and the order is that none is to wait.
     """
 
     def __init__(self, server: ForkServer, learner: PreloadLearner, *, is_wanted: bool) -> None:
@@ -34,12 +36,12 @@ class ForksAhead:
     def begin(self, group: WorkerGroup, now_s: float) -> None:
         """A generation begins. Its workers take the processes that wait."""
         self._group, self._is_successor_asked = group, False
-        self._due_s = now_s + _AFTER_S if self._is_wanted else None
+        self._due_s = now_s + _AFTER_S
 
     def tick(self, now_s: float) -> None:
         """Order processes, some time after all workers of the generation were forked."""
         group = self._group
-        if group is None or not self._is_wanted or self._server.preload is None:
+        if group is None or self._server.preload is None:
             self._due_s = None
             return
         if self._due_s is not None and now_s >= self._due_s:
@@ -47,9 +49,9 @@ class ForksAhead:
             # Else the fork server still imports.
             self._due_s = None if is_forked else now_s + _AFTER_S
             if is_forked:
-                self._order(_count(group))
+                self._order(self._count(group))
         elif self._due_s is None and self._learner.has_successor and not self._is_successor_asked:
-            self._order(_count(group))
+            self._order(self._count(group))
 
     def _order(self, count: int) -> None:
         # A fork server that is gone is replaced, and the workers are forked when they are needed.
@@ -60,7 +62,8 @@ class ForksAhead:
             else:
                 self._server.fork_ahead(count)
 
-
-def _count(group: WorkerGroup) -> int:
-    """One for each worker, and one for the worker store, which is likely to stay on this node."""
-    return group.slots + (group.store is not None)
+    def _count(self, group: WorkerGroup) -> int:
+        """One for each worker, and one for the worker store, which is likely to stay on this node."""
+        if not self._is_wanted or group.slots < _WORKERS_MIN:
+            return 0
+        return group.slots + (group.store is not None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.vitals import Vitals
+from elaunch.records import replace
 from elaunch.rendezvous.types import Failure, FailureKind
 
 if TYPE_CHECKING:

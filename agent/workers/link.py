@@ -13,7 +13,6 @@ import select
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from elaunch.agent.core.events import (
@@ -28,6 +27,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.messages import GroupBroken, Message, PeerFailed, ShowStacks, StopAtStepBoundary
 from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.workers.step_times import StepTimes
+from elaunch.records import dataclass, field
 from elaunch.rendezvous.codec import parse_json
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
@@ -24,6 +23,7 @@ from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link, Links
 from elaunch.agent.workers.progress import ProgressLog
 from elaunch.agent.workers.reporter import Reporter
+from elaunch.records import replace
 
 if TYPE_CHECKING:
     from elaunch.agent.core.node_report import WorkersSeen

@@ -11,7 +11,6 @@ import os
 import selectors
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted, t
 from elaunch.agent.linux import memory_file
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
+from elaunch.records import replace
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
 

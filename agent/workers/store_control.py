@@ -49,9 +49,14 @@ class StoreControl:
                 self._error = said.get("error", "")
         return self._is_up
 
-    def end(self) -> bool | None:
-        """End the store. Returns whether a rank has used it, or None if the store is neither idle nor up."""
+    def end(self, *, is_used: bool = False) -> bool | None:
+        """End the store. Returns whether a rank has used it, or None if the store is neither idle nor up.
+
+        `is_used` says that a rank is known to have used it. The store ends then without having been asked.
+        """
         with self._socket, suppress(OSError):
+            if is_used:
+                return True
             if not self.read() and not self._is_idle:
                 return None
             wire.send(self._socket, {"op": "end"})

@@ -266,7 +266,9 @@ class Workers:
         group = self._current.group
         self._monitor.unwatch_store(group)
         if group.store:
-            group.reached_store, group.store = group.store.end(), None
+            # A restart would wait for the store's answer, on the CPUs on which old workers end.
+            is_used = any(link.reached_store for link in group.links.values())
+            group.reached_store, group.store = group.store.end(is_used=is_used), None
         self._links.end(group)
         self._learner.end(group)
         self._observers.end()

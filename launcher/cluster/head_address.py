@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 from contextlib import suppress
-from dataclasses import replace
 
 from elaunch.launcher.cluster.cluster import Cluster, HeadQuery
 from elaunch.launcher.network.reach import NoAddress, addresses
+from elaunch.records import replace
 
 _CALL_S = 10.0
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from elaunch.launcher.agent_config import count_workers, master_ports
 from elaunch.launcher.cluster.cluster import Cluster, line
@@ -22,7 +21,9 @@ from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.preflight import check_log_dir, check_program
 from elaunch.launcher.resources import detect
-from elaunch.launcher.store.plan import Planned, plan
+from elaunch.launcher.store.plan import plan
+from elaunch.launcher.store.rendezvous_plan import Planned
+from elaunch.records import replace
 from elaunch.rendezvous.job_spec import ProgramKind
 
 HELP = """\

@@ -21,7 +21,6 @@ import json
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,6 +29,7 @@ from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.functions.worker import VARIABLE
 from elaunch.launcher.imports_file import FUNCTIONS_PROGRAM
+from elaunch.records import replace
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig

@@ -10,8 +10,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import click
-
 from elaunch import __version__
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice
 from elaunch.launcher.errors import UsageError as UsageError
@@ -164,7 +162,7 @@ _VALUED = tuple(spec for spec in TABLE if spec.name not in ("help", "version"))
 def _collect(
     words: command_line.CommandLine, environ: Mapping[str, str], job_file: JobFile
 ) -> tuple[dict[str, _Given], tuple[str, ...]]:
-    """Let click pick each option's value from the command line, the environment and the job file."""
+    """Pick each option's value from the command line, the environment and the job file; and the program."""
     fallback: dict[str, _Given] = {}
     for dest, entry in job_file.options.items():
         fallback[dest] = _Given(entry.raw, Source.FILE, f"{entry.where}: {entry.key}: {_shown(entry.raw)}")
@@ -172,25 +170,12 @@ def _collect(
         variable = next((name for name in spec.variables if environ.get(name)), None)
         if variable:
             fallback[spec.dest] = _Given(environ[variable], Source.ENVIRONMENT, f"{variable}={environ[variable]}")
-    command = click.Command(
-        "elaunch",
-        params=[
-            *(click.Option([f"--{spec.name}", spec.dest], type=click.UNPROCESSED) for spec in _VALUED),
-            click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
-        ],
-        context_settings={"default_map": fallback, "allow_interspersed_args": False},
-        add_help_option=False,
-    )
-    params = command.make_context("elaunch", words.canonical).params
-    program: tuple[str, ...] = params.pop("program")
-    given: dict[str, _Given] = {}
-    for dest, value in params.items():
-        if isinstance(value, str):
-            name = dest.replace("_", "-")
-            given[dest] = _Given(value, Source.COMMAND_LINE, f"--{name} {value}".rstrip())
-        elif value is not None:
-            given[dest] = value
-    return given, program
+    typed = {spec.dest: (spec, value) for spec, value in words.options}
+    own = {
+        dest: _Given(value, Source.COMMAND_LINE, f"--{spec.name} {value}".rstrip())
+        for dest, (spec, value) in typed.items()
+    }
+    return {**fallback, **own}, words.program
 
 
 def _shown(raw: Raw) -> str:

@@ -9,7 +9,7 @@ from elaunch.launcher.options import values
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.signal_names import signal_names
 from elaunch.records import dataclass
-from elaunch.rendezvous.types import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
+from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
 class Group(Enum):

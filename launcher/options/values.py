@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
-from elaunch.rendezvous.rules.credible import SLOTS_MAX
+from elaunch.rendezvous.job_spec import SLOTS_MAX
 from elaunch.rendezvous.rules.roles import counts_in
 
 Raw = str | list[str] | dict[str, str]

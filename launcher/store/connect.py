@@ -7,13 +7,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.launcher.store.way import way_of
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field, replace
 from elaunch.rendezvous.endpoint import Access, Transport
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Store
@@ -21,7 +20,7 @@ from elaunch.rendezvous.store import Store
 if TYPE_CHECKING:
     from elaunch.launcher.options.options import Options
     from elaunch.launcher.store.head import StoreProcess
-    from elaunch.launcher.store.plan import Planned
+    from elaunch.launcher.store.rendezvous_plan import Planned
     from elaunch.launcher.store.token_handover import Meeting, Offer
 
 # A cluster's resolver may learn a host's name some time after the host is up.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.network.reach import is_meant_locally
 from elaunch.launcher.options.argv import normalise
@@ -15,7 +13,7 @@ from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.keyring import STORES
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.launcher.store.store_address import MASTER_PORT
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field
 from elaunch.rendezvous.endpoint import Endpoint
 
 # Each node has its own value of these.

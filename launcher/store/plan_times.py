@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from elaunch.agent.config import OnHang
-from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
-from elaunch.launcher.options.rdzv_conf import Conf
+from elaunch.records import replace
 from elaunch.rendezvous.times import Times
+
+if TYPE_CHECKING:
+    from elaunch.launcher.cluster.cluster import Cluster
+    from elaunch.launcher.options.rdzv_conf import Conf
 
 
 def make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field
 from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport
 from elaunch.rendezvous.times import Times
+
+if TYPE_CHECKING:
+    from elaunch.launcher.cluster.cluster import Cluster
 
 
 class Serving(Enum):
@@ -58,3 +61,22 @@ class RendezvousPlan:
     def is_alone(self) -> bool:
         """One node with its store in its own memory."""
         return not self.endpoints
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan, with what the user should know about it.
+
+    `ignored` are options without effect, each with the reason. `notes` are sentences for the user, shown once.
+    `master_port` is the port in a static endpoint. `cluster` is what the scheduler says. `at_its_head` is true if the
+    endpoint is the scheduler's head node, and nobody typed it. `hands_over` is true if the head sends the store's token
+    to the other nodes, because the user gave none.
+    """
+
+    plan: RendezvousPlan
+    ignored: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    master_port: int | None = None
+    cluster: Cluster | None = None
+    at_its_head: bool = False
+    hands_over: bool = False

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.endpoints import PLACES, Address, endpoints
 from elaunch.launcher.options.options import Options
-from elaunch.launcher.options.rdzv_conf import Conf
 from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.values import PORT_MAX
 from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from elaunch.launcher.options.rdzv_conf import Conf
 
 # torchrun's static rendezvous puts its store on MASTER_PORT. Here that port belongs to the workers.
 MASTER_PORT = 29500

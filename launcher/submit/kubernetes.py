@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -22,6 +21,7 @@ from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.options import HelpRequested, parse
 from elaunch.launcher.submit.flags import Flag, Submission, help_text, take
 from elaunch.launcher.submit.manifests import Object, PodJob, companions, job, labels, owned, suspended
+from elaunch.records import replace
 from elaunch.rendezvous.secret import new_token
 
 FLAGS = (

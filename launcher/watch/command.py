@@ -21,8 +21,8 @@ from elaunch.launcher.watch.record import VERSION, status_record
 from elaunch.launcher.watch.source import JobSource, LocalSource, StoreSource
 from elaunch.launcher.watch.words import span, text_of
 from elaunch.records import dataclass
+from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.texts import plain
-from elaunch.rendezvous.types import UNNAMED
 
 _WHERE = """\
 Without options it finds the jobs of this user on this host (as root: of all users). JOB is a run id,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -27,7 +26,7 @@ from elaunch.launcher.watch.local import (
     way_to_store,
 )
 from elaunch.launcher.watch.record import Gathered, absence
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot

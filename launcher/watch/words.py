@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from elaunch.agent.core.sizes import bytes_text
+from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.texts import plain
-from elaunch.rendezvous.types import UNNAMED
 
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from elaunch.rendezvous.job_spec import SLOTS_MAX
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
 GENERATION_DIGITS = 10
@@ -17,8 +18,6 @@ GENERATION_DIGITS = 10
 _GENERATION_END = 10 ** (GENERATION_DIGITS - 1)
 _PORT_MAX = 65535
 _SIGNAL_MAX = 64
-# More workers than any host runs. The sum over all nodes still fits into a rank.
-SLOTS_MAX = 1 << 16
 # The end of the year 9999, the last year of Python's datetime.
 _TIME_END_S = 253_402_300_800.0
 

@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from elaunch.rendezvous.types import Seat
+if TYPE_CHECKING:
+    from elaunch.rendezvous.types import Seat
 
 _COUNT = r"[^\s=,]+=[1-9][0-9]{0,6}"
 _COUNTS = re.compile(rf"{_COUNT}(,{_COUNT})*")

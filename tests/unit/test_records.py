@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from elaunch import records
 
 
-def both(**members: Any) -> tuple[Any, Any]:
-    """A class of records, and the standard library's of the same members."""
-    theirs, ours = (type("Pair", (), {**members, "__annotations__": dict(members["types"])}) for _ in range(2))
-    return dataclasses.dataclass(frozen=True)(theirs), records.dataclass(frozen=True)(ours)
+class Given(dict[str, Any]):
+    """The arguments of `field`."""
+
+
+def both(*, frozen: bool = True, kw_only: bool = False, **members: Any) -> tuple[Any, Any]:
+    """The standard library's class of these members, and a class of records."""
+    made = []
+    for kind in (dataclasses, records):
+        own = {name: kind.field(**each) if isinstance(each, Given) else each for name, each in members.items()}
+        pair = type("Pair", (), {**own, "__annotations__": dict(members["types"])})
+        made.append(kind.dataclass(frozen=frozen, kw_only=kw_only)(pair))
+    return made[0], made[1]
 
 
 FIELDS = {"left": int, "right": str, "secret": str, "note": str}
 PAIRS = both(
     types=FIELDS,
     right="r",
-    secret=dataclasses.field(default="", repr=False),
-    note=dataclasses.field(default="", compare=False),
+    secret=Given(default="", repr=False),
+    note=Given(default="", compare=False),
     total=cached_property(lambda self: self.left + 1),
 )
 
@@ -34,7 +42,7 @@ def test_a_record_is_shown_and_hashed_as_a_dataclass_is(made: tuple[Any, ...]) -
     assert repr(ours).split(".")[-1] == repr(theirs).split(".")[-1]
     assert "hidden" not in repr(ours)
     assert hash(ours) == hash(theirs)
-    assert [field.name for field in dataclasses.fields(ours)] == list(FIELDS)
+    assert ours.__match_args__ == theirs.__match_args__
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,63 @@ def test_a_record_cannot_be_changed_but_replaced() -> None:
 
     with pytest.raises(dataclasses.FrozenInstanceError):
         record.left = 2
-    assert dataclasses.replace(record, left=2) == PAIRS[1](2)
+    assert records.replace(record, left=2) == PAIRS[1](2)
+    with pytest.raises(TypeError):
+        records.replace(record, other=2)
+
+
+def test_a_record_that_is_not_frozen_can_be_changed_and_has_no_hash() -> None:
+    for pair in both(frozen=False, types={"left": int, "more": list}, more=Given(default_factory=list)):
+        record = pair(1)
+        record.left = 2
+
+        assert (record == pair(2), record.more) == (True, [])
+        with pytest.raises(TypeError):
+            hash(record)
+
+
+def test_the_standard_library_takes_a_record_for_one_of_its_own() -> None:
+    theirs, ours = (pair(1, "x", "hidden") for pair in PAIRS)
+
+    assert dataclasses.is_dataclass(ours)
+    assert dataclasses.asdict(ours) == dataclasses.asdict(theirs) == records.asdict(ours)
+    assert dataclasses.replace(ours, left=2) == PAIRS[1](2, "x", "hidden")
+    for here, there in zip(dataclasses.fields(ours), dataclasses.fields(theirs), strict=True):
+        assert (here.name, here.type, here.default) == (there.name, there.type, there.default)
+        assert (here.repr, here.compare, here.kw_only) == (there.repr, there.compare, there.kw_only)
+
+
+def test_records_inside_of_tuples_lists_and_dicts_become_dictionaries() -> None:
+    class Named(NamedTuple):
+        inner: object
+
+    for kind, pair in zip((dataclasses, records), both(types={"left": object}), strict=True):
+        inner = pair(1)
+        outer = pair([inner, (inner, "x"), {"a": inner}, Named(inner)])
+
+        plain = {"left": 1}
+        assert kind.asdict(outer) == {"left": [plain, (plain, "x"), {"a": plain}, (plain,)]}
+        assert isinstance(kind.asdict(outer)["left"][3], Named)
+
+
+def test_what_a_record_cannot_have_is_refused_where_its_class_is_defined() -> None:
+    for types, default in (
+        ({"left": "ClassVar[int]"}, 0),
+        ({"left": list}, []),
+        ({"left": int}, dataclasses.field(default=1)),
+    ):
+        with pytest.raises(AssertionError):
+            records.dataclass(type("Pair", (), {"left": default, "__annotations__": types}))
+
+
+@pytest.mark.parametrize("kind", ["records", "dataclasses"])
+def test_fields_by_keyword_alone(kind: str) -> None:
+    pair = both(kw_only=True, types={"left": int, "right": str}, left=1)[kind == "records"]
+
+    assert vars(pair(right="x")) == {"left": 1, "right": "x"}
+    assert pair.__match_args__ == ()
+    with pytest.raises(TypeError):
+        pair(1, "x")
 
 
 def test_a_record_without_fields_and_one_with_a_method_of_its_own() -> None:
@@ -70,8 +134,8 @@ def test_a_record_is_made_as_a_dataclass_is() -> None:
     members = {
         "types": {"left": int, "right": str, "more": list, "total": int},
         "right": "r",
-        "more": dataclasses.field(default_factory=lambda: [1]),
-        "total": dataclasses.field(default=0, kw_only=True),
+        "more": Given(default_factory=lambda: [1]),
+        "total": Given(default=0, kw_only=True),
         "__post_init__": lambda self: self.more.append(self.left),
     }
     theirs, ours = both(**members)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import field
 from typing import Any
 
-from elaunch.records import dataclass
+from elaunch.records import dataclass, field
 
 SHARED_MEMORY = "/dev/shm"
 # Less than this is no room for a checkpoint.

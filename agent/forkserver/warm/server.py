@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +31,7 @@ from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.interpreter import places, set_program
 from elaunch.agent.forkserver.warm.variables import Read, of_no_use
 from elaunch.agent.linux import credentials
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import encode
 
 # Connections that have not asked yet. The oldest goes when another one comes.

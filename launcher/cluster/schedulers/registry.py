@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from elaunch.launcher.cluster.cluster import Cluster, Detect, check
-from elaunch.launcher.cluster.schedulers import flux, kubernetes, lsf, mpi, pbs, slurm
 from elaunch.launcher.errors import UsageError
 
+if TYPE_CHECKING:
+    from elaunch.launcher.cluster.cluster import Cluster, Detect
+
+# What the names of each scheduler's variables begin with. A scheduler without one of them has not started this process,
+# and its module, which has the scheduler's name, is not imported.
 # The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
-SCHEDULERS: Mapping[str, Detect] = {
-    "mpi": mpi.detect,
-    "flux": flux.detect,
-    "slurm": slurm.detect,
-    "lsf": lsf.detect,
-    "pbs": pbs.detect,
-    "kubernetes": kubernetes.detect,
+SCHEDULERS: Mapping[str, tuple[str, ...]] = {
+    "mpi": ("OMPI_COMM_WORLD_", "PMI_", "PMIX_"),
+    "flux": ("FLUX_",),
+    "slurm": ("SLURM_",),
+    "lsf": ("LSB_",),
+    "pbs": ("PBS_",),
+    "kubernetes": ("LWS_", "JOB_COMPLETION_INDEX", "KUBERNETES_"),
 }
 
 
@@ -27,13 +32,11 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
     """
     if choice == "none":
         return None
-    for name, ask in SCHEDULERS.items():
-        if choice not in ("auto", name):
+    for name, prefixes in SCHEDULERS.items():
+        if choice not in ("auto", name) or not any(variable.startswith(prefixes) for variable in environ):
             continue
         try:
-            found = ask(environ, hostname, read)
-            if found is not None:
-                check(found)
+            found = _ask(name, environ, hostname, read)
         except (ValueError, OSError) as error:
             raise UsageError(
                 f"{error}; correct what {name} is said to have set, or take no notice of it: --scheduler none"
@@ -43,3 +46,13 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
     if choice != "auto":
         raise UsageError(f"--scheduler {choice} finds none of its variables; start elaunch by it, or leave that out")
     return None
+
+
+def _ask(name: str, environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    from elaunch.launcher.cluster.cluster import check
+
+    ask: Detect = import_module(f"{__package__}.{name}").detect
+    found = ask(environ, hostname, read)
+    if found is not None:
+        check(found)
+    return found

@@ -31,8 +31,9 @@ class Learner:
     has_successor: bool = False
 
 
-def group() -> WorkerGroup:
-    return WorkerGroup(RankTable(0, (Seat("a-00000001", 2, 0),), "127.0.0.1", 1, "the job starts"), 0)
+def group(slots: int = 3) -> WorkerGroup:
+    """Workers that were not forked yet."""
+    return WorkerGroup(RankTable(0, (Seat("a-00000001", slots, 0),), "127.0.0.1", 1, "the job starts"), 0)
 
 
 def ahead(server: Server, learner: Learner, *, is_wanted: bool = True) -> ForksAhead:
@@ -48,19 +49,19 @@ def test_they_are_ordered_some_time_after_the_last_worker_was_forked() -> None:
     early = [*server.said]
     forks.tick(11.5)
     while_importing = [*server.said]
-    workers.pids.update({0: 71, 1: 72})
+    workers.pids.update({0: 71, 1: 72, 2: 73})
     due_s = forks.due_s
     forks.tick(13.0)
     forks.tick(14.0)
 
     assert (early, while_importing, due_s) == ([], [], 12.5)
-    assert server.said == [("first", 2)]
+    assert server.said == [("first", 3)]
     assert forks.due_s is None
 
 
 def test_a_fork_server_that_has_imported_more_forks_them_once_it_is_ready() -> None:
     server, learner, workers = Server(), Learner(), group()
-    workers.pids.update({0: 71, 1: 72})
+    workers.pids.update({0: 71, 1: 72, 2: 73})
     forks = ahead(server, learner)
 
     forks.begin(workers, 10.0)
@@ -72,14 +73,26 @@ def test_a_fork_server_that_has_imported_more_forks_them_once_it_is_ready() -> N
     forks.begin(workers, 20.0)
     forks.tick(21.0)
 
-    assert server.said == [("first", 2), ("successor", 2), ("first", 2)]
+    assert server.said == [("first", 3), ("successor", 3), ("first", 3)]
 
 
-@pytest.mark.parametrize(("server", "is_wanted"), [(Server(preload=None), True), (Server(), False)])
-def test_without_preloading_or_restarts_nothing_is_forked_ahead(server: Server, is_wanted: bool) -> None:
-    workers = group()
-    workers.pids.update({0: 71, 1: 72})
+@pytest.mark.parametrize(("slots", "is_wanted"), [(1, True), (2, True), (3, False)])
+def test_few_workers_and_those_that_are_not_restarted_have_none_that_wait(slots: int, is_wanted: bool) -> None:
+    server, workers = Server(), group(slots)
+    workers.pids.update({rank: 71 + rank for rank in range(slots)})
     forks = ahead(server, Learner(), is_wanted=is_wanted)
+
+    forks.begin(workers, 10.0)
+    forks.tick(12.0)
+
+    # The fork server is told all the same: it has nothing more to do for this generation.
+    assert (server.said, forks.due_s) == ([("first", 0)], None)
+
+
+def test_a_fork_server_that_has_imported_nothing_is_told_nothing() -> None:
+    server, workers = Server(preload=None), group()
+    workers.pids.update({0: 71, 1: 72, 2: 73})
+    forks = ahead(server, Learner())
 
     forks.begin(workers, 10.0)
     forks.tick(12.0)

@@ -78,6 +78,17 @@ def test_a_store_that_is_neither_idle_nor_up_is_not_waited_for(
     assert wire.receive(process) is None, "the agent's end is closed, and nothing was ordered"
 
 
+def test_a_store_that_a_rank_is_known_to_have_used_is_not_waited_for(
+    store: tuple[StoreControl, socket.socket],
+) -> None:
+    control, process = store
+    wire.send(process, {"up": True})
+
+    assert control.end(is_used=True) is True
+
+    assert wire.receive(process) is None, "the agent's end is closed, by which the store ends"
+
+
 def test_a_store_settles_once_it_is_up_and_starts_once_it_is_no_longer_idle(
     store: tuple[StoreControl, socket.socket],
 ) -> None:

@@ -14,7 +14,8 @@ from elaunch.launcher.cluster.schedulers.hostlist import expand
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.resources import HostResources
-from elaunch.launcher.store.plan import Planned, plan
+from elaunch.launcher.store.plan import plan
+from elaunch.launcher.store.rendezvous_plan import Planned
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.harness import REPOSITORY
 

@@ -1,8 +1,6 @@
-"""argv.normalise: torchrun's argparse spellings in one canonical form."""
+"""argv.normalise: torchrun's argparse spellings."""
 
 from __future__ import annotations
-
-import argparse
 
 import pytest
 
@@ -116,16 +114,3 @@ def test_every_option_of_torchrun_is_known_by_its_letter_and_arity() -> None:
             argv = [word, "t.py"] if action.nargs == 0 else [word, "1", "t.py"]
             assert len(normalise(argv).options) == 1, word
             assert normalise(argv).program == ("t.py",), word
-
-
-def test_the_canonical_form_is_one_that_a_plain_parser_reads() -> None:
-    words = normalise(["-r3", "-m", "--nproc", "2", "mod", "--lr=1"])
-    parser = argparse.ArgumentParser()
-    for name in ("redirects", "module", "nproc-per-node"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("program", nargs=argparse.REMAINDER)
-
-    read = parser.parse_args(words.canonical)
-
-    assert (read.redirects, read.module, read.nproc_per_node) == ("3", "1", "2")
-    assert read.program[-2:] == ["mod", "--lr=1"]

@@ -15,7 +15,8 @@ from elaunch.launcher.network.reach import NoAddress
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.store import connect
 from elaunch.launcher.store.connect import Reached, reach
-from elaunch.launcher.store.plan import Planned, plan
+from elaunch.launcher.store.plan import plan
+from elaunch.launcher.store.rendezvous_plan import Planned
 from tests.harness import free_ports
 
 # Documentation's own: no host has it.

@@ -10,8 +10,8 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import HelpRequested, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS, understand
 from elaunch.launcher.options.secret_file import read_secret
-from elaunch.launcher.store.plan import Planned, plan
-from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.launcher.store.plan import plan
+from elaunch.launcher.store.rendezvous_plan import Planned, RendezvousPlan, Serving
 from elaunch.rendezvous.endpoint import Endpoint, Login, Tls, Transport
 from elaunch.rendezvous.times import Times
 

@@ -10,9 +10,10 @@ import pytest
 
 from elaunch.launcher.watch.record import Gathered, status_record
 from elaunch.launcher.watch.words import RANKS_SHOWN, fine, one_line, rows_of, span, text_of
+from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, RankReport, SeatReport
 from elaunch.rendezvous.texts import plain
-from elaunch.rendezvous.types import UNNAMED, Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
 from tests.harness import REPOSITORY
 
 NOW = 1_800_000_000.0

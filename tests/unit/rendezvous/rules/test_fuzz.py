@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elaunch.agent.core.events import Looked, Tick
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import decode, encode, parse_json
-from elaunch.rendezvous.rules.credible import SLOTS_MAX
+from elaunch.rendezvous.job_spec import SLOTS_MAX
 from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, StillNode
 from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.pace import NodePace, SlowNode

@@ -15,6 +15,7 @@ from functools import cache
 import pytest
 
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
+from elaunch.rendezvous.limits import RUN_ID_BYTES_MAX
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.pruning import FAILURES_KEPT
@@ -24,7 +25,6 @@ from elaunch.rendezvous.rules.transactions import open_loss
 from elaunch.rendezvous.rules.trimming import content_bytes
 from elaunch.rendezvous.store import Absent, Delete, Put, StoreError, Txn
 from elaunch.rendezvous.types import (
-    RUN_ID_BYTES_MAX,
     Failure,
     FailureKind,
     Generation,
