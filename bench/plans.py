@@ -61,7 +61,7 @@ def row(name: str, workers: int, steps: int, variables: dict[str, str]) -> str:
     found = measured(name, workers, steps, variables)
     speeds = {key: found[key] for key in ("flops_per_s", "link_bytes_per_s", "message_s")}
     guess = estimate(plan, sizes, SHAPE, WorkerSpeed(**speeds))
-    memory, seconds = guess.memory.total, guess.duration.total
+    memory, seconds = guess.memory.step, guess.duration.total
     of_memory, of_time = memory / found["peak"] - 1, seconds / found["step_s"] - 1
     return (
         f"| `{name}` | {found['peak'] / 1e6:.0f} | {memory / 1e6:.0f} | {100 * of_memory:+.0f} % "

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 from elaunch.trainer.ddp.options import DdpError
-from elaunch.trainer.gpt.config import ConfigError, parse
+from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return train(config, corpus, place, run)
+    except AgreedRefusal as error:
+        return _refuse(error, place)
     except (ConfigError, DdpError) as error:
         print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return 2

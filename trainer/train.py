@@ -8,6 +8,7 @@ its workers, and are elaunch's: the Keeper has the state, and Order says which w
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from elaunch.trainer import link
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.ddp.wrapper import hook_state
-from elaunch.trainer.gpt.config import TrainConfig
+from elaunch.trainer.gpt.config import AgreedRefusal, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.progress import Progress, opening
@@ -53,6 +54,9 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
     except SystemExit as stop:
         # The keeper's, on all ranks after the same step: nodes come or go, or somebody wants the job to end.
         exit_code = int(stop.code or 0)
+    except AgreedRefusal:
+        process_group.leave(device)
+        raise
     process_group.leave(device)
     return exit_code
 
@@ -66,6 +70,13 @@ def train_in_group(
     if any(process_group.sum_over_ranks([place.leads and run.is_complete], device)):
         progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return
+
+    if config.plan.is_auto:
+        # Imported here: most runs do not need it.
+        from elaunch.trainer.parallel.auto import chosen
+
+        untrained = functools.partial(new_gpt, config, device)
+        config = chosen(config, place, run, device, new_gpt=untrained, groups=decay_groups, say=progress.say)
 
     # The workers that share one model read the same windows.
     sizes = config.sizes(place)
@@ -144,8 +155,10 @@ def train_in_group(
     last_held_out = held_out_loss(parallel, windows)
     weights = parallel.weights()
     if place.leads:
-        final = new_gpt(config, device)
-        final.load_state_dict(weights)
+        # Without tensors of its own: the memory for a second network may not be there.
+        with torch.device("meta"):
+            final = new_gpt(config, torch.device("meta"))
+        final.load_state_dict(weights, assign=True)
         recorder.finish(last_held_out.item(), weights, final.write(b"\n", SAMPLE_BYTES, seed=config.seed))
 
 

@@ -15,6 +15,7 @@ See moments.py for FOLDER. The moments of a step:
 and with step 0:
 
     start         before the group is joined
+    measuring     before a plan is measured
     restore       the ranks have agreed on the state to load, which is not in the model yet
     evaluating    after the last step
     result        before the result is written
@@ -44,6 +45,7 @@ from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.boundary import Boundary
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
+from elaunch.trainer.parallel import auto
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.state.training_state import Training
 
@@ -99,6 +101,7 @@ def plant() -> None:
     """Put all moments in place."""
     train.Keeper = StruckKeeper  # type: ignore[misc]
     before(process_group, "join", "start", lambda place: 0)
+    before(auto, "try_plan", "measuring", lambda *_: 0)
     before(Training, "load_replicated", "restore", lambda *_: 0)
     before(Training, "load_whole", "restore", lambda *_: 0)
     before(train, "held_out_loss", "evaluating", lambda *_: 0)

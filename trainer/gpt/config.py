@@ -46,7 +46,8 @@ _CHECKPOINTS = """Where the checkpoints go: a folder, or a URL that fsspec reach
 _DATA = "Train on the files below DIR, of any kind.  [default: Python's own library, *.py]"
 _LEARNING_RATE = "Peak learning rate: warms up, then falls as a cosine to a tenth."
 _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or hsdp, or their number along each axis, as
-  dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved, microbatches=N)."""
+  dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved, microbatches=N); auto: measure at the
+  start which one fits into the memory and is fastest."""
 _PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
   [default: for known GPUs their dense bfloat16]"""
 _COMM_HOOK = """How DDP exchanges gradients: none (whole), fp16, bf16, quantised (8 bits), powersgd,
@@ -75,6 +76,10 @@ _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
 class ConfigError(Exception):
     """The user's request cannot be done as asked: one sentence with the values and the way out, exit code 2."""
+
+
+class AgreedRefusal(ConfigError):
+    """A refusal that all ranks raise at the same place, with the same sentence."""
 
 
 def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any) -> Any:
@@ -196,27 +201,32 @@ class TrainConfig:
                 f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
             )
         self._check_profile()
-        sizes = self.sizes(place)
-        self._check_batch(sizes.data)
+        self._check_batch()
+        if not self.plan.is_auto:
+            self._check_plan(self.sizes(place))
+        if refusal := self.ddp.refusal():
+            raise ConfigError(refusal)
+        if self.checkpoints is not None:
+            try:
+                storage_at(self.checkpoints)
+            except ValueError as error:
+                raise ConfigError(f"--checkpoints: {error}") from error
+
+    def _check_plan(self, sizes: Sizes) -> None:
+        """Raise ConfigError where the plan contradicts another option, or the number of workers."""
+        self._check_share(sizes.data)
         try:
             checks.require_fitting(self.plan, sizes, self.shape)
         except PlanError as error:
             raise ConfigError(str(error)) from error
         if self.compile and self.plan.divides_model:
             raise ConfigError(f"--compile is not tried with --parallel {self.parallel}; leave one of the two out")
-        if refusal := self.ddp.refusal():
-            raise ConfigError(refusal)
         if not self.plan.has_ddp and (given := self.ddp.given()):
             raise ConfigError(f"{given[0]} is DDP's, and --parallel {self.parallel} has no DDP; leave it out")
         if self.tune_comm and not self.plan.has_ddp:
             raise ConfigError(
                 f"--tune-comm measures DDP's buckets, and --parallel {self.parallel} has none; leave one of them out"
             )
-        if self.checkpoints is not None:
-            try:
-                storage_at(self.checkpoints)
-            except ValueError as error:
-                raise ConfigError(f"--checkpoints: {error}") from error
 
     def check_machine(self) -> None:
         """Raise ConfigError where this machine lacks what an option needs."""
@@ -238,13 +248,17 @@ class TrainConfig:
                 f"give fewer or earlier steps, or --steps {needed}"
             )
 
-    def _check_batch(self, world_size: int) -> None:
+    def _check_batch(self) -> None:
         batch, micro = self.global_batch, self.micro_batch
         if batch % micro:
             raise ConfigError(
                 f"--global-batch ({batch}) is not divisible by --micro-batch ({micro}); use --micro-batch "
                 f"{fitting_micro_batch(batch, micro)} or --global-batch {_next_multiple(batch, micro)}"
             )
+
+    def _check_share(self, world_size: int) -> None:
+        """Each of so many replicas needs a micro-batch."""
+        batch, micro = self.global_batch, self.micro_batch
         many = batch // micro
         if many < world_size:
             fitting = (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import yaml
 
-from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.files import sweep, write_durably
+from elaunch.trainer.checkpoint.storage import NOTE_BYTES_MAX, storage_at
+from elaunch.trainer.files import read_regular, sweep, write_durably
 from elaunch.trainer.gpt.config import ConfigError, Plain, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 
@@ -16,9 +17,9 @@ from elaunch.trainer.gpt.corpus import Corpus
 class RunDirectory:
     """The files of one run.
 
-    Rank 0 alone writes `config.yaml`, `metrics.jsonl`, `tensorboard/` and, once the run is complete, `result.json`. All
-    ranks write `ledger/` and `profile/`, and all that have a part of the state `checkpoints/`. Checkpoints that are
-    elsewhere have a `config.yaml` of their own beside them.
+    Rank 0 alone writes `config.yaml`, `metrics.jsonl`, `tensorboard/`, with `--parallel auto` `plan.json`, and
+    `result.json` once the run is complete. All ranks write `ledger/` and `profile/`, and all that have a part of the
+    state `checkpoints/`. Checkpoints that are elsewhere have a `config.yaml` of their own beside them.
     """
 
     def __init__(self, path: Path, checkpoints: str | None = None) -> None:
@@ -28,6 +29,7 @@ class RunDirectory:
         self.ledger = path / "ledger"
         self.tensorboard = path / "tensorboard"
         self.profile = path / "profile"
+        self.plan = path / "plan.json"
         self._config = path / "config.yaml"
         self._result = path / "result.json"
 
@@ -74,6 +76,22 @@ class RunDirectory:
     def is_complete(self) -> bool:
         """Whether the run has reached its last step and written its result."""
         return self._result.exists()
+
+    def has_checkpoints(self) -> bool:
+        """Whether there is a checkpoint from which the run goes on. Raises OSError."""
+        return bool(storage_at(self.checkpoints).found())
+
+    def kept_plan(self) -> bytes | None:
+        """What `keep_plan` has kept, in the directory or beside the checkpoints; None if nothing. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            return read_regular(self.plan, NOTE_BYTES_MAX)
+        return storage_at(self.checkpoints).read_note(self.plan.name)
+
+    def keep_plan(self, content: bytes) -> None:
+        """Keep the plan that the run has chosen, also beside checkpoints that are elsewhere. Raises OSError."""
+        write_durably(self.plan, content)
+        if self.checkpoints != self.path / "checkpoints":
+            storage_at(self.checkpoints).write_note(self.plan.name, content)
 
     def write_result(self, result: dict[str, Plain]) -> None:
         """Write `result.json`, whole or not at all."""

@@ -8,17 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # A training needs more memory later (a batch, a library's buffer), and the kernel kills whoever passes the limit.
-_SPARE_SHARE = 0.05
+SPARE_SHARE = 0.05
 _PART_BYTES = 16 << 20
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 
 
 @dataclass(frozen=True)
 class Room:
-    """`free` bytes, and which cgroup limits them; "" if the file system does."""
+    """`free` bytes, and which cgroup limits them; "" if the file system does.
+
+    `most` is a cgroup's limit, less what is to be left free; `used` counts what the kernel cannot drop.
+    """
 
     free: int
     where: str
+    most: int = 0
+    used: int = 0
 
 
 def room_in(folder: Path) -> Room:
@@ -77,6 +82,7 @@ def _rooms(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[R
         if most.isdigit():
             # The kernel drops these pages of files before it kills. Shared memory is not among them.
             cache = sum(int(held.get(f"{prefix}{kind}", 0)) for kind in ("inactive_file", "active_file"))
-            room = int(int(most) * (1 - _SPARE_SHARE)) - max(0, used - cache)
-            found.append(Room(max(0, room), f"the cgroup {folder} ({limit} {int(most) / 1e6:,.1f} MB)"))
+            limited, held_fast = int(int(most) * (1 - SPARE_SHARE)), max(0, used - cache)
+            where = f"the cgroup {folder} ({limit} {int(most) / 1e6:,.1f} MB)"
+            found.append(Room(max(0, limited - held_fast), where, limited, held_fast))
     return found

@@ -1,7 +1,8 @@
 """The memory and the time of a step that a plan takes, before anything is built. Pure.
 
 Memory is that of the worker that needs most. Its parts are those of docs/parallelism.md: parameters, gradients and
-AdamW's two moments, what FSDP2 gathers, and the activations that the backward pass needs. All is float32. Time is that
+AdamW's two moments, what FSDP2 gathers, and the activations that the backward pass needs. At the end of a run each
+worker collects the whole network's parameters, and then has no gradients and activations. All is float32. Time is that
 of the computation, of the waits of a pipeline, and of the bytes on the wire, one after the other: what overlaps in
 reality is an upper bound here.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elaunch.trainer.parallel.checks import Shape, layers_of, microbatches, stages, windows_of_microbatch
-from elaunch.trainer.parallel.plan import ParallelPlan, Sizes
+from elaunch.trainer.parallel.plan import ParallelPlan, Sizes, parse
 
 _BYTES = 4
 # The floats that a block keeps for its backward pass, for each position and unit of width: the input of both norms,
@@ -34,8 +35,25 @@ class WorkerSpeed:
 
 
 @dataclass(frozen=True)
+class KeptCopies:
+    """The copies of the state that the Keeper has in a node's memory, which is that of the `workers` of the node.
+
+    `of_replicated` are copies of what all workers have alike, once per node; `of_parts` those of what a worker alone
+    has.
+    """
+
+    workers: int = 1
+    of_replicated: int = 0
+    of_parts: int = 0
+
+
+@dataclass(frozen=True)
 class Memory:
-    """Bytes of one worker, by what they are for. `activations` are of all micro-batches that are under way."""
+    """Bytes of one worker, by what they are for. `activations` are of all micro-batches that are under way.
+
+    `rebuilt` are DDP's second buckets, which are there with the first ones before the second forward pass. `collected`
+    are the other workers' parameters at the end of the run. `copies` are the worker's share of the copies in memory.
+    """
 
     base: int
     parameters: int
@@ -43,11 +61,25 @@ class Memory:
     moments: int
     gathered: int
     activations: int
+    rebuilt: int = 0
+    collected: int = 0
+    copies: int = 0
+
+    @property
+    def step(self) -> int:
+        """What a step takes: at the end of a forward pass all of this is there, or before it the rebuilt buckets."""
+        always = self.parameters + self.gradients + self.moments
+        return always + max(self.gathered + self.activations, self.rebuilt)
+
+    @property
+    def ending(self) -> int:
+        """What the end of the run takes, when the weights are collected."""
+        return self.parameters + self.moments + self.collected
 
     @property
     def total(self) -> int:
-        """The peak: at the end of the first backward pass all of these are there."""
-        return self.base + self.parameters + self.gradients + self.moments + self.gathered + self.activations
+        """The peak of all that counts to the worker."""
+        return self.base + self.copies + max(self.step, self.ending)
 
 
 @dataclass(frozen=True)
@@ -71,9 +103,17 @@ class Estimate:
     duration: Duration
 
 
-def estimate(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, *, vocabulary: int = 256) -> Estimate:
+def estimate(
+    plan: ParallelPlan,
+    sizes: Sizes,
+    shape: Shape,
+    worker: WorkerSpeed,
+    *,
+    copies: KeptCopies = KeptCopies(),
+    vocabulary: int = 256,
+) -> Estimate:
     """The estimate for a plan that fits `shape` (see `checks`)."""
-    memories = [_memory(rank, plan, sizes, shape, worker, vocabulary) for rank in range(plan.pp)]
+    memories = [_memory(rank, plan, sizes, shape, worker.base_bytes, copies, vocabulary) for rank in range(plan.pp)]
     return Estimate(max(memories, key=lambda memory: memory.total), _duration(plan, sizes, shape, worker, vocabulary))
 
 
@@ -91,7 +131,9 @@ def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) 
     return block, all_of_it
 
 
-def _memory(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, vocabulary: int) -> Memory:
+def _memory(
+    rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, base: int, copies: KeptCopies, vocabulary: int
+) -> Memory:
     block, own = parameters_of(rank, plan, shape, vocabulary)
     ends = own - block * _blocks(rank, plan, shape)
     passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
@@ -105,13 +147,21 @@ def _memory(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: W
         gathered = own if keeps else min(own, 2 * block + ends)
         # Gradients stay whole until the last micro-batch. Of one alone they are reduced block by block.
         gradients = held + (own if passes > 1 or plan.pp > 1 else min(own, 2 * block + ends))
+    whole = parameters_of(0, parse("ddp"), shape, vocabulary)[1]
+    replicated, part = (0, held + moments) if not plan.has_ddp else (held + moments, 0)
+    if plan.kind == "zero1" and plan.has_ddp:
+        replicated, part = held, moments
     return Memory(
-        worker.base_bytes,
+        base,
         _BYTES * held,
         _BYTES * gradients,
         _BYTES * moments,
         _BYTES * gathered,
         _BYTES * _activations(rank, plan, sizes, shape, vocabulary),
+        # With more workers this happens before the first step, when there are no moments (the Keeper's warm-up).
+        rebuilt=_BYTES * own if plan.has_ddp and sizes.data == 2 else 0,
+        collected=0 if plan.has_ddp else _BYTES * whole,
+        copies=_BYTES * (copies.of_parts * part + -(-copies.of_replicated * replicated // copies.workers)),
     )
 
 

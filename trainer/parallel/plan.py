@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 # The data axes of each kind of plan.
 KINDS = {"ddp": ("dp",), "zero1": ("dp",), "zero2": ("fsdp",), "fsdp2": ("fsdp",), "hsdp": ("dp", "fsdp")}
+# The word in place of a plan: the trainer chooses one.
+AUTO = "auto"
 AXES = ("dp", "fsdp", "tp", "pp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 _KEYS = (*AXES, "schedule", "microbatches")
@@ -41,6 +43,11 @@ class ParallelPlan:
     pp: int = 1
     schedule: str = "1f1b"
     microbatches: int | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the plan is still to be chosen: then nothing else is known of it."""
+        return self.kind == AUTO
 
     @property
     def divides_model(self) -> bool:
@@ -104,9 +111,10 @@ class Sizes:
 def parse(text: str) -> ParallelPlan:
     """The plan that `text` names. Raises PlanError."""
     if "=" not in text:
-        if text not in KINDS:
+        words = (*KINDS, AUTO)
+        if text not in words:
             raise PlanError(
-                f"--parallel {text}: there is no such plan{_meant(text, KINDS)}; use {_or(KINDS)}, or axes as "
+                f"--parallel {text}: there is no such plan{_meant(text, words)}; use {_or(words)}, or axes as "
                 f"{_EXAMPLE} with {_or(AXES)}"
             )
         return ParallelPlan(text, text)
@@ -140,7 +148,7 @@ def _pairs(text: str) -> dict[str, str]:
     for word in text.split(","):
         key, equals, value = word.partition("=")
         if key not in _KEYS:
-            hint = f"; {key} alone is a plan by itself" if key in KINDS else f"; use {_or(_KEYS)}"
+            hint = f"; {key} alone is a plan by itself" if key in (*KINDS, AUTO) else f"; use {_or(_KEYS)}"
             raise PlanError(f"--parallel {text}: {key!r} is no key{_meant(key, _KEYS)}{hint}")
         if not equals or not value:
             raise PlanError(f"--parallel {text}: {key} has no value; write {key}={'1f1b' if key == 'schedule' else 2}")

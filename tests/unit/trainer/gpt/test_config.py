@@ -76,6 +76,16 @@ def test_rank_0_refuses_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch,
     assert parse([option], replace(TWO, rank=1))
 
 
+def test_with_auto_only_what_no_plan_can_do_is_refused_by_the_options() -> None:
+    # Two workers can share one micro-batch if they share the model.
+    assert parse(["--parallel", "auto", "--global-batch", "1", "--tune-comm", "--compile"], TWO)
+
+    with pytest.raises(ConfigError, match="not divisible by --micro-batch"):
+        parse(["--parallel", "auto", "--global-batch", "8", "--micro-batch", "3"], TWO)
+    with pytest.raises(ConfigError, match="s33://bucket/run begins with s33://"):
+        parse(["--parallel", "auto", "--checkpoints", "s33://bucket/run"], TWO)
+
+
 def test_options_become_the_configuration() -> None:
     batch, parallel = ["--global-batch", "4", "--micro-batch", "2"], ["--parallel", "zero1"]
     config = parse(["--steps", "9", "--lr", "0.5", "--out", "there", "--bf16", "--ledger", *batch, *parallel], TWO)

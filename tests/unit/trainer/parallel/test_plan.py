@@ -38,12 +38,14 @@ def test_a_plan_is_a_name_or_the_numbers_of_workers_along_axes(text: str, plan: 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("fsdp3", "there is no such plan (did you mean fsdp2?); use ddp, zero1, zero2, fsdp2 or hsdp, or axes as dp=2"),
+        ("fsdp3", "there is no such plan (did you mean fsdp2?); use ddp, zero1, zero2, fsdp2, hsdp or auto, or axes"),
         ("", "there is no such plan; use ddp"),
         ("fdsp=2", "'fdsp' is no key (did you mean fsdp?); use dp, fsdp, tp, pp, schedule or microbatches"),
         ("tp=2,microbatch=4", "'microbatch' is no key (did you mean microbatches?)"),
         ("tp=2,shedule=gpipe", "'shedule' is no key (did you mean schedule?)"),
         ("zero1,tp=2", "'zero1' is no key; zero1 alone is a plan by itself"),
+        ("atuo", "there is no such plan (did you mean auto?); use ddp"),
+        ("auto,tp=2", "'auto' is no key; auto alone is a plan by itself"),
         ("dp=2,,tp=2", "'' is no key"),
         ("dp,tp=2", "dp has no value; write dp=2"),
         ("pp=2,schedule=", "schedule has no value; write schedule=1f1b"),
@@ -156,3 +158,9 @@ def test_runs_are_the_same_if_only_the_number_of_replicas_or_the_schedule_differ
     assert len({parse(text).identity for text in (*same[:1], *other)}) == 5
     assert [parse(kind).identity for kind in KINDS] == list(KINDS)
     assert [parse(text).identity for text in ("dp=2", "fsdp=2", "dp=2,fsdp=2")] == ["ddp", "fsdp2", "hsdp"]
+
+
+def test_auto_is_a_plan_of_which_nothing_else_is_known() -> None:
+    assert parse("auto").is_auto
+    assert parse("auto").identity == "auto"
+    assert not parse("ddp").is_auto

@@ -1,0 +1,127 @@
+"""`--parallel auto`: workers die while plans are measured and afterwards, and the run keeps the plan of its state."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode
+from tests.ranks import RankForker
+
+STEPS = 20
+SHAPE = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3", "--layers", "4", "--dropout", "0")
+AUTO = ("--parallel", "auto", "--snapshot-every", "1", "--copy-every", "1")
+# An option of DDP leaves plans whose state goes to any number of workers.
+ANY_NUMBER = (*AUTO, "--bucket-mb", "1")
+TOLERANCE = 1e-5
+
+
+def plan_of(run: Forked | OneNode) -> str:
+    found: str = json.loads((run.out / "plan.json").read_text())["plan"]
+    return found
+
+
+def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step_cost_no_step(
+    tmp_path: Path, calm_training: CalmTrainings
+) -> None:
+    calm = calm_training(2, *SHAPE, steps=STEPS)
+
+    with OneNode(tmp_path / "run", 2, *SHAPE, *AUTO, asks=["measuring-0-0-1", "loss-1-9-0"]) as launched:
+        run = launched.ended()
+
+    assert run.struck() == ["measuring-0-0-1", "loss-1-9-0"]
+    plan = plan_of(run)
+    # Generation 1 measures, since nothing was chosen; generation 2 has a state, and its plan.
+    assert len(re.findall(r"parallel: \S+ .* s +chosen$", run.job.output, re.MULTILINE)) == 1
+    assert run.job.output.count(f"parallel: {plan}, as this run has chosen") == 1
+    assert run.job.output.count(f" workers with {plan}") == 2
+    assert run.began(2) == 8
+    run.assert_complete(steps=STEPS)
+    assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
+
+
+def test_the_measured_plans_leave_nothing_the_losses_are_those_of_the_chosen_plan_given_by_hand(
+    tmp_path: Path, forker: RankForker
+) -> None:
+    with Forked(tmp_path / "auto", forker) as auto:
+        assert [rank.code for rank in auto.generation(0, 2, *SHAPE, *AUTO)] == [0, 0]
+    with Forked(tmp_path / "given", forker) as given:
+        assert [rank.code for rank in given.generation(0, 2, *SHAPE, *AUTO, "--parallel", plan_of(auto))] == [0, 0]
+
+    auto.assert_same(given)
+    tried = json.loads((auto.out / "plan.json").read_text())["tried"]
+    assert sum(each["measured"] is not None for each in tried) == 3
+
+
+def test_a_restart_with_other_workers_takes_a_plan_that_can_go_on_with_the_state(
+    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
+) -> None:
+    calm = calm_training(2, *SHAPE, steps=STEPS)
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-9-3"]) as run:
+        assert run.generation(0, 4, *SHAPE, *ANY_NUMBER)[3].code == -signal.SIGKILL
+        plan = plan_of(run)
+        first, second = run.generation(1, 2, *SHAPE, *ANY_NUMBER)
+
+        assert (first.code, second.code) == (0, 0), first.err
+        assert plan in ("ddp", "zero1")
+        assert f"parallel: {plan}, as this run has chosen with 4 workers; for 2: {plan}" in first.err
+        assert run.began(1) == 8
+        run.assert_complete(steps=STEPS)
+        assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
+
+
+def test_a_new_job_goes_on_from_a_checkpoint_with_its_plan_and_one_without_a_checkpoint_chooses_anew(
+    tmp_path: Path, forker: RankForker
+) -> None:
+    words = (*SHAPE, *ANY_NUMBER, "--checkpoint-every", "6")
+
+    with Forked(tmp_path / "run", forker, asks=["loss-0-3-1", "loss-0-9-1"]) as run:
+        assert run.generation(0, 2, *words)[1].code == -signal.SIGKILL
+        run.forget()
+        run.release("loss-0-3-1")
+        again = run.generation(0, 2, *words)
+        assert again[1].code == -signal.SIGKILL
+        run.forget()
+        run.release("loss-0-9-1")
+        plan = plan_of(run)
+        last = run.generation(0, 2, *words)
+
+    assert "as this run has chosen" not in again[0].err
+    assert f"parallel: {plan}, as this run has chosen\n" in last[0].err
+    assert [rank.code for rank in last] == [0, 0]
+    assert [line["step"] for line in run.lines] == [*range(1, STEPS + 1)]
+
+
+def test_a_state_without_its_plan_is_refused(tmp_path: Path, forker: RankForker) -> None:
+    with Forked(tmp_path / "run", forker, asks=["loss-0-9-1"]) as run:
+        assert run.generation(0, 2, *SHAPE, *ANY_NUMBER)[1].code == -signal.SIGKILL
+        (run.out / "plan.json").write_text('{"format": 1}')
+        first, second = run.generation(1, 2, *SHAPE, *ANY_NUMBER)
+
+    assert (first.code, second.code) == (2, 2)
+    assert "the plan of this run cannot be read from" in first.err
+    assert "restore that file, or give another --out" in first.err
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_network_for_which_no_plan_has_memory_is_refused_with_the_values_by_rank_0_alone(
+    tmp_path: Path, forker: RankForker, workers: int
+) -> None:
+    # 16 TB of parameters: nothing of that size is made.
+    huge = ("--layers", "5000000", "--width", "256", "--heads", "4")
+
+    with Forked(tmp_path / "run", forker) as run:
+        ended = run.generation(0, workers, *SHAPE, *AUTO, *huge)
+
+    assert [rank.code for rank in ended] == [2] * workers
+    said = [line for line in ended[0].err.splitlines() if "no plan fits" in line]
+    assert len(said) == 1
+    assert re.search(r"needs least, \d+\.\d\d GiB for each worker .*, and there are \d+\.\d\d: the ", said[0])
+    assert said[0].endswith("a smaller --micro-batch or a smaller network")
+    assert not any("no plan fits" in rank.err for rank in ended[1:])
+    assert not (run.out / "plan.json").exists()

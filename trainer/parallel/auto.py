@@ -1,0 +1,246 @@
+"""`--parallel auto`: the workers are measured, some plans are tried, one is chosen, and a restart keeps it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from elaunch.trainer.files import parse_json
+from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, TrainConfig
+from elaunch.trainer.gpt.model import GPT
+from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.parallel.build import Groups
+from elaunch.trainer.parallel.candidates import Candidate, Workers, candidates, successors
+from elaunch.trainer.parallel.choice import (
+    Choice,
+    NothingFits,
+    Option,
+    Room,
+    Trial,
+    choose,
+    choose_by_estimate,
+    gib,
+    rows,
+    table,
+)
+from elaunch.trainer.parallel.estimate import KeptCopies, WorkerSpeed, estimate
+from elaunch.trainer.parallel.plan import AUTO, PlanError, parse
+from elaunch.trainer.parallel.trial import try_plan, worker_speed
+from elaunch.trainer.parallel.worker_memory import PeakMeter, keep_little_of_what_is_freed, worker_room
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.ranks.place import RankInfo
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """A choice that a run has made. Its state belongs to that plan.
+
+    `memory_ratio` is what the plan took, in parts of the estimate. `worker` is as it was measured then. `room` and
+    `tried` are for people and benches: the bytes that a worker may take, and a row for each plan.
+    """
+
+    plan: str
+    world_size: int
+    memory_ratio: float
+    worker: WorkerSpeed
+    room: int
+    tried: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, content: bytes) -> Record:
+        """Raises ValueError for what is not one."""
+        found = parse_json(content)
+        if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
+            raise ValueError(f"it is not of format {_FORMAT}")
+        try:
+            record = cls(**{**found, "worker": WorkerSpeed(**found["worker"])})
+            if parse(record.plan).is_auto or record.world_size < 1 or record.memory_ratio <= 0:
+                raise ValueError("it is damaged")
+        except (TypeError, KeyError, PlanError) as error:
+            raise ValueError("it is damaged") from error
+        return record
+
+    @property
+    def content(self) -> bytes:
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode() + b"\n"
+
+
+def chosen(
+    config: TrainConfig,
+    place: RankInfo,
+    run: RunDirectory,
+    device: torch.device,
+    *,
+    new_gpt: Callable[[], GPT],
+    groups: Groups,
+    say: Callable[[str], None],
+) -> TrainConfig:
+    """`config` with a plan in place of `auto`, the same on all ranks. Collective. Raises AgreedRefusal on all ranks.
+
+    A run that has a state goes on with its plan, and nothing is measured. `new_gpt` and `groups` are as for `build`.
+    Nothing of what was measured is left: parameters and random states are made anew.
+    """
+    if device.type == "cpu":
+        keep_little_of_what_is_freed()
+    peers = Peers()
+    try:
+        return replace(config, parallel=_Choosing(config, place, run, device, peers, say).plan(new_gpt, groups))
+    except (NothingFits, PlanError, ConfigError) as error:
+        raise AgreedRefusal(str(error)) from error
+    finally:
+        peers.close()
+
+
+class _Choosing:
+    def __init__(
+        self,
+        config: TrainConfig,
+        place: RankInfo,
+        run: RunDirectory,
+        device: torch.device,
+        peers: Peers,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._place, self._run, self._device = config, place, run, device
+        self._peers, self._say = peers, say
+        of_node, has_memory, nodes = _surroundings(os.environ, place)
+        told = peers.from_all((of_node, has_memory, nodes))
+        self._of_node = min(of_node for of_node, _, _ in told)
+        self._workers = Workers(place.world_size, self._of_node)
+        self._copies = KeptCopies(self._of_node)
+        if device.type == "cpu" and all(has for _, has, _ in told):
+            # See docs/trainer.md: of parts a node has those of its workers and of the node before it.
+            is_alone = max(nodes for _, _, nodes in told) == 1
+            self._copies = KeptCopies(self._of_node, of_replicated=2, of_parts=2 if is_alone else 6)
+
+    def plan(self, new_gpt: Callable[[], GPT], groups: Groups) -> str:
+        """The text of the chosen plan."""
+        found, trouble = self._peers.from_rank_0(self._recorded() if self._peers.leads else None)
+        if trouble:
+            raise NothingFits(trouble)
+        if found is not None:
+            return self._as_recorded(found)
+        among = self._candidates()
+        if not among:
+            # DDP needs least of the batch; so its own words say what is wrong.
+            self._config_of("ddp").check(self._place)
+        self._import_all()
+        room, taken = self._room()
+        meter = PeakMeter(self._device)
+        worker = worker_speed(self._config.shape, taken, self._device, self._peers)
+        options = self._options(among, worker)
+        rank = self._place.rank
+
+        def measure(option: Option) -> Trial:
+            config = self._config_of(option.text)
+            # Compiling takes longer than all else here, and nearly as much from each plan's step.
+            config = replace(config, compile=False)
+            sizes = option.candidate.sizes
+            return try_plan(config, sizes, rank, self._device, self._peers, meter=meter, new_gpt=new_gpt, groups=groups)
+
+        self._say(
+            f"parallel: each worker may take {gib(room.bytes)} GiB, of which {gib(taken)} are taken: {room.where}"
+        )
+        choice = choose(options, room, measure)
+        for line in table(choice, options, room):
+            self._say(f"parallel: {line}")
+        self._keep(choice, worker, rows(choice, options), room)
+        return choice.option.text
+
+    def _recorded(self) -> tuple[Record | None, str]:
+        """The run's choice if it has a state by now, and why it cannot go on if the choice is lost."""
+        if not (self._place.generation or self._run.has_checkpoints()):
+            return None, ""
+        try:
+            content = self._run.kept_plan()
+            if content is None:
+                # A restart before anything was chosen; nobody has a state.
+                return None, ""
+            return Record.read(content), ""
+        except (OSError, ValueError) as error:
+            return None, (
+                f"--parallel auto: the plan of this run cannot be read from {self._run.plan} ({error}); "
+                "restore that file, or give another --out"
+            )
+
+    def _as_recorded(self, record: Record) -> str:
+        kept = parse(record.plan)
+        is_same = record.world_size == self._place.world_size
+        if is_same and self._place.generation:
+            # It was measured here, and runs since then.
+            self._say(f"parallel: {record.plan}, as this run has chosen")
+            return record.plan
+        among = successors(kept, self._candidates(), self._workers, self._config.shape)
+        if is_same:
+            among = [each for each in among if each.text == record.plan] or among
+        if self._place.generation:
+            # They are there, and so among what is taken.
+            self._copies = KeptCopies(self._of_node)
+        room, taken = self._room()
+        options = self._options(among, replace(record.worker, base_bytes=taken), record.memory_ratio)
+        option = choose_by_estimate(options, room)
+        other = "" if is_same else f" with {record.world_size} workers; for {self._place.world_size}: {option.text}"
+        self._say(f"parallel: {record.plan}, as this run has chosen{other}")
+        return option.text
+
+    def _candidates(self) -> list[Candidate]:
+        config = self._config
+        needs_ddp = bool(config.ddp.given() or config.tune_comm)
+        return candidates(self._workers, config.shape, needs_ddp=needs_ddp, may_divide=not config.compile)
+
+    def _options(self, among: Sequence[Candidate], worker: WorkerSpeed, ratio: float | None = None) -> list[Option]:
+        shape = self._config.shape
+        return [
+            Option(each, estimate(each.plan, each.sizes, shape, worker, copies=self._copies), ratio) for each in among
+        ]
+
+    def _room(self) -> tuple[Room, int]:
+        """What a worker may take in all, and what it has taken by now: of the worker that has least room."""
+        # All have come as far as this.
+        self._peers.largest([0])
+        own = worker_room(self._device, self._of_node)
+        least = min(self._peers.from_all(own), key=lambda each: each.most - each.taken)
+        return Room(least.most, least.where), least.taken
+
+    def _import_all(self) -> None:
+        """What any of the plans imports: it is no part of a plan's memory."""
+        if self._place.world_size > 1:
+            from torch.distributed import fsdp  # noqa: F401
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401
+
+            from elaunch.trainer.parallel import divided, tensor  # noqa: F401
+
+    def _keep(self, choice: Choice, worker: WorkerSpeed, tried: list[dict[str, Any]], room: Room) -> None:
+        """Record the choice before there is a state. All ranks wait until it is written."""
+        option = choice.option
+        trial = choice.trials[option.text]
+        ratio = max(1.0, trial.memory / option.estimate.memory.step)
+        record = Record(option.text, self._place.world_size, ratio, worker, room.bytes, tried)
+        trouble = ""
+        if self._peers.leads:
+            try:
+                self._run.keep_plan(record.content)
+            except OSError as error:
+                trouble = f"--parallel auto: the choice cannot be kept in {self._run.plan} ({error.strerror or error})"
+        if trouble := self._peers.from_rank_0(trouble):
+            raise NothingFits(f"{trouble}; make room there, or give {option.text} in place of {AUTO}")
+
+    def _config_of(self, text: str) -> TrainConfig:
+        return replace(self._config, parallel=text)
+
+
+def _surroundings(environ: Mapping[str, str], place: RankInfo) -> tuple[int, bool, int]:
+    """The number of workers on this node, whether it keeps copies of the state in memory, and the number of nodes."""
+
+    def number(name: str, default: int) -> int:
+        return int(environ.get(name, default))
+
+    of_node = number("LOCAL_WORLD_SIZE", place.world_size)
+    return of_node, bool(environ.get("ELAUNCH_MEMORY")), number("GROUP_WORLD_SIZE", 1)
