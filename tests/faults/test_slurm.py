@@ -326,7 +326,7 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
     if not by_time:
         slurm.call("scontrol", "requeue", job.number)
     # Slurm checks the time limit only now and then, and may be a minute early.
-    run.wait_for("told", rank=1, reason="leave", deadline_s=150)
+    run.wait_for("told", rank=1, reason="leave", deadline_s=400)
     run.release("forward-0-3-0")
     job.wait("PENDING")
     # Slurm would wait for two minutes before it starts a requeued job.
