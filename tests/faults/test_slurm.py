@@ -14,6 +14,7 @@ import pytest
 from tests.etcd import Etcd
 from tests.faults.cluster import REDUCER
 from tests.faults.meetings import Meeting, Records
+from tests.faults.processes import described
 from tests.faults.trainings import Training
 from tests.harness import COMMAND, REPOSITORY, slow, wait_for
 from tests.slurm import Batch, Slurm, needs_slurm
@@ -85,8 +86,9 @@ def nothing_is_left(slurm: Slurm) -> Iterator[None]:
 
 def leftovers(slurm: Slurm) -> list[str]:
     daemons = ("slurmd ", "slurmctld", "slurmscriptd", "munged ")
-    lines = [" ".join(process.cmdline()) for process in slurm.nodes.processes()]
-    return [line for line in lines if not line.strip(" :").startswith(daemons)]
+    lines = [described(process) for process in slurm.nodes.processes()]
+    # A process that has ended meanwhile has no words.
+    return [line for line in lines if line and not line.strip(" :").startswith(daemons)]
 
 
 def places(output: str) -> list[tuple[int, int, int, str]]:

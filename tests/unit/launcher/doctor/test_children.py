@@ -16,6 +16,7 @@ from elaunch.launcher.doctor.checks import Check, examine
 from elaunch.launcher.doctor.children import Task, Unfinished, run_all
 from elaunch.launcher.doctor.facts import CpuFacts, Needs
 from elaunch.launcher.doctor.findings import Finding, Grade, ok
+from tests.faults.processes import is_alive
 from tests.harness import DEADLINE_S, environment, wait_for
 
 
@@ -115,7 +116,7 @@ def test_a_killed_doctor_leaves_no_process(tmp_path: Path) -> None:
         wait_for(lambda: os.getpgid(child.pid) == child.pid and child.status() == "sleeping", "it works")
         doctor.kill()
 
-    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child ends")
+    wait_for(lambda: not is_alive(child), "the child ends")
 
 
 def test_a_job_that_is_over_takes_its_health_check_with_it(monkeypatch: object) -> None:
