@@ -35,8 +35,9 @@ def holdings(pid: int) -> Holdings:
     kinds: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
-            # All sockets ("socket:[4711]") are one kind, and all pipes. Each file is a kind of its own.
-            kinds[re.sub(r":\[\d+\]$", "", str(link.readlink()))] += 1
+            # All sockets ("socket:[4711]") are one kind, and all pipes. Each file is a kind of its own, but those of a
+            # worker in /proc.
+            kinds[re.sub(r":\[\d+\]$|(?<=^/proc/)\d+", "", str(link.readlink()))] += 1
     zombies = sum(_state(child) == "Z" for child in children(pid))
     return Holdings(tuple(sorted(kinds.items())), len(list(Path(f"/proc/{pid}/task").iterdir())), zombies)
 
