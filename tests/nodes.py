@@ -109,9 +109,10 @@ class Node:
     def processes(self) -> list[psutil.Process]:
         """All that runs on the node, whoever started it; no zombies."""
         found = []
-        for folder in [self.cgroup, *self.cgroup.rglob("*/")]:
+        # Not by rglob: it raises where a group is removed meanwhile.
+        for folder, _, _ in os.walk(self.cgroup):
             with suppress(OSError):
-                for pid in (folder / "cgroup.procs").read_text().split():
+                for pid in Path(folder, "cgroup.procs").read_text().split():
                     with suppress(psutil.Error):
                         process = psutil.Process(int(pid))
                         if process.status() != psutil.STATUS_ZOMBIE:

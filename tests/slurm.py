@@ -217,7 +217,7 @@ class Batch:
             return now == state
 
         try:
-            wait_for(is_there, f"job {self.number} is {state}", every_s=LOOK_S)
+            wait_for(is_there, f"job {self.number} is {state}", 600, every_s=LOOK_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
         return self.output

@@ -20,6 +20,7 @@ import pytest
 import elaunch
 from elaunch.launcher.errors import UsageError
 from tests.e2e import called
+from tests.faults.processes import is_alive
 from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, script, slow, wait_for
 from tests.standin import WITH_TORCH
 
@@ -227,7 +228,7 @@ def waiting(folder: Path, thread: str = "main") -> Iterator[tuple[subprocess.Pop
 
 
 def all_gone(processes: Sequence[psutil.Process]) -> bool:
-    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+    return not any(map(is_alive, processes))
 
 
 @pytest.mark.parametrize("thread", ["main", "another"])

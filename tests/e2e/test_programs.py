@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.faults.processes import is_alive
 from tests.harness import COMMAND, Job, environment, finished, free_ports, script, slow, wait_for
 from tests.standin import WITH_TORCH
 
@@ -182,7 +183,7 @@ def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stoppe
             agent.send_signal(signum)
 
         assert agent.wait() == 128 + signums[0]
-        wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), "all gone")
+        wait_for(lambda: not any(map(is_alive, children)), "all gone")
     finally:
         agent.kill()
         agent.communicate()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ def starting(folder: Path) -> Iterator[Start]:
     for process in started:
         if process.poll() is None:
             for child in (*psutil.Process(process.pid).children(recursive=True), process):
-                child.kill()
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
         process.communicate()
 
 
@@ -92,7 +93,11 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 def worker(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
     children = psutil.Process(launcher.pid).children(recursive=True)
-    return next(child for child in children if child.environ().get("RANK") == str(rank))
+    for child in children:
+        with suppress(psutil.Error):
+            if child.environ().get("RANK") == str(rank):
+                return child
+    raise AssertionError(f"no rank {rank}")
 
 
 @pytest.mark.slow

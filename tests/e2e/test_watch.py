@@ -23,6 +23,7 @@ import pyte
 import pytest
 
 from tests.etcd import Etcd
+from tests.faults.processes import described
 from tests.harness import COMMAND, DEADLINE_S, Job, environment, free_ports, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -280,7 +281,7 @@ def guardian_of(job: Job) -> int:
     import psutil
 
     for process in psutil.Process(job.process.pid).children():
-        if any(word.endswith("guardian.py") for word in process.cmdline()):
+        if "guardian.py" in described(process):
             return process.pid
     raise AssertionError("no guardian")
 

@@ -15,8 +15,10 @@ import psutil
 from tests.faults.processes import Watched, is_alive
 from tests.harness import wait_for
 
-# A closing pipe or a zombie gets this long to disappear.
-SETTLE_S = 5.0
+# A closing pipe gets this long to disappear.
+SETTLE_S = 20.0
+# The title of a process that is forked ahead.
+NEXT = "elaunch: next worker"
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ def holdings(pid: int) -> Holdings:
     kinds: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
-            # All sockets ("socket:[4711]") are one kind, and all pipes. Each file is a kind of its own.
-            kinds[re.sub(r":\[\d+\]$", "", str(link.readlink()))] += 1
+            # All sockets ("socket:[4711]") are one kind, and all pipes. Each file is a kind of its own, but those of a
+            # worker in /proc.
+            kinds[re.sub(r":\[\d+\]$|(?<=^/proc/)\d+", "", str(link.readlink()))] += 1
     zombies = sum(_state(child) == "Z" for child in children(pid))
     return Holdings(tuple(sorted(kinds.items())), len(list(Path(f"/proc/{pid}/task").iterdir())), zombies)
 
@@ -63,6 +66,11 @@ def command(pid: int) -> str:
         return ""
 
 
+def is_ahead(pid: int) -> bool:
+    """Whether this process waits for the next generation, or has just been forked and has no title of its own."""
+    return command(pid) in (NEXT, "elaunch: fork server")
+
+
 def _state(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -85,8 +93,10 @@ class Census:
     def count(self, workers: int, when: str) -> None:
         """Count, and fail if anything has grown. The job must be in the same state each time: all `workers` train."""
         assert self._job.fork_server().pid == self._pids["fork server"], "the fork server is another one"
+        # The next generation's workers and their store.
+        wait_for(lambda: self._ahead() == workers + 1, "the processes that are forked ahead")
         if not self._first:
-            wait_for(lambda: not any(h.zombies for h in self._holdings().values()), "zombies are reaped", SETTLE_S)
+            wait_for(lambda: not any(h.zombies for h in self._holdings().values()), "zombies are reaped")
             self._first = self._holdings()
             self._files = self._temporary_files()
         now = self._settled(self._first)
@@ -95,9 +105,12 @@ class Census:
         assert files == self._files, f"{when}: {files} temporary files and folders, {self._files} at first"
         # The guardian, the fork server, the worker store.
         expected = workers + 3
-        found = self._job.processes()
+        found = [process for process in self._job.processes() if command(process.pid) != NEXT]
         assert len(found) == expected, f"{when}: {len(found)} processes, not {expected}: {_names(found)}"
         self.memory_kib.append((anonymous_kib(self._pids["agent"]), anonymous_kib(self._pids["fork server"])))
+
+    def _ahead(self) -> int:
+        return sum(command(pid) == NEXT for pid in children(self._pids["fork server"]))
 
     def _temporary_files(self) -> int:
         return len(list(self._job.tmp.rglob("*")))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.faults.processes import described
 from tests.faults.test_slurm import NOTICED, PLACE, PLAIN, SECRET, places
 from tests.flux import Flux, needs_flux
 from tests.harness import COMMAND, wait_for
@@ -34,7 +35,7 @@ def nothing_is_left(flux: Flux) -> Iterator[None]:
 
 
 def leftovers(flux: Flux) -> list[str]:
-    lines = [" ".join(process.cmdline()) for process in flux.nodes.processes()]
+    lines = [described(process) for process in flux.nodes.processes()]
     return [line for line in lines if "elaunch" in line or "place.sh" in line or "noticed.py" in line]
 
 

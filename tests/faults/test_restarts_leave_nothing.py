@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -28,8 +29,12 @@ if GENERATION < {RESTARTS}:
 
 
 def zombies_of(*parents: psutil.Process) -> list[int]:
-    children = [child for parent in parents for child in parent.children()]
-    return [child.pid for child in children if child.is_running() and child.status() == psutil.STATUS_ZOMBIE]
+    found = []
+    for child in (child for parent in parents for child in parent.children()):
+        # It may be reaped meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            found += [child.pid] if child.status() == psutil.STATUS_ZOMBIE else []
+    return found
 
 
 @pytest.mark.parametrize("how", [LIGHT, slow(("--no-preload",))], ids=["forked", "no-preload"])

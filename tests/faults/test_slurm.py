@@ -14,6 +14,7 @@ import pytest
 from tests.etcd import Etcd
 from tests.faults.cluster import REDUCER
 from tests.faults.meetings import Meeting, Records
+from tests.faults.processes import described
 from tests.faults.trainings import Training
 from tests.harness import COMMAND, REPOSITORY, slow, wait_for
 from tests.slurm import Batch, Slurm, needs_slurm
@@ -85,8 +86,9 @@ def nothing_is_left(slurm: Slurm) -> Iterator[None]:
 
 def leftovers(slurm: Slurm) -> list[str]:
     daemons = ("slurmd ", "slurmctld", "slurmscriptd", "munged ")
-    lines = [" ".join(process.cmdline()) for process in slurm.nodes.processes()]
-    return [line for line in lines if not line.strip(" :").startswith(daemons)]
+    lines = [described(process) for process in slurm.nodes.processes()]
+    # A process that has ended meanwhile has no words.
+    return [line for line in lines if line and not line.strip(" :").startswith(daemons)]
 
 
 def places(output: str) -> list[tuple[int, int, int, str]]:
@@ -346,7 +348,7 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
     if not by_time:
         slurm.call("scontrol", "requeue", job.number)
     # Slurm checks the time limit only now and then, and may be a minute early.
-    run.wait_for("told", rank=1, reason="leave", deadline_s=150)
+    run.wait_for("told", rank=1, reason="leave", deadline_s=400)
     run.release("forward-0-3-0")
     job.wait("PENDING")
     # Slurm would wait for two minutes before it starts a requeued job.

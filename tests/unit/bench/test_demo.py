@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from bench import demo
+from tests.faults.processes import is_alive
 from tests.harness import REPOSITORY, environment
 
 # Stands for a training that is over before anybody could kill one of its ranks.
@@ -86,5 +87,5 @@ def test_a_signal_ends_it_with_one_sentence_and_leaves_nothing(tmp_path: Path, s
     folders = re.findall(r"^elaunch: the workers' output is in (\S+)$", said, re.MULTILINE)
     assert folders
     assert all(Path(folder).is_dir() for folder in folders)
-    assert [child for child in below if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert [*filter(is_alive, below)] == []
     assert not (out / "report.html").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.faults.processes import is_alive
 from tests.harness import DEADLINE_S, REPOSITORY, environment, script
 
 BENCH = """
@@ -38,7 +39,7 @@ def test_sigterm_to_a_bench_that_handles_no_signal_ends_its_job_and_removes_its_
         bench.send_signal(signal.SIGTERM)
 
         code = bench.wait(DEADLINE_S)
-    left = [each for each in below if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    left = [*filter(is_alive, below)]
     is_there = Path(folder).exists()
     for each in left:
         each.kill()
