@@ -24,8 +24,8 @@ from elaunch.agent.forkserver.gloo_threads import GlooThreads
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-dist.barrier()
 if rank == 0:
+    dist.barrier()
     gloo = GlooThreads()
     while not gloo.tids:
         gloo.look()
@@ -36,6 +36,7 @@ if rank == 0:
     sys.stdin.readline()
 else:
     try:
+        dist.barrier()
         dist.broadcast(torch.ones(1), src=0)
     except RuntimeError as error:
         print(error, flush=True)

@@ -29,7 +29,7 @@ from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.slow_monitor import SlowMonitor
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.types import RankTable
-from tests.harness import environment, free_ports, wait_for
+from tests.harness import DEADLINE_S, environment, free_ports, wait_for
 
 LOOK_S = 0.005
 REST = b'"last_started_collective": -1, "last_completed_collective": 0}}}'
@@ -142,7 +142,8 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
     timeline = Timeline(None, ranks.said.append, lambda _: None)
     posted: list[Event] = []
     monitor = SlowMonitor(Reporter(posted.append, lambda text, _: ranks.said.append(text), timeline, no_failure))
-    wait_for(ranks.read, "both process groups")
+    # Both import torch before.
+    wait_for(ranks.read, "both process groups", 4 * DEADLINE_S)
 
     # A look each LOOK_S, in place of one each second.
     def looks() -> bool:
