@@ -202,8 +202,6 @@ class TrainConfig:
             checks.require_fitting(self.plan, sizes, self.shape)
         except PlanError as error:
             raise ConfigError(str(error)) from error
-        if self.compile and self.plan.divides_model:
-            raise ConfigError(f"--compile is not tried with --parallel {self.parallel}; leave one of the two out")
         if refusal := self.ddp.refusal():
             raise ConfigError(refusal)
         if not self.plan.has_ddp and (given := self.ddp.given()):
