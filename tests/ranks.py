@@ -164,13 +164,13 @@ class Ranks:
         assert code is not None
         return Ended(code, self._read("out", rank), self._read("err", rank))
 
-    def end(self) -> list[Ended]:
+    def end(self, deadline_s: float = DEADLINE_S) -> list[Ended]:
         """How each of them ended, by rank."""
-        return [self.end_of(rank) for rank in range(len(self.pids))]
+        return [self.end_of(rank, deadline_s) for rank in range(len(self.pids))]
 
-    def answers(self) -> list[Any]:
+    def answers(self, deadline_s: float = DEADLINE_S) -> list[Any]:
         """The answers of all ranks. Fails if one does not end with exit code 0."""
-        ended = self.end()
+        ended = self.end(deadline_s)
         assert [rank.code for rank in ended] == [0] * len(ended), "\n".join(rank.err for rank in ended)
         return [rank.answer for rank in ended]
 

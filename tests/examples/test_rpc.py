@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY, Job, finished, wait_for
+from tests.harness import REPOSITORY, Job, finished, script, wait_for
 from tests.nodes import needs_nodes
 
 EXAMPLES = REPOSITORY / "examples" / "rpc"
@@ -114,6 +114,44 @@ def test_the_death_of_a_process_changes_nothing_of_the_result(
     assert len(first) == len({e["rank"] for e in timeline(tmp_path) if e["event"] == "forked"})
     moments = [e["monotonic_s"] for e in first]
     assert max(moments) - min(moments) < GONE_S, job.output
+
+
+# In generation 0 ranks 0 and 1 wait: for all at the end, or for each other in a call. Both processes of the call live.
+WAITING = """
+import os, sys, time
+from torch.distributed import rpc
+
+def wait():
+    time.sleep(1000)
+
+rank, first = int(os.environ["RANK"]), os.environ["ELAUNCH_GENERATION"] == "0"
+options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+print("has joined", flush=True)
+if first and rank == 2:
+    time.sleep(1000)
+if first and sys.argv[1] == "call":
+    rpc.rpc_sync(f"worker{1 - rank}", wait)
+rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["shutdown", "call"])
+def test_processes_that_wait_in_rpc_end_by_the_first_signal(where: str, tmp_path: Path) -> None:
+    script(tmp_path, WAITING)
+
+    with Job(tmp_path, "--log-dir", "logs", "--nproc-per-node", "3", "train.py", where) as job:
+        for rank in range(3):
+            job.wait_for_output(rf"^\[{rank}\] has joined")
+        os.kill(pid_of(tmp_path, 2), signal.SIGKILL)
+        assert job.wait() == 0, job.output
+
+    ended = {e["rank"]: e["code"] for e in timeline(tmp_path) if e["generation"] == 0 and e["event"] == "exited"}
+    # 1: its call has failed, since the other process of it was gone.
+    assert ended[2] == -signal.SIGKILL
+    assert {ended[0], ended[1]} <= {-signal.SIGTERM, 1}, job.output
+    assert not [e for e in timeline(tmp_path) if e["event"] == "killing"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """A small network trained by one plan after the other, in the same ranks, and beside it by one process alone.
 
-Run as `divided_ranks.py STEPS PLAN…` by each rank. The process alone computes the mean loss over all windows of a step
-at once, with torch's own functions. Each rank prints, for each plan, the largest relative differences of losses, norms,
-held-out loss and final weights.
+Run as `divided_ranks.py STEPS PLAN…` by each rank; a PLAN after `compiled:` is compiled. The process alone computes the
+mean loss over all windows of a step at once, with torch's own functions. Each rank prints, for each plan, the largest
+relative differences of losses, norms, held-out loss and final weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.optim import AdamW
 
 from elaunch.trainer.data.order import Micro, Order
@@ -113,12 +114,17 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    config = TrainConfig(global_batch=BATCH, learning_rate=1e-3, **SHAPE)
-    expected = alone(config)
+    expected = alone(TrainConfig(global_batch=BATCH, learning_rate=1e-3, **SHAPE))
     said = {}
     for plan in PLANS:
-        found = planned(TrainConfig(global_batch=BATCH, learning_rate=1e-3, parallel=plan, **SHAPE))
+        compiled, _, text = plan.rpartition(":")
+        options = {"parallel": text, "compile": bool(compiled), "learning_rate": 1e-3, "global_batch": BATCH}
+        config = TrainConfig(**options, **SHAPE)
+        found = planned(config)
         assert list(found.weights) == list(expected.weights)
+        # Each rank has compiled something, and only where it was asked to.
+        graphs = counters["stats"].pop("unique_graphs", 0)
+        assert (graphs > 0) == config.compile, (plan, graphs)
         weights = [
             ((value - expected.weights[name]).norm() / expected.weights[name].norm().clamp(min=1e-3)).item()
             for name, value in found.weights.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from tests.harness import slow
 from tests.ranks import RankForker, Ranks
 
 PROGRAM = Path(__file__).with_name("divided_ranks.py")
+# Eight ranks take a while on a busy machine, and a C++ compiler too.
+DEADLINE_S, COMPILED_S = 240.0, 900.0
 # Relative; docs/parallelism.md has what was measured. Weights are compared by the norm of their difference: biases of
 # keys have gradients of rounding alone, of which AdamW makes steps as long as of others.
 LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE = 2e-6, 1e-5, 1e-3
@@ -34,8 +37,21 @@ def test_a_plan_has_the_losses_and_the_weights_of_one_process(
     forker: RankForker, workers: int, plans: list[str]
 ) -> None:
     with Ranks(forker, workers, PROGRAM, "5", *plans) as ranks:
-        answers = ranks.answers()
+        check(ranks.answers(DEADLINE_S), plans)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "plans"), [(2, ["tp=2", "pp=2", "pp=2,schedule=interleaved"]), (4, ["tp=2,pp=2"])])
+def test_a_compiled_plan_has_them_too(tmp_path: Path, forker: RankForker, workers: int, plans: list[str]) -> None:
+    # Without processes of the compiler's own, which would outlive their rank.
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    compiled = [f"compiled:{plan}" for plan in plans]
+
+    with Ranks(forker, workers, PROGRAM, "2", *compiled, env=env) as ranks:
+        check(ranks.answers(COMPILED_S), compiled)
+
+
+def check(answers: list[Any], plans: list[str]) -> None:
     print(answers[0])
     for answer in answers:
         assert list(answer) == plans

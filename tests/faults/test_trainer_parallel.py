@@ -15,6 +15,8 @@ from tests.ranks import RankForker
 STEPS, SNAPSHOT_EVERY = 20, 5
 # A snapshot that is not on all ranks yet is none. No other one begins before it is.
 LOST_MAX = 2 * SNAPSHOT_EVERY - 1
+# A C++ compiler takes a while on a busy machine.
+COMPILED_S = 900.0
 SHORT = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3")
 
 
@@ -24,7 +26,7 @@ def struck(folder: Path, words: tuple[str, ...], forker: RankForker) -> Training
     if "--compile" in words:
         # The compiler's processes outlive a killed rank and hold its connections open. An agent ends them.
         with OneNode(folder, 2, *words, asks=asks) as launched:
-            return launched.ended()
+            return launched.ended(deadline_s=COMPILED_S)
     with Forked(folder, forker, asks=asks) as forked:
         assert forked.generation(0, 2, *words)[1].code == -signal.SIGKILL
         assert [rank.code for rank in forked.generation(1, 2, *words)] == [0, 0]
@@ -38,6 +40,8 @@ def struck(folder: Path, words: tuple[str, ...], forker: RankForker) -> Training
         ("--parallel fsdp2", (), LOST_MAX, 1e-5),
         # The compiler draws other dropout masks.
         slow("--compile", ("--dropout", "0"), 0, 1e-5),
+        slow("--parallel tp=2 --compile", ("--dropout", "0"), SNAPSHOT_EVERY - 1, 1e-5),
+        slow("--parallel pp=2 --compile", ("--dropout", "0", "--layers", "2"), SNAPSHOT_EVERY - 1, 1e-5),
     ],
 )
 def test_a_killed_worker_costs_no_more_than_the_steps_since_the_snapshot_and_the_losses_are_those_of_ddp(

@@ -75,24 +75,55 @@ def test_a_job_of_4_workers_goes_on_with_2_and_then_with_4(
         assert [line["world_size"] for line in run.lines if line["step"] in (1, run.began(2), STEPS)] == [4, 2, 4]
 
 
-@pytest.mark.parametrize("plan", ["dp=2,tp=2", "fsdp=2,pp=2"])
-def test_a_run_goes_on_from_its_checkpoint_with_other_workers(
-    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
+# Each pair has the state of its checkpoint cut in two ways.
+RESHARDED = [("tp=2", 2, "tp=4", 4), ("tp=4", 4, "fsdp=2,tp=2", 4), ("dp=2,tp=2", 4, "tp=2", 2)]
+RESHARDED += [("pp=2", 2, "pp=4", 4), ("pp=4", 4, "fsdp=2,pp=2", 4), ("pp=2", 2, "pp=2,schedule=interleaved", 2)]
+RESHARDED += [("dp=2,pp=2", 4, "pp=2", 2), ("fsdp2", 4, "hsdp", 4), ("hsdp", 4, "zero2", 2)]
+
+
+@pytest.mark.parametrize(("before", "workers", "after", "workers_after"), RESHARDED)
+def test_a_run_goes_on_from_its_checkpoint_with_other_workers_and_another_division(
+    tmp_path: Path,
+    forker: RankForker,
+    calm_training: CalmTrainings,
+    before: str,
+    workers: int,
+    after: str,
+    workers_after: int,
 ) -> None:
-    words = (*SHAPE, *KEPT, "--checkpoint-every", "6")
-    calm = calm_training(2, *SHAPE, steps=STEPS)
+    shape = (*SHAPE, "--heads", "4")
+    words = (*shape, *KEPT, "--checkpoint-every", "6")
+    calm = calm_training(2, *shape, steps=STEPS)
 
     with Forked(tmp_path / "run", forker, asks=["loss-0-14-1"]) as run:
-        assert run.generation(0, 4, *words, "--parallel", plan)[1].code == -signal.SIGKILL
+        assert run.generation(0, workers, *words, "--parallel", before)[1].code == -signal.SIGKILL
         run.forget()
         run.release("loss-0-14-1")
         # A new job: the numbers of workers are those that it is given.
-        smaller = plan.replace("dp=2", "dp=1")
-        ended = run.generation(0, 2, *words, "--parallel", smaller)
+        ended = run.generation(0, workers_after, *words, "--parallel", after)
 
-        assert [rank.code for rank in ended] == [0, 0], ended[0].err
-        assert [line["world_size"] for line in run.lines] == [4] * 12 + [2] * (STEPS - 12)
+        assert [rank.code for rank in ended] == [0] * workers_after, ended[0].err
+        assert [line["world_size"] for line in run.lines] == [workers] * 12 + [workers_after] * (STEPS - 12)
         assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("before", "workers", "after", "workers_after"), RESHARDED)
+def test_weights_that_are_divided_anew_are_the_same_to_the_bit(
+    tmp_path: Path, forker: RankForker, before: str, workers: int, after: str, workers_after: int
+) -> None:
+    words = ("--steps", "4", "--micro-batch", "3", "--layers", "4", "--heads", "4")
+
+    with Forked(tmp_path / "run", forker) as run:
+        assert {rank.code for rank in run.generation(0, workers, *words, "--parallel", before)} == {0}
+        digest = run.result["params_sha256"]
+        run.forget()
+        # The run has all of its steps, and writes its result anew.
+        (run.out / "result.json").unlink()
+        ended = run.generation(0, workers_after, *words, "--parallel", after)
+
+        assert {rank.code for rank in ended} == {0}, ended[0].err
+        assert "restored step 4 from the checkpoint" in ended[0].err
+        assert run.result["params_sha256"] == digest
 
 
 @pytest.mark.parametrize("plan", ["dp=2,tp=2", "fsdp=2,pp=2"])
@@ -133,4 +164,4 @@ def test_a_model_that_cannot_be_divided_any_more_is_refused_with_the_reason(tmp_
         ended = run.generation(1, 2, *words)
 
     assert [rank.code for rank in ended] == [2, 2]
-    assert "2 workers cannot be divided so; tp and pp do not change in a run; start 4 workers" in ended[0].err
+    assert "2 workers cannot be divided so; tp and pp stay at a restart; start 4 workers" in ended[0].err

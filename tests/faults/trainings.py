@@ -153,9 +153,9 @@ class OneNode(Training):
     def __exit__(self, *_: object) -> None:
         self.job.__exit__()
 
-    def ended(self, code: int = 0) -> OneNode:
+    def ended(self, code: int = 0, deadline_s: float = DEADLINE_S) -> OneNode:
         """Wait for the run's end. It must leave nothing."""
-        assert self.job.wait(DEADLINE_S) == code, self.job.output
+        assert self.job.wait(deadline_s) == code, self.job.output
         self.job.assert_nothing_is_left()
         self.assert_no_memory_is_left()
         return self
@@ -187,7 +187,7 @@ class Forked(Training):
         """Run that generation. Returns how each of its ranks ended."""
         env = {"ELAUNCH_GENERATION": str(number), "ELAUNCH_MEMORY": self._memory.name}
         with Ranks(self._forker, workers, PROGRAM, *self.words(*options)[1:], env=env) as ranks:
-            return [ranks.end_of(rank, DEADLINE_S) for rank in range(workers)]
+            return ranks.end(DEADLINE_S)
 
 
 class CalmTrainings:
@@ -210,7 +210,7 @@ class CalmTrainings:
                 run = Training(partial)
                 words = run.words(*options)[1:]
                 with Ranks(self._forker, workers, PROGRAM, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
-                    ended = [ranks.end_of(rank, DEADLINE_S) for rank in range(workers)]
+                    ended = ranks.end(DEADLINE_S)
                 assert [rank.code for rank in ended] == [0] * workers, ended
                 run.assert_complete(steps=steps)
                 partial.rename(place)

@@ -219,8 +219,6 @@ class TrainConfig:
             checks.require_fitting(self.plan, sizes, self.shape)
         except PlanError as error:
             raise ConfigError(str(error)) from error
-        if self.compile and self.plan.divides_model:
-            raise ConfigError(f"--compile is not tried with --parallel {self.parallel}; leave one of the two out")
         if not self.plan.has_ddp and (given := self.ddp.given()):
             raise ConfigError(f"{given[0]} is DDP's, and --parallel {self.parallel} has no DDP; leave it out")
         if self.tune_comm and not self.plan.has_ddp:

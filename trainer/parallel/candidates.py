@@ -53,7 +53,7 @@ def successors(kept: ParallelPlan, among: Sequence[Candidate], workers: Workers,
 
     Only the numbers of the data axes and the order of the computation may differ.
     """
-    found = [each for each in among if each.plan.identity == kept.identity]
+    found = [each for each in among if each.plan.form == kept.form]
     if found:
         return found
     sizes = fit(kept, workers.number, again=True)

@@ -105,9 +105,9 @@ def choose_by_estimate(options: Sequence[Option], room: Room) -> Option:
 def to_measure(options: Sequence[Option], room: Room) -> list[Option]:
     """Those that fit, by their estimated time, and of those that only differ in the order of computation the first."""
     fitting = [each for each in options if each.needs <= room.bytes]
-    found: dict[str, Option] = {}
+    found: dict[tuple[str, int, int], Option] = {}
     for option in sorted(fitting, key=lambda each: (each.estimate.duration.total, each.needs)):
-        found.setdefault(option.candidate.plan.identity, option)
+        found.setdefault(option.candidate.plan.form, option)
     return list(found.values())
 
 

@@ -71,9 +71,17 @@ class ParallelPlan:
 
     @property
     def identity(self) -> str:
-        """What makes two runs the same run: all but the numbers of the data axes, and the order of the computation."""
-        axes = {"tp": self.tp, "pp": self.pp}
-        return ",".join([self.kind, *(f"{axis}={number}" for axis, number in axes.items() if number > 1)])
+        """What makes two runs the same run: how the state is cut. The numbers of workers along the axes may change."""
+        if self.is_auto:
+            return self.kind
+        divided = [axis for axis, number in (("tp", self.tp), ("pp", self.pp)) if number > 1]
+        # A model that is divided has its data axes by FSDP2, whatever was typed.
+        return ",".join(divided) or ("fsdp2" if KINDS[self.kind] != ("dp",) else self.kind)
+
+    @property
+    def form(self) -> tuple[str, int, int]:
+        """The plan without the numbers of the data axes, and without the order of the computation."""
+        return self.kind, self.tp, self.pp
 
 
 @dataclass(frozen=True)
@@ -174,7 +182,7 @@ def fit(plan: ParallelPlan, workers: int, *, again: bool = False) -> Sizes:
     if workers % one:
         fewer, more = workers // one * one, (workers // one + 1) * one
         ways = f"start {more}" if not fewer else f"start {fewer} or {more}"
-        stays = "; tp and pp do not change in a run" if again else ""
+        stays = "; tp and pp stay at a restart" if again else ""
         raise PlanError(
             f"--parallel {plan.text} divides one model among {one} workers, and {_workers(workers)} cannot be divided "
             f"so{stays}; {ways} workers, or give another plan"
