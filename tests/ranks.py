@@ -20,6 +20,9 @@ from typing import Any
 from tests.harness import DEADLINE_S, environment, free_ports, wait_for
 from tests.standin import WITH_TORCH
 
+# It imports torch and more, on a machine that may have twenty other things to do.
+_IMPORTS_S = 300.0
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -59,7 +62,7 @@ class RankForker:
                 self._process = subprocess.Popen(
                     command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
                 )
-                wait_for(lambda: self._connect(place), "a forker")
+                wait_for(lambda: self._connect(place), "a forker", _IMPORTS_S)
 
     def begin(self, script: Path, args: Iterable[str], envs: list[dict[str, str]], folder: Path) -> list[int]:
         """Fork the ranks; their pids."""

@@ -204,13 +204,14 @@ class _Batch:
 
     def times(self, rights: Tensor, dtype: torch.dtype) -> Tensor:
         """The products of each own matrix and its right factor."""
+        # The thin factor is on the left: the other way round BLAS takes up to 15 times as long.
         pairs = zip(self.owns, rights, strict=True)
-        return torch.stack([own @ right.to(own.dtype) for own, right in pairs]).to(dtype)
+        return torch.stack([right.t().to(own.dtype) @ own.t() for own, right in pairs]).mT.to(dtype)
 
     def transposed_times(self, lefts: Tensor, dtype: torch.dtype) -> Tensor:
         """The products of each own matrix, transposed, and its left factor."""
         pairs = zip(self.owns, lefts, strict=True)
-        return torch.stack([own.t() @ left.to(own.dtype) for own, left in pairs]).to(dtype)
+        return torch.stack([left.t().to(own.dtype) @ own for own, left in pairs]).mT.to(dtype)
 
     def decode(self, lefts: Tensor, rights: Tensor) -> None:
         """Put the product of each pair of factors where the mean is to stand."""
