@@ -14,6 +14,8 @@ from tests.faults.trainings import CalmTrainings, Forked
 from tests.harness import Job, preloading, script
 from tests.ranks import Ended, RankForker, Ranks
 
+# A measurement and a training, beside whatever else the machine does.
+GENERATION_S = 300.0
 PROGRAM = Path(__file__).with_name("tuning_trainer.py")
 # 3 MiB of gradients: buckets of 1 MiB are others than those of 25.
 STEPS = 20
@@ -43,7 +45,7 @@ class Tuned(Forked):
         }
         words = self.words(*SHORT, "--tune-comm", *options)[1:]
         with Ranks(self._forker, workers, PROGRAM, *words, env=env) as ranks:
-            return [ranks.end_of(rank) for rank in range(workers)]
+            return [ranks.end_of(rank, GENERATION_S) for rank in range(workers)]
 
     def choices(self, generation: int) -> list[tuple[float, int]]:
         """The bucket sizes that its ranks have chosen, and in how many passes."""
