@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import ItemsView, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from opcode import opmap
 from types import CodeType, FrameType
 from typing import Any
@@ -20,6 +20,33 @@ _FORGETFUL = {"inspect", "tempfile", "multiprocessing.process"}
 
 # What goes through the whole environment, as tqdm does when it is imported, looks for names that it knows by itself.
 _GO_THROUGH_ALL = {each.__code__ for each in (ItemsView.__iter__, ValuesView.__iter__, type(os.environ).copy)}
+
+
+class Copies:
+    """Tells the lookups of `dict(os.environ)` from others: for the names that it knows, a module may copy all.
+
+    Python asks for the names there, and then looks up each, all in one instruction.
+    """
+
+    def __init__(self) -> None:
+        self._place: tuple[int, int] | None = None
+
+    def watched(self, names: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`names`, the method that gives the names of all variables, for a recording."""
+
+        def watched_names(environ: Any) -> Any:
+            self._place = _place(sys._getframe(1))
+            return names(environ)
+
+        return watched_names
+
+    def has(self, frame: FrameType) -> bool:
+        """Whether a lookup in `frame` is a part of such a copy."""
+        return self._place == _place(frame)
+
+
+def _place(frame: FrameType) -> tuple[int, int]:
+    return id(frame), frame.f_lasti
 
 
 def walks(frame: FrameType) -> bool:

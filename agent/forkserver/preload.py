@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from elaunch.agent.environment import RANK_VARIABLES
@@ -20,7 +20,7 @@ from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
 from elaunch.agent.forkserver.kept_at_import import OwnHandler, RankStatement, handlers_noted, rank_statement
 from elaunch.agent.forkserver.learned import Named
-from elaunch.agent.forkserver.lookups import FOLDER, keeper, keeper_of_folder, walks
+from elaunch.agent.forkserver.lookups import FOLDER, Copies, keeper, keeper_of_folder, walks
 from elaunch.agent.forkserver.selection import Selection
 from elaunch.records import dataclass, field, replace
 
@@ -320,13 +320,7 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
     environ: Any = type(os.environ)
     lookup, register, all_names, getcwd = environ.__getitem__, atexit.register, environ.keys, os.getcwd
     is_on = True
-    copier: tuple[int, int] | None = None
-
-    def recorded_names(self: Any) -> Any:
-        # For dict(os.environ) Python asks for the names and then looks up each, all in one instruction.
-        nonlocal copier
-        copier = _place(sys._getframe(1))
-        return all_names(self)
+    copies = Copies()
 
     def recorded_lookup(self: Any, name: str) -> str:
         frame = sys._getframe(1)
@@ -335,7 +329,7 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
             brought.ranks[statement.module] = statement
             return lookup(self, name)  # type: ignore[no-any-return]
         brought.looked_up.add(name)
-        if _place(frame) != copier:
+        if not copies.has(frame):
             if not walks(frame):
                 brought.asked.add(name)
             if reader := keeper(name, frame):
@@ -355,17 +349,14 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
         return getcwd()
 
     os.getcwd = recorded_getcwd
-    environ.__getitem__, atexit.register, environ.keys = recorded_lookup, recorded_register, recorded_names
+    environ.__getitem__, atexit.register = recorded_lookup, recorded_register
+    environ.keys = copies.watched(all_names)
     try:
         yield
     finally:
         is_on = False
         environ.__getitem__, atexit.register, os.getcwd = lookup, register, getcwd
         del environ.keys
-
-
-def _place(frame: FrameType) -> tuple[int, int]:
-    return id(frame), frame.f_lasti
 
 
 def restore_environment(variables: Mapping[str, str | None]) -> None:

@@ -24,7 +24,7 @@ from elaunch.agent.forkserver.fork_safety import cuda_is_on, open_files, shadows
 from elaunch.agent.forkserver.imported import is_suitable
 from elaunch.agent.forkserver.kept_at_import import rank_statement
 from elaunch.agent.forkserver.loads import Load, select
-from elaunch.agent.forkserver.lookups import keeper
+from elaunch.agent.forkserver.lookups import Copies, keeper
 from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted
 from elaunch.agent.linux import die_with_parent
 from elaunch.rendezvous.codec import decode, encode
@@ -224,15 +224,17 @@ class _ImportWatch:
     def _watch_variables(self) -> None:
         environ: Any = type(os.environ)
         lookup: Callable[[Any, str], str] = environ.__getitem__
+        copies = Copies()
 
         def watched(variables: Any, name: str) -> str:
-            if name in RANK_VARIABLES and not rank_statement(sys._getframe(1)):
+            frame = sys._getframe(1)
+            if name in RANK_VARIABLES and not rank_statement(frame):
                 self._running[-1].why = f"looks up {name}, which is another one in each worker"
-            if name in self._wanted.variables and (reader := keeper(name, sys._getframe(1))):
+            if name in self._wanted.variables and not copies.has(frame) and (reader := keeper(name, frame)):
                 self._keepers.setdefault(name, set()).add(reader)
             return lookup(variables, name)
 
-        environ.__getitem__ = watched
+        environ.__getitem__, environ.keys = watched, copies.watched(environ.keys)
 
 
 def _origins(spec: Any) -> tuple[str, ...]:
