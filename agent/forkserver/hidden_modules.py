@@ -144,10 +144,11 @@ class Gate:
             for n, module in brought.modules.items()
             if self._where.get(n) is brought and (whole or n.partition(".")[0] == package)
         }
-        # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
-        made = back.keys() & sys.modules.keys()
-        sys.modules.update({n: module for n, module in back.items() if n not in made} if made else back)
-        self._where = {n: each for n, each in self._where.items() if n not in back}
+        for known, module in back.items():
+            # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
+            sys.modules.setdefault(known, module)
+            # Not another dictionary in its place: that would write to 300 pages more.
+            del self._where[known]
         if whole:
             if brought.filters:
                 _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])

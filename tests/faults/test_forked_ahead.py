@@ -16,7 +16,7 @@ from tests.harness import Job, script, wait_for
 
 NEXT = "elaunch: next worker"
 # Light, and with a worker store where torch is installed.
-OPTIONS = ("--preload-only", "json", "--nproc-per-node", "2", "--log-dir", "logs")
+OPTIONS = ("--preload-only", "json", "--nproc-per-node", "3", "--log-dir", "logs")
 PROGRAM = """
 import atexit, gc, json, os, resource, signal, sys, threading, time
 RANK, GENERATION = os.environ["RANK"], os.environ["ELAUNCH_GENERATION"]
@@ -53,8 +53,8 @@ while not os.path.exists("end"):
 
 
 def facts(folder: Path, generation: int) -> list[dict[str, Any]]:
-    """What the workers of a generation found, once both have."""
-    paths = [folder / f"facts-{generation}-{rank}" for rank in range(2)]
+    """What the workers of a generation found, once all have."""
+    paths = [folder / f"facts-{generation}-{rank}" for rank in range(3)]
     wait_for(lambda: all(path.exists() for path in paths), f"the workers of generation {generation}")
     return [json.loads(path.read_text()) for path in paths]
 
@@ -71,7 +71,7 @@ def waiting(job: Job) -> set[int]:
 
 def forked_ahead(job: Job) -> set[int]:
     """The same, once there is one for each worker and for the worker store."""
-    return wait_for(lambda: pids if len(pids := waiting(job)) >= 3 else None, "processes forked ahead")
+    return wait_for(lambda: pids if len(pids := waiting(job)) >= 4 else None, "processes forked ahead")
 
 
 def test_workers_that_were_forked_ahead_are_as_forked_ones_and_none_outlives_the_job(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_workers_that_were_forked_ahead_are_as_forked_ones_and_none_outlives_the
     assert {each["pid"] for each in second} <= ahead
     assert [each["same"] for each in second] == [each["same"] for each in first]
     assert {each["parent"] for each in second} == {each["parent"] for each in first}
-    assert len({each["number"] for each in (*first, *second)}) == 4
+    assert len({each["number"] for each in (*first, *second)}) == 6
     assert not any(map(is_alive, ahead | last))
 
 
@@ -98,7 +98,7 @@ def test_one_that_is_gone_or_was_signalled_or_stopped_is_no_worker(tmp_path: Pat
 
     with Job(tmp_path, *OPTIONS, "train.py") as job:
         first = facts(tmp_path, 0)
-        gone, signalled, stopped = forked_ahead(job)
+        gone, signalled, stopped, *_ = forked_ahead(job)
         os.kill(gone, signal.SIGKILL)
         os.kill(signalled, signal.SIGUSR1)
         os.kill(stopped, signal.SIGSTOP)
