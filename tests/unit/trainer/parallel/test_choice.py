@@ -39,7 +39,7 @@ def as_estimated(option: Option) -> Trial:
     return Trial(option.estimate.memory.step, option.estimate.duration.total)
 
 
-def test_three_plans_are_measured_and_the_fastest_is_taken() -> None:
+def test_the_plainest_plan_and_those_estimated_fastest_are_measured_and_the_fastest_is_taken() -> None:
     tried: list[str] = []
 
     def measure(option: Option) -> Trial:
@@ -51,7 +51,8 @@ def test_three_plans_are_measured_and_the_fastest_is_taken() -> None:
     assert len(tried) == len(set(tried)) == MEASURED
     assert choice.option.text == tried[-1]
     estimated = sorted(options(), key=lambda each: each.estimate.duration.total)
-    assert tried[0] == estimated[0].text
+    assert tried[0] == "ddp"
+    assert estimated[0].text in tried
 
 
 def test_plans_that_differ_in_the_schedule_alone_are_measured_once() -> None:
