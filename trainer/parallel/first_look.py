@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
-from elaunch.trainer.memory.room import Room as NodeRoom
-from elaunch.trainer.memory.room import shared_by, tightest_room
-from elaunch.trainer.parallel.candidates import Workers, candidates
-from elaunch.trainer.parallel.choice import Option, Room, refusal
+from elaunch.trainer.memory.room import Room, shared_by, tightest_room
+from elaunch.trainer.parallel.candidates import WorkerCount, candidates
+from elaunch.trainer.parallel.choice import PlanOption, PlanRoom, refusal
 from elaunch.trainer.parallel.estimate import WorkerSpeed, estimate
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -20,9 +19,7 @@ from elaunch.trainer.ranks.place import RankInfo
 _GPUS = ("/dev/nvidiactl", "/dev/kfd")
 
 
-def require_room(
-    config: TrainConfig, place: RankInfo, environ: Mapping[str, str], node: NodeRoom | None = None
-) -> None:
+def require_room(config: TrainConfig, place: RankInfo, environ: Mapping[str, str], node: Room | None = None) -> None:
     """Raise ConfigError if each plan needs more than a worker may take on CPUs. `node` is the node's room, for tests.
 
     What the process itself and copies of the state take is not counted yet. All ranks call this; on several nodes it
@@ -33,9 +30,9 @@ def require_room(
     if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         return
     of_node = int(environ.get("LOCAL_WORLD_SIZE", place.world_size))
-    found = candidates(Workers(place.world_size, of_node), config.shape, may_divide=not config.compile)
+    found = candidates(WorkerCount(place.world_size, of_node), config.shape, may_divide=not config.compile)
     node = node or tightest_room()
-    room = Room(node.most // of_node, shared_by(of_node, node))
-    options = [Option(each, estimate(each.plan, each.sizes, config.shape, WorkerSpeed())) for each in found]
+    room = PlanRoom(node.most // of_node, shared_by(of_node, node))
+    options = [PlanOption(each, estimate(each.plan, each.sizes, config.shape, WorkerSpeed())) for each in found]
     if options and min(each.needs for each in options) > room.bytes:
         raise ConfigError(refusal(options, room))

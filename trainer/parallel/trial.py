@@ -15,7 +15,7 @@ from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT, VOCABULARY, Block
 from elaunch.trainer.parallel.build import Groups, Parallel, build
 from elaunch.trainer.parallel.checks import Shape
-from elaunch.trainer.parallel.choice import Trial
+from elaunch.trainer.parallel.choice import PlanTrial
 from elaunch.trainer.parallel.estimate import WorkerSpeed
 from elaunch.trainer.parallel.plan import Sizes
 from elaunch.trainer.parallel.worker_memory import PeakMeter, give_back_freed
@@ -62,7 +62,7 @@ def try_plan(
     meter: PeakMeter,
     new_gpt: Callable[[], GPT],
     groups: Groups,
-) -> Trial:
+) -> PlanTrial:
     """Build the plan of `config`, do a few steps on random text, and throw all of it away. Collective.
 
     The process groups of its axes stay: DTensor remembers meshes, and takes those of an equal mesh again.
@@ -94,7 +94,7 @@ def try_plan(
     peak, left = peers.largest([meter.peak(), meter.left])
     del parallel
     give_back_freed()
-    return Trial(peak, min(times_s[_SETTLING:]), left)
+    return PlanTrial(peak, min(times_s[_SETTLING:]), left)
 
 
 def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, device: torch.device) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from elaunch.trainer.memory.room import SPARE_SHARE, shared_by, tightest_room
-from elaunch.trainer.memory.room import Room as NodeRoom
+from elaunch.trainer.memory.room import SPARE_SHARE, Room, shared_by, tightest_room
 
 # Numbers of glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -33,7 +32,7 @@ class WorkerRoom:
     where: str
 
 
-def worker_room(device: torch.device, workers_of_node: int, node: NodeRoom | None = None) -> WorkerRoom:
+def worker_room(device: torch.device, workers_of_node: int, node: Room | None = None) -> WorkerRoom:
     """What this worker may take. All workers of the node have come as far. `node` is its room, for tests."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
