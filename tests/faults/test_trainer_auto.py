@@ -37,7 +37,7 @@ def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step
     assert run.struck() == ["measuring-0-0-1", "loss-1-9-0"]
     plan = plan_of(run)
     # Generation 1 measures, since nothing was chosen; generation 2 has a state, and its plan.
-    assert len(re.findall(r"parallel: \S+ .* s +chosen$", run.job.output, re.MULTILINE)) == 1
+    assert len(re.findall(r"parallel: \S+ .*s {2,}chosen$", run.job.output, re.MULTILINE)) == 1
     assert run.job.output.count(f"parallel: {plan}, as this run has chosen") == 1
     assert run.job.output.count(f" workers with {plan}") == 2
     assert run.began(2) == 8
