@@ -47,10 +47,10 @@ MODELS = {
 }
 _OPTIONS = ("--layers", "--width", "--heads", "--context", "--global-batch", "--micro-batch")
 CASES = [
-    *(Case("4 x 384", 2, limit_mb) for limit_mb in (2500, 1450, 1400, 1000)),
-    *(Case("8 x 256", 2, limit_mb) for limit_mb in (2500, 1420, 1350)),
+    *(Case("4 x 384", 2, limit_mb) for limit_mb in (2500, 1550, 1450, 1000)),
+    *(Case("8 x 256", 2, limit_mb) for limit_mb in (2500, 1480, 1420)),
     *(Case("4 x 128, long", 2, limit_mb) for limit_mb in (2500, 1280, 1220)),
-    *(Case("4 x 512", 2, limit_mb) for limit_mb in (3000, 1800, 1700, 1200)),
+    *(Case("4 x 512", 2, limit_mb) for limit_mb in (3000, 1950, 1800, 1200)),
     Case("4 x 384", 4, 2500),
     Case("4 x 512", 4, 2500),
 ]

@@ -11,6 +11,7 @@ from elaunch.trainer.ddp.options import DdpError
 from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.parallel.first_look import require_room
 from elaunch.trainer.ranks.place import RankInfo
 
 # Longer than a launcher needs to notice that rank 0 has ended, and to stop the others.
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(sys.argv[1:] if argv is None else argv, place)
         if config is None:
             return 0
+        if config.plan.is_auto:
+            require_room(config, place, os.environ)
         corpus = Corpus.open(config)
         run = RunDirectory(config.out_path, config.checkpoints)
         if place.leads:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.trainer.memory.room import tightest_room
 from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode
 from tests.ranks import RankForker
 
@@ -36,7 +37,7 @@ def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step
     assert run.struck() == ["measuring-0-0-1", "loss-1-9-0"]
     plan = plan_of(run)
     # Generation 1 measures, since nothing was chosen; generation 2 has a state, and its plan.
-    assert len(re.findall(r"parallel: \S+ .* s +chosen$", run.job.output, re.MULTILINE)) == 1
+    assert len(re.findall(r"parallel: \S+ .*s {2,}chosen$", run.job.output, re.MULTILINE)) == 1
     assert run.job.output.count(f"parallel: {plan}, as this run has chosen") == 1
     assert run.job.output.count(f" workers with {plan}") == 2
     assert run.began(2) == 8
@@ -119,9 +120,26 @@ def test_a_network_for_which_no_plan_has_memory_is_refused_with_the_values_by_ra
         ended = run.generation(0, workers, *SHAPE, *AUTO, *huge)
 
     assert [rank.code for rank in ended] == [2] * workers
+    (said,) = ended[0].err.splitlines()
+    assert re.search(r"no plan fits; \S+ needs least, \d+\.\d\d GiB .*, and there are \d+\.\d\d: the ", said)
+    assert said.endswith("a smaller --micro-batch or a smaller network")
+    assert not any(rank.err for rank in ended[1:])
+    assert not run.out.exists()
+
+
+def test_what_fits_only_without_the_copies_of_the_state_is_refused_on_all_ranks_and_nobody_waits(
+    tmp_path: Path, forker: RankForker
+) -> None:
+    # Without copies the smallest plans need two thirds of what a worker may take, with them more than all of it.
+    width = 512
+    layers = int(tightest_room().most / 2 / (18 * 12 * width**2))
+
+    with Forked(tmp_path / "run", forker) as run:
+        ended = run.generation(0, 2, *SHAPE, *AUTO, "--layers", str(layers), "--width", str(width), "--heads", "4")
+
+    assert [rank.code for rank in ended] == [2, 2]
     said = [line for line in ended[0].err.splitlines() if "no plan fits" in line]
     assert len(said) == 1
-    assert re.search(r"needs least, \d+\.\d\d GiB for each worker .*, and there are \d+\.\d\d: the ", said[0])
-    assert said[0].endswith("a smaller --micro-batch or a smaller network")
+    assert re.search(r"of which \d+\.\d\d GiB the process itself, \d+\.\d\d GiB copies of the state", said[0])
     assert not any("no plan fits" in rank.err for rank in ended[1:])
     assert not (run.out / "plan.json").exists()

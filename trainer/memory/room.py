@@ -68,6 +68,25 @@ def cgroup_rooms(own: str = "", root_v2: Path = _V2, root_v1: Path = _V1) -> lis
     return rooms
 
 
+def machine_room(text: str = "") -> Room:
+    """The room on this machine; `text` is the content of /proc/meminfo."""
+    lines = (line.split() for line in (text or Path("/proc/meminfo").read_text()).splitlines())
+    found = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
+    total, available = found["MemTotal"], found["MemAvailable"]
+    most = int(total * (1 - SPARE_SHARE))
+    return Room(max(0, available - (total - most)), f"the machine ({total / 1e6:,.1f} MB)", most, total - available)
+
+
+def tightest_room() -> Room:
+    """The room that a cgroup or the machine leaves to this process: the smallest one."""
+    return min([*cgroup_rooms(), machine_room()], key=lambda room: room.free)
+
+
+def shared_by(workers: int, room: Room) -> str:
+    """What limits each of so many workers, in words."""
+    return f"{room.where}, for {workers} workers" if workers > 1 else room.where
+
+
 def _rooms(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[Room]:
     own = root / path.lstrip("/")
     # In a container the path may be the host's, and the root of what is mounted is the container's own cgroup.

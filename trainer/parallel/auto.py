@@ -15,13 +15,13 @@ from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.parallel.build import Groups
-from elaunch.trainer.parallel.candidates import Candidate, Workers, candidates, successors
+from elaunch.trainer.parallel.candidates import Candidate, WorkerCount, candidates, successors
 from elaunch.trainer.parallel.choice import (
-    Choice,
     NothingFits,
-    Option,
-    Room,
-    Trial,
+    PlanChoice,
+    PlanOption,
+    PlanRoom,
+    PlanTrial,
     choose,
     choose_by_estimate,
     gib,
@@ -39,7 +39,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Record:
+class KeptPlan:
     """A choice that a run has made. Its state belongs to that plan.
 
     `memory_ratio` is what the plan took, in parts of the estimate. `worker` is as it was measured then. `room` and
@@ -54,7 +54,7 @@ class Record:
     tried: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, content: bytes) -> Record:
+    def read(cls, content: bytes) -> KeptPlan:
         """Raises ValueError for what is not one."""
         found = parse_json(content)
         if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
@@ -113,7 +113,7 @@ class _Choosing:
         of_node, has_memory, nodes = _surroundings(os.environ, place)
         told = peers.from_all((of_node, has_memory, nodes))
         self._of_node = min(of_node for of_node, _, _ in told)
-        self._workers = Workers(place.world_size, self._of_node)
+        self._workers = WorkerCount(place.world_size, self._of_node)
         self._copies = KeptCopies(self._of_node)
         if device.type == "cpu" and all(has for _, has, _ in told):
             # See docs/trainer.md: of parts a node has those of its workers and of the node before it.
@@ -138,7 +138,7 @@ class _Choosing:
         options = self._options(among, worker)
         rank = self._place.rank
 
-        def measure(option: Option) -> Trial:
+        def measure(option: PlanOption) -> PlanTrial:
             config = self._config_of(option.text)
             # Compiling takes longer than all else here, and nearly as much from each plan's step.
             config = replace(config, compile=False)
@@ -154,7 +154,7 @@ class _Choosing:
         self._keep(choice, worker, rows(choice, options), room)
         return choice.option.text
 
-    def _recorded(self) -> tuple[Record | None, str]:
+    def _recorded(self) -> tuple[KeptPlan | None, str]:
         """The run's choice if it has a state by now, and why it cannot go on if the choice is lost."""
         if not (self._place.generation or self._run.has_checkpoints()):
             return None, ""
@@ -163,14 +163,14 @@ class _Choosing:
             if content is None:
                 # A restart before anything was chosen; nobody has a state.
                 return None, ""
-            return Record.read(content), ""
+            return KeptPlan.read(content), ""
         except (OSError, ValueError) as error:
             return None, (
                 f"--parallel auto: the plan of this run cannot be read from {self._run.plan} ({error}); "
                 "restore that file, or give another --out"
             )
 
-    def _as_recorded(self, record: Record) -> str:
+    def _as_recorded(self, record: KeptPlan) -> str:
         kept = parse(record.plan)
         is_same = record.world_size == self._place.world_size
         if is_same and self._place.generation:
@@ -195,19 +195,20 @@ class _Choosing:
         needs_ddp = bool(config.ddp.given() or config.tune_comm)
         return candidates(self._workers, config.shape, needs_ddp=needs_ddp, may_divide=not config.compile)
 
-    def _options(self, among: Sequence[Candidate], worker: WorkerSpeed, ratio: float | None = None) -> list[Option]:
+    def _options(self, among: Sequence[Candidate], worker: WorkerSpeed, ratio: float | None = None) -> list[PlanOption]:
         shape = self._config.shape
         return [
-            Option(each, estimate(each.plan, each.sizes, shape, worker, copies=self._copies), ratio) for each in among
+            PlanOption(each, estimate(each.plan, each.sizes, shape, worker, copies=self._copies), ratio)
+            for each in among
         ]
 
-    def _room(self) -> tuple[Room, int]:
+    def _room(self) -> tuple[PlanRoom, int]:
         """What a worker may take in all, and what it has taken by now: of the worker that has least room."""
         # All have come as far as this.
         self._peers.largest([0])
         own = worker_room(self._device, self._of_node)
         least = min(self._peers.from_all(own), key=lambda each: each.most - each.taken)
-        return Room(least.most, least.where), least.taken
+        return PlanRoom(least.most, least.where), least.taken
 
     def _import_all(self) -> None:
         """What any of the plans imports: it is no part of a plan's memory."""
@@ -217,12 +218,12 @@ class _Choosing:
 
             from elaunch.trainer.parallel import divided, tensor  # noqa: F401
 
-    def _keep(self, choice: Choice, worker: WorkerSpeed, tried: list[dict[str, Any]], room: Room) -> None:
-        """Record the choice before there is a state. All ranks wait until it is written."""
+    def _keep(self, choice: PlanChoice, worker: WorkerSpeed, tried: list[dict[str, Any]], room: PlanRoom) -> None:
+        """KeptPlan the choice before there is a state. All ranks wait until it is written."""
         option = choice.option
         trial = choice.trials[option.text]
         ratio = max(1.0, trial.memory / option.estimate.memory.step)
-        record = Record(option.text, self._place.world_size, ratio, worker, room.bytes, tried)
+        record = KeptPlan(option.text, self._place.world_size, ratio, worker, room.bytes, tried)
         trouble = ""
         if self._peers.leads:
             try:

@@ -24,14 +24,16 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Workers:
+class WorkerCount:
     """The workers of a job: how many there are, and how many of them each node has, if all have as many."""
 
     number: int
     of_node: int = 1
 
 
-def candidates(workers: Workers, shape: Shape, *, needs_ddp: bool = False, may_divide: bool = True) -> list[Candidate]:
+def candidates(
+    workers: WorkerCount, shape: Shape, *, needs_ddp: bool = False, may_divide: bool = True
+) -> list[Candidate]:
     """All plans that fit the workers, the network and the batch. The plainest come first.
 
     `needs_ddp`: an option of DDP is given. `may_divide`: whether several workers may share one model.
@@ -48,7 +50,7 @@ def candidates(workers: Workers, shape: Shape, *, needs_ddp: bool = False, may_d
     return found
 
 
-def successors(kept: ParallelPlan, among: Sequence[Candidate], workers: Workers, shape: Shape) -> list[Candidate]:
+def successors(kept: ParallelPlan, among: Sequence[Candidate], workers: WorkerCount, shape: Shape) -> list[Candidate]:
     """The candidates that can go on with the state of the plan `kept`. Raises PlanError if there is none.
 
     Only the numbers of the data axes and the order of the computation may differ.
@@ -61,14 +63,14 @@ def successors(kept: ParallelPlan, among: Sequence[Candidate], workers: Workers,
     return [Candidate(kept, sizes)]
 
 
-def _hybrid(workers: Workers) -> Iterator[str]:
+def _hybrid(workers: WorkerCount) -> Iterator[str]:
     """HSDP with a set of shards on each node, or two sets on one node."""
     sets = workers.number // workers.of_node if workers.of_node < workers.number else 2
     if workers.number % sets == 0 and workers.number > sets > 1:
         yield f"dp={sets},fsdp={workers.number // sets}"
 
 
-def _divided(workers: Workers) -> Iterator[str]:
+def _divided(workers: WorkerCount) -> Iterator[str]:
     """Plans with `tp` and `pp`. The workers that `tp` joins are on one node: they wait for each other in each block."""
     for tp, pp in itertools.product(_divisors(workers.of_node), _divisors(workers.number)):
         if tp * pp == 1 or workers.number % (tp * pp):

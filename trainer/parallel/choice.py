@@ -21,7 +21,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """A candidate and what it is estimated to take. `ratio` corrects the memory, where it was measured before."""
 
     candidate: Candidate
@@ -44,7 +44,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Trial:
+class PlanTrial:
     """What a plan took in a few steps: the most memory, and of the fastest step the slowest worker's seconds.
 
     `left` is memory that earlier trials have not given back. The training has it too.
@@ -56,7 +56,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Room:
+class PlanRoom:
     """What one worker may take, and in words what limits it."""
 
     bytes: int
@@ -64,25 +64,27 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """The option that was taken, and what was measured, by the plans' texts."""
 
-    option: Option
-    trials: dict[str, Trial]
+    option: PlanOption
+    trials: dict[str, PlanTrial]
 
 
 class NothingFits(Exception):
     """No plan fits into the memory: a sentence with the values and the way out."""
 
 
-def choose(options: Sequence[Option], room: Room, measure: Callable[[Option], Trial]) -> Choice:
-    """Measure the fastest of those that fit, and take the fastest measured. Raises NothingFits.
+def choose(options: Sequence[PlanOption], room: PlanRoom, measure: Callable[[PlanOption], PlanTrial]) -> PlanChoice:
+    """Measure the plainest that fits and those estimated fastest, and take the fastest measured. Raises NothingFits.
 
     `options` begin with the plainest. All workers call this with the same values and get the same choice.
     """
     waiting = to_measure(options, room)
-    trials: dict[str, Trial] = {}
-    measured: list[Option] = []
+    # Whatever the estimates are worth, the choice is not slower than this one.
+    waiting = sorted(waiting, key=lambda each: each is not min(waiting, key=options.index))
+    trials: dict[str, PlanTrial] = {}
+    measured: list[PlanOption] = []
     while waiting and (len(trials) < MEASURED or not measured):
         option = waiting.pop(0)
         trial = trials[option.text] = measure(option)
@@ -92,36 +94,36 @@ def choose(options: Sequence[Option], room: Room, measure: Callable[[Option], Tr
         raise NothingFits(refusal(options, room))
     best_s = min(trials[each.text].step_s for each in measured)
     plainest_first = sorted(measured, key=options.index)
-    return Choice(next(each for each in plainest_first if trials[each.text].step_s <= _AS_FAST * best_s), trials)
+    return PlanChoice(next(each for each in plainest_first if trials[each.text].step_s <= _AS_FAST * best_s), trials)
 
 
-def choose_by_estimate(options: Sequence[Option], room: Room) -> Option:
+def choose_by_estimate(options: Sequence[PlanOption], room: PlanRoom) -> PlanOption:
     """The option that is estimated to be the fastest. Raises NothingFits."""
     if not (fitting := to_measure(options, room)):
         raise NothingFits(refusal(options, room))
     return fitting[0]
 
 
-def to_measure(options: Sequence[Option], room: Room) -> list[Option]:
+def to_measure(options: Sequence[PlanOption], room: PlanRoom) -> list[PlanOption]:
     """Those that fit, by their estimated time, and of those that only differ in the order of computation the first."""
     fitting = [each for each in options if each.needs <= room.bytes]
-    found: dict[tuple[str, int, int], Option] = {}
+    found: dict[tuple[str, int, int], PlanOption] = {}
     for option in sorted(fitting, key=lambda each: (each.estimate.duration.total, each.needs)):
         found.setdefault(option.candidate.plan.form, option)
     return list(found.values())
 
 
-def fits_as_measured(option: Option, trial: Trial, room: Room) -> bool:
+def fits_as_measured(option: PlanOption, trial: PlanTrial, room: PlanRoom) -> bool:
     """Whether the whole run fits, and not only the steps that were measured."""
     return needs_as_measured(option, trial) <= room.bytes
 
 
-def needs_as_measured(option: Option, trial: Trial) -> int:
+def needs_as_measured(option: PlanOption, trial: PlanTrial) -> int:
     """What a worker needs for the whole run."""
     return option.needs_with(trial.left + max(trial.memory, option.estimate.memory.ending))
 
 
-def refusal(options: Sequence[Option], room: Room) -> str:
+def refusal(options: Sequence[PlanOption], room: PlanRoom) -> str:
     """Why nothing can be chosen, and the way out."""
     least = min(options, key=lambda each: each.needs)
     memory = least.estimate.memory
@@ -134,7 +136,7 @@ def refusal(options: Sequence[Option], room: Room) -> str:
     )
 
 
-def table(choice: Choice, options: Sequence[Option], room: Room) -> list[str]:
+def table(choice: PlanChoice, options: Sequence[PlanOption], room: PlanRoom) -> list[str]:
     """Lines for people: the estimates beside what was measured, and why each plan was taken or left."""
     shown = [each for each in options if each.text in choice.trials]
     shown.sort(key=lambda each: (each.text != choice.option.text, choice.trials[each.text].step_s))
@@ -149,10 +151,10 @@ def table(choice: Choice, options: Sequence[Option], room: Room) -> list[str]:
     return [*lines, f"{left} more plan{'s' * (left != 1)} not measured"] if left else lines
 
 
-def rows(choice: Choice, options: Sequence[Option]) -> list[dict[str, Any]]:
+def rows(choice: PlanChoice, options: Sequence[PlanOption]) -> list[dict[str, Any]]:
     """The same for programs, of all options: bytes of a worker, and seconds. What was not measured is None."""
 
-    def row(option: Option) -> dict[str, Any]:
+    def row(option: PlanOption) -> dict[str, Any]:
         memory, trial = option.estimate.memory, choice.trials.get(option.text)
         return {
             "plan": option.text,
@@ -167,7 +169,7 @@ def rows(choice: Choice, options: Sequence[Option]) -> list[dict[str, Any]]:
     return [row(option) for option in options]
 
 
-def _row(option: Option, choice: Choice, room: Room) -> tuple[str, ...]:
+def _row(option: PlanOption, choice: PlanChoice, room: PlanRoom) -> tuple[str, ...]:
     memory, duration, trial = option.estimate.memory, option.estimate.duration, choice.trials.get(option.text)
     measured = "-" if trial is None else f"{gib(option.needs_with(trial.memory))} GiB"
     took = "-" if trial is None else _seconds(trial.step_s)
@@ -175,7 +177,7 @@ def _row(option: Option, choice: Choice, room: Room) -> tuple[str, ...]:
     return option.text, estimated, measured, _seconds(duration.total), took, _verdict(option, choice, room)
 
 
-def _verdict(option: Option, choice: Choice, room: Room) -> str:
+def _verdict(option: PlanOption, choice: PlanChoice, room: PlanRoom) -> str:
     trial = choice.trials.get(option.text)
     if option.text == choice.option.text:
         return "chosen"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT, VOCABULARY, Block
 from elaunch.trainer.parallel.build import Groups, Parallel, build
 from elaunch.trainer.parallel.checks import Shape
-from elaunch.trainer.parallel.choice import Trial
+from elaunch.trainer.parallel.choice import PlanTrial
 from elaunch.trainer.parallel.estimate import WorkerSpeed
 from elaunch.trainer.parallel.plan import Sizes
 from elaunch.trainer.parallel.worker_memory import PeakMeter, give_back_freed
@@ -63,37 +62,39 @@ def try_plan(
     meter: PeakMeter,
     new_gpt: Callable[[], GPT],
     groups: Groups,
-) -> Trial:
-    """Build the plan of `config`, do a few steps on random text, and throw all of it away. Collective."""
+) -> PlanTrial:
+    """Build the plan of `config`, do a few steps on random text, and throw all of it away. Collective.
+
+    The process groups of its axes stay: DTensor remembers meshes, and takes those of an equal mesh again.
+    """
     link.phase("measuring")
     meter.start()
-    with _groups_removed():
-        parallel = build(config, new_gpt(), sizes, rank, device, groups)
-        # The whole network was there on each worker, and is gone.
-        meter.begin()
-        order = Order(
-            max(4096, config.global_batch),
-            global_batch=config.global_batch,
-            micro_batch=config.micro_batch,
-            even=config.plan.is_even,
-        )
-        # As the Keeper does it.
-        for _ in range(passes_to_final_sums([parallel.model], peers.world_size)):
-            parallel.warm_up(*_random(config, 1, device))
-            parallel.optimizer.zero_grad(set_to_none=True)
-        times_s: list[float] = []
-        while len(times_s) < _SETTLING + _MEASURED and (len(times_s) <= _SETTLING or sum(times_s) < _ENOUGH_S):
-            # All begin together, or a rank's time would have another rank's lateness in it.
-            peers.largest([0])
-            begun_s = time.perf_counter()
-            _step(parallel, order, len(times_s) + 1, config, device)
-            finish_device(device)
-            times_s.append(slowest_s(time.perf_counter() - begun_s, peers))
-            link.phase("measuring")
-        peak, left = peers.largest([meter.peak(), meter.left])
-        del parallel
+    parallel = build(config, new_gpt(), sizes, rank, device, groups)
+    # The whole network was there on each worker, and is gone.
+    meter.begin()
+    order = Order(
+        max(4096, config.global_batch),
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        even=config.plan.is_even,
+    )
+    # As the Keeper does it.
+    for _ in range(passes_to_final_sums([parallel.model], peers.world_size)):
+        parallel.warm_up(*_random(config, 1, device))
+        parallel.optimizer.zero_grad(set_to_none=True)
+    times_s: list[float] = []
+    while len(times_s) < _SETTLING + _MEASURED and (len(times_s) <= _SETTLING or sum(times_s) < _ENOUGH_S):
+        # All begin together, or a rank's time would have another rank's lateness in it.
+        peers.largest([0])
+        begun_s = time.perf_counter()
+        _step(parallel, order, len(times_s) + 1, config, device)
+        finish_device(device)
+        times_s.append(slowest_s(time.perf_counter() - begun_s, peers))
+        link.phase("measuring")
+    peak, left = peers.largest([meter.peak(), meter.left])
+    del parallel
     give_back_freed()
-    return Trial(peak, min(times_s[_SETTLING:]), left)
+    return PlanTrial(peak, min(times_s[_SETTLING:]), left)
 
 
 def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, device: torch.device) -> None:
@@ -120,19 +121,3 @@ def _repeated(do: Callable[[], object], device: torch.device, peers: Peers) -> f
         finish_device(device)
         times_s.append(slowest_s(time.perf_counter() - begun_s, peers))
     return min(times_s[1:])
-
-
-@contextmanager
-def _groups_removed() -> Iterator[None]:
-    """Destroy the process groups that the body makes: a plan with several axes has some for each."""
-    before = set(_groups())
-    yield
-    give_back_freed()
-    for group in _groups():
-        if group not in before:
-            dist.destroy_process_group(group)
-
-
-def _groups() -> list[dist.ProcessGroup]:
-    """All process groups of this process, in the order in which they were made."""
-    return list(dist.distributed_c10d._world.pg_map)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from elaunch.trainer.memory.room import SPARE_SHARE, cgroup_rooms
-from elaunch.trainer.memory.room import Room as NodeRoom
+from elaunch.trainer.memory.room import SPARE_SHARE, Room, shared_by, tightest_room
 
 # Numbers of glibc's malloc.h.
 _M_MMAP_THRESHOLD = -3
@@ -33,28 +32,18 @@ class WorkerRoom:
     where: str
 
 
-def worker_room(device: torch.device, workers_of_node: int, rooms: list[NodeRoom] | None = None) -> WorkerRoom:
-    """What this worker may take. All workers of the node have come as far. `rooms` are for tests."""
+def worker_room(device: torch.device, workers_of_node: int, node: Room | None = None) -> WorkerRoom:
+    """What this worker may take. All workers of the node have come as far. `node` is its room, for tests."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         where = f"{torch.cuda.get_device_name(device)} has {total / 1e9:.1f} GB"
         return WorkerRoom(int(total * (1 - SPARE_SHARE)), total - free, where)
-    node = min([*cgroup_rooms(), machine_room()] if rooms is None else rooms, key=lambda room: room.free)
-    shared = f", for {workers_of_node} workers" if workers_of_node > 1 else ""
+    node = node or tightest_room()
     # Each worker may write to the pages that it shares with its fork server, and then has them for itself; when it ends
     # it does. A second fork server with more imports is as large (decision 046).
     forked = _forked_bytes()
     taken = (node.used + forked) // workers_of_node + forked
-    return WorkerRoom(node.most // workers_of_node, taken, f"{node.where}{shared}")
-
-
-def machine_room(text: str = "") -> NodeRoom:
-    """The room on this machine; `text` is the content of /proc/meminfo."""
-    lines = (line.split() for line in (text or Path("/proc/meminfo").read_text()).splitlines())
-    found = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
-    total, available = found["MemTotal"], found["MemAvailable"]
-    most = int(total * (1 - SPARE_SHARE))
-    return NodeRoom(max(0, available - (total - most)), f"the machine ({total / 1e6:,.1f} MB)", most, total - available)
+    return WorkerRoom(node.most // workers_of_node, taken, shared_by(workers_of_node, node))
 
 
 class PeakMeter:

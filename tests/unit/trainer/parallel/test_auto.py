@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.parallel.auto import Record
+from elaunch.trainer.parallel.auto import KeptPlan
 from elaunch.trainer.parallel.estimate import WorkerSpeed
 
-RECORD = Record("dp=2,tp=2", 4, 1.2, WorkerSpeed(100, 1e9, 1e8, 1e-3), 1 << 30, [{"plan": "ddp", "needs": 5}])
+RECORD = KeptPlan("dp=2,tp=2", 4, 1.2, WorkerSpeed(100, 1e9, 1e8, 1e-3), 1 << 30, [{"plan": "ddp", "needs": 5}])
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
-    assert Record.read(RECORD.content) == RECORD
+    assert KeptPlan.read(RECORD.content) == RECORD
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def test_what_is_no_record_is_named_as_damaged(changed: dict[str, object]) -> No
     content = json.dumps({"format": 1, **asdict(RECORD), **changed}).encode()
 
     with pytest.raises(ValueError, match=r"it is (damaged|not of format 1)"):
-        Record.read(content)
+        KeptPlan.read(content)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"null"])
 def test_damaged_bytes_are_no_record(content: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
-        Record.read(content)
+        KeptPlan.read(content)
 
 
 def test_the_choice_is_kept_beside_checkpoints_that_are_elsewhere_too(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.trainer.parallel.candidates import Workers, candidates, successors
+from elaunch.trainer.parallel.candidates import WorkerCount, candidates, successors
 from elaunch.trainer.parallel.checks import Shape, require_fitting
 from elaunch.trainer.parallel.plan import PlanError, fit, parse
 
@@ -14,7 +14,7 @@ SHAPE = Shape(layers=4, heads=4, width=64, context=32, global_batch=32, micro_ba
 
 
 def texts(number: int, of_node: int | None = None, shape: Shape = SHAPE, **options: bool) -> list[str]:
-    return [each.text for each in candidates(Workers(number, of_node or number), shape, **options)]
+    return [each.text for each in candidates(WorkerCount(number, of_node or number), shape, **options)]
 
 
 def test_one_worker_has_one_plan() -> None:
@@ -30,7 +30,7 @@ def test_two_workers_have_all_kinds_and_the_plainest_comes_first() -> None:
 
 @pytest.mark.parametrize(("number", "nodes"), [(2, 1), (3, 1), (4, 1), (8, 1), (4, 2), (6, 2), (8, 2), (6, 3), (12, 3)])
 def test_each_plan_uses_all_workers_once_and_passes_the_checks(number: int, nodes: int) -> None:
-    found = candidates(Workers(number, number // nodes), SHAPE)
+    found = candidates(WorkerCount(number, number // nodes), SHAPE)
 
     assert len({each.text for each in found}) == len(found)
     for each in found:
@@ -65,7 +65,7 @@ def test_other_options_narrow_the_choice() -> None:
 
 @pytest.mark.parametrize("kept", ["ddp", "fsdp2", "dp=2,tp=2", "fsdp=2,pp=2,schedule=1f1b"])
 def test_a_state_stays_with_a_plan_of_its_kind(kept: str) -> None:
-    workers = Workers(8, 8)
+    workers = WorkerCount(8, 8)
 
     found = successors(parse(kept), candidates(workers, SHAPE), workers, SHAPE)
 
@@ -74,7 +74,7 @@ def test_a_state_stays_with_a_plan_of_its_kind(kept: str) -> None:
 
 
 def test_a_plan_that_is_no_candidate_for_these_workers_follows_their_number_or_is_refused() -> None:
-    three = Workers(3, 3)
+    three = WorkerCount(3, 3)
     (hybrid,) = successors(parse("dp=2,fsdp=2"), candidates(three, SHAPE), three, SHAPE)
     assert (hybrid.sizes.dp, hybrid.sizes.fsdp) == (1, 3)
 
