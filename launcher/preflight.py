@@ -43,7 +43,12 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
 
 def check_metrics(options: Options) -> None:
     """Raises UsageError if metrics are asked for, and the library for them is not installed."""
-    if options.metrics_port is not None and not _is_found("prometheus_client", sys.path):
+    if options.metrics_port is None:
+        return
+    # Imported here: most jobs have no such port.
+    from importlib.util import find_spec
+
+    if find_spec("prometheus_client") is None:
         raise UsageError(
             "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"
             " leave the option out"

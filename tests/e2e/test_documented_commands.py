@@ -184,6 +184,9 @@ ELSEWHERE = {
     "PYTHONPATH=examples/ddp elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook own_hook:TopK": (
         "test_a_hook_of_the_users_own_trains_the_bundled_model"
     ),
+    "elaunch --nproc-per-node 2 -m elaunch.trainer --parallel auto --out runs/auto": (
+        "test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step_cost_no_step"
+    ),
     "elaunch --nproc-per-node 2 examples/c10d/collectives.py": "test_an_example_shows_what_it_says",
     "elaunch --nproc-per-node 2 examples/ddp/buckets.py": "test_an_example_shows_what_it_says",
     "elaunch --nproc-per-node 2 examples/ddp/hooks.py": "test_an_example_shows_what_it_says",
