@@ -22,7 +22,7 @@ _FORGETFUL = {"inspect", "tempfile", "multiprocessing.process"}
 _GO_THROUGH_ALL = {each.__code__ for each in (ItemsView.__iter__, ValuesView.__iter__, type(os.environ).copy)}
 
 
-class Copies:
+class EnvironmentCopies:
     """Tells the lookups of `dict(os.environ)` from others: for the names that it knows, a module may copy all.
 
     Python asks for the names there, and then looks up each, all in one instruction.

@@ -20,7 +20,7 @@ from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
 from elaunch.agent.forkserver.kept_at_import import OwnHandler, RankStatement, handlers_noted, rank_statement
 from elaunch.agent.forkserver.learned import Named
-from elaunch.agent.forkserver.lookups import FOLDER, Copies, keeper, keeper_of_folder, walks
+from elaunch.agent.forkserver.lookups import FOLDER, EnvironmentCopies, keeper, keeper_of_folder, walks
 from elaunch.agent.forkserver.selection import Selection
 from elaunch.records import dataclass, field, replace
 
@@ -320,7 +320,7 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
     environ: Any = type(os.environ)
     lookup, register, all_names, getcwd = environ.__getitem__, atexit.register, environ.keys, os.getcwd
     is_on = True
-    copies = Copies()
+    copies = EnvironmentCopies()
 
     def recorded_lookup(self: Any, name: str) -> str:
         frame = sys._getframe(1)

@@ -24,7 +24,7 @@ from elaunch.agent.forkserver.fork_safety import cuda_is_on, open_files, shadows
 from elaunch.agent.forkserver.imported import is_suitable
 from elaunch.agent.forkserver.kept_at_import import rank_statement
 from elaunch.agent.forkserver.loads import Load, select
-from elaunch.agent.forkserver.lookups import Copies, keeper
+from elaunch.agent.forkserver.lookups import EnvironmentCopies, keeper
 from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted
 from elaunch.agent.linux import die_with_parent
 from elaunch.rendezvous.codec import decode, encode
@@ -224,7 +224,7 @@ class _ImportWatch:
     def _watch_variables(self) -> None:
         environ: Any = type(os.environ)
         lookup: Callable[[Any, str], str] = environ.__getitem__
-        copies = Copies()
+        copies = EnvironmentCopies()
 
         def watched(variables: Any, name: str) -> str:
             frame = sys._getframe(1)

@@ -78,5 +78,5 @@ def test_a_plan_that_is_no_candidate_for_these_workers_follows_their_number_or_i
     (hybrid,) = successors(parse("dp=2,fsdp=2"), candidates(three, SHAPE), three, SHAPE)
     assert (hybrid.sizes.dp, hybrid.sizes.fsdp) == (1, 3)
 
-    with pytest.raises(PlanError, match="tp and pp do not change in a run; start 2 or 4 workers"):
+    with pytest.raises(PlanError, match="tp and pp stay at a restart; start 2 or 4 workers"):
         successors(parse("dp=2,tp=2"), candidates(three, SHAPE), three, SHAPE)
