@@ -228,7 +228,8 @@ def _chosen(name: str, boot: Boot, loaded_at_start: Collection[str]) -> tuple[Se
     which = "it" if count == 1 else f"{count} modules"
     took = f" ({selection.left_out_s:.1f} s)" if selection.left_out_s >= _WORTH_SAYING_S else ""
     text = f"{name} is preloaded without {which}, which each worker imports itself{took}"
-    if not selection.entries:
+    if not selection.entries or selection.left_out == (name,):
+        # What it needs may be preloaded.
         text = f"{name} is not preloaded, each worker imports it itself{took}"
     return selection, f"{text}: {'; '.join(selection.reasons[:_REASONS_MAX])}"
 

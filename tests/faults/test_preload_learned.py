@@ -122,7 +122,7 @@ def test_what_does_not_suit_any_more_costs_no_worker_its_torch(tmp_path: Path) -
     assert [each["heavy"] for each in facts(job)] == [True, True]
     assert [(each["heavy"], each["right"]) for each in facts(again)] == [(False, True)] * 2
     assert "not imported as it was remembered: a preloaded module started a thread" in again.output
-    assert "heavy is not preloaded, each worker imports it itself" in again.output
+    assert "heavy is not preloaded, each worker imports it itself" in again.output, again.output
     assert "fresh interpreter" not in again.output
 
 

@@ -45,6 +45,7 @@ def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step
     assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_measured_plans_leave_nothing_the_losses_are_those_of_the_chosen_plan_given_by_hand(
     tmp_path: Path, forker: RankForker
 ) -> None:
@@ -58,6 +59,7 @@ def test_the_measured_plans_leave_nothing_the_losses_are_those_of_the_chosen_pla
     assert sum(each["measured"] is not None for each in tried) == 3
 
 
+@pytest.mark.slow
 def test_a_restart_with_other_workers_takes_a_plan_that_can_go_on_with_the_state(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
 ) -> None:
@@ -76,19 +78,21 @@ def test_a_restart_with_other_workers_takes_a_plan_that_can_go_on_with_the_state
         assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_new_job_goes_on_from_a_checkpoint_with_its_plan_and_one_without_a_checkpoint_chooses_anew(
     tmp_path: Path, forker: RankForker
 ) -> None:
     words = (*SHAPE, *ANY_NUMBER, "--checkpoint-every", "6")
 
-    with Forked(tmp_path / "run", forker, asks=["loss-0-3-1", "loss-0-9-1"]) as run:
+    # The first checkpoint is that of step 6. It is written beside the steps.
+    with Forked(tmp_path / "run", forker, asks=["loss-0-3-1", "published-0-6-0"]) as run:
         assert run.generation(0, 2, *words)[1].code == -signal.SIGKILL
         run.forget()
         run.release("loss-0-3-1")
         again = run.generation(0, 2, *words)
-        assert again[1].code == -signal.SIGKILL
+        assert again[0].code == -signal.SIGKILL
         run.forget()
-        run.release("loss-0-9-1")
+        run.release("published-0-6-0")
         plan = plan_of(run)
         last = run.generation(0, 2, *words)
 
@@ -98,6 +102,7 @@ def test_a_new_job_goes_on_from_a_checkpoint_with_its_plan_and_one_without_a_che
     assert [line["step"] for line in run.lines] == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
 def test_a_state_without_its_plan_is_refused(tmp_path: Path, forker: RankForker) -> None:
     with Forked(tmp_path / "run", forker, asks=["loss-0-9-1"]) as run:
         assert run.generation(0, 2, *SHAPE, *ANY_NUMBER)[1].code == -signal.SIGKILL

@@ -9,19 +9,18 @@ import pytest
 from tests.faults.cluster import Cluster
 from tests.faults.node_trainings import OnNodes
 from tests.faults.trainings import GENTLE, CalmTrainings
-from tests.harness import slow
 from tests.nodes import needs_nodes
 
-pytestmark = needs_nodes
+pytestmark = [needs_nodes, pytest.mark.slow]
 
 STEPS = 12
 SHAPE = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3", "--layers", "4")
 # Ranks 0 and 1 are on one node, 2 and 3 on the other. With `pp` each node has a stage, with `tp` halves of matrices.
 PLANS = ["ddp", "zero1", "zero2", "fsdp2", "hsdp", "dp=2,tp=2", "fsdp=2,tp=2", "tp=4", "dp=2,pp=2", "pp=4"]
-PLANS += ["tp=2,pp=2", "dp=2,pp=2,schedule=interleaved", "dp=2,pp=2,schedule=gpipe"]
+PLANS += ["fsdp=2,pp=2", "tp=2,pp=2", "dp=2,pp=2,schedule=interleaved", "dp=2,pp=2,schedule=gpipe"]
 
 
-@pytest.mark.parametrize("plan", [plan if plan == "fsdp=2,pp=2" else slow(plan) for plan in ["fsdp=2,pp=2", *PLANS]])
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_worker_is_killed_a_node_is_lost_and_at_most_one_step_each_is_repeated(
     tmp_path: Path, calm_training: CalmTrainings, plan: str
 ) -> None:
