@@ -255,12 +255,12 @@ def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
 
 
 def _has_told(known: Failure, event: WorkerExited) -> bool:
-    """Whether it is what this worker had told of the end of its program, before its process ended."""
+    """Whether `known` is the record of this worker, made from what it told before its process ended."""
     return known.local_rank == event.local_rank and known.kind is not FailureKind.HANG
 
 
 def _end_as_told(agent: Agent, stopping: Stopping, event: WorkerExited) -> Step:
-    """The record of its end takes the place of what it told; where that is another cause, that is said."""
+    """Replace what the worker told by the record of its real end. If the cause is another one, say so."""
     failure = event.failure if event.failure and not _is_by_us(event, event.failure, stopping) else event.end
     if failure is None:
         return go_on_stopping(agent, stopping)

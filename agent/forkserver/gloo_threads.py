@@ -21,9 +21,9 @@ _AS_GLOO = [b"0x40", b"0xa"]
 
 
 class GlooThreads:
-    """The threads that move bytes for gloo. One of them turns without end when a peer of it has gone.
+    """The threads that move bytes for gloo. A thread whose peer is gone loops without end.
 
-    Then it does not look like any other thread, so it must have been seen before.
+    It can no longer be recognised then, so it has to be found while it still waits as gloo does.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class GlooThreads:
         return self._epolls.keys()
 
     def look(self) -> None:
-        """Look for new ones, if the number of threads is another one, or none was found."""
+        """Look for new ones if the number of threads has changed, or if none was found yet."""
         names = os.listdir(_TASKS)  # noqa: PTH208
         if len(names) == self._count and self._epolls:
             return

@@ -238,7 +238,7 @@ class _ImportWatch:
 
 
 def _origins(spec: Any) -> tuple[str, ...]:
-    """A module's file. A package without a text of its own is where its modules are."""
+    """The file of a module, or the folders of a package that has no file of its own."""
     if spec is None or spec.origin:
         return (str(spec.origin),) if spec else ()
     return tuple(f"{place}/" for place in spec.submodule_search_locations or ())

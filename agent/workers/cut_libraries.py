@@ -1,7 +1,7 @@
 """Removes what a killed compiler leaves in torch's caches: a library without content, on which all later runs fail.
 
 The linker makes `….so` when it begins, and writes it at its end. torch takes a library that is there for one that is
-whole: "file too short". What is empty, or is no library at all, and which nobody has open, no builder will complete.
+whole: "file too short". No builder will complete a file that is empty or no library, and that nobody has open.
 """
 
 from __future__ import annotations

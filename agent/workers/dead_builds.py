@@ -12,7 +12,7 @@ from elaunch.agent.environment import extensions_root, inductor_root
 
 # The loop waits no longer for a folder that is not the job's own: the lease has to be renewed.
 DISK_S = 0.5
-# Of the folders for each extension, below one for each kind of torch; and of inductor's.
+# How many folders deep a library lies. Extensions: kind of torch, extension. Inductor: one folder.
 _EXTENSIONS_DEPTH, _INDUCTOR_DEPTH = 2, 1
 
 
@@ -39,8 +39,8 @@ class DeadBuilds:
             if place not in done:
                 del self._looks[root]
                 self._warn(
-                    f"{root} does not answer within {DISK_S:g} s: what killed builders leave there is not looked for"
-                    " any more"
+                    f"{root} could not be looked through within {DISK_S:g} s: what killed builders leave there is not "
+                    "looked for any more"
                 )
 
 

@@ -36,7 +36,7 @@ class ExitReader:
         if code == 0:
             return WorkerExited(group.generation, local_rank, 0, end=end)
         failure = self._failure(group, local_rank, pid, code)
-        # The first one is told at once: whoever reads it looks for the reason there.
+        # The log shows the first failure at once, so that line must name the cause.
         told = self._told(group) if failure.kind is FailureKind.PEER_LOST and not group.failures else ()
         group.failures[local_rank] = failure
         return WorkerExited(group.generation, local_rank, code, failure, end, told)

@@ -19,7 +19,10 @@ _LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpf
 
 @contextmanager
 def held(path: Path) -> Iterator[int]:
-    """The open file if nobody else has it open, else -1. Nobody can open it, or make it anew, meanwhile."""
+    """The open file if nobody else has it open, else -1.
+
+    Nobody can open it meanwhile. Another file may still be renamed over it.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         # Whoever opens the file meanwhile has this process signalled; SIGIO would end it.

@@ -295,14 +295,16 @@ def _await_nodes(
         return Formed(formation, wake_s=due_s, waiting=waiting)
     table = snapshot.table
     found = f"{here} of {terms.nodes_min} nodes were here{where} after {times.join_timeout_s:g} s"
+    way_out = "start elaunch on the others, lower --nnodes"
     if roles:
         was = "1 node was" if here == 1 else f"{here} nodes were"
         found = (
             f"no node with the role {_or(roles)} came in {times.join_timeout_s:g} s for a free seat ({was} here{where})"
         )
+        way_out = "start a node with that role" + ("" if seating.lacking else ", lower --nnodes")
     outcome = Outcome(
         OutcomeKind.FAILED,
-        f"{found}; start elaunch on the others, lower --nnodes, or raise --rdzv-conf join_timeout=SECONDS",
+        f"{found}; {way_out}, or raise --rdzv-conf join_timeout=SECONDS",
         generation.number,
         table.restarts if table else 0,
         terms.max_restarts,

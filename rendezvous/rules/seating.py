@@ -49,7 +49,7 @@ def seat(before: RankTable | None, nodes: Iterable[Node], nodes_max: int) -> Sea
 
 
 def newcomers_of(table: RankTable, nodes: Iterable[Node], nodes_max: int) -> tuple[Node, ...]:
-    """Those of `nodes` that would get a free seat of `table`, all of whose nodes stay."""
+    """Those of `nodes` that would get a free seat if all nodes of `table` stay."""
     return _give(nodes, Counter(table.vacant), nodes_max - len(table.seats) - len(table.vacant)).nodes
 
 

@@ -106,4 +106,4 @@ def test_workers_start_where_the_folder_of_extensions_does_not_answer(tmp_path: 
 
     assert job.code == 0, job.stderr
     assert "started" in job.stdout
-    assert f"{tmp_path / 'extensions'} does not answer within 0.5 s" in job.stderr
+    assert f"{tmp_path / 'extensions'} could not be looked through within 0.5 s" in job.stderr

@@ -126,7 +126,9 @@ def test_a_network_for_which_no_plan_has_memory_is_refused_with_the_values_by_ra
 
     assert [rank.code for rank in ended] == [2] * workers
     (said,) = ended[0].err.splitlines()
-    assert re.search(r"no plan fits; \S+ needs least, \d+\.\d\d GiB .*, and there are \d+\.\d\d: the ", said)
+    assert re.search(
+        r"no plan fits. The smallest is \S+: it needs \d+\.\d\d GiB .*, and a worker may take \d+\.\d\d GiB: the ", said
+    )
     assert said.endswith("a smaller --micro-batch or a smaller network")
     assert not any(rank.err for rank in ended[1:])
     assert not run.out.exists()

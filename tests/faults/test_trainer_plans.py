@@ -164,4 +164,4 @@ def test_a_model_that_cannot_be_divided_any_more_is_refused_with_the_reason(tmp_
         ended = run.generation(1, 2, *words)
 
     assert [rank.code for rank in ended] == [2, 2]
-    assert "2 workers cannot be divided so; tp and pp stay at a restart; start 4 workers" in ended[0].err
+    assert "cannot be divided so; a run that goes on keeps its tp and pp here; start 4 workers" in ended[0].err

@@ -25,7 +25,7 @@ _HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replac
 _OLD = ".old"
 _REPLACED = ".replaced"
 _BLOCK_BYTES = 4 << 20
-# A rank makes the file that it has begun to open, and then no other one: the folder has another name.
+# After the rename a rank can add only the one file that it is just opening: it no longer finds the folder.
 _TRIES_MAX = 5
 
 

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from elaunch.trainer.ddp.quantised import devices_of
 
-# A matrix whose factors have not less than this part of its elements is sent whole.
+# A matrix is compressed only if its factors have less than 1/SAVES_MIN of its elements.
 SAVES_MIN = 2
 Shape = tuple[int, int]
 
@@ -54,7 +54,7 @@ def parts_as_square(shapes: Sequence[Sequence[int]], rank: int) -> Parts:
     """The bucket is one matrix, nearly square. The few elements that are left over are sent whole."""
     size = sum(map(math.prod, shapes))
     side = math.isqrt(size)
-    # Of these heights none has 1 % more in its factors than the square, and one of them leaves hardly anything over.
+    # The factors of each of these heights are less than 1 % larger than a square's. One leaves almost no rest.
     rows = min(range(side, side * 7 // 8, -1), key=lambda height: size % height, default=1)
     columns = size // rows
     if rank * (rows + columns) * SAVES_MIN >= size:

@@ -156,11 +156,14 @@ class _Choosing:
 
     def _recorded(self) -> tuple[KeptPlan | None, str]:
         """The run's choice if it has a state by now, and why it cannot go on if the choice is lost."""
-        if not (self._place.generation or self._run.has_checkpoints()):
-            return None, ""
         try:
+            if not (self._place.generation or self._run.has_checkpoints()):
+                # A restart of this job must not take what an earlier one has chosen here.
+                if self._run.kept_plan():
+                    self._run.keep_plan(b"")
+                return None, ""
             content = self._run.kept_plan()
-            if content is None:
+            if not content:
                 # A restart before anything was chosen; nobody has a state.
                 return None, ""
             return KeptPlan.read(content), ""
@@ -219,7 +222,7 @@ class _Choosing:
             from elaunch.trainer.parallel import divided, tensor  # noqa: F401
 
     def _keep(self, choice: PlanChoice, worker: WorkerSpeed, tried: list[dict[str, Any]], room: PlanRoom) -> None:
-        """KeptPlan the choice before there is a state. All ranks wait until it is written."""
+        """Keep the choice before there is a state. All ranks wait until it is written."""
         option = choice.option
         trial = choice.trials[option.text]
         ratio = max(1.0, trial.memory / option.estimate.memory.step)

@@ -59,7 +59,17 @@ def successors(kept: ParallelPlan, among: Sequence[Candidate], workers: WorkerCo
     if found:
         return found
     sizes = fit(kept, workers.number, again=True)
+    many = shape.global_batch // shape.micro_batch
+    if many < sizes.data:
+        raise PlanError(
+            f"--parallel {kept.text}: a step has {many} micro-batches, too few for {sizes.data} replicas; "
+            "use fewer workers or a smaller --micro-batch"
+        )
     require_fitting(kept, sizes, shape)
+    if kept.dp or kept.fsdp:
+        # A new job takes typed numbers at their word.
+        axes = str(sizes) if sizes != Sizes() else "fsdp2"
+        kept = parse(f"{axes},schedule={kept.schedule}" if kept.pp > 1 else axes)
     return [Candidate(kept, sizes)]
 
 

@@ -130,9 +130,9 @@ def refusal(options: Sequence[PlanOption], room: PlanRoom) -> str:
     parts = {"the process itself": memory.base, "copies of the state": memory.copies}
     of_which = ", ".join(f"{gib(size)} GiB {what}" for what, size in parts.items() if size)
     return (
-        f"--parallel auto: no plan fits; {least.text} needs least, {gib(least.needs)} GiB for each worker"
-        f"{f' (of which {of_which})' if of_which else ''}, and there are {gib(room.bytes)}: {room.where}; give the "
-        "job more memory, or use fewer workers on a node, a smaller --micro-batch or a smaller network"
+        f"--parallel auto: no plan fits. The smallest is {least.text}: it needs {gib(least.needs)} GiB for each worker"
+        f"{f' (of which {of_which})' if of_which else ''}, and a worker may take {gib(room.bytes)} GiB: {room.where}; "
+        "give the job more memory, or use fewer workers on a node, a smaller --micro-batch or a smaller network"
     )
 
 

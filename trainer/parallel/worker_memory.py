@@ -49,7 +49,8 @@ def worker_room(device: torch.device, workers_of_node: int, node: Room | None = 
 class PeakMeter:
     """The most memory that this process takes between `begin` and `peak`, above what it had at `start`.
 
-    `left` is what it had more at the last `start` than when this was made: what earlier trials have left.
+    `left` is the memory that earlier trials have not given back: the process's at the last `start`, less that when the
+    meter was made.
     """
 
     def __init__(self, device: torch.device) -> None:

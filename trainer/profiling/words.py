@@ -7,7 +7,7 @@ from typing import Any
 
 from elaunch.trainer.profiling.clocks import ClockOffset
 from elaunch.trainer.profiling.steps import StepWindow
-from elaunch.trainer.profiling.summary import ALL_REDUCE, Bucket, ProfileSummary, StepShare
+from elaunch.trainer.profiling.summary import Bucket, ProfileSummary, StepShare
 
 # The version of the record. It grows when a field goes or changes its meaning; a reader skips what it does not know.
 SCHEMA = 1
@@ -73,9 +73,7 @@ def _collective(summary: ProfileSummary, one: Bucket) -> str:
     """Which one it is: by its kind, and its place among those of its kind in the step."""
     alike = [each for each in summary.buckets if (each.step, each.kind) == (one.step, one.kind)]
     number = next(number for number, each in enumerate(alike, 1) if each is one)
-    kind = one.kind.replace("_", "-")
-    name = f"the all-reduce of bucket {number}" if one.kind == ALL_REDUCE else f"{kind} {number}"
-    return f"{name} in step {one.step}"
+    return f"{one.kind.replace('_', '-')} {number} of step {one.step}"
 
 
 def _collectives(count: int) -> str:

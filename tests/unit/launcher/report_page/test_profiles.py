@@ -77,7 +77,7 @@ def test_the_page_and_its_numbers_have_the_profile() -> None:
     words = Tags(render(page, TEMPLATE))
 
     assert "Computation and communication" in words.text
-    assert "rank 1 came 3.0 ms late to the all-reduce of bucket 1 in step 10; the others waited" in words.text
+    assert "rank 1 came 3.0 ms late to all-reduce 1 of step 10; the others waited" in words.text
     assert "The collectives of step 10, 20 ms" in words.text
     assert sum((attrs.get("data-tip") or "").startswith("all_reduce of") for _, attrs in words.tags) == 4
     assert [attrs["href"] for name, attrs in words.tags if name == "a" and attrs.get("href") == "t.gz"] == ["t.gz"]

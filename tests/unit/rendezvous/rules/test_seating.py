@@ -120,6 +120,6 @@ def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> Non
     world.lead()
 
     assert world.ended == (
-        "no node with the role ps came in 600 s for a free seat (2 nodes were here); start elaunch on the others,"
-        " lower --nnodes, or raise --rdzv-conf join_timeout=SECONDS"
+        "no node with the role ps came in 600 s for a free seat (2 nodes were here); start a node with that role,"
+        " or raise --rdzv-conf join_timeout=SECONDS"
     )

@@ -77,6 +77,12 @@ def test_a_plan_that_is_no_candidate_for_these_workers_follows_their_number_or_i
     three = WorkerCount(3, 3)
     (hybrid,) = successors(parse("dp=2,fsdp=2"), candidates(three, SHAPE), three, SHAPE)
     assert (hybrid.sizes.dp, hybrid.sizes.fsdp) == (1, 3)
+    # A new job fits the plan's text as if it were typed.
+    assert fit(hybrid.plan, 3) == hybrid.sizes
 
-    with pytest.raises(PlanError, match="tp and pp stay at a restart; start 2 or 4 workers"):
+    many = WorkerCount(9, 9)
+    with pytest.raises(PlanError, match="micro-batches, too few for 9 replicas; use fewer workers"):
+        successors(parse("ddp"), [], many, replace(SHAPE, global_batch=8, micro_batch=1))
+
+    with pytest.raises(PlanError, match="a run that goes on keeps its tp and pp here; start 2 or 4 workers"):
         successors(parse("dp=2,tp=2"), candidates(three, SHAPE), three, SHAPE)

@@ -126,10 +126,10 @@ def test_a_refusal_has_the_values_and_the_way_out() -> None:
     said = str(caught.value)
     least = min(options(copies=KeptCopies(4, of_replicated=2, of_parts=2)), key=lambda each: each.needs)
     assert said.startswith(
-        f"--parallel auto: no plan fits; {least.text} needs least, {least.needs / (1 << 30):.2f} GiB"
+        f"--parallel auto: no plan fits. The smallest is {least.text}: it needs {least.needs / (1 << 30):.2f} GiB"
     )
     assert "0.10 GiB the process itself" in said
-    assert "there are 0.11: the cgroup /a (memory.max 440.0 MB), for 4 workers; give the job more memory" in said
+    assert "may take 0.11 GiB: the cgroup /a (memory.max 440.0 MB), for 4 workers; give the job more memory" in said
     assert "\n" not in said
 
 

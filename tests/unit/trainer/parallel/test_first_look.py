@@ -24,7 +24,7 @@ def test_a_network_that_no_plan_has_memory_for_is_refused_in_one_sentence() -> N
         require_room(CONFIG, TWO, {"LOCAL_WORLD_SIZE": "2"}, room)
 
     said = str(caught.value)
-    assert "there are 0.14: the cgroup /job (memory.max 300.0 MB), for 2 workers; give the job more memory" in said
+    assert "may take 0.14 GiB: the cgroup /job (memory.max 300.0 MB), for 2 workers; give the job more memory" in said
     assert "\n" not in said
     # On a node for itself each worker has twice as much.
     require_room(CONFIG, TWO, {"LOCAL_WORLD_SIZE": "1"}, Room(100, "the cgroup", 600_000_000))

@@ -77,7 +77,7 @@ def test_the_rank_that_begins_a_collective_last_is_late_by_what_the_others_wait(
     assert [(bucket.last, bucket.late_ns) for bucket in found.buckets] == [(1, ns(3)), (1, ns(1))] * 2
     assert found.stragglers == (Straggler(1, 4, ns(8)),)
     assert (
-        "rank 1 came 3.0 ms late to the all-reduce of bucket 1 in step 10; the others waited. "
+        "rank 1 came 3.0 ms late to all-reduce 1 of step 10; the others waited. "
         "It was the last in 4 of 4 collectives, by 2.0 ms on average"
     ) in sentences(found)
 
@@ -107,7 +107,7 @@ def test_a_rank_that_is_late_once_is_said_without_a_mean_and_other_collectives_b
     ]
 
     assert (
-        sentences(summarize(ranks, SAME))[1] == "rank 1 came 5.0 ms late to all-gather 2 in step 10; the others waited"
+        sentences(summarize(ranks, SAME))[1] == "rank 1 came 5.0 ms late to all-gather 2 of step 10; the others waited"
     )
 
 
