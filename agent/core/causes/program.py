@@ -29,6 +29,9 @@ _WELL_KNOWN = regex(
 # Of multiprocessing's spawn, in a child process.
 NO_MAIN_GUARD = "current process has finished its bootstrapping phase"
 _ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
+# The end of a library's name. As Linux does, patterns limit names, and they begin where a word does: without that a
+# search takes the square of the time, and an exception may have a word of megabytes.
+_SO = r"\.so[\w.]{0,64}"
 _NAMED_MODULE = (
     r"module '(?P<module>\w+)(?:\.[\w.]+)?' has no attribute"
     r"|cannot import name '[^']*' from (?:partially initialized module )?'(?P<from>\w+)(?:\.[\w.]+)?'"
@@ -120,13 +123,13 @@ RULES = (
     CauseRule(
         "a missing library",
         "{library} is not on this node's library path: install it, or the build of the package that fits this node",
-        pattern=regex(r"(?P<library>lib[\w.+-]+\.so[\w.]*): cannot open shared object file"),
+        pattern=regex(rf"(?<![\w.+-])(?P<library>lib[\w.+-]{{1,255}}{_SO}): cannot open shared object file"),
         exceptions=frozenset({"ImportError", "OSError"}),
     ),
     CauseRule(
         "a library that is not whole",
         "remove {file}: a compiler or a copy that was killed has left it incomplete, and it is taken for a whole one",
-        pattern=regex(r"(?P<file>[^\s'\":]+\.so[\w.]*): (?:file too short|invalid ELF header)"),
+        pattern=regex(rf"(?<![^\s'\":])(?P<file>[^\s'\":]{{1,4096}}{_SO}): (?:file too short|invalid ELF header)"),
     ),
     CauseRule(
         "an extension for another version",

@@ -20,7 +20,9 @@ FORKED = ("--preload-only", "ctypes")
 OPTIONS = ("--nproc-per-node", "2", "--max-restarts", "1", "--show-all-tracebacks", "--log-dir", "logs")
 # Rank 1 fails. In the first generation rank 0's handler ends the program, in the second one its collective.
 PROGRAM = """
-import atexit, ctypes, gzip, json, os, signal, sys, time, weakref
+import atexit, ctypes, gc, gzip, json, os, signal, sys, time, weakref
+# Python's collector closes a file in a cycle without what the file holds. It must not run before the end.
+gc.disable()
 GENERATION = os.environ["ELAUNCH_GENERATION"]
 class Loop:
     def __init__(self, file):

@@ -446,11 +446,15 @@ def test_hostile_words_do_not_hold_the_agent() -> None:
         "DataLoader worker (pid" * 10_000,
         "unable to mmap " * 10_000,
         "x: error: " * 20_000,
+        "x" * 200_000,
+        ".so" * 60_000,
+        "lib" * 60_000,
     ]
 
     began_s = time.process_time()
     for text in texts:
         explained(raised("RuntimeError", text))
+        explained(raised("ImportError", text))
         explained(exited(2, text))
 
     assert time.process_time() - began_s < 5.0
