@@ -42,7 +42,7 @@ def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step
     assert run.job.output.count(f" workers with {plan}") == 2
     assert run.began(2) == 8
     run.assert_complete(steps=STEPS)
-    assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
+    assert run.difference(calm) <= TOLERANCE
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_restart_with_other_workers_takes_a_plan_that_can_go_on_with_the_state
         assert f"parallel: {plan}, as this run has chosen with 4 workers; for 2: {plan}" in first.err
         assert run.began(1) == 8
         run.assert_complete(steps=STEPS)
-        assert max(abs(loss - calm.losses[step]) / loss for step, loss in run.losses.items()) <= TOLERANCE
+        assert run.difference(calm) <= TOLERANCE
 
 
 @pytest.mark.slow

@@ -92,6 +92,10 @@ class Trained:
         assert self.losses.keys() == calm.losses.keys()
         assert worst < 1e-5
 
+    def difference(self, calm: Trained) -> float:
+        """The largest relative difference between a loss of this run and that of the same step in the other one."""
+        return max(abs(loss - calm.losses[step]) / loss for step, loss in self.losses.items())
+
     def assert_no_memory_is_left(self) -> None:
         """Check that the run has left nothing in shared memory."""
         folders = {Path(r["memory"]) for r in self.of("began") if r["memory"]}

@@ -62,7 +62,7 @@ class PeakMeter:
         return max(0, self._before - self._first)
 
     def start(self) -> None:
-        """What is there now does not count."""
+        """Measure from here on: the memory that is in use at this moment does not count."""
         give_back_freed()
         self._before = self._now()
 
