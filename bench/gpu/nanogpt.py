@@ -41,8 +41,12 @@ def prepare(folder: Path, nanogpt: Path, vocabulary: int) -> None:
 
 
 def command(nanogpt: Path, *, windows: int, accumulated: int, steps: int) -> list[str]:
-    """Run it with the shape of the 124M GPT, bfloat16 and torch.compile, as its own defaults are."""
+    """Run it with the shape of the 124M GPT, bfloat16 and torch.compile, as its own defaults are.
+
+    Its linear layers and norms get biases, as GPT-2 and the bundled trainer's model have them. By default it has none.
+    """
     options = {
+        "bias": True,
         "dataset": _DATA,
         "batch_size": windows,
         "gradient_accumulation_steps": accumulated,

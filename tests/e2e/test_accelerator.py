@@ -88,10 +88,11 @@ gpu.after_commit()
 target = torch.zeros(state.shape)
 gpu.copy([target], [state])
 torch.cuda.synchronize()
-# Some seconds of work on the training's stream, and a change behind it. torch.cuda._sleep ended at once on an H200.
-matrix, product = (torch.ones(16384, 16384, device=device) for _ in range(2))
-for _ in range(60):
-    torch.mm(matrix, matrix, out=product)
+# Some seconds of work on the training's stream, and a change behind it. CUDA loads a kernel at its first use, and waits
+# for all streams meanwhile; so both were used before.
+torch.cuda._sleep(1)
+state.add_(1)
+torch.cuda._sleep(8_000_000_000)
 state.add_(1)
 assert not torch.cuda.current_stream(device).query(), "the stream is not stuck"
 begun_s = time.monotonic()
