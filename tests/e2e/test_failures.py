@@ -321,10 +321,11 @@ class TestStartUp:
     def test_a_program_that_refuses_after_its_ranks_have_met_is_not_restarted(self, tmp_path: Path) -> None:
         script(tmp_path, REFUSES)
 
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "3", "--nproc-per-node", "2", "train.py")
+        options = ("--preload-only", "torch.distributed", "--max-restarts", "3", "--nproc-per-node", "2")
+        job = finished(tmp_path, *options, "train.py", env=WITH_TORCH)
 
         assert job.code == 1, job.output
-        assert job.stdout.count("met") == 2
+        assert job.stdout.count("met") == 2, job.output
         assert re.search(
             rf"^elaunch: train\.py FAILED on {socket.gethostname()}: rank [01] refused to run: 6 layers cannot be"
             r" divided by 4; exit code 1$",
