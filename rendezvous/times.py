@@ -107,7 +107,7 @@ class Times:
 
     @property
     def hang_confirm_s(self) -> float:
-        """The leader's verdict that the job hangs must hold for this long: a node may notice late that it goes on."""
+        """The leader's verdict that the job of several nodes hangs must hold for this long: see `hanging.confirm_s`."""
         return min(HANG_CONFIRM_S, self.hang_after_s / 3 or HANG_CONFIRM_S)
 
     @property

@@ -196,6 +196,7 @@ class FailureKind(Enum):
     ENDED_EARLY = "ended early"
     HANG = "hang"
     STARTUP = "start-up"
+    REFUSED = "refused"
     DEBUGGER = "debugger"
     STORE_LOST = "worker store lost"
     TEMPLATE_LOST = "fork server lost"

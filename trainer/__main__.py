@@ -39,13 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The trainer does without numpy; torch alone would mention that it is missing.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     # Imported late: a wrong option is reported within 0.1 s, while importing torch takes seconds.
+    from elaunch.trainer import link
     from elaunch.trainer.train import train
 
     try:
         return train(config, corpus, place, run)
     except AgreedRefusal as error:
+        link.refuse(str(error))
         return _refuse(error, place)
     except (ConfigError, DdpError) as error:
+        link.refuse(str(error))
         print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return 2
 

@@ -33,6 +33,7 @@ _PAUSE_S = 0.05
 # A message that must arrive waits this long for an agent that does not read.
 _SURELY_S = 1.0
 _PHASE_CHARS_MAX = 100
+_REASON_CHARS_MAX = 2000
 _READ_BYTES = 4096
 _LINE_BYTES_MAX = 1 << 16
 _STDERR = 2
@@ -87,6 +88,15 @@ def stopped(step: int) -> None:
     for the stop or another node's agent. Call it from any thread; it waits for a busy agent, a second at most.
     """
     _open_link().send_surely(_line(event="stopped", step=step))
+
+
+def refuse(reason: str) -> None:
+    """Report that this program cannot do what is asked of it, and that no restart can change that.
+
+    Then exit with a code other than 0: the job ends, and its report has `reason`. Without this call an exit code of 2
+    says the same only before the program has made its process group. It waits for a busy agent, a second at most.
+    """
+    _open_link().send_surely(_line(event="refused", reason=reason[:_REASON_CHARS_MAX]))
 
 
 def listen(

@@ -9,6 +9,7 @@ from elaunch.agent.core.causes.cause import NO_FACTS, Evidence, Facts, Question
 from elaunch.agent.core.causes.program import NO_MAIN_GUARD
 from elaunch.agent.core.causes.table import questions, recognise
 from elaunch.agent.core.failures import parse_traceback
+from elaunch.agent.peer_lost import ends
 from elaunch.records import replace
 from elaunch.rendezvous.types import Failure, FailureKind
 
@@ -21,8 +22,8 @@ _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exc
 _RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
 # An exception of the parent of a child process.
 _CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker")
-# Nothing about the user's program is to be found out: somebody has left it, or it hangs, or lives.
-_NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG)
+# Nothing about the user's program is to be found out: somebody has left it, or it hangs, lives, or has said the cause.
+_NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG, FailureKind.REFUSED)
 
 
 def questions_about(failure: Failure) -> frozenset[Question]:
@@ -83,12 +84,12 @@ def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
             continue
         files = tuple(_FILE.findall(text))
         name = raised.exception.rpartition(".")[2]
-        found.append(Evidence(failure.code, name, raised.message, files, text, facts=facts))
+        found.append(Evidence(failure.code, name, ends(raised.message), files, text, facts=facts))
     if found:
         return found
     said = _RAISED.match(failure.message)
     words = (said["message"] or "") if said else failure.message
-    return [Evidence(failure.code, failure.exception.rpartition(".")[2], words, facts=facts)]
+    return [Evidence(failure.code, failure.exception.rpartition(".")[2], ends(words), facts=facts)]
 
 
 def _last(tail: str, count: int) -> str:

@@ -86,7 +86,7 @@ class Remains:
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
     end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
     that its program was over, by an exception, before a signal ended the process. `crash` is what faulthandler wrote.
-    `step` and `lived_s` as in `Failure`.
+    `refused` is why it cannot do what is asked, if it has said so. `step` and `lived_s` as in `Failure`.
     """
 
     code: int
@@ -96,6 +96,7 @@ class Remains:
     crash: str = ""
     progressed: bool | None = None
     raised: bool = False
+    refused: str = ""
     step: int = -1
     lived_s: float = 0.0
 
@@ -328,6 +329,8 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
             # By its agent, which had waited for the end of it.
             return FailureKind.SIGNAL, f"raised an exception, did not end, and {killed}"
         return FailureKind.SIGNAL, killed + crash.shown(raised.frame if raised and remains.crash else "")
+    if remains.refused:
+        return FailureKind.REFUSED, f"refused to run{_said(remains.refused)}"
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
@@ -335,18 +338,21 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         return kind, f"exited with code {code}"
     if raised.exception.rpartition(".")[2] == _DEBUGGER_LEFT:
         return FailureKind.DEBUGGER, "left its debugger (BdbQuit)"
-    # One sentence: the rest of a message in several lines is in the traceback.
-    first, more, _ = raised.message.partition("\n")
-    said = f": {first} …" if more else f": {first}" if first else ""
-    message = f"raised {raised.exception or 'an error'}{said}"
+    message = f"raised {raised.exception or 'an error'}{_said(raised.message)}"
     if raised.exception.rpartition(".")[2] in _STARTUP_TYPES and not remains.progressed:
         return FailureKind.STARTUP, message
     if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
         return FailureKind.OUT_OF_MEMORY, message
     if _is_lost_peer(raised):
         where = f" in {raised.call}" if raised.call else ""
-        return FailureKind.PEER_LOST, f"lost a peer{where} ({raised.exception}: {_essence(first)})"
+        return FailureKind.PEER_LOST, f"lost a peer{where} ({raised.exception}: {_essence(raised.message)})"
     return FailureKind.EXCEPTION, message
+
+
+def _said(message: str) -> str:
+    """The message as the end of a sentence. Of one in several lines, the rest is in the traceback or in the output."""
+    first, more, _ = message.partition("\n")
+    return f": {first} …" if more else f": {first}" if first else ""
 
 
 def _is_lost_peer(raised: Raised) -> bool:
@@ -355,4 +361,4 @@ def _is_lost_peer(raised: Raised) -> bool:
 
 def _essence(message: str) -> str:
     """A C++ message without the place in torch's sources before it and the advice behind it."""
-    return re.sub(r"^\[[^]]*:\d+\] ", "", message).partition(". ")[0].rstrip(".")
+    return re.sub(r"^\[[^]]*:\d+\] ", "", message.partition("\n")[0]).partition(". ")[0].rstrip(".")

@@ -12,7 +12,7 @@ from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.still import Standstill
 from elaunch.records import replace
 from elaunch.rendezvous.rules.hang_records import Hang, hang_words
-from elaunch.rendezvous.rules.hanging import tell_still
+from elaunch.rendezvous.rules.hanging import confirm_s, tell_still
 
 # Groups of equal stacks that the console shows; the others are in the file.
 _GROUPS_SHOWN = 8
@@ -26,7 +26,7 @@ def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> St
     is_alone = len(running.table.seats) == 1
     state = standstill.after_windows(state, live, event.windows, is_alone=is_alone)
     looks: tuple[Action, ...] = ()
-    if standstill.wants_stacks(state, agent.times.hang_after_s):
+    if standstill.wants_stacks(state, _limit(agent, running)):
         state = replace(state, is_looking=True)
         looks = (LookAtStacks(running.table.generation, live),)
     return _tell(agent, replace(running, standstill=state), looks)
@@ -60,10 +60,14 @@ def _is_watched_otherwise(agent: Agent, running: Running) -> bool:
     return bool(reports or running.held or running.leaving_s)
 
 
+def _limit(agent: Agent, running: Running) -> standstill.Limit:
+    return standstill.Limit(agent.times.hang_after_s, confirm_s(agent.times, running.table))
+
+
 def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
     seat, state = running.seat_of(agent.me.node_id), running.standstill
     exited = frozenset(range(seat.slots)) - running.live
-    record = standstill.record_of(state, seat.node_id, seat.first_rank, exited, agent.times.hang_after_s)
+    record = standstill.record_of(state, seat.node_id, seat.first_rank, exited, _limit(agent, running))
     if standstill.is_news(state.told, record):
         txn = tell_still(agent.snapshot, agent.me, running.table.generation, record)
         running = replace(running, standstill=replace(state, told=record))

@@ -58,6 +58,7 @@ class Window:
     `may_stand_still`, and `is_whole` says that it was: bytes read and written, times at which the main thread slept,
     and the children's CPU time.
 
+    `earlier_s` is the length of the window before, if that could not be whole and the worker may have stood still then.
     `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
     `is_disturbed` says that the agent had the worker write down its collectives: what it did in that time says nothing.
     `answers` counts the shorter questions, to which the worker's thread takes the GIL for a moment.
@@ -73,9 +74,18 @@ class Window:
     io_bytes: int = 0
     switches: int = 0
     children_cpu_s: float = 0.0
+    earlier_s: float = 0.0
     is_outstanding: bool = False
     is_disturbed: bool = False
     answers: int = 0
+
+
+@dataclass(frozen=True)
+class Limit:
+    """For how long all ranks of the job must stand still to hang, and for how long of that the leader must know it."""
+
+    still_s: float
+    confirm_s: float
 
 
 def may_stand_still(window: Window) -> bool:
@@ -90,29 +100,21 @@ def after_windows(
     if before.live - live:
         # One has exited: what the others do now begins now.
         before = _afresh(replace(before, still={}, spell_s=0.0))
+        windows = {rank: replace(window, earlier_s=0.0) for rank, window in windows.items()}
     before = replace(before, live=live)
-    still: dict[int, tuple[Sort, float]] = {}
-    for rank in live:
-        window = windows.get(rank)
-        sort = _sort(window) if window else None
-        if window and window.is_disturbed and rank in before.still and window.seconds <= LOOK_S_MAX:
-            still[rank] = before.still[rank]
-        elif window and sort and window.seconds <= LOOK_S_MAX:
-            known, for_s = before.still.get(rank, (sort, 0.0))
-            is_same = known is sort or Sort.OUTSTANDS in (known, sort)
-            still[rank] = sort, window.seconds + (for_s if is_same else 0.0)
+    looks = ((rank, _after_window(before.still.get(rank), windows[rank])) for rank in live if rank in windows)
+    still = {rank: found for rank, found in looks if found}
     spell_s = min((for_s for _, for_s in still.values()), default=0.0) if len(still) == len(live) else 0.0
-    # It is equal after a window that says nothing.
     if spell_s >= before.spell_s > 0.0 or not before.looks:
         return replace(before, still=still, spell_s=spell_s)
     healed_s = max(before.healed_s, before.spell_s) if _counts_as_healed(before, is_alone) else before.healed_s
     return _afresh(replace(before, still=still, spell_s=spell_s, healed_s=min(healed_s, _HEALED_S_MAX)))
 
 
-def wants_stacks(state: Standstill, limit_s: float) -> bool:
+def wants_stacks(state: Standstill, limit: Limit) -> bool:
     """Whether stacks are to be taken now."""
     due = _LOOKS_AT[state.looks] if state.looks < len(_LOOKS_AT) else state.looks - len(_LOOKS_AT) + 2.0
-    return not state.is_looking and bool(state.still) and state.spell_s >= due * _limit_s(state, limit_s)
+    return not state.is_looking and bool(state.still) and state.spell_s >= due * _told_at_s(state, limit)
 
 
 def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int) -> Standstill:
@@ -131,11 +133,10 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
 
 
 def record_of(
-    state: Standstill, node_id: str, first_rank: int, exited: frozenset[int], limit_s: float
+    state: Standstill, node_id: str, first_rank: int, exited: frozenset[int], limit: Limit
 ) -> StillNode | None:
     """What this node tells the leader; None while its ranks work, or a person is at work in one of them."""
-    limit_s = _limit_s(state, limit_s)
-    if state.looks < len(_LOOKS_AT) or state.spell_s < limit_s:
+    if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(state, limit):
         return None
     found: dict[tuple[StillKind, str, str], list[int]] = {}
     is_patient = False
@@ -154,7 +155,7 @@ def record_of(
         for (kind, where, does), ranks in list(found.items())[:GROUPS_MAX]
     )
     is_patient = is_patient or any(group.kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN) for group in groups)
-    is_ready = not is_patient or state.spell_s >= PATIENCE * limit_s
+    is_ready = not is_patient or state.spell_s >= _told_at_s(state, limit, PATIENCE)
     gone = sorted(first_rank + rank for rank in exited)
     return StillNode(
         node_id, round(state.spell_s, 1), is_ready, groups, ranks_words(gone) if gone else "", gone[0] if gone else -1
@@ -168,6 +169,22 @@ def is_news(told: StillNode | None, record: StillNode | None) -> bool:
     return (told.is_ready, told.groups, told.exited) != (record.is_ready, record.groups, record.exited)
 
 
+def _after_window(before: tuple[Sort, float] | None, window: Window) -> tuple[Sort, float] | None:
+    """How a rank stands still, and for how long, after another window; None while it works."""
+    if window.seconds > LOOK_S_MAX:
+        return None
+    if window.is_disturbed and before:
+        # If it worked meanwhile, the next window or the next stack shows it.
+        sort, for_s = before
+        return sort, for_s + window.seconds
+    sort_now = _sort(window)
+    if sort_now is None:
+        return None
+    known, for_s = before or (sort_now, window.earlier_s if window.earlier_s <= LOOK_S_MAX else 0.0)
+    is_same = known is sort_now or Sort.OUTSTANDS in (known, sort_now)
+    return sort_now, window.seconds + (for_s if is_same else 0.0)
+
+
 def _afresh(state: Standstill) -> Standstill:
     return replace(state, looks=0, stacks=(), held_gil=frozenset(), is_looking=state.is_looking)
 
@@ -177,8 +194,9 @@ def _counts_as_healed(state: Standstill, is_alone: bool) -> bool:
     return is_alone or any(not (doing(stack).is_for_ranks or stack.waits) for stack in state.stacks)
 
 
-def _limit_s(state: Standstill, limit_s: float) -> float:
-    return max(limit_s, _HEALED_TIMES * state.healed_s)
+def _told_at_s(state: Standstill, limit: Limit, times: int = 1) -> float:
+    """How long the ranks have stood still when the leader is told, so that its verdict comes at the limit."""
+    return times * max(limit.still_s, _HEALED_TIMES * state.healed_s) - limit.confirm_s
 
 
 def _sort(window: Window) -> Sort | None:

@@ -10,24 +10,22 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.workers.held_files import held, is_on_local_disk
 
-# A builder closes its lock just before it removes the file.
-_LOOK_AGAIN_S = 0.05
 # No build of another host is so old without a word.
 _OLD_S = 600.0
 
 
-def remove_dead(root: str, say: Callable[[str], None]) -> None:
-    """Remove the locks of dead builders in this folder of extensions, and name each.
+def free_locks(root: str, say: Callable[[str], None]) -> list[Path]:
+    """The locks in this folder of extensions that nobody holds at this moment.
 
     One that may be held on another host is only named. The disk may hang, so this is not for the agent's loop.
     """
-    free = []
+    free: list[Path] = []
     for lock in _locks(Path(root)):
         with suppress(OSError):
             status = lock.lstat()
@@ -42,9 +40,12 @@ def remove_dead(root: str, say: Callable[[str], None]) -> None:
                     f"{lock} is the lock of a torch extension's build, and {age_s / 60:.0f} minutes old. If no host"
                     " builds that extension now, remove the lock: ranks wait for it without an end"
                 )
-    if free:
-        time.sleep(_LOOK_AGAIN_S)
-    for lock in free:
+    return free
+
+
+def remove_free(locks: Iterable[Path], say: Callable[[str], None]) -> None:
+    """Remove these locks if their builders are dead, and name each. A builder that lives may have just closed one."""
+    for lock in locks:
         with suppress(OSError), held(lock) as fd:
             if fd >= 0:
                 lock.unlink()

@@ -77,6 +77,7 @@ class ExitReader:
             crash=stack,
             progressed=_progressed(link),
             raised=link is not None and link.raised,
+            refused=link.refused if link else "",
             step=_step(link),
             lived_s=group.lived_s(local_rank),
         )

@@ -59,9 +59,10 @@ class Link:
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group, `imported_torch` whether
-    it had imported torch; both are None until the program has ended. `notes` are sentences for the log, `marks` are for
-    the timeline, of which `marks_left` are still taken. `news` are events for the agent's core. `recorder` asks the
-    worker about its collectives, while it has a process group.
+    it had imported torch; both are None until the program has ended. `refused` is why it cannot do what is asked of it,
+    if it has said so. `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still
+    taken. `news` are events for the agent's core. `recorder` asks the worker about its collectives, while it has a
+    process group.
     """
 
     generation: int
@@ -75,6 +76,7 @@ class Link:
     raised: bool = False
     reached_store: bool | None = None
     imported_torch: bool | None = None
+    refused: str = ""
     notes: list[str] = field(default_factory=list)
     marks: list[StartMark] = field(default_factory=list)
     marks_left: int = _MARKS_MAX
@@ -155,6 +157,8 @@ class Link:
                 self.news.append(WorkerSaved(*where, step))
             case {"event": "stopped", "step": int(step)}:
                 self.news.append(WorkerStopped(*where, step))
+            case {"event": "refused", "reason": str(reason)}:
+                self.refused = _plain(reason)
             case {"event": "note", "text": str(text)}:
                 self.notes.append(_plain(text))
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:

@@ -203,11 +203,16 @@ class Workers:
             self._watch_survivors(order.local_ranks)
 
     def _watch_survivors(self, local_ranks: Collection[int]) -> None:
+        """Look at those of them that have a handler. Others end by SIGTERM itself, or ignore it on purpose."""
+        pids = self._current.group.pids
+        watched = [rank for rank in local_ranks if linux.catches(pids.get(rank, -1), signal.SIGTERM)]
+        if not watched:
+            return
         # Not imported before the first failure: see needed_later.py.
         from elaunch.agent.workers.survivor_watch import SurvivorWatch
 
         self._survivors = self._survivors or SurvivorWatch(self._current.group, self._reporter)
-        self._survivors.add(local_ranks)
+        self._survivors.add(watched)
         self._monitor.check()
 
     def tell(self, order: TellWorkers) -> None:

@@ -15,7 +15,7 @@ from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, RankTable,
 # After a generation that ran for so long, the streak begins anew: rare failures fall on one node by chance.
 STREAK_AGE_MAX_S = 3600.0
 # These say nothing about the node on which they happened.
-_BLAMELESS = (FailureKind.PEER_LOST, FailureKind.ENDED_EARLY, FailureKind.DEBUGGER)
+_BLAMELESS = (FailureKind.PEER_LOST, FailureKind.ENDED_EARLY, FailureKind.DEBUGGER, FailureKind.REFUSED)
 
 
 @dataclass(frozen=True)

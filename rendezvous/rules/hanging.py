@@ -14,6 +14,7 @@ from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, S
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import leader_guards
 from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Present, Txn
+from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Node, RankTable, Seat
 
 # Who waits for a lock may wait for another rank, so those are named late; last those that could not be looked into.
@@ -37,6 +38,11 @@ class _Place:
         return f"{_who(self.ranks, self.count)} {_plural(self.group.does) if self.count > 1 else self.group.does}"
 
 
+def confirm_s(times: Times, table: RankTable) -> float:
+    """For how long the records must stand. Another node may notice late that it goes on; a node alone does not."""
+    return times.hang_confirm_s if len(table.seats) > 1 else 0.0
+
+
 def tell_still(snapshot: Snapshot, me: Node, generation: int, record: StillNode | None) -> Txn:
     """Write that all ranks of this node stand still; or, with None, that one goes on."""
     key = snapshot.keys.still(generation, me.node_id)
@@ -54,11 +60,11 @@ def end_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Txn 
     return Txn(leader_guards(snapshot), (Delete(snapshot.keys.hang),))
 
 
-def new_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Hang | None:
-    """The verdict, if the job hangs and there is none yet."""
+def new_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str], stood_s: float) -> Hang | None:
+    """The verdict, if the job hangs and there is none yet. The records have stood for `stood_s`."""
     if snapshot.hang is not None and snapshot.hang.generation == table.generation:
         return None
-    return verdict_on(snapshot.still.get(table.generation, {}), table, done)
+    return verdict_on(snapshot.still.get(table.generation, {}), table, done, stood_s)
 
 
 def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:
@@ -74,7 +80,9 @@ def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:
     return Txn(guards, (snapshot.put(keys.hang, encode(hang)),))
 
 
-def verdict_on(records: Mapping[str, StillNode], table: RankTable, done: frozenset[str]) -> Hang | None:
+def verdict_on(
+    records: Mapping[str, StillNode], table: RankTable, done: frozenset[str], stood_s: float = 0.0
+) -> Hang | None:
     """The verdict, or None while somebody works, or may go on by itself, or nobody waits for anybody."""
     seats = [seat for seat in table.seats if seat.node_id not in done]
     if not seats or any(seat.node_id not in records or not records[seat.node_id].is_ready for seat in seats):
@@ -84,7 +92,7 @@ def verdict_on(records: Mapping[str, StillNode], table: RankTable, done: frozens
     others = [place for kind in _SUSPECT for place in places if place.group.kind is kind]
     if not waiting and not _is_stuck_at_all(places, table):
         return None
-    still_s = min(records[seat.node_id].still_s for seat in seats)
+    still_s = min(records[seat.node_id].still_s for seat in seats) + stood_s
     if not waiting and _are_unreadable(places):
         all_ = f"hung: all {table.world_size} ranks {_plural(places[-1].group.does)}, for {still_s:.0f} s,"
         return Hang(table.generation, seats[0].node_id, -1, all_, is_blameless=True)

@@ -100,15 +100,15 @@ def _watch_for_hang(
     if not snapshot.hang and not snapshot.still.get(table.generation):
         return Lead(replace(leader_state, hang_since_s=None))
     # No agent reads the rules of hangs before a node's ranks stand still.
-    from elaunch.rendezvous.rules.hanging import declare_hang, end_hang, new_hang
+    from elaunch.rendezvous.rules.hanging import confirm_s, declare_hang, end_hang, new_hang
 
     if over := end_hang(snapshot, table, done):
         return Lead(leader_state, over)
-    hang = new_hang(snapshot, table, done)
+    since_s = now_s if leader_state.hang_since_s is None else leader_state.hang_since_s
+    hang = new_hang(snapshot, table, done, now_s - since_s)
     if hang is None:
         return Lead(replace(leader_state, hang_since_s=None))
-    since_s = now_s if leader_state.hang_since_s is None else leader_state.hang_since_s
-    confirmed_s = since_s + times.hang_confirm_s
+    confirmed_s = since_s + confirm_s(times, table)
     if now_s >= confirmed_s:
         return Lead(leader_state, declare_hang(snapshot, table, hang))
     return Lead(replace(leader_state, hang_since_s=since_s), wake_s=confirmed_s)

@@ -318,6 +318,35 @@ class TestStartUp:
         ]
         assert "generation 1" not in job.stderr
 
+    def test_a_program_that_refuses_after_its_ranks_have_met_is_not_restarted(self, tmp_path: Path) -> None:
+        script(tmp_path, REFUSES)
+
+        options = ("--preload-only", "torch.distributed", "--max-restarts", "3", "--nproc-per-node", "2")
+        job = finished(tmp_path, *options, "train.py", env=WITH_TORCH)
+
+        assert job.code == 1, job.output
+        assert job.stdout.count("met") == 2, job.output
+        assert re.search(
+            rf"^elaunch: train\.py FAILED on {socket.gethostname()}: rank [01] refused to run: 6 layers cannot be"
+            r" divided by 4; exit code 1$",
+            job.stderr,
+            re.MULTILINE,
+        )
+
+
+REFUSES = """
+import sys
+import torch.distributed as dist
+from elaunch.trainer import link
+
+dist.init_process_group("gloo")
+dist.barrier()
+print("met", flush=True)
+dist.barrier()
+link.report(1)
+link.refuse("6 layers cannot be divided by 4")
+sys.exit(2)
+"""
 
 # A program that leaves a torn record each time. Numbers and addresses in its error differ between processes.
 TEARS = """

@@ -1,7 +1,7 @@
 """Healthy programs whose ranks wait for one that is slow: none of them hangs.
 
-Here a second stands for twenty: a hang takes 3 s, not 60. Each kind of slowness takes 14 s, so it stands for nearly
-five minutes, and all of them together for over an hour. Each is a job of its own: a job learns from its pauses.
+Here a second stands for twenty: a hang takes 3 s, not 60. Each kind of slowness takes 13 s, so it stands for over
+four minutes, and all of them together for over an hour. Each is a job of its own: a job learns from its pauses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness import Job, script
 
-SLOW_S = 14
+SLOW_S = 13
 PROGRAM = """
 import collections, json, os, pickle, re, subprocess, sys, threading, time
 import torch, torch.distributed as dist

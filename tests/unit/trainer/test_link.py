@@ -194,12 +194,14 @@ def test_phases_and_ends_are_json_lines_too(agent: socket.socket) -> None:
     link.saving(2)
     link.saved(3)
     link.stopped(4)
+    link.refuse("y" * 3000)
 
     assert said(agent) == [
         {"event": "phase", "name": "x" * 100},
         {"event": "saving", "step": 2},
         {"event": "saved", "step": 3},
         {"event": "stopped", "step": 4},
+        {"event": "refused", "reason": "y" * 2000},
     ]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.core.failures import Place, Remains, failure_of, parse_record, parse_traceback, with_tail
+from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.verdict import identical
 from elaunch.rendezvous.types import Failure, FailureKind
@@ -44,6 +45,18 @@ def test_a_worker_killed_by_a_signal_is_named_by_it() -> None:
     assert (killed.kind, killed.message) == (FailureKind.SIGNAL, "was killed by SIGKILL")
     assert killed.sentence == "rank 5 (local rank 1 on node-a, pid 4711) was killed by SIGKILL in generation 2"
     assert (killed.code, killed.node_id, killed.failed_at) == (-9, "node-a-1", 1.5)
+
+
+def test_a_program_that_refuses_is_named_by_its_reason_unless_a_signal_ended_it() -> None:
+    remains = Remains(2, tail="words", progressed=True, refused="6 layers cannot be divided by 4\nmore")
+    refused = failure_of(PLACE, remains, "", 1.5)
+    killed = failure_of(PLACE, replace(remains, code=-9), "SIGKILL", 1.5)
+
+    assert (refused.kind, refused.code) == (FailureKind.REFUSED, 2)
+    assert with_tail(refused, "words", reached_store=True).message == (
+        "refused to run: 6 layers cannot be divided by 4 …"
+    )
+    assert killed.kind is FailureKind.SIGNAL
 
 
 def test_the_kernels_word_makes_a_kill_an_out_of_memory_one() -> None:
@@ -557,6 +570,17 @@ def test_words_in_which_a_pattern_begins_at_every_place_do_not_hold_the_agent() 
 
     # A quadratic algorithm would take hours.
     assert time.process_time() - began_s < 5.0
+
+
+def test_a_lost_peer_is_looked_for_at_the_ends_of_megabytes_of_words() -> None:
+    words, lost = "x" * 100_000_000, "Connection reset by peer"
+
+    began_s = time.process_time()
+    found = [is_peer_lost("RuntimeError", text) for text in (f"{lost} {words}", f"{words} {lost}", words)]
+
+    assert found == [True, True, False]
+    # To search all of it takes 60 ns for each character.
+    assert time.process_time() - began_s < 2.0
 
 
 @pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])

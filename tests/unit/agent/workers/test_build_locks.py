@@ -8,14 +8,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from elaunch.agent.workers import held_files
-from elaunch.agent.workers.build_locks import remove_dead
+from elaunch.agent.workers.build_locks import free_locks, remove_free
 
 
 def _baton() -> str:
@@ -33,6 +33,10 @@ assert baton.try_acquire()
 print("builds", flush=True)
 time.sleep(600)
 """
+
+
+def look(root: Path, say: Callable[[str], None]) -> None:
+    remove_free(free_locks(str(root), say), say)
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def builder(lock: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_the_lock_of_a_builder_that_lives_stays(tmp_path: Path, lock: Path, builder: subprocess.Popen[bytes]) -> None:
     said: list[str] = []
 
-    remove_dead(str(tmp_path), said.append)
+    look(tmp_path, said.append)
 
     assert builder.poll() is None
     assert lock.exists()
@@ -69,7 +73,7 @@ def test_the_lock_of_a_builder_that_was_killed_is_removed_and_named(
     builder.wait()
     assert lock.exists()
 
-    remove_dead(str(tmp_path), said.append)
+    look(tmp_path, said.append)
 
     assert not lock.exists()
     (sentence,) = said
@@ -83,12 +87,12 @@ def test_a_lock_on_a_disk_that_hosts_share_is_only_named_and_only_if_it_is_old(
     lock.touch()
     monkeypatch.setattr(held_files, "_LOCAL", frozenset())
 
-    remove_dead(str(tmp_path), said.append)
+    look(tmp_path, said.append)
     assert said == []
 
     hour_ago_s = time.time() - 3600
     os.utime(lock, (hour_ago_s, hour_ago_s))
-    remove_dead(str(tmp_path), said.append)
+    look(tmp_path, said.append)
 
     assert lock.exists()
     (sentence,) = said
@@ -108,7 +112,7 @@ def test_a_lock_on_a_disk_that_grants_no_leases_is_named_too(
 
     monkeypatch.setattr(fcntl, "fcntl", as_on_nfs)
 
-    remove_dead(str(tmp_path), said.append)
+    look(tmp_path, said.append)
 
     assert len(said) == 1
 
@@ -131,30 +135,16 @@ def test_the_lock_of_a_new_builder_stays_where_another_agent_has_just_removed_th
     lock.touch()
     monkeypatch.setattr(fcntl, "fcntl", ask_late)
 
-    remove_dead(str(tmp_path), lambda sentence: pytest.fail(sentence))
+    look(tmp_path, lambda sentence: pytest.fail(sentence))
 
     assert builders
     assert lock.exists()
     os.close(builders[0])
 
 
-def test_a_second_look_waits_once_for_all_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    said: list[str] = []
-    for number in range(20):
-        (tmp_path / f"op{number}").mkdir()
-        (tmp_path / f"op{number}" / "lock").touch()
-    monkeypatch.setattr(time, "sleep", waits.append)
-
-    remove_dead(str(tmp_path), said.append)
-
-    assert len(said) == 20
-    assert len(waits) == 1
-
-
 def test_a_file_that_is_no_lock_of_torchs_stays(tmp_path: Path, lock: Path) -> None:
     lock.write_text("a program's own")
 
-    remove_dead(str(tmp_path), lambda sentence: pytest.fail(sentence))
+    look(tmp_path, lambda sentence: pytest.fail(sentence))
 
     assert lock.exists()

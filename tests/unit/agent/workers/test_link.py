@@ -130,6 +130,16 @@ def test_notes_are_taken_once(pair: tuple[Link, socket.socket]) -> None:
     assert link.take_notes() == []
 
 
+def test_a_program_may_say_why_it_refuses(pair: tuple[Link, socket.socket]) -> None:
+    link, worker = pair
+
+    says(worker, event="refused", reason="6 layers cannot be divided by 4")
+    says(worker, event="refused", reason=4)
+    link.read()
+
+    assert link.refused == "6 layers cannot be divided by 4"
+
+
 @pytest.mark.parametrize("junk", [b"\xff\xfe\n", b"[]\n", b"{}\n", b'{"event": "progress", "step": "x"}\n', b"\n\n"])
 def test_what_is_no_message_is_dropped(pair: tuple[Link, socket.socket], junk: bytes) -> None:
     link, worker = pair

@@ -239,7 +239,16 @@ def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was()
     assert "at a terminal" in decision.reason
 
 
-FROM_OUTSIDE = [kind for kind in FailureKind if not kind.counts_as_identical and kind is not FailureKind.DEBUGGER]
+def test_a_program_that_refuses_is_not_started_again_however_far_the_job_was() -> None:
+    refused = replace(RAISED, kind=FailureKind.REFUSED, progressed=True)
+
+    decision = decide({1: [PEER, refused]}, progressed=True)
+
+    assert decision == GiveUp("the program said that another try would end the same way")
+
+
+_ENDS = (FailureKind.DEBUGGER, FailureKind.REFUSED)
+FROM_OUTSIDE = [kind for kind in FailureKind if not kind.counts_as_identical and kind not in _ENDS]
 
 
 @pytest.mark.parametrize("kind", FROM_OUTSIDE)
