@@ -15,6 +15,7 @@ MODULES = (
     "elaunch.agent.answers.usage",
     "elaunch.agent.core.absent",
     "elaunch.agent.core.collectives",
+    "elaunch.agent.core.first_cause",
     "elaunch.agent.core.hang_watch",
     "elaunch.agent.core.late_ranks",
     "elaunch.agent.core.node_report",

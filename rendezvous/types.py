@@ -175,7 +175,7 @@ class Generation(Bounded):
     """One start or restart of the group. Every key, event, log line and worker environment carries its `number`.
 
     `cause` is the end of a sentence. If a node opened the generation because it failed or left, `node_id` names that
-    node, and `signum` is the signal that made it leave.
+    node, and `signum` is the signal that made it leave. `is_secondary` says that another failure may explain that one.
     """
 
     number: int
@@ -183,6 +183,7 @@ class Generation(Bounded):
     cause: _Cause
     node_id: _NodeId = ""
     signum: int = 0
+    is_secondary: bool = False
 
 
 class FailureKind(Enum):

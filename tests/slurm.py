@@ -50,7 +50,9 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
-KillWait=10
+# A job is killed for its time only where elaunch does not end it, however busy the machine is.
+KillWait=120
+OverTimeLimit=10
 JobRequeue=1
 InactiveLimit=0
 SlurmdTimeout={slurmd_timeout_s}

@@ -11,7 +11,7 @@ from elaunch.agent.core.membership import join_again
 from elaunch.agent.core.own_store import end_if_store_is_gone, last_if_store_is_gone
 from elaunch.agent.core.phases import Clearing, Finished, WorkersDone, WorkersStopped
 from elaunch.agent.core.signals import SIGINT
-from elaunch.agent.core.state import Agent, Step, exit_with
+from elaunch.agent.core.state import Agent, Step, exit_with, say_after_cause
 from elaunch.agent.core.store_outage import note_idle, say_waits
 from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
@@ -67,6 +67,10 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
     clearing = last_if_store_is_gone(agent, clearing)
     agent = replace(agent, progressed=event.progressed)
     agent, actions, then = _complete(agent, clearing, event)
+    if event.hidden:
+        # It may be about a lost peer.
+        agent, said = say_after_cause(agent, Say(event.hidden))
+        actions = (*said, *actions)
     if then:
         agent, more = exit_with(agent, then)
     else:
@@ -122,9 +126,15 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
             then = replace(then, failure=whole_of(then.failure))
         told = report_ends(agent, clearing.table.generation, ended.ends) if isinstance(ended, WorkersStopped) else ()
         return agent, told, then
+    # As in `whole_of`.
+    from elaunch.agent.core.first_cause import name_cause
+
     first = failures[0]
     cause = decisive_failure([*map(whole_of, failures), *map(whole_of, ended.ends)])
-    actions: tuple[Action, ...] = tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, cause)))
+    actions: tuple[Action, ...] = (
+        *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),
+        *name_cause(agent, cause),
+    )
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
         actions = (*actions, Say(f"the cause: {cause.sentence}", "error"))

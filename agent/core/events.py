@@ -272,7 +272,7 @@ class Cleared:
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
     where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out about the failures of local ranks.
+    found out about the failures of local ranks. `hidden` is a line about output that the console did not get.
     """
 
     generation: int
@@ -280,6 +280,7 @@ class Cleared:
     reached_store: bool | None = None
     progressed: bool = False
     facts: Mapping[int, Facts] = field(default_factory=dict)
+    hidden: str = ""
 
 
 @dataclass(frozen=True)

@@ -282,9 +282,11 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
 
 
 def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
-    assert agent.snapshot.generation
-    said = Say(f"stopping: {agent.snapshot.generation.cause}")
-    return stop_broken(agent, Stopping.of(running, now_s, agent.times.failure_grace_s), (said,))
+    generation = agent.snapshot.generation
+    assert generation
+    said = Say(f"stopping: {generation.cause}")
+    agent, actions = _say(agent, running, said, now_s, is_secondary=generation.is_secondary)
+    return stop_broken(agent, Stopping.of(running, now_s, agent.times.failure_grace_s), actions)
 
 
 def _look(agent: Agent, rest: Running, failure: Failure, now_s: float) -> Step | None:
@@ -361,9 +363,22 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: 
         failures = (failure, *failures)
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
-    actions = (Commit(transactions.fail(agent.snapshot, agent.me, failure)), Say(failure.sentence + stopped, "error"))
+    failed, said = (
+        Commit(transactions.fail(agent.snapshot, agent.me, failure)),
+        Say(failure.sentence + stopped, "error"),
+    )
+    agent, actions = _say(agent, running, said, now_s, is_secondary=failure.kind.is_secondary)
     stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=failures)
-    return stop_broken(agent, stopping, actions)
+    return stop_broken(agent, stopping, (failed, *actions))
+
+
+def _say(agent: Agent, running: Running, said: Say, now_s: float, *, is_secondary: bool) -> Step:
+    """Say it now, or after the cause: if it `is_secondary`, a rank of another node may be that."""
+    if not is_secondary or len(running.table.seats) == 1:
+        return agent, (said,)
+    from elaunch.agent.core.first_cause import hold
+
+    return hold(agent, running.table.generation, said, now_s), ()
 
 
 def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:

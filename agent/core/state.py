@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from elaunch.agent.core.actions import Action, Exit
+from elaunch.agent.core.actions import Action, Exit, Say
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.phases import NOT_JOINED, Clearing, Exited, Phase, Stopping
 from elaunch.records import dataclass, replace
@@ -115,6 +115,15 @@ class Waiting:
     said_s: float = float("-inf")
 
 
+@dataclass(frozen=True)
+class Unsaid:
+    """Lines for the log about ranks that lost a peer in `generation`: they wait for the cause, until `until_s`."""
+
+    generation: int
+    lines: tuple[Say, ...]
+    until_s: float
+
+
 NOT_YET = Membership()
 UNTRIED = Reach()
 FRESH_LEADER_STATE = LeaderState()
@@ -131,7 +140,8 @@ class Agent:
     `lead_at_s` it looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived
     here. `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `store_gone` says how the store that
     this host served has ended, for good. By `last_failure` this node's last failed generation is judged; it has all of
-    its output. `mismatch` is the last table's, which the log has. All times are of this host's monotonic clock.
+    its output. `mismatch` is the last table's, which the log has; `unsaid` are lines that the log has not yet. All
+    times are of this host's monotonic clock.
     """
 
     me: Node
@@ -153,6 +163,7 @@ class Agent:
     store_gone: str = ""
     last_failure: Failure | None = None
     mismatch: str = ""
+    unsaid: Unsaid | None = None
 
     @property
     def is_going(self) -> bool:
@@ -182,3 +193,10 @@ Step = tuple[Agent, tuple[Action, ...]]
 
 def exit_with(agent: Agent, outcome: Outcome) -> Step:
     return replace(agent, phase=Exited(outcome)), (Exit(outcome),)
+
+
+def say_after_cause(agent: Agent, said: Say) -> Step:
+    """Say it, or after the lines that wait for a cause, if there are any."""
+    if agent.unsaid is None:
+        return agent, (said,)
+    return replace(agent, unsaid=replace(agent.unsaid, lines=(*agent.unsaid.lines, said))), ()

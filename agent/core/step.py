@@ -18,6 +18,16 @@ from elaunch.records import replace
 
 def step(agent: Agent, event: Event, now_s: float) -> Step:
     """What the agent becomes and does when `event` happens at `now_s` (monotonic)."""
+    agent, actions = _step(agent, event, now_s)
+    if agent.unsaid is None:
+        return agent, actions
+    # Only a lost peer needs this rule: see needed_later.py.
+    from elaunch.agent.core.first_cause import in_order
+
+    return in_order(agent, actions, now_s)
+
+
+def _step(agent: Agent, event: Event, now_s: float) -> Step:
     phase = agent.phase
     if isinstance(phase, Exited) or _is_of_another_generation(phase, event):
         return agent, ()
@@ -40,6 +50,7 @@ def deadline_s(agent: Agent) -> float | None:
         _phase_due_s(agent.phase),
         agent.lead_at_s,
         agent.waiting.due_s,
+        agent.unsaid.until_s if agent.unsaid else None,
         agent.reach.unsaid_until_s,
         gives_up_at_s(agent),
     )

@@ -23,7 +23,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.messages import StopReason
 from elaunch.agent.core.phases import AtBoundary, Broken, Killing, Noticed, Stopping
-from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGTERM, for_workers
+from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGPIPE, SIGTERM, for_workers
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import (
     go_on_stopping,
@@ -90,9 +90,12 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     generation = agent.snapshot.generation
     if stopping.then or generation is None or not _is_own_doing(failure):
         return go_on_stopping(agent, stopping)
+    # Only a failure needs this rule: see needed_later.py.
+    from elaunch.agent.core.first_cause import name_cause
+
     stopping = replace(stopping, failures=(failure,))
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
-    actions: tuple[Action, ...] = (failed, Say(failure.sentence, "error"))
+    actions: tuple[Action, ...] = (failed, *name_cause(agent, failure), Say(failure.sentence, "error"))
     if is_killing or generation.kind.is_urgent:
         # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)
@@ -235,7 +238,10 @@ def _leave_after(agent: Agent, stopping: Stopping, event: Signalled, now_s: floa
         return replace(agent, phase=stopping), farewell
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
     stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
-    return stop_otherwise(agent, stopping, reason, for_workers(event.signum), farewell)
+    part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
+    # Whoever closes a pipe (`| head`) expects no more words.
+    said = () if event.signum == SIGPIPE else (_heard(event, stopping, now_s, part),)
+    return stop_otherwise(agent, stopping, reason, for_workers(event.signum), (*farewell, *said))
 
 
 def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
@@ -244,9 +250,14 @@ def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -
     if isinstance(stopping.mode, Killing):
         return agent, farewell
     ends = "the whole job ends; " if farewell and agent.spec.nodes_max > 1 else ""
+    return agent, (*farewell, _heard(event, stopping, now_s, ends))
+
+
+def _heard(event: Signalled, stopping: Stopping, now_s: float, part: str) -> Say:
+    """The answer to a signal that comes while the workers stop already."""
     left_s = max(0, math.ceil(stopping.due_s - now_s))
-    text = f"{event.name}: {ends}stopping already, SIGKILL in {left_s} s; Ctrl-C again kills now"
-    return agent, (*farewell, Say(text))
+    again = "; Ctrl-C again kills now" if event.signum == SIGINT else ""
+    return Say(f"{event.name}: {part}stopping already, SIGKILL in {left_s} s{again}")
 
 
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:

@@ -289,15 +289,16 @@ class Workers:
 
         def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
             self._timeline.stamp(generation, "cleared")
-            self._say_folded(group, folded)
+            hidden = _said_of_folded(group, folded)
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
                 self._look_into(
-                    failures, lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts))
+                    failures,
+                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
                 )
             except Exception:
                 # Without this event the agent would wait for ever. A program's odd output must not do that.
-                self._reporter.post(Cleared(generation, tails, reached, progressed))
+                self._reporter.post(Cleared(generation, tails, reached, progressed, hidden=hidden))
                 raise
 
         self._pump.drain(generation, drained)
@@ -345,12 +346,12 @@ class Workers:
         self._name_leftovers(self._find_leftovers(group.generation), why)
         self._spares_leftovers, self._leftovers = False, None
         self._guardian.end_generation(group.generation, self._fork_server.pids, meanwhile)
-        self._pump.drain(group.generation, lambda _, folded: self._say_folded(group, folded))
 
-    def _say_folded(self, group: WorkerGroup, folded: Mapping[int, int]) -> None:
-        if folded:
-            lines = {group.rank(rank): count for rank, count in folded.items()}
-            self._reporter.say(said_of_folded(lines, is_interrupted=group.is_interrupted))
+        def drained(_: dict[int, str], folded: dict[int, int]) -> None:
+            if hidden := _said_of_folded(group, folded):
+                self._reporter.say(hidden)
+
+        self._pump.drain(group.generation, drained)
 
     def _look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
         if not failures:
@@ -360,6 +361,12 @@ class Workers:
         from elaunch.agent.workers.investigator import Investigator
 
         Investigator(self._log, self._kill_counters).look_into(failures, found)
+
+
+def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:
+    """What is said of tracebacks that the console did not get; empty if it got all."""
+    lines = {group.rank(rank): count for rank, count in folded.items()}
+    return said_of_folded(lines, is_interrupted=group.is_interrupted) if lines else ""
 
 
 def _within_reason(work: Callable[[], object]) -> None:

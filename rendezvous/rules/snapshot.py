@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode", "NodePace")
 # Without such a record the job goes on: a sentence says that it cannot be read.
-_SPARED = (["failures"], ["still"], ["pace"], ["ctl", "hang"], ["ctl", "slow"])
+_SPARED = (["failures"], ["still"], ["pace"], ["ctl", "hang"], ["ctl", "slow"], ["ctl", "cause"])
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,10 @@ class Keys:
         """The leader's verdict that all other nodes wait for one."""
         return f"{self.control}slow"
 
+    def cause(self, generation: int) -> str:
+        """The failure that explains the one by which the generation after this one was opened."""
+        return f"{self.control}cause/{generation:010}"
+
     def table(self, generation: int) -> str:
         return f"{self.control}table/{generation:010}"
 
@@ -123,9 +127,9 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded), done, still and pace. `starter` has claimed the start of the first run.
-    `question` is what somebody asks the nodes; nothing is decided from it. `unreadable` holds sentences about records
-    that could not be read.
+    order in which they were recorded), done, still and pace. `causes` are failures that explain an earlier one of the
+    same generation. `starter` has claimed the start of the first run. `question` is what somebody asks the nodes;
+    nothing is decided from it, nor from `causes`. `unreadable` holds sentences about records that could not be read.
     """
 
     keys: Keys
@@ -145,6 +149,7 @@ class Snapshot:
     done: Mapping[int, frozenset[str]] = field(default_factory=dict)
     still: Mapping[int, Mapping[str, StillNode]] = field(default_factory=dict)
     tables: Mapping[int, RankTable] = field(default_factory=dict)
+    causes: Mapping[int, Failure] = field(default_factory=dict)
     question: Question | None = None
     hang: Hang | None = None
     pace: Mapping[int, Mapping[str, NodePace]] = field(default_factory=dict)
@@ -207,6 +212,7 @@ class SnapshotReader:
         still: dict[int, dict[str, StillNode]] = {}
         pace: dict[int, dict[str, NodePace]] = {}
         tables: dict[int, RankTable] = {}
+        causes: dict[int, Failure] = {}
         for key, entry in view.entries.items():
             before = self._known.get(key)
             # The leader of many nodes reads often, and few entries have changed.
@@ -236,6 +242,8 @@ class SnapshotReader:
                     fields |= {"slow": record}
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
+                case ["ctl", "cause", generation] if record is not None:
+                    causes[int(generation)] = record
                 case ["ctl", "spec"]:
                     fields |= {"terms": record, "lease": entry.lease}
                 case ["ctl", "generation"]:
@@ -260,6 +268,7 @@ class SnapshotReader:
             still=still,
             pace=pace,
             tables=tables,
+            causes=causes,
             unreadable=tuple(unreadable),
             **fields,
         )
@@ -272,7 +281,7 @@ class SnapshotReader:
             return _decoder(parts)(entry.value)
         except ValueError as error:
             sentence = f"{key} in the store is {error}"
-            if known is None and parts[:1] not in _SPARED and parts not in _SPARED:
+            if known is None and parts[:1] not in _SPARED and parts[:2] not in _SPARED:
                 raise ValueError(sentence) from error
             unreadable.append(sentence)
             return known[1] if known else None
@@ -281,7 +290,9 @@ class SnapshotReader:
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError if a key that must contain a generation does not."""
     match parts:
-        case ["joined" | "failures" | "detailed" | "done" | "still" | "pace", number, _] | ["ctl", "table", number]:
+        case ["joined" | "failures" | "detailed" | "done" | "still" | "pace", number, _]:
+            check_generation_of_key(number)
+        case ["ctl", "table" | "cause", number]:
             check_generation_of_key(number)
 
 
@@ -291,7 +302,7 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             return lambda text: _of_node(node_id, _credible(Node, text))
         case ["joined", _, node_id]:
             return lambda text: _of_node(node_id, _credible(Joined, text))
-        case ["failures", _, _]:
+        case ["failures", _, _] | ["ctl", "cause", _]:
             return lambda text: _credible(Failure, text)
         case ["ctl", "table", generation]:
             return lambda text: _of_generation(int(generation), decode_table(text))

@@ -59,6 +59,7 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
             Delete(keys.starter),
             Delete(keys.hang),
             Delete(keys.slow),
+            Delete(keys.cause(0), keys.cause(number)),
             Put(keys.spec, encode(terms), run),
             Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),
             Put(keys.leader, me.node_id, lease),
@@ -138,9 +139,10 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
         if not is_hurried:
             return Txn(()) if _is_of_another_run(snapshot, failure) else Txn((snapshot.live_guard,), (record,))
         number = newest.number + 1
-    opened = snapshot.put(keys.generation, encode(Generation(number, OpenKind.FAIL, failure.sentence, me.node_id)))
-    writes: list[Op] = [opened, record]
-    if number == failed_in + 1 and not failure.kind.is_secondary:
+    is_secondary = failure.kind.is_secondary
+    opened = Generation(number, OpenKind.FAIL, failure.sentence, me.node_id, is_secondary=is_secondary)
+    writes: list[Op] = [snapshot.put(keys.generation, encode(opened)), record]
+    if number == failed_in + 1 and not is_secondary:
         writes.append(snapshot.put(keys.detailed(failed_in, me.node_id), ""))
     return Txn((snapshot.gen_guard, snapshot.live_guard), tuple(writes), (record,))
 
@@ -153,6 +155,16 @@ def claim_full_record(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     keys, number = snapshot.keys, failure.generation
     guards = (snapshot.live_guard, Present(keys.table(number)), Empty(keys.detailed(number)))
     return Txn(guards, (snapshot.put(keys.detailed(number, me.node_id), ""),))
+
+
+def name_cause(snapshot: Snapshot, failure: Failure) -> Txn:
+    """Tell all nodes which failure was the cause of a generation that another one, a lost peer, has opened.
+
+    Followers see no failure records. The first cause stands.
+    """
+    key = snapshot.keys.cause(failure.generation)
+    guards = (snapshot.live_guard, Present(snapshot.keys.table(failure.generation)), Absent(key))
+    return Txn(guards, (snapshot.put(key, encode(failure.opening)),))
 
 
 def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:

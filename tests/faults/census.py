@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from tests.faults.processes import Watched, is_alive
+from tests.faults.sockets import sockets_of
 from tests.harness import wait_for
 
 # A closing pipe gets this long to disappear.
@@ -87,6 +88,8 @@ class Census:
         self._job = job
         self._pids = {"agent": job.process.pid, "fork server": job.fork_server().pid}
         self._first: dict[str, Holdings] = {}
+        # The sockets at the last count, by inode, and when that was.
+        self._known: dict[int, str] = {}
         self._files = 0
         self.memory_kib: list[tuple[int, int]] = []
 
@@ -100,7 +103,9 @@ class Census:
             self._first = self._holdings()
             self._files = self._temporary_files()
         now = self._settled(self._first)
-        assert now == self._first, f"{when}: more is held than at first:\n  first {self._first}\n  now   {now}"
+        grown = f"{when}: more is held than at first:\n  first {self._first}\n  now   {now}"
+        assert now == self._first, "\n".join((grown, *self._sockets(when)))
+        self._sockets(when)
         files = self._temporary_files()
         assert files == self._files, f"{when}: {files} temporary files and folders, {self._files} at first"
         # The guardian, the fork server, the worker store.
@@ -108,6 +113,12 @@ class Census:
         found = [process for process in self._job.processes() if command(process.pid) != NEXT]
         assert len(found) == expected, f"{when}: {len(found)} processes, not {expected}: {_names(found)}"
         self.memory_kib.append((anonymous_kib(self._pids["agent"]), anonymous_kib(self._pids["fork server"])))
+
+    def _sockets(self, when: str) -> list[str]:
+        """The sockets of agent and fork server, and at which count each was seen first."""
+        held = [(name, each) for name, pid in self._pids.items() for each in sockets_of(pid)]
+        self._known = {each.inode: self._known.get(each.inode, when) for _, each in held}
+        return [f"  {name}: {each} {command(each.maker)}; since {self._known[each.inode]}" for name, each in held]
 
     def _ahead(self) -> int:
         return sum(command(pid) == NEXT for pid in children(self._pids["fork server"]))

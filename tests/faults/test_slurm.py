@@ -290,13 +290,18 @@ def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple
 
     slurm.call("scancel", *how, job.number)
     run.wait_for("told", rank=1, reason="leave")
+    # A rank is told of the first node's leave. Slurm may signal the other node seconds later, and the head's store
+    # would end with the head before.
+    heard = f"{signal.Signals(signum).name}: leaving the job, stopping"
+    output = slurm.home / "told.out"
+    wait_for(lambda: output.read_text().count(heard) == 2, "both nodes have the signal")
     run.release("forward-0-3-0")
 
     job.wait("FAILED" if how else "CANCELLED")
-    output = (slurm.home / "told.out").read_text()
-    assert "stopped after step 3, as it was told to leave; the same command goes on from there" in output
-    assert output.count(f"{signal.Signals(signum).name} was received by ") >= 2
-    assert output.count(f"exit code {128 + signum}") == 2
+    said = output.read_text()
+    assert "stopped after step 3, as it was told to leave; the same command goes on from there" in said
+    assert said.count(f"{signal.Signals(signum).name} was received by ") >= 2, said
+    assert said.count(f"exit code {128 + signum}") == 2, said
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", slow("SIGTERM")])

@@ -445,6 +445,55 @@ def test_a_second_sigterm_is_not_in_a_hurry() -> None:
     assert driver.acted == []
 
 
+@pytest.mark.parametrize("signums", [(10, TERM), (TERM, 10), (10, TERM, TERM), (TERM, 12)])
+@pytest.mark.parametrize("live", [True, False], ids=["while the workers stop", "when they are gone"])
+def test_of_signals_close_after_each_other_the_first_one_is_named(signums: tuple[int, ...], live: bool) -> None:
+    """A scheduler sends SIGUSR1, then SIGTERM at the end of the time, and SIGKILL if that does not help."""
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    first, *later = (Signalled(signum, f"SIG{signum}") for signum in signums)
+    driver.happen(first)
+    if live:
+        for event in later:
+            driver.happen(event)
+    for rank in range(3):
+        driver.exits(rank, -signums[0])
+    if not live:
+        for event in later:
+            driver.happen(event)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.exit_code == 128 + signums[0]
+    assert driver.outcome.reason == f"SIG{signums[0]} was received by node-a"
+
+
+@pytest.mark.parametrize(
+    ("signum", "name", "words"),
+    [
+        (TERM, "SIGTERM", "SIGTERM: leaving the job, stopping already, SIGKILL in 30 s"),
+        (INT, "SIGINT", "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"),
+    ],
+)
+def test_a_signal_to_a_node_that_stops_since_another_one_left_is_answered_and_named(
+    signum: int, name: str, words: str
+) -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    driver.open(1, OpenKind.LEAVE, "node-b leaves (SIGUSR1 was received by node-b)", signum=10)
+    driver.look()
+
+    driver.happen(Signalled(signum, name))
+    answer = driver.said
+    for rank in range(3):
+        driver.exits(rank, -signum)
+    driver.happen(cleared(0))
+
+    assert answer == words
+    assert driver.outcome.reason == f"{name} was received by node-a"
+    assert driver.outcome.exit_code == 128 + signum
+
+
 @pytest.mark.parametrize("signum", [INT, TERM])
 def test_a_signal_while_stopping_after_a_failure_ends_the_agent_instead_of_a_restart(signum: int) -> None:
     driver = started()

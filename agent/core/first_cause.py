@@ -1,0 +1,56 @@
+"""The order in which a node names the failures of one generation: first the cause, then who lost a peer; pure.
+
+A worker that lost a peer is often gone before that peer is, and its agent sees no link of another node. So a line about
+a lost peer waits a moment for the cause, which the node of the failed rank writes to the store. Nothing else waits.
+"""
+
+from __future__ import annotations
+
+from elaunch.agent.core.actions import Action, Commit, Say
+from elaunch.agent.core.phases import Exited, Running
+from elaunch.agent.core.state import Agent, Step, Unsaid
+from elaunch.records import replace
+from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.types import Failure
+
+# A worker that raised an exception needs about half a second until it is gone.
+WAIT_S = 2.0
+
+
+def hold(agent: Agent, generation: int, said: Say, now_s: float) -> Agent:
+    """Let `said`, about a failure in `generation` that another one may explain, wait for that one."""
+    return replace(agent, unsaid=Unsaid(generation, (said,), now_s + WAIT_S))
+
+
+def in_order(agent: Agent, actions: tuple[Action, ...], now_s: float) -> Step:
+    """Say the lines that wait, if the cause is said now, or if they have waited long enough."""
+    unsaid = agent.unsaid
+    if unsaid is None:
+        return agent, actions
+    if cause := _cause(agent, unsaid.generation):
+        actions = (Say(cause.sentence, "error"), *unsaid.lines, *actions)
+    elif any(isinstance(action, Say) and action.level == "error" for action in actions):
+        actions = (*actions, *unsaid.lines)
+    elif now_s >= unsaid.until_s or isinstance(agent.phase, (Running, Exited)):
+        actions = (*unsaid.lines, *actions)
+    else:
+        return agent, actions
+    return replace(agent, unsaid=None), actions
+
+
+def name_cause(agent: Agent, failure: Failure) -> tuple[Action, ...]:
+    """Tell the other nodes of this node's failure, if they know only of a rank that lost a peer."""
+    opened = agent.snapshot.generation
+    is_missed = opened and opened.is_secondary and opened.number == failure.generation + 1
+    if not is_missed or failure.kind.is_secondary or agent.spec.nodes_max == 1:
+        return ()
+    return (Commit(transactions.name_cause(agent.snapshot, failure)),)
+
+
+def _cause(agent: Agent, generation: int) -> Failure | None:
+    """The failure on another node that explains those of ranks that lost a peer, as far as the store tells of one."""
+    snapshot = agent.snapshot
+    ended = snapshot.ended.failure if snapshot.ended else None
+    named = (snapshot.causes.get(generation), *snapshot.failures.get(generation, ()), ended)
+    others = (each for each in named if each and each.generation == generation and each.node_id != agent.me.node_id)
+    return next((each for each in others if not each.kind.is_secondary), None)

@@ -1,0 +1,144 @@
+"""agent.core.first_cause: on several nodes the log names first the rank that failed, then those that lost it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.actions import Say
+from elaunch.agent.core.events import Tick, WorkerExited
+from elaunch.agent.core.first_cause import WAIT_S
+from elaunch.agent.core.phases import Exited, Running
+from elaunch.agent.core.step import deadline_s
+from elaunch.rendezvous.types import Failure, FailureKind
+from tests.unit.agent.driver import SPEC, START_S, TERM, TWO, Driver, cleared, failure, pair, settle
+
+LOST, RAISED = FailureKind.PEER_LOST, FailureKind.EXCEPTION
+
+
+def ends(driver: Driver, local_rank: int, code: int, kind: FailureKind) -> Failure:
+    """A worker of generation 0 ends. Returns its record."""
+    record = replace(failure(0, local_rank, code, kind, driver.agent.me.host), message=f"ended by {kind.value}")
+    driver.happen(WorkerExited(0, local_rank, code, record))
+    return record
+
+
+def is_cleared(driver: Driver, *local_ranks: int) -> None:
+    """The last workers of generation 0 end by the signal that they got."""
+    for local_rank in local_ranks:
+        ends(driver, local_rank, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+
+
+def lines(driver: Driver) -> list[str]:
+    """The log of generation 0 since its workers ran."""
+    return [a.text for a in driver.all_acted if isinstance(a, Say) and not a.text.startswith("generation ")]
+
+
+def three() -> list[Driver]:
+    spec = replace(SPEC, nodes_min=3, nodes_max=3)
+    first = Driver(spec, host="node-a").begin()
+    nodes = [first, *(Driver(spec, host=host, store=first.store, remote=True).begin() for host in ("node-b", "node-c"))]
+    settle(*nodes)
+    assert all(isinstance(node.agent.phase, Running) for node in nodes)
+    return nodes
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)], ids=["leader", "follower", "followers"])
+def test_all_nodes_name_the_rank_that_raised_before_the_one_that_lost_it_and_was_gone_first(
+    order: tuple[int, int, int],
+) -> None:
+    nodes = three()
+    survivor, culprit, other = (nodes[place] for place in order)
+
+    lost = ends(survivor, 0, 1, LOST)
+    settle(*nodes)
+    before = [*lines(survivor), *lines(culprit), *lines(other)]
+    raised = ends(culprit, 1, 1, RAISED)
+    settle(*nodes)
+
+    assert before == []
+    assert lines(survivor) == [raised.sentence, f"{lost.sentence}; stopping 2 others"]
+    assert lines(culprit) == lines(other) == [raised.sentence, f"stopping: {lost.sentence}"]
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_cause_that_was_recorded_beside_the_opening_is_named_when_its_node_is_cleared(leads: bool) -> None:
+    survivor, culprit = pair() if leads else pair()[::-1]
+    lost = ends(survivor, 0, 1, LOST)
+    # Its agent has not seen yet that the next generation is open.
+    raised = ends(culprit, 1, 1, RAISED)
+    culprit.settle()
+
+    is_cleared(culprit, 0, 2)
+    survivor.settle()
+
+    assert lines(survivor) == [raised.sentence, f"{lost.sentence}; stopping 2 others"]
+    assert lines(culprit) == [f"{raised.sentence}; stopping 2 others"]
+
+
+def test_a_rank_of_the_same_node_is_named_as_the_cause_on_all_nodes() -> None:
+    leader, node = pair()
+    lost = ends(node, 0, 1, LOST)
+    settle(leader, node)
+    raised = ends(node, 1, 1, RAISED)
+
+    is_cleared(node, 2)
+    settle(leader, node)
+
+    assert lines(node) == [f"the cause: {raised.sentence}", f"{lost.sentence}; stopping 2 others"]
+    assert lines(leader) == [raised.sentence, f"stopping: {lost.sentence}"]
+
+
+def test_a_lost_peer_that_nobody_explains_is_named_in_time() -> None:
+    survivor, other = pair()
+    lost = ends(survivor, 0, 1, LOST)
+    settle(survivor, other)
+    due_s = deadline_s(survivor.agent)
+    for node in (survivor, other):
+        node.now_s += WAIT_S
+        node.happen(Tick())
+
+    assert due_s == START_S + WAIT_S
+    assert lines(survivor)[0] == f"{lost.sentence}; stopping 2 others"
+    assert lines(other)[0] == f"stopping: {lost.sentence}"
+    assert (survivor.agent.unsaid, other.agent.unsaid) == (None, None)
+
+
+def test_a_lost_peer_that_nobody_explains_is_named_before_the_workers_start_again() -> None:
+    survivor, other = pair()
+    lost = ends(survivor, 0, 1, LOST)
+    settle(survivor, other)
+
+    is_cleared(survivor, 1, 2)
+    is_cleared(other, 0, 1, 2)
+    settle(survivor, other)
+
+    said = [a.text for a in survivor.all_acted if isinstance(a, Say)]
+    assert said[1] == f"{lost.sentence}; stopping 2 others"
+    assert said[2].startswith("generation 1: ")
+
+
+def test_the_end_of_the_job_names_the_cause_too() -> None:
+    leader, survivor = pair(replace(TWO, max_restarts=0))
+    lost = ends(survivor, 0, 1, LOST)
+    settle(leader, survivor)
+    raised = replace(failure(0, 1, 1, RAISED, "node-a"), message="raised KeyError: 1")
+    # The follower sees nothing before the end is written.
+    leader.happen(WorkerExited(0, 1, 1, raised))
+    is_cleared(leader, 0, 2)
+    is_cleared(survivor, 1, 2)
+    settle(leader, survivor)
+
+    assert isinstance(survivor.agent.phase, Exited)
+    assert lines(survivor)[:2] == [raised.sentence, f"{lost.sentence}; stopping 2 others"]
+
+
+@pytest.mark.parametrize("kind", [RAISED, FailureKind.EXIT_CODE, FailureKind.SIGNAL])
+def test_a_failure_of_its_own_is_said_at_once(kind: FailureKind) -> None:
+    node, _ = pair()
+
+    raised = ends(node, 0, 1, kind)
+
+    assert lines(node) == [f"{raised.sentence}; stopping 2 others"]
