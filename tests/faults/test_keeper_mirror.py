@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from elaunch.trainer.state.region import header_of
 from tests.faults.keeper_runs import KEPT, Recorded
 from tests.harness import slow, wait_for
 from tests.ranks import RankForker, Ranks
@@ -116,6 +118,33 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
     assert "lost" not in stormy.said
     assert "anew" not in stormy.said
     assert stormy.ends == calm("hook=powersgd").ends
+
+
+def test_a_node_lost_after_its_snapshot_has_arrived_goes_back_to_that_one(
+    tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
+) -> None:
+    options = ("snapshot_every=5", "copy_every=1", "hook=powersgd")
+    stormy = Nodes(tmp_path / "stormy", forker, memories, *options)
+    with stormy.begun(0, ["hold-0-12-0", "forward-0-14-1"]) as ranks:
+        # Each node has the other's part of the snapshot of step 11.
+        wait_for(lambda: all(steps_of(memories[1 - rank], rank) >= {11} for rank in (0, 1)), "the snapshot")
+        (stormy.folder / "hold-0-12-0").unlink()
+        assert stormy.ends_of(ranks) == [1, -9]
+    stormy.lose(1)
+
+    assert stormy.generation(1) == [0, 0], stormy.said
+
+    # Node 0 has saved step 13, whose copy node 1 had on its own memory alone.
+    assert stormy.began(1) == 11
+    assert "2 steps are repeated" in stormy.said
+    assert stormy.ends == calm("hook=powersgd").ends
+
+
+def steps_of(memory: Path, rank: int) -> set[int]:
+    """The steps of the snapshots of that rank's own state in a node's memory."""
+    files = [path.read_bytes() for path in memory.glob(f"training.rank-{rank}-[23]")]
+    headers = [header_of(torch.frombuffer(bytearray(content), dtype=torch.uint8)) for content in files if content]
+    return {header.version.step for header in headers if header is not None}
 
 
 def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(

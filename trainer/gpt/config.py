@@ -193,6 +193,11 @@ class TrainConfig:
             find_unused=self.find_unused,
         )
 
+    @property
+    def needs_ddp(self) -> bool:
+        """Whether an option is given that DDP alone has."""
+        return bool(self.ddp.given() or self.tune_comm)
+
     def check(self, place: RankInfo) -> None:
         """Raise ConfigError where the options contradict each other or the number of workers."""
         if self.width % self.heads:

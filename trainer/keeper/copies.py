@@ -86,7 +86,13 @@ class Copies:
         self._full: Version | None = None
         self._is_kept = True
         keep = None if self._records is None else lambda version: self._keep(version) is not None
-        self.steps = StepCopies(training, peers, self._parts, keep, copy_every=copy_every, say=self._say_once)
+        self.steps = StepCopies(
+            *(training, peers, self._parts, keep),
+            has_arrived=self._has_arrived,
+            settle=self.before_snapshot,
+            copy_every=copy_every,
+            say=self._say_once,
+        )
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
         self._said: set[str] = set()
@@ -105,9 +111,9 @@ class Copies:
         return self._node_memory is not None and self._node_memory.speaks
 
     @property
-    def needs_snapshots(self) -> bool:
-        """Whether snapshots are needed between steps: not where copies of steps are enough. The same on all ranks."""
-        return self._parts is None or self._parts.needs_snapshots
+    def copied_step(self) -> int:
+        """The newest step whose copies are as good as a snapshot, 0 if none are. The same on all ranks."""
+        return 0 if self._parts is None else self._parts.copied_step
 
     @property
     def copies_after_snapshot(self) -> bool:
@@ -188,6 +194,11 @@ class Copies:
         """The newest step that any worker of this node has completed."""
         return None if self._node_memory is None else self._node_memory.completed()
 
+    def _has_arrived(self) -> bool:
+        """Whether this rank need not wait in `before_snapshot`, and knows of nothing that the last snapshot lacks."""
+        is_there = self._mirror is None or self._mirror.has_arrived
+        return self._newest is None or (self._is_kept and is_there)
+
     def before_snapshot(self) -> None:
         """Wait until the last snapshot is on all nodes, or has failed: that decides which one may be overwritten.
 
@@ -225,6 +236,9 @@ class Copies:
         if self._parts is not None:
             live = self._training.live() if record is not None else None
             self._parts.save(version.step, self._training.large(), self._training.small(), live)
+            if self._parts.is_alone:
+                # No step follows before all ranks have this one: whatever dies then, it counts.
+                self.before_snapshot()
             if self._peers.leads and not (self._parts.has_room_for_copies or self._parts.is_off):
                 self._say_once(
                     "there is no room in memory for copies of each step beside snapshots; a failure goes back to the "
@@ -269,8 +283,10 @@ class Copies:
         if self._node_memory is None or self._training.is_in_parts or not self._has_room:
             return False
         try:
-            # If all ranks have their own state of this step, this copy is worth more than the last snapshot.
-            spare = self._spare[:1] if version in self.steps.versions else self._spare
+            # If all ranks have their own state of this step, this copy is worth more than the last snapshot. Otherwise
+            # it is worth less than one that a rank has saved which is a step behind.
+            copied = self.steps.versions
+            spare = self._spare[:1] if version in copied else [*self._spare, *copied]
             with self.gpu.reading():
                 memory, state = self._node_memory.memory, self._training.replicated
                 found = memory.save(version, state, self.gpu.copy, spare, self._training.frozen())

@@ -57,7 +57,7 @@ class LookAround:
         step = self._state.version.step
         if self._looks.steps:
             self._pace.step_took(self._looks.step_s, self._looks.steps)
-        is_due = self._copies.needs_snapshots and (not self._copies.paces or self._pace.is_due(step))
+        is_due = self._is_due(step)
         snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
         wanted = self._looks.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))
         agreed = self._ask(wanted, snapshot=snapshot)
@@ -88,6 +88,15 @@ class LookAround:
         self._state.has_failed_copy = False
         return agreed
 
+    def _is_due(self, step: int) -> bool:
+        """Whether this rank wants a snapshot. A given distance holds between copies too; else copies are enough."""
+        copied = self._copies.copied_step
+        if self._pace.is_fixed:
+            if copied:
+                self._pace.covered(copied)
+            return self._pace.is_due(step)
+        return not copied and (not self._copies.paces or self._pace.is_due(step))
+
     def _due(self, step: int, *, has_snapshot: bool, is_refused: bool) -> Iterator[int]:
         """The steps after which this rank has something to do that must not wait for a later look."""
         if self._copies.steps.is_off:
@@ -95,7 +104,7 @@ class LookAround:
             return
         if is_refused:
             yield step + 1
-        elif self._copies.paces and self._copies.needs_snapshots and self._pace.is_fixed:
+        elif self._copies.paces and self._pace.is_fixed:
             yield self._pace.due_after(step, is_taken=has_snapshot)
         if (next_copy := self._copies.steps.look_after(step)) is not None:
             yield next_copy

@@ -55,6 +55,10 @@ class Pace:
             return step + self.every
         return self._last + (1 if self._none_yet else self.every)
 
+    def covered(self, step: int) -> None:
+        """A copy of `step` is as good as a snapshot."""
+        self._last, self._none_yet = max(self._last, step), False
+
     def snapshot_took(self, step: int, snapshot_s: float) -> None:
         """Record how long the snapshot of `step` stopped the training."""
         self._last = step

@@ -23,6 +23,8 @@ class StepCopies:
     """Copies of this rank's part of a state in parts, or of the state of its communication hook, in its node's memory.
 
     `parts` holds the pieces of a state in parts. `keep` stores this rank's own state, and returns whether it is stored.
+    `has_arrived` says whether all of the last snapshot that this rank is to keep is there. If that is so on all ranks,
+    `settle` makes it the one that no copy overwrites.
     `copy_every` is the number of steps between two copies; None keeps their cost under 1 % of the time. All ranks copy
     the same steps, and none is sent to another node: snapshots are.
     """
@@ -34,11 +36,14 @@ class StepCopies:
         parts: ShardedMemory | None,
         keep: Callable[[Version], bool] | None,
         *,
+        has_arrived: Callable[[], bool],
+        settle: Callable[[], None],
         copy_every: int | None,
         say: Callable[[str], None],
     ) -> None:
         self._training, self._peers, self._parts, self._say = training, peers, parts, say
         self._keep = keep if parts is not None or training.has_large else None
+        self._has_arrived, self._settle = has_arrived, settle
         self.pace, self._measures = Pace(copy_every, 0, _FRESH), copy_every is None
         # The newest two. All ranks have these copies of a communication hook's state.
         self.versions: list[Version] = []
@@ -86,9 +91,14 @@ class StepCopies:
         begun_s = time.monotonic()
         is_kept = self._keep(version)
         took_s = time.monotonic() - begun_s
-        self._has_failed = self._peers.largest([int(not is_kept)]) != [0]
+        lacks, waits = self._peers.largest([int(not is_kept), int(not self._has_arrived())])
+        self._has_failed = bool(lacks)
         if self._has_failed:
             return False
+        if not waits:
+            # A survivor saves the parameters of a copied step in place of the older snapshot. If a node dies, its copy
+            # of that step is gone, and the newer snapshot counts.
+            self._settle()
         self._has_copied(version, took_s)
         return True
 

@@ -132,16 +132,18 @@ class _Choosing:
             # DDP needs least of the batch; so its own words say what is wrong.
             self._config_of("ddp").check(self._place)
         self._import_all()
+        worker = worker_speed(self._config.shape, self._device, self._peers, compiled=self._config.compile)
         room, taken = self._room()
+        worker = replace(worker, base_bytes=taken)
         meter = PeakMeter(self._device)
-        worker = worker_speed(self._config.shape, taken, self._device, self._peers)
         options = self._options(among, worker)
         rank = self._place.rank
 
         def measure(option: PlanOption) -> PlanTrial:
             config = self._config_of(option.text)
-            # Compiling takes longer than all else here, and nearly as much from each plan's step.
-            config = replace(config, compile=False)
+            if len(among) == 1:
+                # Nothing is compared, and a step that is not compiled takes no less memory.
+                config = replace(config, compile=False)
             sizes = option.candidate.sizes
             return try_plan(config, sizes, rank, self._device, self._peers, meter=meter, new_gpt=new_gpt, groups=groups)
 
@@ -194,9 +196,7 @@ class _Choosing:
         return option.text
 
     def _candidates(self) -> list[Candidate]:
-        config = self._config
-        needs_ddp = bool(config.ddp.given() or config.tune_comm)
-        return candidates(self._workers, config.shape, needs_ddp=needs_ddp, may_divide=not config.compile)
+        return candidates(self._workers, self._config.shape, needs_ddp=self._config.needs_ddp)
 
     def _options(self, among: Sequence[Candidate], worker: WorkerSpeed, ratio: float | None = None) -> list[PlanOption]:
         shape = self._config.shape

@@ -31,17 +31,13 @@ class WorkerCount:
     of_node: int = 1
 
 
-def candidates(
-    workers: WorkerCount, shape: Shape, *, needs_ddp: bool = False, may_divide: bool = True
-) -> list[Candidate]:
+def candidates(workers: WorkerCount, shape: Shape, *, needs_ddp: bool = False) -> list[Candidate]:
     """All plans that fit the workers, the network and the batch. The plainest come first.
 
-    `needs_ddp`: an option of DDP is given. `may_divide`: whether several workers may share one model.
+    `needs_ddp`: an option of DDP is given.
     """
     texts = [kind for kind in KINDS if kind != "hsdp"] if workers.number > 1 else ["ddp"]
-    texts += _hybrid(workers)
-    if may_divide:
-        texts += _divided(workers)
+    texts += [*_hybrid(workers), *_divided(workers)]
     found = []
     for text in texts:
         plan = parse(text)

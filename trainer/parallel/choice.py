@@ -11,6 +11,8 @@ from elaunch.trainer.parallel.estimate import Estimate
 
 # So many plans are measured. If none of them fits then, one more at a time.
 MEASURED = 3
+# After so many seconds of compiling no further plan is measured, if one fits.
+COMPILING_ENOUGH_S = 60.0
 # An estimate of a step's memory may be too low by this share of it.
 _MARGIN = 0.25
 # A plainer plan is taken if it takes at most so many times as long: two measurements differ by more.
@@ -47,12 +49,13 @@ class PlanOption:
 class PlanTrial:
     """What a plan took in a few steps: the most memory, and of the fastest step the slowest worker's seconds.
 
-    `left` is memory that earlier trials have not given back. The training has it too.
+    `left` is memory that earlier trials have not given back. The training has it too. `compiling_s` is in no step.
     """
 
     memory: int
     step_s: float
     left: int = 0
+    compiling_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,11 @@ class PlanChoice:
     option: PlanOption
     trials: dict[str, PlanTrial]
 
+    @property
+    def compiling_s(self) -> float:
+        """The seconds that compiling took in all trials."""
+        return sum(trial.compiling_s for trial in self.trials.values())
+
 
 class NothingFits(Exception):
     """No plan fits into the memory: a sentence with the values and the way out."""
@@ -85,9 +93,11 @@ def choose(options: Sequence[PlanOption], room: PlanRoom, measure: Callable[[Pla
     waiting = sorted(waiting, key=lambda each: each is not min(waiting, key=options.index))
     trials: dict[str, PlanTrial] = {}
     measured: list[PlanOption] = []
-    while waiting and (len(trials) < MEASURED or not measured):
+    compiling_s = 0.0
+    while waiting and not (measured and (len(trials) >= MEASURED or compiling_s >= COMPILING_ENOUGH_S)):
         option = waiting.pop(0)
         trial = trials[option.text] = measure(option)
+        compiling_s += trial.compiling_s
         if fits_as_measured(option, trial, room):
             measured.append(option)
     if not measured:
@@ -148,7 +158,13 @@ def table(choice: PlanChoice, options: Sequence[PlanOption], room: PlanRoom) -> 
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     left = len(options) - len(shown)
-    return [*lines, f"{left} more plan{'s' * (left != 1)} not measured"] if left else lines
+    if left:
+        lines.append(f"{left} more plan{'s' * (left != 1)} not measured")
+    if choice.compiling_s:
+        is_early = len(choice.trials) < MEASURED and choice.compiling_s >= COMPILING_ENOUGH_S
+        so = "; so no further plan was measured" if is_early else ""
+        lines.append(f"the plans were compiled, which took {_seconds(choice.compiling_s)} beside their steps{so}")
+    return lines
 
 
 def rows(choice: PlanChoice, options: Sequence[PlanOption]) -> list[dict[str, Any]]:

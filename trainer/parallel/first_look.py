@@ -30,7 +30,7 @@ def require_room(config: TrainConfig, place: RankInfo, environ: Mapping[str, str
     if int(environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         return
     of_node = int(environ.get("LOCAL_WORLD_SIZE", place.world_size))
-    found = candidates(WorkerCount(place.world_size, of_node), config.shape, may_divide=not config.compile)
+    found = candidates(WorkerCount(place.world_size, of_node), config.shape, needs_ddp=config.needs_ddp)
     node = node or tightest_room()
     room = PlanRoom(node.most // of_node, shared_by(of_node, node))
     options = [PlanOption(each, estimate(each.plan, each.sizes, config.shape, WorkerSpeed())) for each in found]

@@ -23,8 +23,7 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import passes_to_final_sums
 from elaunch.trainer.tuning.passes import finish_device, slowest_s
 
-# In the first step the optimizer makes its moments, and DDP its buckets.
-_SETTLING, _MEASURED = 1, 3
+_MEASURED = 3
 # After so many seconds a plan is measured no further.
 _ENOUGH_S = 20.0
 _REPEATS = 3
@@ -32,24 +31,24 @@ _MESSAGE_BYTES = 8 << 20
 _NORM_MAX = 1.0
 
 
-def worker_speed(shape: Shape, base_bytes: int, device: torch.device, peers: Peers) -> WorkerSpeed:
+def worker_speed(shape: Shape, device: torch.device, peers: Peers, *, compiled: bool = False) -> WorkerSpeed:
     """The speed of the slowest worker, and of the link. Collective.
 
-    All workers compute and send at the same time, as they do in training.
+    All workers compute and send at the same time, as they do in training. With `compiled` this loads the compiler: it
+    is part of the process without a model then.
     """
     link.phase("measuring")
     width, positions = shape.width, shape.micro_batch * shape.context
-    block = Block(width, shape.heads, dropout=0.0).to(device)
-    inputs = torch.randn(shape.micro_batch, shape.context, width, device=device)
-    block_s = _repeated(lambda: block(inputs).sum().backward(), device, peers)
+    block_s = _block_s(shape, device, peers, compiled=compiled)
+    _clear(compiled=compiled)
     # The operations that the estimate counts for a block.
     operations = positions * (6 * 12 * width**2 + 12 * shape.context * width)
     if peers.world_size == 1:
-        return WorkerSpeed(base_bytes, operations / block_s)
+        return WorkerSpeed(flops_per_s=operations / block_s)
     short, long = (torch.zeros(size // 4, device=device) for size in (4, _MESSAGE_BYTES))
     short_s, long_s = (_repeated(lambda sent=sent: dist.all_reduce(sent), device, peers) for sent in (short, long))  # type: ignore[misc]
     sent = 2 * (peers.world_size - 1) / peers.world_size * _MESSAGE_BYTES
-    return WorkerSpeed(base_bytes, operations / block_s, sent / max(long_s - short_s, 1e-6), short_s)
+    return WorkerSpeed(0, operations / block_s, sent / max(long_s - short_s, 1e-6), short_s)
 
 
 def try_plan(
@@ -78,23 +77,39 @@ def try_plan(
         micro_batch=config.micro_batch,
         even=config.plan.is_even,
     )
+    begun_s = time.perf_counter()
     # As the Keeper does it.
     for _ in range(passes_to_final_sums([parallel.model], peers.world_size)):
         parallel.warm_up(*_random(config, 1, device))
         parallel.optimizer.zero_grad(set_to_none=True)
+    # The optimizer makes its moments, DDP its buckets, and the compiler does its work.
+    _step(parallel, order, 1, config, device)
+    finish_device(device)
+    settling_s = slowest_s(time.perf_counter() - begun_s, peers)
+    link.phase("measuring")
     times_s: list[float] = []
-    while len(times_s) < _SETTLING + _MEASURED and (len(times_s) <= _SETTLING or sum(times_s) < _ENOUGH_S):
+    while len(times_s) < _MEASURED and sum(times_s) < _ENOUGH_S:
         # All begin together, or a rank's time would have another rank's lateness in it.
         peers.largest([0])
         begun_s = time.perf_counter()
-        _step(parallel, order, len(times_s) + 1, config, device)
+        _step(parallel, order, len(times_s) + 2, config, device)
         finish_device(device)
         times_s.append(slowest_s(time.perf_counter() - begun_s, peers))
         link.phase("measuring")
     peak, left = peers.largest([meter.peak(), meter.left])
     del parallel
-    give_back_freed()
-    return PlanTrial(peak, min(times_s[_SETTLING:]), left)
+    _clear(compiled=config.compile)
+    step_s = min(times_s)
+    return PlanTrial(peak, step_s, left, max(0.0, settling_s - step_s) if config.compile else 0.0)
+
+
+def _block_s(shape: Shape, device: torch.device, peers: Peers, *, compiled: bool) -> float:
+    """How long one block of the network takes forward and backward."""
+    block = Block(shape.width, shape.heads, dropout=0.0).to(device)
+    if compiled:
+        block.compile()
+    inputs = torch.randn(shape.micro_batch, shape.context, shape.width, device=device)
+    return _repeated(lambda: block(inputs).sum().backward(), device, peers)
 
 
 def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, device: torch.device) -> None:
@@ -103,6 +118,13 @@ def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, devi
     parallel.clip(_NORM_MAX)
     parallel.optimizer.step()
     parallel.optimizer.zero_grad(set_to_none=True)
+
+
+def _clear(*, compiled: bool) -> None:
+    """Give back what was freed, and drop what was compiled, which holds parameters."""
+    if compiled:
+        torch.compiler.reset()
+    give_back_freed()
 
 
 def _random(config: TrainConfig, many: int, device: torch.device) -> tuple[Tensor, Tensor]:

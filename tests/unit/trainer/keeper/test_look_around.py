@@ -30,6 +30,8 @@ class Rank:
     ) -> None:
         self.wants: list[Wants] = []
         self.far, self.may_be_copied, self.next_copy = far, True, None
+        # Steps between two copies that are as good as a snapshot; None without any.
+        self.copied_every = 1 if snapshot_every is None else None
         self.snapshots: list[int] = []
         self.checkpoints: list[int] = []
         self.state = SimpleNamespace(
@@ -40,8 +42,8 @@ class Rank:
             may_be_copied=lambda: self.may_be_copied,
             snapshot=self.snapshot,
         )
-        copies = SimpleNamespace(
-            needs_snapshots=snapshot_every is not None,
+        self.copies = copies = SimpleNamespace(
+            copied_step=0,
             paces=True,
             copies_after_snapshot=False,
             disk=SimpleNamespace(look=lambda: None, found=on_disk),
@@ -67,6 +69,7 @@ class Rank:
     def at(self, step: int) -> bool:
         """Whether there is a look after that step. If so, it is made."""
         self.state.version = Version(0, step)
+        self.copies.copied_step = step // self.copied_every * self.copied_every if self.copied_every else 0
         is_now = self.around.is_now()
         if is_now:
             self.around.look()
@@ -96,6 +99,25 @@ def test_snapshots_at_a_given_distance_are_made_after_these_steps() -> None:
 
     assert rank.snapshots == [1, 8, 15, 22, 29]
     assert len(looks) < 20
+
+
+def test_copies_that_are_seldom_do_not_take_the_place_of_snapshots_at_a_given_distance() -> None:
+    rank = Rank(snapshot_every=7)
+    rank.copied_every = 10
+
+    looks_of(rank, range(51))
+
+    # After each copy there are seven steps until the next snapshot, and after each snapshot fewer until the next copy.
+    assert rank.snapshots == [1, 8, 17, 27, 37, 47]
+
+
+def test_copies_that_are_as_frequent_as_snapshots_take_their_place() -> None:
+    rank = Rank(snapshot_every=7)
+    rank.copied_every = 7
+
+    looks_of(rank, range(51))
+
+    assert rank.snapshots == [1]
 
 
 def test_where_snapshots_are_made_at_comparisons_only_their_distance_asks_for_no_look() -> None:

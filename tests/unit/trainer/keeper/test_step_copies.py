@@ -113,6 +113,18 @@ def test_copies_that_would_cost_more_than_1_percent_are_made_seldom_and_it_is_sa
     assert "Keeper(…, copy_every=1) copies each step" in said
 
 
+def test_copies_that_are_seldom_do_not_take_the_place_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="asked for"):
+        # After a snapshot the next step is copied in any case: 2, and 7 after the snapshot of 6.
+        Job(copy_every=100, snapshot_every=4).train(20, fails_in=11)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job()
+
+    with resumed.keeper:
+        assert resumed.keeper.step == 7
+
+
 def test_a_change_of_a_part_outside_of_a_commit_is_named() -> None:
     job = Job()
     with job.keeper:

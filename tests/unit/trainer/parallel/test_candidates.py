@@ -58,9 +58,8 @@ def test_what_the_network_or_the_batch_cannot_do_is_no_candidate() -> None:
     assert sorted(shared) == ["pp=2,schedule=gpipe", "tp=2"]
 
 
-def test_other_options_narrow_the_choice() -> None:
+def test_an_option_of_ddp_narrows_the_choice() -> None:
     assert texts(4, needs_ddp=True) == ["ddp", "zero1"]
-    assert texts(4, may_divide=False) == ["ddp", "zero1", "zero2", "fsdp2", "dp=2,fsdp=2"]
 
 
 @pytest.mark.parametrize("kept", ["ddp", "fsdp2", "dp=2,tp=2", "fsdp=2,pp=2,schedule=1f1b"])

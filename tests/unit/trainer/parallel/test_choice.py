@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from elaunch.trainer.parallel.candidates import WorkerCount, candidates
 from elaunch.trainer.parallel.checks import Shape
 from elaunch.trainer.parallel.choice import (
+    COMPILING_ENOUGH_S,
     MEASURED,
     NothingFits,
     PlanOption,
@@ -53,6 +55,30 @@ def test_the_plainest_plan_and_those_estimated_fastest_are_measured_and_the_fast
     estimated = sorted(options(), key=lambda each: each.estimate.duration.total)
     assert tried[0] == "ddp"
     assert estimated[0].text in tried
+
+
+def test_after_much_compiling_no_further_plan_is_measured_and_the_table_says_so() -> None:
+    def measure(option: PlanOption) -> PlanTrial:
+        return replace(as_estimated(option), compiling_s=0.6 * COMPILING_ENOUGH_S)
+
+    choice = choose(options(), AMPLE, measure)
+
+    assert len(choice.trials) == 2
+    assert table(choice, options(), AMPLE)[-1] == (
+        "the plans were compiled, which took 72 s beside their steps; so no further plan was measured"
+    )
+
+
+def test_plans_are_compiled_until_one_fits_whatever_that_takes() -> None:
+    def measure(option: PlanOption) -> PlanTrial:
+        taken = AMPLE.bytes if option.candidate.plan.has_ddp else option.estimate.memory.step
+        return PlanTrial(taken, 1.0, compiling_s=COMPILING_ENOUGH_S)
+
+    choice = choose(options(), AMPLE, measure)
+
+    *too_large, last = choice.trials
+    assert too_large
+    assert choice.option.text == last
 
 
 def test_plans_that_differ_in_the_schedule_alone_are_measured_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,14 @@ def test_a_network_that_no_plan_has_memory_for_is_refused_in_one_sentence() -> N
     # On a node for itself each worker has twice as much.
     require_room(CONFIG, TWO, {"LOCAL_WORLD_SIZE": "1"}, Room(100, "the cgroup", 600_000_000))
     require_room(CONFIG, TWO, {}, Room(100, "the machine", 64 * GB))
+
+
+def test_an_option_of_ddp_leaves_fewer_plans_that_may_fit() -> None:
+    room = Room(100, "the cgroup", 800_000_000)
+    require_room(CONFIG, TWO, {}, room)
+
+    with pytest.raises(ConfigError, match="The smallest is zero1"):
+        require_room(replace(CONFIG, bucket_mb=1.0), TWO, {}, room)
 
 
 def test_it_needs_no_torch() -> None:
