@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
 
+# Options of elaunch that a program seldom has too: behind the program they are a slip.
+_NOT_OF_PROGRAMS = frozenset(
+    ("--nnodes", "--nproc-per-node", "--max-restarts", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id")
+)
+
 # The signals by which schedulers announce the end of a job.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -356,6 +361,11 @@ def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[
         notes.append("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it")
     if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
         notes.append(f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it")
+    typed = (
+        word.partition("=")[0].replace("_", "-") for word in options.args if options.kind is not ProgramKind.COMMAND
+    )
+    if theirs := [word for word in dict.fromkeys(typed) if word in _NOT_OF_PROGRAMS]:
+        notes.append(f"{', '.join(theirs)} comes after {options.target}, which gets it; elaunch's options come before")
     return tuple(notes)
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
 # Commands that print an answer and end. Their reader may have read enough before (`| head`).
-_PRINTERS = ("doctor", "report", "stacks", "status", "top", "warm")
+_PRINTERS = ("doctor", "report", "stacks", "status", "submit", "top", "warm")
 
 
 def main() -> NoReturn:
@@ -69,7 +69,9 @@ def as_command(work: Callable[[], int]) -> NoReturn:
         code = 0
     # BrokenPipeError at exit is the reader's business (`elaunch --help | head`).
     try:
-        sys.stdout.flush()
+        # None where the command was started with stdout closed.
+        if sys.stdout:
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
@@ -77,7 +79,7 @@ def as_command(work: Callable[[], int]) -> NoReturn:
 
 def _main() -> int:
     # Imported here, so that a Ctrl-C meanwhile is none that Python shows with a traceback.
-    from elaunch.launcher.errors import SiteError, UsageError
+    from elaunch.launcher.errors import SiteError, UsageError, shortage
     from elaunch.launcher.options.commands import COMMANDS
     from elaunch.launcher.options.options import HelpRequested, parse
     from elaunch.launcher.resources import as_started
@@ -114,7 +116,9 @@ def _main() -> int:
             return watch(sys.argv[1], sys.argv[2:], os.environ)
         asked = parse(sys.argv[1:], os.environ)
         if isinstance(asked, HelpRequested):
-            print(asked.text)
+            # Longer than the buffer, so its reader may be gone already (`| head`).
+            with suppress(BrokenPipeError):
+                print(asked.text)
             return 0
         if _asks_for_help_of_trainer(asked):
             # A job would import torch first, on behalf of workers that print a text.
@@ -123,6 +127,11 @@ def _main() -> int:
     except (UsageError, SiteError) as error:
         _say_in(_asked_format(sys.argv[1:], os.environ), str(error), "error")
         return 2 if isinstance(error, UsageError) else 3
+    except (OSError, RuntimeError, MemoryError) as error:
+        if (sentence := shortage(error)) is None:
+            raise
+        _say_in(_asked_format(sys.argv[1:], os.environ), sentence, "error")
+        return 3
 
 
 def _asks_for_help_of_trainer(options: Options) -> bool:

@@ -22,6 +22,11 @@ _ELF = b"\x7fELF"
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
     """Raises UsageError if the program cannot start on this host."""
     try:
+        Path.cwd()
+    except FileNotFoundError:
+        # torch cannot be imported there, nor can a relative path be found.
+        raise UsageError("the current folder was removed; go to another one (cd) and start again") from None
+    try:
         _check_program(options)
         if options.kind is not ProgramKind.COMMAND:
             _check_interpreter(environ.get("PYTHON_EXEC"))

@@ -371,7 +371,9 @@ def main() -> None:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
-    threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True).start()
+    # Where the system gives no thread, the next agent's guardian removes them.
+    with suppress(RuntimeError):
+        threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True).start()
     while os.read(fd, 1):
         pass
     clean_up(kin, cgroup, run_dirs)

@@ -67,7 +67,7 @@ class Pump:
             self._is_closed.set()
             self._when_closed()
         else:
-            self.say(f"the console's reader is gone ({error.strerror}); training goes on without it", "warning")
+            self.say(f"stdout cannot be written ({error.strerror}); training goes on without it", "warning")
 
     def say(self, line: str, level: str = "info") -> None:
         """Write one line of the agent's own to stderr."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import selectors
 import signal
 import time
@@ -203,10 +205,15 @@ class ForkServerMonitor:
         """The fork server could not fork: no memory, or too many processes."""
         what = "the worker store" if key == "store" else f"the worker of local rank {key}"
         message = f"{what} could not be started ({why})"
+        failure = self._reporter.node_failure(FailureKind.SPAWN, group.generation, message)
+        if why == os.strerror(errno.EAGAIN):
+            # Imported here: a healthy job never needs the rules.
+            from elaunch.agent.core.causes.system import MORE_PROCESSES
+
+            failure = replace(failure, advice=MORE_PROCESSES)
         if key == "store":
-            self._lost(group.generation, message, FailureKind.SPAWN)
+            self._reporter.post(ServiceLost(group.generation, failure, workers_too=False))
         else:
-            failure = self._reporter.node_failure(FailureKind.SPAWN, group.generation, message)
             self._reporter.post(WorkerExited(group.generation, int(key), 1, failure))
 
     def _restart(self, generation: int, how: str, word: str = "") -> None:

@@ -71,11 +71,13 @@ _COLUMNS = ("| option | meaning | default | variables | torchrun |", "|---|---|-
 
 
 def help_text() -> str:
-    """Groups in order, one line for each option."""
+    """Groups in order, one line for each option, then the settings that have an effect."""
     parts = [_HEAD]
     for group in Group:
         lines = [_line(spec) for spec in TABLE if spec.group is group]
         parts.append("\n".join([f"{group.value}:", *lines, ""]))
+    settings = [f"  {', '.join(each.names):<{_COLUMN}} {each.help}" for each in SETTINGS if not each.no_effect]
+    parts.append("\n".join(["Settings of --rdzv-conf, for several nodes:", *settings, ""]))
     return "\n".join([*parts, _FOOT]).rstrip("\n")
 
 

@@ -52,9 +52,10 @@ def read(path: str) -> JobFile:
     try:
         text = read_small(path, may_be_pipe=True)
     except FileNotFoundError:
-        raise UsageError(f"--config {path} does not exist") from None
+        raise UsageError(f"--config {path} does not exist; give the path of a YAML file of options") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"--config {path} cannot be read ({why}); give a YAML file that you may read") from None
     return parse(text, path)
 
 

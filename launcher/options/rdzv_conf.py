@@ -63,7 +63,7 @@ SETTINGS: tuple[Setting, ...] = (
         ("timeout",), differs="timeout: c10d ignores it",
     ),
     Setting(
-        "last_call_timeout", "with a range of nodes, seconds to wait for more nodes at the first start [2]",
+        "last_call_timeout", "seconds to wait for more nodes of a range, first start [2]",
         values.seconds, differs="default 30, at every start",
     ),
     Setting("lease_ttl", "whole seconds without contact until a node is lost [3]", _lease, differs=_OURS),
@@ -73,15 +73,15 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("keep_alive_max_attempt", "a number; see keep_alive_interval [3]", _attempts),
     Setting(
-        "store_timeout", "seconds without the head's store until the job is given up [60]", values.positive_seconds,
+        "store_timeout", "seconds without the head's store until the job ends [60]", values.positive_seconds,
         differs=_OURS,
     ),
     Setting(
-        "keys_ttl", "seconds until the store forgets a job that has ended or was killed [604800, 7 days]",
+        "keys_ttl", "seconds that the store keeps an ended job's keys [604800]",
         values.positive_seconds, differs=_OURS,
     ),
     Setting(
-        "is_host", "1: this node serves the store if none listens; 0: it does not [from the endpoint's address]",
+        "is_host", "1: serve the store if none listens; 0: do not [by address]",
         values.switch, differs="c10d only",
     ),
     Setting("transport", "gateway (JSON over HTTP) or grpc [gateway]", values.one_of("gateway", "grpc"), differs=_OURS),
@@ -92,7 +92,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("user", "a user of etcd [ETCDCTL_USER]", differs=_OURS),
     Setting("password_file", "file with the user's password [ETCDCTL_PASSWORD]", differs=_OURS),
     Setting(
-        "etcd_prefix", f"prefix of all keys of the job; the same on all nodes [{PREFIX}]", _prefix,
+        "etcd_prefix", f"prefix of the job's keys, the same on all nodes [{PREFIX}]", _prefix,
         differs="default /torchelastic/p2p",
     ),
     Setting(

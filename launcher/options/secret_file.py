@@ -24,7 +24,8 @@ def read_secret(path: str) -> str:
     try:
         secret, _, rest = read_small(str(Path(path).expanduser()), may_be_pipe=True).strip().partition("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
-        raise UsageError(f"the secret in {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None
     if not secret:
         raise UsageError(f"{path} is empty and should hold a secret; write one into it, and let only yourself read it")
     others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]

@@ -91,57 +91,57 @@ def _scheduler(raw: values.Raw) -> object:
 
 _SIZE = (
     OptionSpec(
-        "nnodes", Group.SIZE, "MIN:MAX", "nodes, a number or a range", values.nodes,
+        "nnodes", Group.SIZE, "MIN:MAX", "number of nodes, or a range", values.nodes,
         default=(1, 1), default_text="1", peer="nnodes",
     ),
     OptionSpec(
-        "nproc-per-node", Group.SIZE, "N", "workers here: a number, gpu, cpu, auto", values.workers,
+        "nproc-per-node", Group.SIZE, "N", "workers per node: N, gpu, cpu, auto", values.workers,
         default_text="one per GPU, else 1", peer="nproc-per-node", differs="default 1; also counts xpu",
     ),
 )  # fmt: skip
 
 _RESTARTS = (
     OptionSpec(
-        "max-restarts", Group.RESTARTS, "N", "restarts of the job; 0 is a plain launch", values.whole,
+        "max-restarts", Group.RESTARTS, "N", "restarts of the job after failures; 0: none", values.whole,
         default=3, default_text="3", peer="max-restarts", differs="default 0; each agent has its own budget",
     ),
     OptionSpec(
-        "restart-window", Group.RESTARTS, "SECONDS", "count only restarts within SECONDS",
-        values.positive_seconds, default_text="the job's whole life",
+        "restart-window", Group.RESTARTS, "SECONDS", "count only the restarts of the last SECONDS",
+        values.positive_seconds, default_text="all",
     ),
     OptionSpec(
-        "exclude-after", Group.RESTARTS, "N", "keep a node out after N like failures in a row; 0 never", values.whole,
+        "exclude-after", Group.RESTARTS, "N", "exclude a node after N like failures in a row; 0: never", values.whole,
         default=3, default_text="3",
     ),
     OptionSpec(
-        "stop-grace", Group.RESTARTS, "SECONDS", "from a stop signal (or failure, if saving) to SIGKILL",
+        "stop-grace", Group.RESTARTS, "SECONDS", "time to save and end after a stop signal",
         values.seconds, default=30.0, default_text="30", peer="shutdown-timeout",
         differs="whole seconds; not kept on restarts",
         environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     ),
     OptionSpec(
-        "failure-grace", Group.RESTARTS, "SECONDS", "from a worker's failure to its siblings' SIGKILL",
+        "failure-grace", Group.RESTARTS, "SECONDS", "time that other workers have after a failure",
         values.seconds, default=2.0, default_text="2",
     ),
     OptionSpec(
-        "children-grace", Group.RESTARTS, "SECONDS", "after success, from children's last work to SIGKILL",
+        "children-grace", Group.RESTARTS, "SECONDS", "after success, end children that are idle so long",
         values.seconds, default=60.0, default_text="60",
     ),
     OptionSpec(
-        "hang-timeout", Group.RESTARTS, "SECONDS", "workers silent so long after a report hang",
-        values.seconds, default=0.0, default_text="0, never",
+        "hang-timeout", Group.RESTARTS, "SECONDS", "restart if reports of steps stop for SECONDS",
+        values.seconds, default=0.0, default_text="0: never",
     ),
     OptionSpec(
-        "health-check", Group.RESTARTS, "HOW", "before it joins: off, warn, strict",
+        "health-check", Group.RESTARTS, "HOW", "look at this node before it joins: off, warn, strict",
         values.one_of("off", "warn", "strict"), default="warn",
         default_text="warn",
     ),
     OptionSpec(
-        "on-hang", Group.RESTARTS, "ACTION", "if all ranks stand still: warn, restart, off", values.on_hang,
+        "on-hang", Group.RESTARTS, "ACTION", "when all ranks stand still: warn, restart, off", values.on_hang,
         default=OnHang.WARN, default_text="warn",
     ),
     OptionSpec(
-        "hang-after", Group.RESTARTS, "SECONDS", "… and have done so for SECONDS (more if it may end)",
+        "hang-after", Group.RESTARTS, "SECONDS", "how long ranks stand still until it is a hang",
         values.positive_seconds, default=60.0, default_text="60",
     ),
     OptionSpec(
@@ -153,7 +153,7 @@ _RESTARTS = (
 
 _OUTPUT = (
     OptionSpec(
-        "log-dir", Group.OUTPUT, "DIR", "keep the workers' output here", values.directory,
+        "log-dir", Group.OUTPUT, "DIR", "keep the workers' output in files in DIR", values.directory,
         default_text="nothing is kept", peer="log-dir",
         differs="default a new directory in /tmp, whose folders have no date; writes files only with -r or -t",
     ),
@@ -168,24 +168,24 @@ _OUTPUT = (
         differs="default 0; ranks up to 9 only",
     ),
     OptionSpec(
-        "local-ranks-filter", Group.OUTPUT, "RANKS", "local ranks on the console, as 0,1", values.ranks,
+        "local-ranks-filter", Group.OUTPUT, "RANKS", "local ranks to show on the console, as 0,1", values.ranks,
         default_text="all", peer="local-ranks-filter",
     ),
     OptionSpec(
-        "ranks-filter", Group.OUTPUT, "RANKS", "global ranks on the console, as 0,8", values.ranks,
+        "ranks-filter", Group.OUTPUT, "RANKS", "global ranks to show on the console, as 0,8", values.ranks,
         default_text="all",
     ),
-    _switch("show-all-tracebacks", Group.OUTPUT, "also those about a lost peer, or of Ctrl-C"),
+    _switch("show-all-tracebacks", Group.OUTPUT, "also tracebacks of a lost peer and of Ctrl-C"),
     OptionSpec(
-        "log-format", Group.OUTPUT, "FORM", "text (with times in files), plain, json", values.log_format,
+        "log-format", Group.OUTPUT, "FORM", "form of lines: text (files: with time), plain, json", values.log_format,
         default=LogFormat.TEXT, default_text="text",
     ),
     OptionSpec(
-        "duplicate-stdout-filters", Group.OUTPUT, "WORDS", "copy stdout lines with a word to one file",
+        "duplicate-stdout-filters", Group.OUTPUT, "WORDS", "copy stdout lines with one of WORDS to a file",
         values.phrases, default=(), default_text="none", peer="duplicate-stdout-filters",
     ),
     OptionSpec(
-        "duplicate-stderr-filters", Group.OUTPUT, "WORDS", "copy stderr lines with a word to one file",
+        "duplicate-stderr-filters", Group.OUTPUT, "WORDS", "copy stderr lines with one of WORDS to a file",
         values.phrases, default=(), default_text="none", peer="duplicate-stderr-filters",
     ),
 )  # fmt: skip
@@ -194,30 +194,32 @@ _WORKERS = (
     _switch("module", Group.WORKERS, "the program is a module, as python -m", short="m", peer="module"),
     _switch("no-python", Group.WORKERS, "the program is a command, not Python", peer="no-python"),
     OptionSpec(
-        "preload", Group.WORKERS, "MODULES", "imported once, besides torch", values.names,
-        default_text="torch with its optimizers",
+        "preload", Group.WORKERS, "MODULES", "import these once per node, besides torch", values.names,
+        default_text="none",
     ),
     OptionSpec(
-        "preload-only", Group.WORKERS, "MODULES", "imported once, in place of torch", values.names,
+        "preload-only", Group.WORKERS, "MODULES", "import these once per node, in place of torch", values.names,
     ),
     _switch("no-preload", Group.WORKERS, "start each worker as a new interpreter"),
     OptionSpec(
         "warm", Group.WORKERS, "MINUTES", "keep the imports for the next start", values.minutes,
-        default=0.0, default_text="0; alone it is 15", environment=("ELAUNCH_WARM",), bare=f"{values.WARM_MIN:g}",
+        default=0.0, default_text="0; without a number 15", environment=("ELAUNCH_WARM",), bare=f"{values.WARM_MIN:g}",
     ),
     OptionSpec(
-        "numa-binding", Group.WORKERS, "MODE", "near the GPU: node, socket, exclusive, core-complex",
+        "numa-binding", Group.WORKERS, "MODE", "bind CPUs by: node, socket, exclusive, core-complex",
         values.numa_binding, default_text="none", peer="numa-binding",
         differs="needs numactl",
     ),
-    _switch("virtual-local-rank", Group.WORKERS, "LOCAL_RANK 0 and one visible GPU each", peer="virtual-local-rank"),
+    _switch(
+        "virtual-local-rank", Group.WORKERS, "each worker sees LOCAL_RANK 0 and one GPU", peer="virtual-local-rank"
+    ),
     OptionSpec(
-        "role", Group.WORKERS, "NAME", "ROLE_NAME, and the prefix of console lines",
+        "role", Group.WORKERS, "NAME", "the workers' ROLE_NAME, and prefix of their lines",
         values.role(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
         differs="takes a name like ps=1 too",
     ),
     OptionSpec(
-        "roles", Group.WORKERS, "NAME=N,…", "N workers of each role here, in this order",
+        "roles", Group.WORKERS, "NAME=N,…", "roles on this node, N workers each, in this order",
         values.roles(ROLE_BYTES_MAX), default="", default_text="none",
     ),
 )  # fmt: skip
@@ -227,36 +229,40 @@ _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 _RENDEZVOUS = (
     OptionSpec(
         "run-id", Group.RENDEZVOUS, "ID", "the job's name", values.name(RUN_ID_BYTES_MAX),
-        default_text="a new one; of several nodes: none", peer="rdzv-id", differs="default none, the same for all jobs",
+        default_text="a new one; for several nodes: none", peer="rdzv-id",
+        differs="default none, the same for all jobs",
     ),
     _switch(
-        "standalone", Group.RENDEZVOUS, "one node, with a new id; --rdzv-* are ignored", peer="standalone",
+        "standalone", Group.RENDEZVOUS, "one node with a new id; --rdzv-* are ignored", peer="standalone",
         differs="with --nnodes 2 it waits for another node, which cannot come",
     ),
     OptionSpec(
-        "rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: a node, or an etcd", endpoints,
+        "rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: one of them, or an etcd", endpoints,
         default=(), default_text="none", peer="rdzv-endpoint",
         differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port on",
     ),
     OptionSpec(
-        "rdzv-backend", Group.RENDEZVOUS, "NAME", "c10d, etcd, etcd-v2, static", values.one_of(*_BACKENDS),
-        default="static", default_text="what is there", peer="rdzv-backend",
+        "rdzv-backend", Group.RENDEZVOUS, "NAME", "kind of meeting: c10d, etcd, etcd-v2, static",
+        values.one_of(*_BACKENDS),
+        default="static", default_text="what listens", peer="rdzv-backend",
         differs="default static; its c10d is no etcd, its etcd speaks v2 only",
     ),
     OptionSpec(
-        "rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "settings, see docs/options.md", values.key_values,
+        "rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "settings of the rendezvous", values.key_values,
         default={}, default_text="none", peer="rdzv-conf", differs="other keys; unknown ones are ignored",
     ),
     OptionSpec(
-        "store", Group.RENDEZVOUS, "KIND", "a node serves: auto, memory, etcd", values.one_of("auto", "memory", "etcd"),
+        "store", Group.RENDEZVOUS, "KIND", "store that a node serves: auto, memory, etcd",
+        values.one_of("auto", "memory", "etcd"),
         default="auto", default_text="auto",
     ),
     OptionSpec(
-        "scheduler", Group.RENDEZVOUS, "NAME", "whose word fills in the rest: auto, none, a name",
+        "scheduler", Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",
         _scheduler, default="auto", default_text="auto",
     ),
     OptionSpec(
-        "token-file", Group.RENDEZVOUS, "FILE", "holds the job's secret", default_text="ELAUNCH_TOKEN, else made",
+        "token-file", Group.RENDEZVOUS, "FILE", "file with the job's secret",
+        default_text="ELAUNCH_TOKEN, else a new one",
     ),
     OptionSpec(
         "node-rank", Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank,
@@ -287,7 +293,7 @@ _OTHER = (
         "on-event",
         Group.OTHER,
         "COMMAND",
-        "run for a failure, hang, restart, end; JSON on stdin",
+        "run at failure, hang, restart, end; JSON on stdin",
         values.command,
         default_text="none",
     ),
@@ -295,7 +301,7 @@ _OTHER = (
         "metrics-port",
         Group.OTHER,
         "PORT",
-        "serve Prometheus metrics of this node; 0 is any free",
+        "serve this node's Prometheus metrics; 0: a free port",
         values.port,
         default_text="none",
     ),
@@ -303,7 +309,7 @@ _OTHER = (
         "metrics-host",
         Group.OTHER,
         "HOST",
-        "where the metrics are served",
+        "address of the metrics",
         values.name(HOST_BYTES_MAX),
         default="127.0.0.1",
         default_text="127.0.0.1",

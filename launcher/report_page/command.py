@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from elaunch.launcher.errors import UsageError
+from elaunch.launcher.errors import UsageError, told_by_click
 from elaunch.launcher.report_page import reading
 from elaunch.launcher.report_page.ending import Look
 from elaunch.launcher.report_page.goodput import goodput
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str]) -> ReportRequest:
     try:
         given = command.make_context("elaunch report", list(argv)).params
     except click.UsageError as error:
-        raise UsageError(f"report: {error.format_message().rstrip('.')}; see elaunch report --help") from None
+        raise told_by_click(error, "report") from None
     if not given["folders"]:
         raise UsageError("report: no folder is given; give a run's folder below --log-dir, or the --log-dir itself")
     paths = {name: Path(given[name]) if given[name] else None for name in ("page", "perfetto", "metrics")}

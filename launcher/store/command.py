@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.errors import SiteError, UsageError, told_by_click
 from elaunch.launcher.network.reach import routable_addresses
 from elaunch.launcher.options.argv import TOKEN_IS_SECRET
 from elaunch.launcher.options.endpoints import endpoints
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> StoreRequest:
     try:
         given = command.make_context("elaunch store", words).params
     except click.UsageError as error:
-        raise UsageError(f"store: {error.format_message().rstrip('.')}; see elaunch store --help") from None
+        raise told_by_click(error, "store") from None
     if given["rest"]:
         raise UsageError(
             f"store takes no program, and {given['rest'][0]} looks like one; start a script called store with"

@@ -705,6 +705,27 @@ class TestReaderGone:
 
         assert (code, said.count(b"trained")) == (0, 2)
 
+    def test_a_full_disk_behind_stdout_is_named_and_costs_no_worker(self, tmp_path: Path) -> None:
+        script(tmp_path, WAIT + "write('more\\n')\nPath(f'trained {rank}').touch()")
+
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [*COMMAND, "--no-preload", "--nproc-per-node", "2", "train.py"],
+                cwd=tmp_path,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=DEADLINE_S,
+                check=False,
+            )
+
+        assert done.returncode == 0, done.stderr
+        assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
+        said = "elaunch: stdout cannot be written (No space left on device); training goes on without it\n"
+        assert done.stderr.count(said) == 1, done.stderr
+
     def test_training_goes_on_when_its_terminal_is_gone(self, tmp_path: Path) -> None:
         script(tmp_path, WAIT + "write('first\\n')\nwait('gone')\nwrite('more\\n')\nPath(f'trained {rank}').touch()")
         leader, terminal = pty.openpty()

@@ -10,6 +10,10 @@ from elaunch.agent.core.sizes import bytes_text
 _QUOTED = regex(r"\[Errno \d+\][^\n]*?: (?P<quote>['\"])(?P<path>.*?)(?P=quote)")
 # At most so many full file systems are named.
 _NAMED_DISKS = 3
+MORE_PROCESSES = (
+    "raise the limit of processes and threads (ulimit -u, pids.max of the container), or use fewer DataLoader workers"
+    " and threads"
+)
 _WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
 
 
@@ -89,8 +93,7 @@ RULES = (
     ),
     CauseRule(
         "no more processes or threads",
-        "raise the limit of processes and threads (ulimit -u, pids.max of the container), or use fewer DataLoader"
-        " workers and threads",
+        MORE_PROCESSES,
         pattern=regex(r"can't start new thread|\[Errno 11\] Resource temporarily unavailable|pthread_create failed"),
     ),
     CauseRule(

@@ -69,7 +69,7 @@ def test_underscores_in_values_stay() -> None:
             "--master could be --master-addr, --master-port; write it out",
         ),
         (["--standalone=1"], "--standalone is a switch and takes no value; --standalone=1 gives it '1'"),
-        (["--log-dir"], "--log-dir needs a value (DIR: keep the workers' output here)"),
+        (["--log-dir"], "--log-dir needs a value (DIR: keep the workers' output in files in DIR)"),
         (["-t", "--standalone"], "-t needs a value (STREAMS: to files and console, as -r)"),
         (["-mmod"], "-mmod is no option of elaunch; did you mean --module?"),
         (["-x"], "-x is no option of elaunch; elaunch --help lists the options"),

@@ -124,10 +124,12 @@ def test_a_mistake_in_the_file_is_one_sentence_with_its_line(text: str, sentence
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^--config .*/none\.yaml does not exist$"):
+    with pytest.raises(
+        UsageError, match=r"^--config .*/none\.yaml does not exist; give the path of a YAML file of options$"
+    ):
         parse(["--config", str(tmp_path / "none.yaml"), "t.py"], {})
 
-    with pytest.raises(UsageError, match=r"cannot be read: Is a directory$"):
+    with pytest.raises(UsageError, match=r"cannot be read \(Is a directory\); give a YAML file"):
         parse(["--config", str(tmp_path), "t.py"], {})
 
 

@@ -19,6 +19,7 @@ from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, NumaBinding, Stre
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.options.help import help_text, markdown
 from elaunch.launcher.options.options import HelpRequested, Options, UsageError, parse
+from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.table import TABLE, Group
 from elaunch.launcher.preflight import check_log_dir, check_program
@@ -109,6 +110,9 @@ def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
         assert len(own) == 1, spec.name
         assert spec.help in own[0]
         assert spec.default_text in own[0]
+    for setting in SETTINGS:
+        # A newcomer has no pages at hand.
+        assert any(f"  {', '.join(setting.names)} " in line for line in lines) != bool(setting.no_effect)
     assert [line[:-1] for line in lines if line[:-1] in {group.value for group in Group}] == [g.value for g in Group]
 
 
@@ -591,7 +595,28 @@ def test_a_misspelt_variable_is_named_with_the_one_that_is_meant() -> None:
     assert notes == ("PET_MAX_RESTART is set, and no option reads it; did you mean PET_MAX_RESTARTS?",)
 
 
+@pytest.mark.parametrize("typed", ["--nproc-per-node", "--nproc_per_node", "--nproc-per-node=2"])
+def test_an_option_behind_the_program_is_said_to_be_the_programs(typed: str) -> None:
+    chosen = ("--nproc", "1", "--max-restarts", "0", "t.py", "--lr", "0.1")
+
+    assert config_of(*chosen, typed, "2", OMP_NUM_THREADS="1").notes == (
+        "--nproc-per-node comes after t.py, which gets it; elaunch's options come before",
+    )
+    assert config_of(*chosen, OMP_NUM_THREADS="1").notes == ()
+
+
 # --- what must be there on the host
+
+
+def test_a_folder_that_was_removed_is_said_to_be_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+    for script in ("../train.py", str(tmp_path / "train.py")):
+        with pytest.raises(UsageError, match=r"^the current folder was removed; go to another one \(cd\)"):
+            check_program(options_of(script), {})
 
 
 def test_a_missing_script_is_named_with_its_directory_and_a_near_one(

@@ -335,7 +335,8 @@ def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> 
         path.write_text(text)
         with pytest.raises(UsageError, match=words):
             read_secret(str(path))
-    with pytest.raises(UsageError, match=r"the secret in .*/nothing cannot be read: No such file"):
+    words = r"the secret in .*/nothing cannot be read \(No such file or directory\); give a file"
+    with pytest.raises(UsageError, match=words):
         read_secret(str(tmp_path / "nothing"))
 
 
