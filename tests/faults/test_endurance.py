@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from elaunch.agent.config import DEFAULT_PRELOAD
 from tests.faults.census import Census, alive, cgroups_named, shared_memory_of
 from tests.faults.processes import Watched
 from tests.faults.storm import Moment, Storm, seeded
@@ -40,6 +41,9 @@ def train(folder: Path, out: str, workers: int, steps: int, *options: str) -> Wa
     text.mkdir(exist_ok=True)
     (text / "alphabet.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
     shape = ["--steps", str(steps), *SHAPE]
+    # The names of the default, so that nothing is learned: in a generation of some seconds a learner starts another
+    # fork server.
+    options = ("--preload-only", ",".join(DEFAULT_PRELOAD), *options)
     return Watched(folder, *options, "--nproc-per-node", str(workers), "-m", "elaunch.trainer", "--out", out, *shape)
 
 
@@ -227,9 +231,7 @@ def without_times(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     # NaN stands for what is not known, and equals nothing.
     last = FIGURES.index("seconds")
-    return {
-        name: each[:, :last].nan_to_num() if name.endswith("/figures") else each for name, each in found.items()
-    }
+    return {name: each[:, :last].nan_to_num() if name.endswith("/figures") else each for name, each in found.items()}
 
 
 def result(out: Path) -> dict[str, Any]:
