@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.libraries import require
 from bench.stats import percentile
 from tests.ecosystem.registry import Program, named
 from tests.ecosystem.runs import LAUNCHERS, Place, first_steps
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--launchers", default="elaunch,torchrun")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    require("bench.ecosystem", (program.imports for program in given.programs))
     dice = random.Random(given.seed)
     launchers = [name for name in given.launchers.split(",") if name in LAUNCHERS]
     print("Seconds: median (95th percentile, number). 2 ranks unless the program has more.")

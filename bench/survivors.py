@@ -1,6 +1,7 @@
 """Time from SIGKILL of one rank until all workers are gone, under Lightning: `python -m bench.survivors [KILLS]`.
 
-Lightning must be installed. The line that is printed has the median and the 95th percentile, and the load of the host.
+Lightning must be installed, as in the environment of `make ecosystem`. The line that is printed has the median and the
+95th percentile, and the load of the host.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 
 from bench.contenders import ELAUNCH
 from bench.job import SCRIPTS, Job
+from bench.libraries import require
 from bench.stamps import at
 from bench.stats import percentile
 
@@ -46,6 +48,7 @@ def _training(job: Job, generation: int) -> list[int] | None:
 
 def main() -> None:
     """Print the figures."""
+    require("bench.survivors", ("lightning",))
     times_s = gone(int(sys.argv[1]) if len(sys.argv) > 1 else KILLS, random.Random())
     p50_s, p95_s = percentile(times_s, 0.5), percentile(times_s, 0.95)
     load = os.getloadavg()[0]

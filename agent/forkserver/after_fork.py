@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -43,7 +43,7 @@ def know_threads(preloaded: Preloaded) -> None:
         torch.get_num_threads()
 
 
-def set_threads(changed: Collection[str], modules: Collection[str]) -> None:
+def set_threads(changed: Collection[str], modules: Mapping[str, Any]) -> None:
     """Give torch and numpy's BLAS, if they are in `modules`, the thread counts that a fresh import would give them.
 
     Both were loaded in a process that may use all CPUs, and BLAS with one thread. This process may have fewer CPUs.
@@ -52,7 +52,7 @@ def set_threads(changed: Collection[str], modules: Collection[str]) -> None:
     cpus = len(os.sched_getaffinity(0))
     openmp = _number("OMP_NUM_THREADS") or cpus
     if "torch" in modules:
-        torch = sys.modules["torch"]
+        torch = modules["torch"]
         now = wanted = torch.get_num_threads()
         if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}.isdisjoint(changed):
             wanted = (_number("MKL_NUM_THREADS") or openmp) if torch.backends.mkl.is_available() else openmp

@@ -11,6 +11,7 @@ import os
 import sys
 
 from elaunch.agent.forkserver import imported
+from elaunch.agent.forkserver.finders import LeavingFinder
 from elaunch.agent.forkserver.gloo_threads import GlooThreads
 
 # `typing` itself is not imported: a fresh worker imports this before its program.
@@ -46,25 +47,21 @@ def prepare(c10d: ModuleType | None) -> GlooThreads:
     return gloo
 
 
-class _Finder:
+class _Finder(LeavingFinder):
     """Calls `found` with torch's module at the first import after that module's, and goes. It finds nothing itself."""
 
     def __init__(self, found: Callable[[ModuleType], None]) -> None:
         self._found = found
+        self._has_found = False
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         c10d = sys.modules.get(C10D)
-        if c10d is None or not hasattr(c10d, "_update_default_pg") or self not in sys.meta_path:
+        if c10d is None or not hasattr(c10d, "_update_default_pg"):
             return None
-        place = sys.meta_path.index(self)
-        del sys.meta_path[place]
-        self._found(c10d)
-        # Python goes through the list by number: it would leave out the finder that has this place now.
-        for finder in sys.meta_path[place:]:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                return spec
-        return None
+        if not self._has_found:
+            self._has_found = True
+            self._found(c10d)
+        return self._find_behind(name, path, target) if self._leave() else None
 
 
 class _AnsweringThread:

@@ -5,17 +5,24 @@ After Python prints the exception, it still joins threads, runs atexit calls and
 
 from __future__ import annotations
 
+import _imp
+import _thread
 import os
 import sys
 import threading
+from _frozen_importlib_external import PathFinder
+
+from elaunch.agent.forkserver.finders import LeavingFinder
 
 # `typing` itself is not imported: a fresh worker imports this before its program.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
     from typing import Any
 
 LINK_FD = 3
-_STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120
+_FOLDER = os.path.dirname(os.__file__)  # noqa: PTH120
+_STANDARD = (_FOLDER, os.path.join(_FOLDER, "lib-dynload"))  # noqa: PTH118
 
 
 def promise() -> int:
@@ -63,10 +70,7 @@ def tell(link: int, said: dict[str, Any]) -> None:
 
 
 def _report(link: int) -> None:
-    path = sys.path
-    # A file beside the script may have the name of a module that is needed here.
-    sys.path = [_STANDARD, os.path.join(_STANDARD, "lib-dynload")]  # noqa: PTH118
-    try:
+    with _StandardFinder():
         error = fatal()
         # An import may run code by eval, after which Python has forgotten that it is to die of SIGINT (exit_sigint).
         if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
@@ -75,8 +79,32 @@ def _report(link: int) -> None:
         raised, reached, torch = ("true" if is_so else "false" for is_so in facts)
         said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, "torch": {torch}}}'
         _send(link, said, last=True)
-    finally:
-        sys.path = path
+
+
+class _StandardFinder(LeavingFinder):
+    """Finds the standard library's modules for this thread: a file beside the script may have the name of one.
+
+    The program's other threads may still run, and import what is beside the script.
+    """
+
+    def __init__(self) -> None:
+        self._thread = _thread.get_ident()
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *_: object) -> None:
+        self._thread = -1
+        _imp.acquire_lock()
+        try:
+            self._leave()
+        finally:
+            _imp.release_lock()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if self._thread == _thread.get_ident():
+            return PathFinder.find_spec(name, _STANDARD if path is None else path, target)
+        return self._find_behind(name, path, target) if self._thread == -1 and self._leave() else None
 
 
 def _send(link: int, line: str, *, last: bool = False) -> None:

@@ -7,18 +7,21 @@ that come too late.
 
 from __future__ import annotations
 
+import _imp
 import atexit
+import importlib
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver import after_fork, exit_report
+from elaunch.agent.forkserver.finders import LeavingFinder
 from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
@@ -27,17 +30,19 @@ from elaunch.agent.forkserver.replay_environment import replay
 _OF_TORCH = ("torch", "torch.distributed")
 
 
-class Gate:
+class Gate(LeavingFinder):
     """Hides torch, numpy and the packages that were preloaded by name, and puts each back when it is imported.
 
     The modules that came with a package come back with it, and so do those that it has imported. Another package, such
-    as numpy, also comes back alone. The gate is made once, before any fork. It has no base class: importlib.abc would
+    as numpy, also comes back alone. The gate is made once, before any fork. Its base class is ours: importlib.abc would
     bring thirty modules.
     """
 
     def __init__(self, brought: Sequence[Brought]) -> None:
         packages = hidden_packages([*(each.name for each in brought), *(n for each in brought for n in each.ranks)])
         self._where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
+        # What other threads were importing when its package came back: they will put it back.
+        self._awaited: dict[str, ModuleType] = {}
         # When the program imports one of these packages, all modules that came with its preload come back too.
         self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
         # In the order of their imports: what one of them has imported comes before it.
@@ -46,7 +51,6 @@ class Gate:
         self._link = 0
         self._is_moved = False
         self._told: set[str] = set()
-        self._lock = threading.Lock()
         if not self._where:
             return
         for each in brought:
@@ -67,8 +71,7 @@ class Gate:
             _bind(name, each.modules[name])
             _find_out_again(name, each)
         self._where = {}
-        with suppress(ValueError):
-            sys.meta_path.remove(self)
+        self._leave()
 
     def move(self) -> None:
         """The fork server is in another folder now than at its imports (see warm/server.py)."""
@@ -89,9 +92,10 @@ class Gate:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         brought = self._where.get(name)
-        module = brought.modules[name] if brought else None
+        module = brought.modules[name] if brought else self._awaited.get(name)
         if module is None or module.__spec__ is None:
-            return None
+            is_empty = not self._where and not self._awaited
+            return self._find_behind(name, path, target) if is_empty and self._leave() else None
         known = module.__spec__
         loader: Any = _Handover(self, module)
         spec = ModuleSpec(name, loader, origin=known.origin)
@@ -101,14 +105,19 @@ class Gate:
 
     def open(self, name: str) -> None:
         """Put the module back, with all that came when its package was imported, and what they have imported."""
-        with self._lock:
+        with _import_lock():
             brought = self._where.get(name)
             if brought is None:
-                # Another thread has put it back.
+                # Its package came back while this thread was importing the module.
+                self._awaited.pop(name, None)
+                self._leave_if_empty()
                 return
             opened = [(each, self._put_back(name, each)) for each in self._taken(brought)]
+            self._leave_if_empty()
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
         for each, back in opened:
+            if self._comes_whole(name, each):
+                _register(each)
             self._set_own(each, changed)
             for known in back if each.ranks or each.handlers else ():
                 _find_out_again(known, each)
@@ -136,28 +145,30 @@ class Gate:
         restore_environment(own)
         self._environment |= {n: value for n, value in own.items() if value is not None}
 
+    def _comes_whole(self, name: str, brought: Brought) -> bool:
+        return brought.is_learned or name.partition(".")[0] in self._named
+
     def _put_back(self, name: str, brought: Brought) -> dict[str, ModuleType]:
-        package = name.partition(".")[0]
-        whole = brought.is_learned or package in self._named
+        package, whole = name.partition(".")[0], self._comes_whole(name, brought)
         back = {
             n: module
             for n, module in brought.modules.items()
             if self._where.get(n) is brought and (whole or n.partition(".")[0] == package)
         }
-        for known, module in back.items():
-            # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
-            sys.modules.setdefault(known, module)
+        # A thread that has not found a module in sys.modules would load it from its file if the module were there by
+        # the time that the thread asks the finders.
+        awaited = _imported_by_other_threads() & back.keys()
+        self._awaited |= {n: back[n] for n in awaited}
+        # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
+        sys.modules.update({n: m for n, m in back.items() if n not in awaited and n not in sys.modules})
+        for known in back:
             # Not another dictionary in its place: that would write to 300 pages more.
             del self._where[known]
-        if whole:
-            if brought.filters:
-                _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])
-            for call, args, kwargs in brought.at_exit:
-                atexit.register(call, *args, **kwargs)
-        if not self._where:
-            with suppress(ValueError):
-                sys.meta_path.remove(self)
         return back
+
+    def _leave_if_empty(self) -> None:
+        if not self._where and not self._awaited:
+            self._leave()
 
     def _tell(self, name: str, late: set[str]) -> None:
         if new := late - self._told:
@@ -179,11 +190,40 @@ class _Handover:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
-        self._gate.open(module.__name__)
+        try:
+            self._gate.open(module.__name__)
+        finally:
+            # Not before: as long as the module has the import's own spec, other threads wait for the end of the import.
+            module.__spec__ = self._spec
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spec.loader if self._spec else None, name)
+
+
+@contextmanager
+def _import_lock() -> Iterator[None]:
+    """Python's own lock of imports: no thread begins to import a module meanwhile, or asks a finder, or forks."""
+    _imp.acquire_lock()
+    try:
+        yield
+    finally:
+        _imp.release_lock()
+
+
+def _imported_by_other_threads() -> set[str]:
+    """The modules that other threads are importing: these have the modules' locks, or wait for them."""
+    system: Any = importlib._bootstrap
+    mine = threading.get_ident()
+    locks = [(name, lock()) for name, lock in [*system._module_locks.items()]]
+    return {name for name, lock in locks if lock is not None and lock.owner != mine}
+
+
+def _register(brought: Brought) -> None:
+    """Make the warning filters and exit functions of an import this process's own."""
+    if brought.filters:
+        _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])
+    for call, args, kwargs in brought.at_exit:
+        atexit.register(call, *args, **kwargs)
 
 
 def _find_out_again(name: str, brought: Brought) -> None:

@@ -34,11 +34,11 @@ def replay(
 
 def _takes_effect(name: str, readers: Collection[str], modules: Mapping[str, ModuleType]) -> bool:
     if name == "TORCH_DISTRIBUTED_DEBUG" and "torch" in modules:
-        distributed: Any = sys.modules["torch.distributed"]
+        distributed: Any = modules["torch.distributed"]
         distributed.set_debug_level_from_env()
         return True
     if name == "TORCH_CPP_LOG_LEVEL" and "torch" in modules:
-        return _initialise_cpp_logging()
+        return _initialise_cpp_logging(modules["torch"])
     if name.startswith(_IN_CPP) and not modules.keys().isdisjoint(("torch", "numpy")):
         return False
     return all(_reads_again(modules, reader) for reader in readers)
@@ -46,7 +46,7 @@ def _takes_effect(name: str, readers: Collection[str], modules: Mapping[str, Mod
 
 def _reads_again(modules: Mapping[str, ModuleType], reader: str) -> bool:
     """Make a module look its variables up again. Returns whether that was possible."""
-    module: Any = sys.modules.get(reader)
+    module: Any = modules.get(reader, sys.modules.get(reader))
     if reader == _ASKS_AGAIN or module is None:
         return True
     try:
@@ -75,19 +75,20 @@ def _evaluate_again(config: Any) -> None:
     Torch computes its defaults there, many from the environment (torch/utils/_config_module.py).
     """
     name = config.__name__
-    again: Any = ModuleType(name)
+    # Not under the module's own name, by which another thread may import it meanwhile.
+    again: Any = ModuleType(f"{name} again")
     vars(again).update({key: vars(config)[key] for key in ("__file__", "__spec__", "__loader__", "__package__")})
-    sys.modules[name] = again
+    sys.modules[again.__name__] = again
     try:
         exec(config.__spec__.loader.get_code(name), vars(again))
     finally:
-        sys.modules[name] = config
+        del sys.modules[again.__name__]
     vars(config)["_config"] = again._config
 
 
-def _initialise_cpp_logging() -> bool:
+def _initialise_cpp_logging(torch: ModuleType) -> bool:
     with suppress(OSError, AttributeError):
-        c10 = ctypes.CDLL(str(Path(sys.modules["torch"].__file__ or os.curdir).parent / "lib" / "libc10.so"))
+        c10 = ctypes.CDLL(str(Path(torch.__file__ or os.curdir).parent / "lib" / "libc10.so"))
         c10._ZN3c1011initLoggingEv()
         return True
     return False
