@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from elaunch.trainer.state.region import header_of
 from tests.faults.keeper_runs import KEPT, Recorded
 from tests.harness import slow, wait_for
 from tests.ranks import RankForker, Ranks
@@ -142,6 +140,10 @@ def test_a_node_lost_after_its_snapshot_has_arrived_goes_back_to_that_one(
 
 def steps_of(memory: Path, rank: int) -> set[int]:
     """The steps of the snapshots of that rank's own state in a node's memory."""
+    import torch
+
+    from elaunch.trainer.state.region import header_of
+
     files = [path.read_bytes() for path in memory.glob(f"training.rank-{rank}-[23]")]
     headers = [header_of(torch.frombuffer(bytearray(content), dtype=torch.uint8)) for content in files if content]
     return {header.version.step for header in headers if header is not None}
