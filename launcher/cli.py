@@ -6,6 +6,7 @@ what the user waits for. All that is needed later is imported meanwhile.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.types import Outcome
 
 
+# What a full disk or quota, or a limit of a file's size says.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
 # Commands that print an answer and end. Their reader may have read enough before (`| head`).
@@ -65,16 +68,37 @@ def as_command(work: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:
         if not sys.argv[1:] or sys.argv[1] not in _PRINTERS:
             raise
-        # As below, for an answer that is longer than the buffer.
+        # As in `_flush`, for an answer that is longer than the buffer.
         code = 0
-    # BrokenPipeError at exit is the reader's business (`elaunch --help | head`).
+    except OSError as error:
+        # Other files have their name in the error. Without a buffer nothing is left to flush.
+        if error.filename or error.errno not in _NO_ROOM:
+            raise
+        _flush()
+        sys.exit(_unwritten(str(error.strerror)))
+    if trouble := _flush():
+        code = _unwritten(trouble)
+    sys.exit(code)
+
+
+def _flush() -> str:
+    """Write what waits for stdout. Returns why that fails; a reader that is gone is no failure (`--help | head`)."""
     try:
         # None where the command was started with stdout closed.
         if sys.stdout:
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        # Python writes what waits once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.exit(code)
+        return "" if isinstance(error, BrokenPipeError) else str(error.strerror)
+    return ""
+
+
+def _unwritten(trouble: str) -> int:
+    """Say that an answer could not be written; the exit code."""
+    said = f"stdout cannot be written ({trouble}); make room there, or write it elsewhere"
+    _say_in(_asked_format(sys.argv[1:], os.environ), said, "error")
+    return 3
 
 
 def _main() -> int:

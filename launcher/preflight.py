@@ -21,11 +21,7 @@ _ELF = b"\x7fELF"
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
     """Raises UsageError if the program cannot start on this host."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        # torch cannot be imported there, nor can a relative path be found.
-        raise UsageError("the current folder was removed; go to another one (cd) and start again") from None
+    check_folder()
     try:
         _check_program(options)
         if options.kind is not ProgramKind.COMMAND:
@@ -44,6 +40,14 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
             _check_module(options.target)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
+
+
+def check_folder() -> None:
+    """Raises UsageError if the current folder is gone: torch cannot be imported there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError("the current folder was removed; go to another one (cd) and start again") from None
 
 
 def check_metrics(options: Options) -> None:

@@ -93,8 +93,10 @@ def _name_of_job(agent: Agent) -> str:
 def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
     """A word of several agents on one host, which is rarely meant: their workers share its accelerators.
 
-    Agents with a role each are meant.
+    Agents with a role each are meant, and so are those that meet at a loopback address.
     """
+    if table.master_addr.startswith(("127.", "::1", "localhost")):
+        return ()
     roles = [seat.role for seat in table.seats if host_of(seat.node_id) == host]
     if len(roles) == len(set(roles)):
         return ()

@@ -19,7 +19,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.argv import normalise
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.options.secret_file import read_secret
-from elaunch.launcher.preflight import check_log_dir, check_program
+from elaunch.launcher.preflight import check_folder, check_log_dir, check_program
 from elaunch.launcher.resources import detect
 from elaunch.launcher.store.plan import plan
 from elaunch.launcher.store.rendezvous_plan import Planned
@@ -50,6 +50,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str], cluster: Cluster | Non
     if cluster and cluster.task > 0:
         # Of several tasks on a node, one is enough.
         return 0
+    check_folder()
     start_s = time.monotonic()
     needs, planned = needed(options, environ, cluster)
     trouble = "" if options.target == _NO_PROGRAM else program_trouble(options, environ)

@@ -124,12 +124,23 @@ def test_a_reader_that_has_read_enough_of_an_answer_is_no_error(
 def test_a_text_whose_reader_is_gone_is_no_error(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "wb") as gone:
+    with os.fdopen(writer, "wb") as gone:
         ended = subprocess.run(
             [*COMMAND, *words.split()], stdout=gone, stderr=subprocess.PIPE, env=environment(), timeout=180, check=False
         )
 
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("words", ["--help", "--version", "status --help"])
+def test_a_text_that_a_full_disk_does_not_take_is_a_sentence(words: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            [*COMMAND, *words.split()], stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=180, check=False
+        )
+
+    said = b"elaunch: stdout cannot be written (No space left on device); make room there, or write it elsewhere\n"
+    assert (ended.returncode, ended.stderr) == (3, said)
 
 
 def test_stdout_may_be_closed() -> None:

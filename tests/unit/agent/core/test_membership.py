@@ -248,6 +248,19 @@ def test_two_agents_of_a_job_on_one_host_are_worth_a_word_once() -> None:
         assert said == ["2 agents of this job run on node-a; was one meant for another host?"]
 
 
+def test_agents_that_meet_at_a_loopback_address_are_meant_to_be_on_one_host() -> None:
+    first = Driver(TWO, host="node-a", address="127.0.0.1").begin()
+    second = Driver(TWO, host="node-a", address="127.0.0.1", store=first.store, remote=True)
+    second.incarnations = 7
+    second.begin()
+
+    settle(first, second)
+
+    for each in (first, second):
+        assert isinstance(each.agent.phase, Running)
+        assert not any("agents" in action.text for action in each.all_acted if isinstance(action, Say))
+
+
 def test_each_host_may_have_its_own_interpreter() -> None:
     mine = replace(TWO, program=replace(TWO.program, interpreter="/opt/python"))
     first = Driver(TWO, host="node-a").begin()
