@@ -442,13 +442,13 @@ def test_the_page_is_what_the_table_makes() -> None:
 
 def test_hostile_words_do_not_hold_the_agent() -> None:
     texts = [
-        "[Errno 28] " * 5_000,
-        "DataLoader worker (pid" * 2_500,
-        "unable to mmap " * 2_500,
-        "x: error: " * 5_000,
-        "x" * 50_000,
-        ".so" * 15_000,
-        "lib" * 15_000,
+        "[Errno 28] " * 20_000,
+        "DataLoader worker (pid" * 10_000,
+        "unable to mmap " * 10_000,
+        "x: error: " * 20_000,
+        "x" * 200_000,
+        ".so" * 60_000,
+        "lib" * 60_000,
     ]
 
     began_s = time.process_time()
