@@ -5,9 +5,8 @@ BIN := $(VENV)/bin
 # The pin is for this repository's own set-up only; users choose any torch >= 2.6.
 TORCH := torch==2.13.0
 
-# Tests at a time: most wait for leases to end and processes to start, so more than there are cores. Unit tests seldom wait.
+# Tests with jobs at a time: most wait for leases to end and processes to start, so more than there are cores.
 JOBS ?= $(shell echo $$(($$(nproc) + 4)))
-JOBS_UNIT ?= $(shell echo $$(($$(nproc) + 1)))
 # The folder has a short name: tests make sockets in it, and a socket's path has at most 107 characters. A file of tests
 # stays on one worker, since its tests share servers and recorded runs.
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(NICE) $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
@@ -22,19 +21,31 @@ demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twic
 check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import rules, a part of the simulation, the unit tests without a server
 	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers and not thorough" tests/sim tests/unit)
 
-# Two runs at the same time, of which either may fail. The simulation and the unit tests are five times as many, import
-# torch, and keep the cores busy that the others leave idle: those mostly wait, so they go first. Their lines are shown
-# at their end, since both runs would write into one line.
-test: $(VENV)/.installed-dev tools lint  ## Everything but the slow tests
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-jobs test-units
+# All at the same time, and each may fail. Tests with jobs mostly wait, so they go first; the simulation and the unit tests
+# keep the cores busy that the others leave idle. These are three runs without workers of pytest's, each of which would
+# collect the tests of all: 20 s of CPU. The lines of all but the jobs are shown at their end, since all would write into
+# one line.
+test: $(VENV)/.installed-dev tools  ## Everything but the slow tests
+	@$(MAKE) --no-print-directory --keep-going --jobs=5 test-jobs test-units test-stores test-trainer test-lint
 
-.PHONY: test-units test-jobs
-test-units: NICE = nice -n 10
-test-units:
-	@log=$$(mktemp); ($(call PYTEST,-n $(JOBS_UNIT) tests/sim tests/unit)) >$$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
+SHOWN_AT_END = log=$$(mktemp); ($(1)) >$$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
+.PHONY: test-jobs test-units test-stores test-trainer test-lint
 test-jobs:
 	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/examples tests/conformance)
+
+test-units test-stores test-trainer: NICE = nice -n 10
+test-units:
+	@$(call SHOWN_AT_END,$(call PYTEST,-n 0 tests/sim tests/unit $(addprefix --ignore tests/unit/,launcher rendezvous trainer)))
+
+test-stores:
+	@$(call SHOWN_AT_END,$(call PYTEST,-n 0 tests/unit/launcher tests/unit/rendezvous))
+
+test-trainer:
+	@$(call SHOWN_AT_END,$(call PYTEST,-n 0 tests/unit/trainer))
+
+test-lint:
+	@$(call SHOWN_AT_END,$(MAKE) --no-print-directory lint)
 
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills; programs of other libraries: make ecosystem
 	@$(call PYTEST,-n $$(nproc) -m slow --ignore tests/ecosystem tests)

@@ -22,6 +22,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Before a test imports torch. On a busy machine threads of OpenMP that wait for each other in a loop take four times
+# the CPU time of one thread. Jobs do not inherit it (tests/harness.py).
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -36,7 +36,7 @@ LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE = 2e-6, 1e-5, 1e-3
 def test_a_plan_has_the_losses_and_the_weights_of_one_process(
     forker: RankForker, workers: int, plans: list[str]
 ) -> None:
-    with Ranks(forker, workers, PROGRAM, "5", *plans) as ranks:
+    with Ranks(forker, workers, PROGRAM, "3", *plans) as ranks:
         check(ranks.answers(DEADLINE_S), plans)
 
 

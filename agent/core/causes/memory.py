@@ -35,7 +35,8 @@ _SENDERS = (
     "the scheduler (a limit of memory or time: sacct -j JOB, kubectl describe pod POD), a watchdog of the host"
     " (journalctl -u systemd-oomd), or a person (kill -9)"
 )
-_LOADER = r"DataLoader worker \(pid(?P<pids>(?:\(s\))?[^)]*)\)"
+# Only what a list of numbers has: with any character, hostile words would take a second.
+_LOADER = r"DataLoader worker \(pid(?P<pids>(?:\(s\))?[\d, ]*)\)"
 _SHM_ADVICE = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
     " medium: Memory at /dev/shm), or use fewer DataLoader workers"

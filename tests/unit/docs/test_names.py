@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -73,10 +74,15 @@ def _exists(path: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_each_file_that_is_named_without_its_folder_is_somewhere(page: Path) -> None:
-    there = {path.name for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*") if path.is_file()}
     named = set(re.findall(r"`([\w-]+\.(?:py|sh|sbatch|yaml))`", page.read_text()))
 
-    assert sorted(named - there - OTHERS) == []
+    assert sorted(named - _files() - OTHERS) == []
+
+
+@functools.cache
+def _files() -> set[str]:
+    """The names of all files in the repository's folders."""
+    return {path.name for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*") if path.is_file()}
 
 
 def test_a_name_that_is_gone_would_be_found() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from elaunch.trainer.data.batches import Batches
+from tests.harness import slow
 
 SIZE = 22
 
@@ -65,10 +66,15 @@ LOADERS: list[Callable[[], DataLoader[Any]]] = [
     with_generator,
     with_the_samplers_generator,
     single_samples,
-    lambda: shuffled(num_workers=1),
-    lambda: shuffled(num_workers=1, persistent_workers=True),
     lambda: DataLoader(Endless(), batch_size=4),
 ]
+WITH_WORKERS: list[Callable[[], DataLoader[Any]]] = [
+    lambda: shuffled(num_workers=1),
+    lambda: shuffled(num_workers=1, persistent_workers=True),
+]
+BEFORE = [0, 1, 3, 5, 6, 11, 13, 22, 23]
+# Each loader's worker is a process. Within the first epoch, at its end, and in a later one.
+QUICK_BEFORE = (3, 6, 22)
 
 
 def taken(batches: Batches, count: int) -> list[list[int]]:
@@ -76,8 +82,14 @@ def taken(batches: Batches, count: int) -> list[list[int]]:
     return [torch.cat([batch.reshape(-1), torch.rand(1)]).tolist() for batch in itertools.islice(batches, count)]
 
 
-@pytest.mark.parametrize("make", LOADERS)
-@pytest.mark.parametrize("before", [0, 1, 3, 5, 6, 11, 13, 22, 23])
+@pytest.mark.parametrize(
+    ("make", "before"),
+    [
+        *itertools.product(LOADERS, BEFORE),
+        *itertools.product(WITH_WORKERS, QUICK_BEFORE),
+        *(slow(make, before) for make in WITH_WORKERS for before in BEFORE if before not in QUICK_BEFORE),
+    ],
+)
 def test_a_new_process_goes_on_with_the_next_batch(make: Callable[[], DataLoader[Any]], before: int) -> None:
     torch.manual_seed(5)
     first = Batches(make())
