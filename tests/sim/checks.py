@@ -315,7 +315,7 @@ class Checks:
         """A job ends as failed only for a reason that its history has."""
         world, run = self._world, self.run
         self._require(outcome.kind is OutcomeKind.FAILED, "ended", f"{outcome}")
-        if "nodes were here" in outcome.reason:
+        if "raise --rdzv-conf join_timeout" in outcome.reason:
             joined = [self.members[n] for n in self.joined.get(outcome.generation, {}) if n in self.members]
             there = Counter(role_of_node(node.role, node.slots) for node in joined)
             is_short = len(joined) < run.terms.nodes_min or not there >= run.seats
