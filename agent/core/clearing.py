@@ -114,23 +114,26 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     failures = ended.failures if isinstance(ended, WorkersStopped) else ()
 
     def whole_of(failure: Failure) -> Failure:
+        return with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
+
+    def with_cause(failure: Failure) -> Failure:
         # The rules of causes are a hundred patterns: see needed_later.py.
         from elaunch.agent.core.explain import explained
 
-        whole = with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
-        return explained(whole, event.facts.get(failure.local_rank), clearing.table.mismatch)
+        return explained(failure, event.facts.get(failure.local_rank), clearing.table.mismatch)
 
     if not failures:
         # The outcome of a node that bows out alone.
         if then and then.failure and then.failure.node_id == agent.me.node_id:
-            then = replace(then, failure=whole_of(then.failure))
+            then = replace(then, failure=with_cause(whole_of(then.failure)))
         told = report_ends(agent, clearing.table.generation, ended.ends) if isinstance(ended, WorkersStopped) else ()
         return agent, told, then
     # As in `whole_of`.
     from elaunch.agent.core.first_cause import name_cause
 
     first = failures[0]
-    cause = decisive_failure([*map(whole_of, failures), *map(whole_of, ended.ends)])
+    # The others are known to have lost it, or came later: nobody reads what is known of their causes.
+    cause = with_cause(decisive_failure([*map(whole_of, failures), *map(whole_of, ended.ends)]))
     actions: tuple[Action, ...] = (
         *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),
         *name_cause(agent, cause),

@@ -292,8 +292,10 @@ class Workers:
             hidden = _said_of_folded(group, folded)
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
+                # Those that lost a peer are explained only if there is no other.
+                causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
                 self._look_into(
-                    failures,
+                    causes,
                     lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
                 )
             except Exception:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from elaunch.agent.core import explain
 from elaunch.agent.core.actions import Clear, Commit, Exit, Join, ReplaceForkServer, Say, SignalWorkers, Spawn
 from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import Cleared, Signalled, StoreAway, Tick, WorkerListens, WorkersAtPrompt, WorkersStuck
@@ -15,7 +17,7 @@ from elaunch.agent.core.step import deadline_s
 from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Put
-from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
@@ -659,6 +661,25 @@ def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_tol
     (record,) = driver.snapshot.failures[0]
     assert (record.rank, record.code) == (1, -KILL)
     assert driver.said == f"the cause: {record.sentence}"
+
+
+def test_only_the_cause_is_looked_up_among_the_known_causes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[int] = []
+    explained = explain.explained
+
+    def noted(failure: Failure, *more: Any) -> Failure:
+        looked_up.append(failure.rank)
+        return explained(failure, *more)
+
+    monkeypatch.setattr(explain, "explained", noted)
+    driver = started()
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.exits(2, 1, FailureKind.PEER_LOST)
+
+    driver.happen(cleared(0))
+
+    assert looked_up == [1]
 
 
 def test_a_cause_that_was_named_already_is_not_named_again() -> None:
