@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -15,14 +16,16 @@ import pytest
 from elaunch.agent.forkserver.gloo_threads import GlooThreads
 from tests.harness import DEADLINE_S
 
-# Rank 1 waits for rank 0, which half-closes its connections and lives on until rank 1 has said what it got.
+# Rank 1 waits for rank 0, which half-closes its connections and lives on until rank 1 has said on stderr what it got.
+# Both are forked from one import of torch.
 PAIR = """
 import os, sys
 import torch
 import torch.distributed as dist
 from elaunch.agent.forkserver.gloo_threads import GlooThreads
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
+folder = sys.argv[1]
+rank = 0 if os.fork() else 1
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 if rank == 0:
     dist.barrier()
@@ -39,39 +42,35 @@ else:
         dist.barrier()
         dist.broadcast(torch.ones(1), src=0)
     except RuntimeError as error:
-        print(error, flush=True)
+        print(error, file=sys.stderr, flush=True)
 os._exit(0)
 """
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PAIR, str(rank), str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    yield started
-    for each in started:
-        with each:
-            each.kill()
+def pair(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PAIR, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    ) as rank_0:
+        yield rank_0
+        os.killpg(rank_0.pid, signal.SIGKILL)
 
 
-def test_a_peer_that_waits_hears_of_the_end_before_the_process_is_gone(pair: list[subprocess.Popen[str]]) -> None:
-    ending, waiting = pair
-    assert ending.stdout
-    assert waiting.stdout
+def test_a_peer_that_waits_hears_of_the_end_before_the_process_is_gone(pair: subprocess.Popen[str]) -> None:
+    assert pair.stdout
+    assert pair.stderr
 
-    assert ending.stdout.readline() == "sockets of the program's own work\n"
-    assert select.select([waiting.stdout], [], [], DEADLINE_S)[0], "rank 1 still waits"
+    assert pair.stdout.readline() == "sockets of the program's own work\n"
+    assert select.select([pair.stderr], [], [], DEADLINE_S)[0], "rank 1 still waits"
 
-    assert "onnection closed by peer" in waiting.stdout.readline()
-    assert ending.poll() is None
+    assert "onnection closed by peer" in pair.stderr.readline()
+    assert pair.poll() is None
 
 
 def test_a_process_without_gloo_closes_nothing() -> None:
