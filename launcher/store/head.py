@@ -35,7 +35,8 @@ from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, new_token
 
-_START_S = 30.0
+# A store that is not up after this time has failed.
+START_S = 30.0
 _STOP_S = 5.0
 _BACKLOG = 1024
 
@@ -104,7 +105,7 @@ class StoreProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_until_ready(self, deadline_s: float = _START_S) -> bool:
+    def wait_until_ready(self, deadline_s: float = START_S) -> bool:
         """True when the server serves; False if it has ended, or is not ready within `deadline_s` seconds."""
         assert self._process.stdout
         fd = self._process.stdout.fileno()

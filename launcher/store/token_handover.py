@@ -21,7 +21,7 @@ from elaunch.launcher.cluster.home_key import token_at_home
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.options.secret_file import TOKEN_LINE
 from elaunch.launcher.options.values import PORT_MAX
-from elaunch.launcher.store.head import listen
+from elaunch.launcher.store.head import START_S, listen
 from elaunch.launcher.store.munge import MungeFailed, seal, unseal
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import parse_json
@@ -39,8 +39,10 @@ _EXCHANGE_S = 5.0
 _PAUSE_S, _PAUSE_MAX_S = 0.1, 2.0
 # A node that waits longer tells the user why. A shared disk may show a new file that much later.
 _PATIENCE_S = 60.0
-# A head offers its token as soon as its store listens.
-_SETTLE_S = 5.0
+# After a failure of munge the head tries again.
+_SEAL_AGAIN_S = 5.0
+# The port of a head's store listens before the process of that store runs, and the head offers its token after that.
+_OFFERED_S = START_S + 5.0
 # Much more than a head sends, and still little memory.
 _BYTES_MAX = 64 << 10
 _SHOWN_CHARACTERS = 100
@@ -113,7 +115,7 @@ class Offer:
             try:
                 self._sealed = (now_s + _SEALED_S, seal(json.dumps([self._meeting.name, self._token])))
             except MungeFailed:
-                self._sealed = (now_s + _SETTLE_S, "")
+                self._sealed = (now_s + _SEAL_AGAIN_S, "")
         return self._sealed[1]
 
 
@@ -136,7 +138,7 @@ def fetch(meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> str:
         except MungeFailed as error:
             trouble = f"no key in ~/.elaunch on this node is the head's key, and munge does not work: {error}"
         except OSError as error:
-            trouble, patience_s = f"{meeting.port}: {error.strerror or error}", _SETTLE_S
+            trouble, patience_s = f"{meeting.port}: {error.strerror or error}", _OFFERED_S
             listens = _listens(meeting.endpoint)
         now_s = time.monotonic()
         listens_s = (listens_s or now_s) if listens else None
