@@ -34,10 +34,17 @@ _GROUP_RANKS = Trial(
     torchrun=Expected(says=(r"GROUP_RANK=0 GROUP_WORLD_SIZE=2", r"GROUP_RANK=1 GROUP_WORLD_SIZE=2")),
 )
 
+# Ranks to which the agents give different addresses are no job of two.
 _JOINED = f"""{MEET}
 if WORLD_SIZE == 2:
-    say(f"together at {{os.environ['MASTER_ADDR']}}:{{os.environ['MASTER_PORT']}}"
-        f" after {{os.environ['TORCHELASTIC_RESTART_COUNT']}} restarts")
+    place = f"{{os.environ['MASTER_ADDR']}}:{{os.environ['MASTER_PORT']}}"
+    Path(f"place.{{RANK}}.new").write_text(place)
+    os.replace(f"place.{{RANK}}.new", f"place.{{RANK}}")
+    wait_for_file(f"place.{{1 - RANK}}")
+    if Path(f"place.{{1 - RANK}}").read_text() != place:
+        say("has another address")
+        sys.exit(1)
+    say(f"together at {{place}} after {{os.environ['TORCHELASTIC_RESTART_COUNT']}} restarts")
     sys.exit(0)
 meet()
 time.sleep(600)
@@ -49,7 +56,7 @@ JOIN = Trial(
     args=_RANGE,
     also=(_RANGE,),
     after="all ready",
-    # The joiner waits for an address that nobody writes, and the healthy job dies with it.
+    # The joiner waits for an address that nobody writes, or takes its own, and the healthy job dies with it.
     torchrun=Expected(code=1, never=("together",)),
     elaunch=_TOGETHER,
 )
