@@ -60,8 +60,8 @@ def _is_watched_otherwise(agent: Agent, running: Running) -> bool:
     return bool(reports or running.held or running.leaving_s)
 
 
-def _limit(agent: Agent, running: Running) -> standstill.Limit:
-    return standstill.Limit(agent.times.hang_after_s, confirm_s(agent.times, running.table))
+def _limit(agent: Agent, running: Running) -> standstill.HangLimit:
+    return standstill.HangLimit(agent.times.hang_after_s, confirm_s(agent.times, running.table))
 
 
 def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:

@@ -81,7 +81,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Limit:
+class HangLimit:
     """For how long all ranks of the job must stand still to hang, and for how long of that the leader must know it."""
 
     still_s: float
@@ -111,7 +111,7 @@ def after_windows(
     return _afresh(replace(before, still=still, spell_s=spell_s, healed_s=min(healed_s, _HEALED_S_MAX)))
 
 
-def wants_stacks(state: Standstill, limit: Limit) -> bool:
+def wants_stacks(state: Standstill, limit: HangLimit) -> bool:
     """Whether stacks are to be taken now."""
     due = _LOOKS_AT[state.looks] if state.looks < len(_LOOKS_AT) else state.looks - len(_LOOKS_AT) + 2.0
     return not state.is_looking and bool(state.still) and state.spell_s >= due * _told_at_s(state, limit)
@@ -133,7 +133,7 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
 
 
 def record_of(
-    state: Standstill, node_id: str, first_rank: int, exited: frozenset[int], limit: Limit
+    state: Standstill, node_id: str, first_rank: int, exited: frozenset[int], limit: HangLimit
 ) -> StillNode | None:
     """What this node tells the leader; None while its ranks work, or a person is at work in one of them."""
     if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(state, limit):
@@ -194,7 +194,7 @@ def _counts_as_healed(state: Standstill, is_alone: bool) -> bool:
     return is_alone or any(not (doing(stack).is_for_ranks or stack.waits) for stack in state.stacks)
 
 
-def _told_at_s(state: Standstill, limit: Limit, times: int = 1) -> float:
+def _told_at_s(state: Standstill, limit: HangLimit, times: int = 1) -> float:
     """How long the ranks have stood still when the leader is told, so that its verdict comes at the limit."""
     return times * max(limit.still_s, _HEALED_TIMES * state.healed_s) - limit.confirm_s
 
