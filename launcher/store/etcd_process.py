@@ -33,7 +33,12 @@ _LAST_WORDS_BYTES = 2048
 def main(argv: Sequence[str]) -> int:
     """Run etcd until stdin ends, or etcd ends by itself. Returns the exit code."""
     etcd, place, folder = argv[0], argv[1], Path(argv[2])
-    secret = Secret(sys.stdin.readline().strip())
+    token = sys.stdin.readline().strip()
+    if not token:
+        # The agent was ended before it could name one.
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
+    secret = Secret(token)
     # A scheduler signals every process of a job. This process ignores that. etcd cannot be kept from it, and ends.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)

@@ -29,8 +29,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited, bound socket")
     parser.add_argument("--agents", type=int, default=0)
     options = parser.parse_args(argv)
+    token = _read_line(0)
+    if not token:
+        # The agent was ended before it could name one.
+        return 0
     try:
-        secret = Secret(_read_line(0))
+        secret = Secret(token)
     except ValueError as error:
         print(f"elaunch's store: {error}", file=sys.stderr)
         return 2

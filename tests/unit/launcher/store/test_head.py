@@ -380,3 +380,18 @@ def test_a_server_that_ends_while_it_is_asked_is_tried_again() -> None:
         with pytest.raises(Unavailable):
             client(endpoint, "the token of the job").check()
         thread.join()
+
+
+def test_an_etcd_whose_agent_ended_before_it_named_a_token_is_not_started(tmp_path: Path) -> None:
+    folder = tmp_path / "etcd"
+    folder.mkdir()
+
+    run = subprocess.run(
+        [sys.executable, "-m", "elaunch.launcher.store.etcd_process", "no-such-etcd", "127.0.0.1:1", str(folder)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert not folder.exists()

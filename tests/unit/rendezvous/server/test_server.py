@@ -192,6 +192,19 @@ def test_a_short_token_is_refused_with_a_sentence() -> None:
     assert run.stderr.count("\n") == 1
 
 
+def test_a_store_whose_agent_ended_before_it_named_a_token_says_nothing() -> None:
+    with bound_socket() as listener:
+        run = subprocess.run(
+            [sys.executable, "-m", "elaunch.rendezvous.server", "--fd", str(listener.fileno())],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            pass_fds=[listener.fileno()],
+            check=False,
+        )
+
+    assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
+
+
 # When it ends.
 
 
