@@ -74,7 +74,10 @@ class RankForker:
 
     def code(self, pid: int) -> int | None:
         """The exit code, None while it runs."""
-        ends = [each["code"] for each in list(self._said) if isinstance(each, dict) and each.get("pid") == pid]
+        said = [each for each in list(self._said) if isinstance(each, dict)]
+        # An earlier rank may have had the same pid.
+        forked = max(number for number, each in enumerate(said) if pid in each.get("pids", ()))
+        ends = [each["code"] for each in said[forked:] if each.get("pid") == pid]
         return ends[0] if ends else None
 
     def close(self) -> None:
