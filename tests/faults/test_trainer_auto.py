@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.trainer.memory.room import tightest_room
 from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode
-from tests.ranks import RankForker
+from tests.ranks import RankForker, Ranks
 
 STEPS = 20
 SHAPE = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3", "--layers", "4", "--dropout", "0")
@@ -19,6 +19,9 @@ AUTO = ("--parallel", "auto", "--snapshot-every", "1", "--copy-every", "1")
 # An option of DDP leaves plans whose state goes to any number of workers.
 ANY_NUMBER = (*AUTO, "--bucket-mb", "1")
 TOLERANCE = 1e-5
+TRIALS = Path(__file__).with_name("trial_ranks.py")
+# A C++ compiler takes a while on a busy machine.
+COMPILED_S = 1800.0
 
 
 def plan_of(run: Forked | OneNode) -> str:
@@ -57,6 +60,25 @@ def test_the_measured_plans_leave_nothing_the_losses_are_those_of_the_chosen_pla
     auto.assert_same(given)
     tried = json.loads((auto.out / "plan.json").read_text())["tried"]
     assert sum(each["measured"] is not None for each in tried) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plans", [["ddp", "zero1", "zero2", "fsdp2"], ["tp=2", "pp=2", "pp=2,schedule=interleaved"]])
+def test_plans_of_each_kind_are_tried_compiled_and_the_compiling_is_in_no_step(
+    tmp_path: Path, forker: RankForker, plans: list[str]
+) -> None:
+    # Without processes of the compiler's own, which would outlive their rank.
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    with Ranks(forker, 2, TRIALS, *plans, env=env) as ranks:
+        answers = ranks.answers(COMPILED_S)
+
+    print(answers[0])
+    for answer in answers:
+        assert list(answer) == plans
+        # What one trial has compiled is not there for the next one.
+        assert all(trial["graphs"] > 0 for trial in answer.values())
+        assert all(0 < trial["step_s"] < trial["compiling_s"] for trial in answer.values())
 
 
 @pytest.mark.slow
