@@ -123,6 +123,33 @@ def test_types_and_memory_formats_are_kept_on_the_gpu() -> None:
     print(output_of("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, ELAUNCH_TEST_DEVICE="cuda"))
 
 
+PEAK = """
+import torch
+from elaunch.trainer.parallel.worker_memory import PeakMeter, worker_room
+
+device = torch.device("cuda", 0)
+freed = torch.empty(512 << 20, dtype=torch.uint8, device=device)
+del freed
+meter = PeakMeter(device)
+meter.start()
+meter.begin()
+taken = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+assert 64 << 20 <= meter.peak() < 128 << 20, meter.peak()
+freed = torch.empty(512 << 20, dtype=torch.uint8, device=device)
+del freed
+before = worker_room(device, 1).taken
+torch.cuda.empty_cache()
+assert worker_room(device, 1).taken == before
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_was_freed_before_does_not_hide_what_a_plan_takes() -> None:
+    need_gpus(1)
+
+    output_of("-c", PEAK)
+
+
 GRAPH = """
 import torch
 from elaunch.trainer import Keeper

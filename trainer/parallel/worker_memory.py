@@ -35,6 +35,7 @@ class WorkerRoom:
 def worker_room(device: torch.device, workers_of_node: int, node: Room | None = None) -> WorkerRoom:
     """What this worker may take. All workers of the node have come as far. `node` is its room, for tests."""
     if device.type == "cuda":
+        give_back_freed()
         free, total = torch.cuda.mem_get_info(device)
         where = f"{torch.cuda.get_device_name(device)} has {total / 1e9:.1f} GB"
         return WorkerRoom(int(total * (1 - SPARE_SHARE)), total - free, where)
@@ -55,6 +56,7 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        give_back_freed()
         self._first = self._before = self._now()
 
     @property
@@ -70,7 +72,6 @@ class PeakMeter:
         """Forget the peak so far: from now on the most counts."""
         give_back_freed()
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             # Where this is not allowed, the peak is that of the process's whole life: too much, never too little.
@@ -98,8 +99,10 @@ def keep_little_of_what_is_freed() -> None:
 
 
 def give_back_freed() -> None:
-    """Give what was freed back to the kernel, as far as the C library can."""
+    """Give what was freed back to the kernel, as far as the C library can, and to the GPU."""
     gc.collect()
+    # The caching allocator keeps it, and a later measurement would find room in it that counts as taken before.
+    torch.cuda.empty_cache()
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
