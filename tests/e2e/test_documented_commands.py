@@ -215,6 +215,7 @@ NOBODY = {
     'make bench ARGS="--only nodes-restart,nodes-loss,scale"': "takes an hour, as root",
     ".venv/bin/python -m bench --render runs/bench/A.json runs/bench/B.json": "needs the samples of two long runs",
     "$EDITOR train.sbatch": "is for a person",
+    "kill -9 PID": "needs the reader's pid; test_a_killed_worker_costs_no_step kills another",
     "elaunch --nproc-per-node 8 train.py --deepspeed_config ds.json": "was not yet seen to go on after a kill",
     "docker build -f deploy/docker/Dockerfile -t you/elaunch .": NEEDS_DOCKER,
     'docker run --rm --gpus all --shm-size 16g -v "$PWD":/workspace you/elaunch train.py': NEEDS_DOCKER,

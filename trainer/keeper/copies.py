@@ -284,9 +284,11 @@ class Copies:
             return False
         try:
             # If all ranks have their own state of this step, this copy is worth more than the last snapshot. Otherwise
-            # it is worth less than one that a rank has saved which is a step behind.
+            # it is worth less than one that a rank has saved which is a step behind. Copies older than a snapshot that
+            # counts are worth nothing.
             copied = self.steps.versions
-            spare = self._spare[:1] if version in copied else [*self._spare, *copied]
+            newer = [each for each in copied if all(each > other for other in self._spare)]
+            spare = self._spare[:1] if version in copied else [*self._spare, *newer]
             with self.gpu.reading():
                 memory, state = self._node_memory.memory, self._training.replicated
                 found = memory.save(version, state, self.gpu.copy, spare, self._training.frozen())

@@ -210,7 +210,9 @@ def test_threads_import_what_is_beside_the_program_while_it_reports_its_end(
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("colorsys", "beside_it"):
         (tmp_path / f"{name}.py").touch()
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        # The test's own modules go with it: later tests import the standard library's.
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        del sys.modules[name]
 
     with exit_report._StandardFinder():
         mine = importlib.import_module("colorsys")
