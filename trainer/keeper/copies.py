@@ -236,9 +236,6 @@ class Copies:
         if self._parts is not None:
             live = self._training.live() if record is not None else None
             self._parts.save(version.step, self._training.large(), self._training.small(), live)
-            if self._parts.is_alone:
-                # No step follows before all ranks have this one: whatever dies then, it counts.
-                self.before_snapshot()
             if self._peers.leads and not (self._parts.has_room_for_copies or self._parts.is_off):
                 self._say_once(
                     "there is no room in memory for copies of each step beside snapshots; a failure goes back to the "
