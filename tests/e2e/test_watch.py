@@ -176,7 +176,11 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         assert "wants its token" in refused.stderr
         assert "has no job 'another'" in unknown.stderr
         assert TOKEN not in near.__repr__() + far.__repr__() + refused.stderr
-        assert stacks.stdout.startswith(f"job {run_id}: 2 ranks at the same place\n  ranks 0, 1: <module> (train.py:")
+        # A rank may look just now whether it goes on.
+        assert re.match(rf"job {run_id}: 2 ranks at (the same place|2 places)\n  ranks? 0", stacks.stdout), (
+            stacks.stdout
+        )
+        assert "(train.py:" in stacks.stdout
         (silent,) = [node for node in partly["nodes"] if node["silent"]]
         assert "did not answer within 3 s; its lease still holds" in silent["silent"]
         assert [node["pid"] for node in partly["nodes"] if not node["silent"]] == [one.process.pid]
