@@ -21,7 +21,7 @@ PEER_LOST = re.compile(
     rf"|{TIMED_OUT}",
     re.IGNORECASE,
 )
-# Of a longer message only this much of each end is searched: a search takes 60 ns for each character.
+# A search takes 60 ns for each character, so only this much of each end of a longer message is searched.
 _END_CHARACTERS = 8 << 10
 # Raised by Python's own sockets and pipes: an upload, a closed terminal. torch has types of its own for its peers.
 _PYTHON_SOCKET_TYPES = {
@@ -36,7 +36,7 @@ def is_peer_lost(exception: str, message: str) -> bool:
 
 
 def ends(message: str) -> str:
-    """What is to be searched of a message. A program may raise megabytes, and the cause is at one of the ends."""
+    """The part of a message to search: its ends, if it is long. A program may raise megabytes, with the cause there."""
     if len(message) <= 2 * _END_CHARACTERS:
         return message
     return f"{message[:_END_CHARACTERS]}\n{message[-_END_CHARACTERS:]}"

@@ -128,7 +128,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
             then = replace(then, failure=with_cause(whole_of(then.failure)))
         told = report_ends(agent, clearing.table.generation, ended.ends) if isinstance(ended, WorkersStopped) else ()
         return agent, told, then
-    # As in `whole_of`.
+    # As in `with_cause`.
     from elaunch.agent.core.first_cause import name_cause
 
     first = failures[0]

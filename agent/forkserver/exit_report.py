@@ -5,14 +5,13 @@ After Python prints the exception, it still joins threads, runs atexit calls and
 
 from __future__ import annotations
 
-import _imp
 import _thread
 import os
 import sys
 import threading
 from _frozen_importlib_external import PathFinder
 
-from elaunch.agent.forkserver.finders import LeavingFinder
+from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
 
 # `typing` itself is not imported: a fresh worker imports this before its program.
 TYPE_CHECKING = False
@@ -95,11 +94,8 @@ class _StandardFinder(LeavingFinder):
 
     def __exit__(self, *_: object) -> None:
         self._thread = -1
-        _imp.acquire_lock()
-        try:
+        with ImportLock():
             self._leave()
-        finally:
-            _imp.release_lock()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if self._thread == _thread.get_ident():

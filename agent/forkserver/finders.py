@@ -6,6 +6,7 @@ A fresh worker imports this before its program, so it imports as little as it ca
 from __future__ import annotations
 
 import _frozen_importlib
+import _imp
 import sys
 from _thread import get_ident
 
@@ -14,6 +15,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from typing import Any
+
+
+class ImportLock:
+    """Python's own lock of imports: no thread begins to import a module meanwhile, or asks a finder, or forks."""
+
+    def __enter__(self) -> None:
+        _imp.acquire_lock()
+
+    def __exit__(self, *_: object) -> None:
+        _imp.release_lock()
 
 
 class LeavingFinder:
@@ -33,7 +44,7 @@ class LeavingFinder:
         return self not in finders
 
     def _find_behind(self, name: str, path: Any, target: Any) -> ModuleSpec | None:
-        """What is found behind this finder, which has left: who asks it misses the one that has its place."""
+        """The spec that the finders behind this one give. It has left, so its caller would skip the next one."""
         for finder in sys.meta_path[self._place :]:
             find_spec: Any = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find_spec(name, path, target) if find_spec else None

@@ -7,21 +7,19 @@ that come too late.
 
 from __future__ import annotations
 
-import _imp
 import atexit
 import importlib
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver import after_fork, exit_report
-from elaunch.agent.forkserver.finders import LeavingFinder
+from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
 from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
@@ -71,7 +69,8 @@ class Gate(LeavingFinder):
             _bind(name, each.modules[name])
             _find_out_again(name, each)
         self._where = {}
-        self._leave()
+        with ImportLock():
+            self._leave()
 
     def move(self) -> None:
         """The fork server is in another folder now than at its imports (see warm/server.py)."""
@@ -105,7 +104,7 @@ class Gate(LeavingFinder):
 
     def open(self, name: str) -> None:
         """Put the module back, with all that came when its package was imported, and what they have imported."""
-        with _import_lock():
+        with ImportLock():
             brought = self._where.get(name)
             if brought is None:
                 # Its package came back while this thread was importing the module.
@@ -198,16 +197,6 @@ class _Handover:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._spec.loader if self._spec else None, name)
-
-
-@contextmanager
-def _import_lock() -> Iterator[None]:
-    """Python's own lock of imports: no thread begins to import a module meanwhile, or asks a finder, or forks."""
-    _imp.acquire_lock()
-    try:
-        yield
-    finally:
-        _imp.release_lock()
 
 
 def _imported_by_other_threads() -> set[str]:

@@ -366,7 +366,7 @@ class Workers:
 
 
 def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:
-    """What is said of tracebacks that the console did not get; empty if it got all."""
+    """A sentence about tracebacks that the console did not get; empty if it got all."""
     lines = {group.rank(rank): count for rank, count in folded.items()}
     return said_of_folded(lines, is_interrupted=group.is_interrupted) if lines else ""
 

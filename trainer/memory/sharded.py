@@ -75,9 +75,9 @@ class ShardedMemory:
         self._mates = [rank for rank, node in enumerate(self._nodes) if node == self._node]
         self._speaks = self._mates[0] == self._peers.rank
         self._slots = self._slots_of(self._peers.rank)
-        # Whether there is one node: then copies and snapshots share the slots.
-        self.is_alone = len(set(self._nodes)) == 1
-        self._copy_slots = self._slots if self.is_alone else self._slots_of(self._peers.rank, (2, 3))
+        # With one node copies and snapshots share the slots.
+        self._is_alone = len(set(self._nodes)) == 1
+        self._copy_slots = self._slots if self._is_alone else self._slots_of(self._peers.rank, (2, 3))
         loss = "a lost node goes back to the last checkpoint"
         self._mirror = Mirror(self._peers, self._nodes, self._slots_of, say, loss=loss)
         self._cutter = Cutter(has_common=self._speaks)
@@ -154,7 +154,7 @@ class ShardedMemory:
         # Wait for all ranks: none may look for files while they are being deleted.
         self._peers.from_all(None)
         chosen = {name for name, held in self._found.items() if self._is_chosen(held)}
-        if not self.is_alone:
+        if not self._is_alone:
             self._restored_from_copy = any(slot.path.name in chosen for slot in self._copy_slots.slots)
         self._delete(lambda name: name not in chosen)
         self._has_stale = bool(chosen)
@@ -201,7 +201,7 @@ class ShardedMemory:
 
         self._mirror.exchange(finish, version, self._spare)
         # A rank without room for its record has no `live`; the others must not wait for it in vain.
-        if self.is_alone and self._any(live is not None):
+        if self._is_alone and self._any(live is not None):
             # There is nobody to send it to, and the next copy may overwrite the version before.
             self.wait()
         self.cost_s = time.monotonic() - begun_s
@@ -220,7 +220,7 @@ class ShardedMemory:
     @property
     def has_base(self) -> bool:
         """Whether the next copy may overwrite an older version. The same on all ranks."""
-        return not self.is_alone or self._was_whole
+        return not self._is_alone or self._was_whole
 
     @property
     def can_copy(self) -> bool:
@@ -281,7 +281,7 @@ class ShardedMemory:
         if self._has_stale:
             self._has_stale = False
             held = [rank for rank, target in enumerate(self._mirror.targets) if target in self._mates]
-            own = range(2 if self.is_alone else 4)
+            own = range(2 if self._is_alone else 4)
             current = {
                 slot.path.name
                 for rank in (*self._mates, *held)
@@ -304,15 +304,15 @@ class ShardedMemory:
 
         0 if copies have stopped, or if there is another node.
         """
-        return self._copied.step if self.is_alone and self._copies_go_on and self._copied else 0
+        return self._copied.step if self._is_alone and self._copies_go_on and self._copied else 0
 
     def has_copies(self, step: int) -> bool:
         """Whether the copies of that step are as good as a snapshot: there is no other node."""
-        return self.is_alone and self._copied == Version(self._generation, step)
+        return self._is_alone and self._copied == Version(self._generation, step)
 
     def _protect_copies(self) -> None:
         """Where snapshots overwrite copies, keep the newest copy that all ranks have."""
-        if self.is_alone and self._copied is not None:
+        if self._is_alone and self._copied is not None:
             self._full = self._copied
         self._copied, self._copies_go_on = None, False
 
@@ -340,7 +340,7 @@ class ShardedMemory:
         This is checked here and not when a mirror arrives: then its sender would have to wait.
         """
         problem = self._reserve(slot, length)
-        if self._any(bool(problem)) and not self.is_alone and self.has_room_for_copies:
+        if self._any(bool(problem)) and not self._is_alone and self.has_room_for_copies:
             # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
             self.has_room_for_copies = False
             if not self._restored_from_copy:

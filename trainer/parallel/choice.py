@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,8 +75,7 @@ class PlanChoice:
 
     @property
     def compiling_s(self) -> float:
-        """The seconds that compiling took in all trials."""
-        return sum(trial.compiling_s for trial in self.trials.values())
+        return _compiling_s(self.trials)
 
 
 class NothingFits(Exception):
@@ -93,11 +92,9 @@ def choose(options: Sequence[PlanOption], room: PlanRoom, measure: Callable[[Pla
     waiting = sorted(waiting, key=lambda each: each is not min(waiting, key=options.index))
     trials: dict[str, PlanTrial] = {}
     measured: list[PlanOption] = []
-    compiling_s = 0.0
-    while waiting and not (measured and (len(trials) >= MEASURED or compiling_s >= COMPILING_ENOUGH_S)):
+    while waiting and not (measured and (len(trials) >= MEASURED or _compiling_s(trials) >= COMPILING_ENOUGH_S)):
         option = waiting.pop(0)
         trial = trials[option.text] = measure(option)
-        compiling_s += trial.compiling_s
         if fits_as_measured(option, trial, room):
             measured.append(option)
     if not measured:
@@ -105,6 +102,11 @@ def choose(options: Sequence[PlanOption], room: PlanRoom, measure: Callable[[Pla
     best_s = min(trials[each.text].step_s for each in measured)
     plainest_first = sorted(measured, key=options.index)
     return PlanChoice(next(each for each in plainest_first if trials[each.text].step_s <= _AS_FAST * best_s), trials)
+
+
+def _compiling_s(trials: Mapping[str, PlanTrial]) -> float:
+    """The seconds that compiling took in all of them."""
+    return sum(trial.compiling_s for trial in trials.values())
 
 
 def choose_by_estimate(options: Sequence[PlanOption], room: PlanRoom) -> PlanOption:
