@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -34,11 +35,13 @@ def refresh(preloaded: Preloaded) -> None:
 
 
 def know_threads(preloaded: Preloaded) -> None:
-    """Have torch count its threads in the fork server, where a worker takes over the number: MKL takes 1 ms for it.
+    """Find out in the fork server what costs a worker 1 ms each: OpenBLAS's libraries, and torch's number of threads.
 
     Each worker compares the number with its own CPUs and variables (`set_threads`). Without OMP_NUM_THREADS it would be
     the number of this process's CPUs, so a worker counts for itself then.
     """
+    if preloaded.module("numpy"):
+        _openblas()
     if (torch := preloaded.module("torch")) and _number("OMP_NUM_THREADS"):
         torch.get_num_threads()
 
@@ -60,7 +63,8 @@ def set_threads(changed: Collection[str], modules: Mapping[str, Any]) -> None:
         if wanted != now:
             torch.set_num_threads(wanted)
     if "numpy" in modules:
-        _set_openblas_threads(_number("OPENBLAS_NUM_THREADS") or openmp)
+        for set_number in _openblas():
+            set_number(_number("OPENBLAS_NUM_THREADS") or openmp)
 
 
 def _number(variable: str) -> int:
@@ -69,11 +73,14 @@ def _number(variable: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _set_openblas_threads(threads: int) -> None:
+@cache
+def _openblas() -> list[Any]:
+    """The function of each OpenBLAS in this process that sets the number of its threads."""
     import ctypes
 
     with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123
         paths = {line.rstrip("\n").split(maxsplit=5)[5] for line in maps if "openblas" in line}
+    found = []
     for library in paths:
         try:
             loaded = ctypes.CDLL(library)
@@ -81,8 +88,8 @@ def _set_openblas_threads(threads: int) -> None:
             # The file was replaced after it was loaded, or is not a library.
             continue
         names = (f"{a}openblas_set_num_threads{b}" for a in ("scipy_", "") for b in ("64_", ""))
-        if name := next((n for n in names if hasattr(loaded, n)), None):
-            getattr(loaded, name)(threads)
+        found += [getattr(loaded, name) for name in names if hasattr(loaded, name)][:1]
+    return found
 
 
 def _main_module() -> None:

@@ -19,7 +19,6 @@ from elaunch.records import replace
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 if TYPE_CHECKING:
-    from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
 
 # The number of the crash file among the descriptors that came with the order.
@@ -40,12 +39,12 @@ def settle(agent_pid: int, template_pid: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def prepare(preloaded: Preloaded, gate: Gate) -> None:
-    """Do ahead of the order what does not depend on it."""
-    from elaunch.agent.forkserver import after_fork
+def prepare(preloaded: Preloaded, written: list[int]) -> None:
+    """Do ahead of the order what does not depend on it. `written` are pages that a worker writes to."""
+    from elaunch.agent.forkserver import after_fork, written_pages
 
     after_fork.refresh(preloaded)
-    gate.touch()
+    written_pages.copy(written)
 
 
 def become(child: Child) -> None:

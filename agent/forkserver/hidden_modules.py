@@ -76,14 +76,6 @@ class Gate(LeavingFinder):
         """The fork server is in another folder now than at its imports (see warm/server.py)."""
         self._is_moved = True
 
-    def touch(self) -> None:
-        """Have this process's own copies of the pages that `open` will write to: the modules' and their names'.
-
-        The kernel copies a page when it is written to first, here where the objects' references are counted.
-        """
-        for name, brought in self._where.items():
-            brought.modules[name]
-
     def stand(self, link: int) -> None:
         """Begin in a worker that has this link. Only later changes of its environment are applied again."""
         self._environment = dict(os.environ)

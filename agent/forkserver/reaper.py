@@ -34,6 +34,11 @@ class Children:
         """After how many seconds `ended` must be called again although no child ends. None: it need not be."""
         return _GROUP_LOOK_S if self._held else None
 
+    def a_worker(self) -> int | None:
+        """The pid of a worker of the newest generation. None without one."""
+        workers = [(generation, pid) for pid, (generation, key) in self._names.items() if isinstance(key, int)]
+        return max(workers)[1] if workers else None
+
     def add(self, pid: int, name: Name) -> None:
         self._names[pid] = name
 

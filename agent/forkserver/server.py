@@ -9,8 +9,8 @@ interpreter.
 from __future__ import annotations
 
 import gc
+import math
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -20,14 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elaunch.agent.forkserver import clean_pages, wire
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
 from elaunch.agent.forkserver.learned import Learned
-from elaunch.agent.forkserver.reaper import Children
-from elaunch.agent.forkserver.standbys import Standbys, wait
+from elaunch.agent.forkserver.serving import Serving, tell
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.records import dataclass, replace
-from elaunch.rendezvous.codec import encode
 
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
@@ -36,19 +33,10 @@ if TYPE_CHECKING:
     from elaunch.agent.forkserver.warm.opened import Opened
     from elaunch.agent.forkserver.warm.server import WarmServer
 
-# What is larger does not go into one packet. The next start finds it out again.
-_NAMED_BYTES_MAX = 64 << 10
 # Jobs that ask at the same time.
 _BACKLOG = 64
-
-# The key of processes that were forked ahead, and the generation that none of them has yet.
-_AHEAD, _NO_GENERATION = "ahead", -1
-
-# What a process does right after the fork, with the pid of the fork server, and what it does ahead of its order.
-Settle = Callable[[int], None]
-Prepare = Callable[[], None]
-# An order from the agent, the descriptors that came with it, the fork server's pid, and whether `Prepare` was done.
-Asked = tuple[dict[str, Any], tuple[int, ...], int, bool]
+# For so long the first worker of a job waits for huge pages: all of them on most hosts.
+_COLLAPSES_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -70,8 +58,10 @@ class Child:
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     # A bare fork server is ready sooner without it.
+    from elaunch.agent.forkserver import huge_pages
     from elaunch.agent.forkserver.preload import WAIT_PER_WORK, Unfaithful, preload
 
+    huge_pages.prepare_heap()
     environment, began_ns = dict(os.environ), time.time_ns()
     mask, control = _settle(boot)
     opened = _opened() if boot.warm_s else None
@@ -104,10 +94,11 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
-    if boot.warm_s or boot.is_paced:
-        from elaunch.agent.forkserver.huge_pages import collapse
-
-        collapse(WAIT_PER_WORK if boot.is_paced else 0.0)
+    small = huge_pages.SmallPages()
+    if boot.is_paced:
+        small.collapse_beside(WAIT_PER_WORK)
+    else:
+        small.collapse(math.inf if boot.warm_s else _COLLAPSES_S)
     gc.freeze()
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
@@ -117,8 +108,8 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         taken = server.serve()
         gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
-    settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded, gate)
-    asked = _serve(boot, control, settle, preloaded, prepare)
+    settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
+    asked = Serving(boot, control, settle, prepare, small).serve(preloaded)
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
 
 
@@ -162,7 +153,7 @@ def bare(boot_fd: str) -> None:
 
     boot = Boot.read(int(boot_fd))
     mask, control = _settle(boot)
-    child.become(Child(boot, *_serve(boot, control, partial(child.settle, boot.agent_pid)), mask))
+    child.become(Child(boot, *Serving(boot, control, partial(child.settle, boot.agent_pid)).serve(), mask))
 
 
 def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
@@ -192,7 +183,7 @@ def _start_without_learned(
     """What an earlier start has shown does not hold any more, so do as if there had been none."""
     if boot.is_paced:
         # The fork server that it was to replace stays.
-        _tell(control, {"event": "refused", "why": why})
+        tell(control, {"event": "refused", "why": why})
         os._exit(1)
     told = f"what the last start needed is not imported as it was remembered: {why}"
     _start_anew(replace(boot, learned=Learned(), left_out=(told,), mask=tuple(mask)), environment)
@@ -212,109 +203,3 @@ def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
         for fd in open_files().keys() - {0, 1, 2, boot.control_fd, boot_fd}:
             os.set_inheritable(fd, False)
     os.execvpe(command[0], command, environment)
-
-
-def _serve(
-    boot: Boot,
-    control: socket.socket,
-    settle: Settle,
-    preloaded: Preloaded | None = None,
-    prepare: Prepare | None = None,
-) -> Asked:
-    """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it.
-
-    Without `prepare` nothing is forked ahead.
-    """
-    ready: dict[str, Any] = {"event": "ready", "reason": boot.fallback, "left_out": boot.left_out}
-    if preloaded:
-        named = Learned(preloaded.tried) if len(encode(Learned(preloaded.tried))) < _NAMED_BYTES_MAX else Learned()
-        ready |= {"tried": encode(named), "has_programs": preloaded.has_programs}
-    _tell(control, ready)
-    asked = _fork_as_asked(control, settle, prepare)
-    if asked is None:
-        os._exit(0)
-    # The program may reuse this fd from here on. If the socket object closed it, it would close the program's file.
-    control.detach()
-    return asked
-
-
-def _fork_as_asked(control: socket.socket, settle: Settle, prepare: Prepare | None) -> Asked | None:
-    """Fork, signal and reap. Returns its order, fds and parent in each child; None here when the agent is gone."""
-    wake_r, wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-    selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    selector.register(wake_r, selectors.EVENT_READ)
-    children, standbys, has_let_go = Children(), Standbys(), False
-    template_pid = os.getpid()
-    while True:
-        waits_s = [wait_s for wait_s in (children.look_s, standbys.wait_s) if wait_s is not None]
-        ready = [key.fileobj for key, _ in selector.select(min(waits_s, default=None))]
-        if wake_r in ready:
-            os.read(wake_r, 4096)
-        for news in children.ended():
-            if news["key"] == _AHEAD:
-                standbys.forget(news["pid"])
-            _tell(control, news)
-        if control not in ready:
-            if prepare and standbys.wait_s == 0 and (end := _fork_ahead(control, children, standbys)):
-                selector.close()
-                os.close(wake_r)
-                os.close(wake_w)
-                os.close(control.detach())
-                settle(template_pid)
-                prepare()
-                return *wait(end), template_pid, True
-            continue
-        packet = wire.receive(control)
-        if packet is None:
-            return None
-        order, fds = packet
-        match order["op"]:
-            case "ask":
-                _tell(control, {"event": "here"})
-            case "ahead":
-                standbys.want(order["count"] if prepare else 0)
-                if not has_let_go:
-                    # The workers run, and nobody waits.
-                    clean_pages.let_go()
-                    has_let_go = True
-            case "signal":
-                children.signal((order["generation"], order["key"]), order["signum"], order["group"])
-            case _:
-                news = {"generation": order["generation"], "key": order["key"]}
-                try:
-                    pid = (order["op"] != "probe" and standbys.give(order, fds)) or os.fork()
-                except OSError as error:
-                    _tell(control, {**news, "event": "unstarted", "why": error.strerror})
-                else:
-                    if pid == 0:
-                        selector.close()
-                        settle(template_pid)
-                        return order, fds, template_pid, False
-                    children.add(pid, (order["generation"], order["key"]))
-                    _tell(control, {**news, "event": "forked", "pid": pid})
-                for fd in fds:
-                    os.close(fd)
-
-
-def _fork_ahead(control: socket.socket, children: Children, standbys: Standbys) -> socket.socket | None:
-    """Fork a process that waits for its order. Returns in that process the socket for it, else None."""
-    try:
-        pid, end = standbys.fork()
-    except OSError:
-        # The next generation's workers are forked when they are needed, and the log has the reason then.
-        return None
-    if pid:
-        children.add(pid, (_NO_GENERATION, _AHEAD))
-        _tell(control, {"event": "forked", "generation": _NO_GENERATION, "key": _AHEAD, "pid": pid})
-    return end
-
-
-def _tell(control: socket.socket, news: dict[str, Any]) -> None:
-    try:
-        wire.send(control, news)
-    except (BrokenPipeError, ConnectionResetError):
-        # The agent is gone, so this process and its children end too.
-        os._exit(1)

@@ -1,0 +1,170 @@
+"""The loop of a fork server: it forks, signals and reaps as the agent asks, and forks ahead while nobody asks."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.boot import Boot
+from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.forkserver.reaper import Children
+from elaunch.agent.forkserver.standbys import Standbys, wait
+from elaunch.rendezvous.codec import encode
+
+if TYPE_CHECKING:
+    from elaunch.agent.forkserver.huge_pages import SmallPages
+    from elaunch.agent.forkserver.preload import Preloaded
+
+# What is larger does not go into one packet. The next start finds it out again.
+_NAMED_BYTES_MAX = 64 << 10
+# The key of processes that were forked ahead, and the generation that none of them has yet.
+_AHEAD, _NO_GENERATION = "ahead", -1
+# A third of a CPU for what is put into huge pages beside the training.
+_WAIT_PER_PAGE = 2.0
+
+# What a process does right after the fork, with the pid of the fork server, and what it does ahead of its order, with
+# the pages that a worker has written to.
+Settle = Callable[[int], None]
+Prepare = Callable[[list[int]], None]
+# An order from the agent, the descriptors that came with it, the fork server's pid, and whether `Prepare` was done.
+Asked = tuple[dict[str, Any], tuple[int, ...], int, bool]
+
+
+def tell(control: socket.socket, news: dict[str, Any]) -> None:
+    """Send news to the agent. If the agent is gone, this process and its children end too."""
+    try:
+        wire.send(control, news)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(1)
+
+
+class Serving:
+    """A fork server's service for its agent. Without `prepare` nothing is forked ahead.
+
+    `small` is memory that is put into huge pages before anything is forked ahead.
+    """
+
+    def __init__(
+        self,
+        boot: Boot,
+        control: socket.socket,
+        settle: Settle,
+        prepare: Prepare | None = None,
+        small: SmallPages | None = None,
+    ) -> None:
+        self._boot = boot
+        self._control = control
+        self._settle = settle
+        self._prepare = prepare
+        self._small = small
+        self._pid = os.getpid()
+        self._children = Children()
+        self._standbys = Standbys()
+        self._written: list[int] = []
+        self._has_let_go = False
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self, preloaded: Preloaded | None = None) -> Asked:
+        """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
+        ready: dict[str, Any] = {"event": "ready", "reason": self._boot.fallback, "left_out": self._boot.left_out}
+        if preloaded:
+            named = Learned(preloaded.tried) if len(encode(Learned(preloaded.tried))) < _NAMED_BYTES_MAX else Learned()
+            ready |= {"tried": encode(named), "has_programs": preloaded.has_programs}
+        tell(self._control, ready)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        while True:
+            if asked := self._turn():
+                return asked
+
+    def _turn(self) -> Asked | None:
+        """Wait for something to do, and do it. Returns an order in a forked process only."""
+        waits_s = [wait_s for wait_s in (self._children.look_s, self._standbys.wait_s) if wait_s is not None]
+        ready = [key.fileobj for key, _ in self._selector.select(min(waits_s, default=None))]
+        if self._wake_r in ready:
+            os.read(self._wake_r, 4096)
+        for news in self._children.ended():
+            if news["key"] == _AHEAD:
+                self._standbys.forget(news["pid"])
+            tell(self._control, news)
+        if self._control not in ready:
+            return self._work_ahead() if self._prepare and self._standbys.wait_s == 0 else None
+        packet = wire.receive(self._control)
+        if packet is None:
+            os._exit(0)
+        order, fds = packet
+        match order["op"]:
+            case "ask":
+                tell(self._control, {"event": "here"})
+            case "ahead":
+                self._begin_ahead(order["count"])
+            case "signal":
+                self._children.signal((order["generation"], order["key"]), order["signum"], order["group"])
+            case _:
+                return self._fork(order, fds)
+        return None
+
+    def _fork(self, order: dict[str, Any], fds: tuple[int, ...]) -> Asked | None:
+        """Make a process for the order. Returns the order in that process."""
+        news = {"generation": order["generation"], "key": order["key"]}
+        try:
+            pid = (order["op"] != "probe" and self._standbys.give(order, fds)) or os.fork()
+        except OSError as error:
+            tell(self._control, {**news, "event": "unstarted", "why": error.strerror})
+        else:
+            if pid == 0:
+                self._become_child()
+                return order, fds, self._pid, False
+            self._children.add(pid, (order["generation"], order["key"]))
+            tell(self._control, {**news, "event": "forked", "pid": pid})
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _begin_ahead(self, count: int) -> None:
+        """Have so many processes that wait. The workers run, and nobody waits for this one."""
+        # A bare fork server is ready sooner without them.
+        from elaunch.agent.forkserver import clean_pages, written_pages
+
+        self._standbys.want(count if self._prepare else 0)
+        if self._standbys.wait_s is not None and (worker := self._children.a_worker()):
+            self._written = written_pages.written_by(worker)
+        if not self._has_let_go:
+            clean_pages.let_go()
+            self._has_let_go = True
+
+    def _work_ahead(self) -> Asked | None:
+        """Put a page into huge pages, or fork a process. Returns in that process the order that makes it a worker."""
+        if self._small and (took_s := self._small.collapse(0.0)) is not None:
+            self._standbys.put_off(_WAIT_PER_PAGE * took_s)
+            return None
+        try:
+            pid, end = self._standbys.fork()
+        except OSError:
+            # The next generation's workers are forked when they are needed, and the log has the reason then.
+            return None
+        if end:
+            self._become_child()
+            assert self._prepare
+            self._prepare(self._written)
+            return *wait(end), self._pid, True
+        self._children.add(pid, (_NO_GENERATION, _AHEAD))
+        tell(self._control, {"event": "forked", "generation": _NO_GENERATION, "key": _AHEAD, "pid": pid})
+        return None
+
+    def _become_child(self) -> None:
+        """Have nothing of the fork server's but its memory."""
+        self._selector.close()
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+        # The program may use this fd again. If the socket object closed it, it would close the program's file.
+        os.close(self._control.detach())
+        self._settle(self._pid)
