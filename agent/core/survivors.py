@@ -161,6 +161,11 @@ def after(before: Stillness | None, look: SurvivorLook, world_size: int, now_s: 
     return replace(before, until_s=now_s) if before and is_same else Stillness(now_s, now_s, look)
 
 
+def waits_in_vain(state: Stillness | None) -> bool:
+    """Whether two looks have found it waiting in vain. It may get the error in which its collective is to end."""
+    return state is not None and state.until_s > state.since_s
+
+
 def is_stuck(state: Stillness | None) -> bool:
     """Whether it has waited in vain for long enough."""
     if state is None:

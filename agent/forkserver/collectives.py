@@ -149,7 +149,8 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str], gloo: GlooT
 
     The question `n` is for the numbers of each group's last collectives, `t` also for what the threads do. `eMAX` is
     for the recorder's entries, if it keeps at most MAX: to write them takes 30 µs for each, in which no other thread
-    runs Python. `m` is for what the program has imported, and is asked once.
+    runs Python. `m` is for what the program has imported, and is asked once. `bFRAME,INSTRUCTION` has no answer: a rank
+    has failed, and the main thread, if it is still there, waits for it in vain.
     """
     import _signal  # type: ignore[import-not-found]
 
@@ -167,11 +168,19 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str], gloo: GlooT
                 _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
             elif question == b"m":
                 _send_file(end, b"m", (_imports(environment),))
+            elif question[:1] == b"b" and _is_at(question[1:]):
+                gloo.break_off()
     except Exception:
         # The agent is gone, or this torch has other functions under these names.
         return
     finally:
         end.close()
+
+
+def _is_at(place: bytes) -> bool:
+    """Whether the main thread is at that instruction of that frame."""
+    main = sys._current_frames().get(sys.modules["threading"].main_thread().ident)
+    return main is not None and place == b"%d,%d" % (id(main), main.f_lasti)
 
 
 def _entries_kept() -> int:

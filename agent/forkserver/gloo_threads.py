@@ -18,6 +18,8 @@ _TASKS = "/proc/self/task"
 # epoll_wait and epoll_pwait on x86-64 and ARM, and how gloo calls it: for 64 events, or 10 ms (transport/tcp/loop.cc).
 _EPOLL_WAITS = (b"232", b"281", b"22")
 _AS_GLOO = [b"0x40", b"0xa"]
+# Of <sys/epoll.h>.
+_EPOLL_CTL_MOD, _EPOLLIN, _EPOLLONESHOT = 3, 1, 1 << 30
 
 
 class GlooThreads:
@@ -45,28 +47,53 @@ class GlooThreads:
         found = {int(name): self._epolls.get(int(name)) or _epoll_of(name) for name in names}
         self._epolls = {tid: epoll for tid, epoll in found.items() if epoll}
 
-    def half_close(self) -> None:
+    def half_close(self, ctypes: Any) -> None:
         """Tell all peers that nothing more comes from here, before this process ends: who waits for it gets an error.
 
-        gloo is told nothing, and takes its connections apart as ever. It still gets what peers send.
+        gloo is told nothing, and takes its connections apart as ever. It hears once more of each connection. A thread
+        that waits for a peer that is gone would otherwise loop, and take half a CPU from the end of this process.
         """
+        for epoll, fd, data in self._close(1):
+            _hear_once(ctypes, epoll, fd, data)
+
+    def break_off(self) -> bool:
+        """Have what waits for peers in the default group get an error. Does nothing, and says so, in several groups."""
+        return len(self._epolls) == 1 and bool(self._close(2))
+
+    def _close(self, how: int) -> list[tuple[int, int, int]]:
+        """Shut gloo's connections down. Returns the epoll, the descriptor and gloo's own name of each."""
         socket: Any = sys.modules.get("_socket")
         names = os.listdir(_TASKS) if socket and self._epolls else []  # noqa: PTH208
         # After the end of a thread the number of its epoll may be another file's.
         epolls = {epoll for tid, epoll in self._epolls.items() if str(tid) in names}
-        for fd in (fd for epoll in epolls for fd in _watched(epoll)):
+        closed = []
+        for each in [(epoll, *watched) for epoll in epolls for watched in _watched(epoll)]:
             try:
-                connection = socket.socket(fileno=os.dup(fd))
+                connection = socket.socket(fileno=os.dup(each[1]))
             except OSError:
                 # By this file gloo wakes the thread, or it is gone.
                 continue
             try:
-                connection.shutdown(socket.SHUT_WR)
+                # gloo ends the process if its listener is shut down.
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    closed.append(each)
+                    connection.shutdown(how)
             except OSError:
                 # Its peer has closed it.
                 continue
             finally:
                 connection.close()
+        return closed
+
+
+def _hear_once(ctypes: Any, epoll: int, fd: int, data: int) -> None:
+    """Have the thread hear once more of that descriptor. `data` is what gloo knows it by."""
+
+    class Event(ctypes.Structure):  # type: ignore[misc]
+        _pack_ = 1 if os.uname().machine == "x86_64" else 8
+        _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+    ctypes.CDLL(None).epoll_ctl(epoll, _EPOLL_CTL_MOD, fd, ctypes.byref(Event(_EPOLLIN | _EPOLLONESHOT, data)))
 
 
 def _epoll_of(tid: str) -> int:
@@ -75,11 +102,12 @@ def _epoll_of(tid: str) -> int:
     return int(words[1], 16) if words[3:5] == _AS_GLOO and words[0] in _EPOLL_WAITS else 0
 
 
-def _watched(epoll: int) -> Iterator[int]:
-    """The descriptors in that epoll."""
+def _watched(epoll: int) -> Iterator[tuple[int, int]]:
+    """The descriptors in that epoll, and what its user knows each by."""
     for line in _read(f"/proc/self/fdinfo/{epoll}").splitlines():
         if line.startswith(b"tfd:"):
-            yield int(line.split()[1])
+            words = line.split()
+            yield int(words[1]), int(words[5], 16)
 
 
 def _read(path: str) -> bytes:

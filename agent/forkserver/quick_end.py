@@ -111,7 +111,7 @@ class QuickEnd:
             has_lost_peer = self._has_lost_peer()
             if has_lost_peer or exit_report.fatal() is not None:
                 # Peers wait for this rank, or for one that waits for it. They need not wait until all is freed.
-                self._gloo.half_close()
+                self._gloo.half_close(self._ctypes)
             if has_lost_peer and not _has_hdf5():
                 self._leave_memory()
         except Exception:

@@ -58,10 +58,14 @@ class Child:
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     # A bare fork server is ready sooner without it.
-    from elaunch.agent.forkserver import huge_pages
     from elaunch.agent.forkserver.preload import WAIT_PER_WORK, Unfaithful, preload
 
-    huge_pages.prepare_heap()
+    # Otherwise this process stays small.
+    imports = bool(boot.preload or boot.learned.program.entries)
+    if imports:
+        from elaunch.agent.forkserver import huge_pages
+
+        huge_pages.prepare_heap()
     environment, began_ns = dict(os.environ), time.time_ns()
     mask, control = _settle(boot)
     opened = _opened() if boot.warm_s else None
@@ -94,10 +98,10 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
-    small = huge_pages.SmallPages()
-    if boot.is_paced:
+    small = huge_pages.SmallPages() if imports else None
+    if small and boot.is_paced:
         small.collapse_beside(WAIT_PER_WORK)
-    else:
+    elif small:
         small.collapse(math.inf if boot.warm_s else _COLLAPSES_S)
     gc.freeze()
     gc.enable()

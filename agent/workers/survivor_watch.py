@@ -29,6 +29,8 @@ class SurvivorWatch:
         self._group = group
         self._post = reporter.post
         self._ranks: set[int] = set()
+        # Those whose collective was broken off.
+        self._freed: set[int] = set()
         self._still: dict[int, Stillness | None] = {}
         self._living: frozenset[int] = frozenset()
         self._posted: frozenset[int] = frozenset()
@@ -49,13 +51,12 @@ class SurvivorWatch:
             self._living, self._posted = living, frozenset()
             self._still.clear()
         self.due_s = now_s + LOOK_EVERY_S
-        if "R" in states.values():
-            # Only if all are stuck does it matter, and looks take time from those that are on their way out.
-            return
-        for rank in self._ranks & living:
+        # Only if all are stuck does it matter, and looks take time from those that are on their way out.
+        is_quiet = "R" not in states.values()
+        for rank in self._ranks & living - (frozenset() if is_quiet else self._freed):
             self._look(rank, now_s)
         stuck = frozenset(rank for rank in living if survivors.is_stuck(self._still.get(rank)))
-        if stuck and stuck != self._posted:
+        if is_quiet and stuck and stuck != self._posted:
             self._posted = stuck
             names = dict.fromkeys(survivors.collective(self._inside(rank).main) for rank in sorted(stuck))
             self._post(WorkersStuck(self._group.generation, stuck, ", ".join(names)))
@@ -63,7 +64,7 @@ class SurvivorWatch:
     def _look(self, rank: int, now_s: float) -> None:
         recorder, pid = self._group.recorders.get(rank), self._group.pids[rank]
         answer = recorder.look_at_threads() if recorder else None
-        if answer is None:
+        if recorder is None or answer is None:
             # Who does not answer is neither known to be still, nor known to have moved.
             return
         self._still[rank] = state = self._still.get(rank)
@@ -72,8 +73,12 @@ class SurvivorWatch:
         outside = _outside(pid) if is_candidate else None
         if inside is None or outside is None:
             self._still[rank] = None
-        else:
-            self._still[rank] = survivors.after(state, SurvivorLook(inside, outside), world_size, now_s)
+            return
+        self._still[rank] = now = survivors.after(state, SurvivorLook(inside, outside), world_size, now_s)
+        if survivors.waits_in_vain(now) and rank not in self._freed:
+            # Otherwise it waits until a peer that got the error has ended, and the next one waits for its end.
+            self._freed.add(rank)
+            recorder.break_off(*inside.at)
 
     def _inside(self, rank: int) -> Inside:
         state = self._still[rank]

@@ -13,6 +13,7 @@ OPTIONS = ("--preload", "torch.distributed", "--nproc-per-node", "3", *GRACE)
 
 # Rank 2 fails, and rank 1 waits for rank 0 in a collective. In the first generation rank 0's handler saves. Its end
 # frees rank 1, whose handler runs then. In the second one rank 0's handler enters a collective, as Lightning's does.
+# With several groups nobody may break off the collective of one.
 PROGRAM = """
 import os, signal, time
 import torch, torch.distributed as dist
@@ -27,6 +28,8 @@ def handle(*_):
     print("rank", RANK, "has saved", flush=True)
     os._exit(0)
 dist.init_process_group("gloo")
+if os.environ["GROUPS"] == "several":
+    dist.barrier(dist.new_group())
 signal.signal(signal.SIGTERM, handle)
 pids = torch.zeros(3, dtype=torch.int64)
 pids[RANK] = os.getpid()
@@ -49,11 +52,24 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_survivor_that_saves_has_its_grace_and_those_that_only_wait_are_killed_at_once(tmp_path: Path) -> None:
     script(tmp_path, PROGRAM)
 
-    with Job(tmp_path, *OPTIONS, "train.py") as job:
+    with Job(tmp_path, *OPTIONS, "train.py", env={"GROUPS": "several"}) as job:
         assert job.wait() == 1, job.output
 
     assert [job.stdout.count(f"handler of rank {rank} runs") for rank in range(2)] == [2, 1]
     assert [job.stdout.count(f"rank {rank} has saved") for rank in range(2)] == [1, 1]
     said = re.findall(r"local rank ([\d, ]+) cannot act on SIGTERM: .* collective \(broadcast\)", job.stderr)
     assert said == ["0, 1"]
+    assert "still ran after" not in job.stderr
+
+
+def test_survivors_that_wait_for_the_failed_rank_get_the_error_and_their_handlers_run(tmp_path: Path) -> None:
+    script(tmp_path, PROGRAM)
+
+    with Job(tmp_path, *OPTIONS, "train.py", env={"GROUPS": "one"}) as job:
+        assert job.wait() == 1, job.output
+
+    # In the second generation the handlers' collective of all ranks ends by the same error.
+    assert [job.stdout.count(f"handler of rank {rank} runs") for rank in range(2)] == [2, 2]
+    assert [job.stdout.count(f"rank {rank} has saved") for rank in range(2)] == [1, 1]
+    assert "cannot act on SIGTERM" not in job.stderr
     assert "still ran after" not in job.stderr

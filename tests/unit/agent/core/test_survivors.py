@@ -12,7 +12,17 @@ import pytest
 from elaunch.agent.core import survivors
 from elaunch.agent.core.collectives import Count
 from elaunch.agent.core.stack_groups import Frame
-from elaunch.agent.core.survivors import STUCK_S, Inside, Outside, Stillness, SurvivorLook, after, is_stuck, read_inside
+from elaunch.agent.core.survivors import (
+    STUCK_S,
+    Inside,
+    Outside,
+    Stillness,
+    SurvivorLook,
+    after,
+    is_stuck,
+    read_inside,
+    waits_in_vain,
+)
 
 WORLD_SIZE = 3
 PID = 100
@@ -72,6 +82,13 @@ def test_one_that_only_waits_in_a_collective_of_all_ranks_is_stuck_after_a_while
     assert not is_stuck(early)
     assert is_stuck(late)
     assert not is_stuck(None)
+
+
+def test_one_that_two_looks_have_found_waiting_may_get_its_error() -> None:
+    assert not waits_in_vain(state_after(LOOK))
+    assert waits_in_vain(state_after(LOOK, LOOK))
+    assert not waits_in_vain(state_after(LOOK, outside(calls={**OUTSIDE.calls, 104: ("", "")})))
+    assert not waits_in_vain(None)
 
 
 def test_the_thread_that_answers_may_be_awake_and_no_other_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ from tests.harness import DEADLINE_S
 # Rank 1 waits for rank 0, which half-closes its connections and lives on until rank 1 has said on stderr what it got.
 # Both are forked from one import of torch.
 PAIR = """
-import os, sys
+import ctypes, os, sys
 import torch
 import torch.distributed as dist
 from elaunch.agent.forkserver.gloo_threads import GlooThreads
@@ -33,7 +34,7 @@ if rank == 0:
     while not gloo.tids:
         gloo.look()
     ours, theirs = __import__("socket").socketpair()
-    gloo.half_close()
+    gloo.half_close(ctypes)
     theirs.send(b"x")
     print("sockets of the program's own work" if ours.recv(1) == b"x" else "", flush=True)
     sys.stdin.readline()
@@ -80,7 +81,7 @@ def test_a_process_without_gloo_closes_nothing() -> None:
     with ours, theirs, select.epoll() as epoll:
         epoll.register(ours)
         gloo.look()
-        gloo.half_close()
+        gloo.half_close(ctypes)
         theirs.send(b"x")
 
         assert not gloo.tids
