@@ -163,6 +163,29 @@ def ddp() -> str:
     )  # fmt: skip
 
 
+def auto() -> str:
+    """The steps in which a plan is chosen."""
+    return _picture(
+        "How --parallel auto chooses a plan, and what a restart does",
+        (960, 310),
+        Box(20, 40, 200, "1 measure the workers", ("memory that is left,", "the speed of a block,", "and of exchanges"),
+            "core"),
+        Box(270, 40, 200, "2 estimate all plans", ("memory and time of each", "that the workers and the",
+                                                   "network allow"), "core"),
+        Box(520, 40, 190, "3 measure three", ("built in the workers,", "a few steps, and", "thrown away"), "work"),
+        Box(760, 40, 180, "4 take one", ("the fastest that fits", "as measured"), "work"),
+        Box(270, 215, 200, "left out", ("an estimate above the", "memory that there is"), "end"),
+        Box(520, 215, 190, "a restart", ("goes on with the plan,", "and measures nothing"), "watch"),
+        Box(760, 215, 180, "plan.json", ("written before there", "is a state"), "plain"),
+        Arrow(((220, 85), (268, 85))),
+        Arrow(((470, 85), (518, 85)), "of those that fit\nthe plainest, and\nthe two fastest", (484, 150)),
+        Arrow(((710, 85), (758, 85))),
+        Arrow(((370, 129), (370, 213)), "too large", (380, 176)),
+        Arrow(((850, 112), (850, 213))),
+        Arrow(((760, 250), (712, 250))),
+    )  # fmt: skip
+
+
 def _picture(title: str, size: tuple[int, int], *parts: Box | Arrow) -> str:
     width, height = size
     space = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
@@ -181,7 +204,13 @@ def _picture(title: str, size: tuple[int, int], *parts: Box | Arrow) -> str:
     )
 
 
-PICTURES = {"rooms.svg": rooms, "processes.svg": processes, "generation.svg": generation, "ddp.svg": ddp}
+PICTURES = {
+    "rooms.svg": rooms,
+    "processes.svg": processes,
+    "generation.svg": generation,
+    "ddp.svg": ddp,
+    "auto.svg": auto,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -1,4 +1,4 @@
-"""Draw the pictures of the plans in docs/parallelism.md.
+"""Draw the pictures of the exchanges and plans in docs/parallelism.md.
 
     python docs/record/plans.py docs/images
 
@@ -214,7 +214,87 @@ def _times(orders: list[list[tuple[str, int]]]) -> dict[tuple[str, int, int], tu
     return times
 
 
+def collectives() -> str:
+    """What four ranks have before and after each exchange of c10d."""
+    each, parts = ("a", "b", "c", "d"), ("a0..a3", "b0..b3", "c0..c3", "d0..d3")
+    exchanges = [
+        ("send, recv in a ring", each, ("d", "a", "b", "c")),
+        ("broadcast from rank 0", ("a", "", "", ""), ("a", "a", "a", "a")),
+        ("scatter from rank 0", ("abcd", "", "", ""), each),
+        ("gather to rank 0", each, ("abcd", "", "", "")),
+        ("reduce to rank 0", each, ("sum", "", "", "")),
+        ("all_reduce", each, ("sum",) * 4),
+        ("all_gather", each, ("abcd",) * 4),
+        ("reduce_scatter", parts, tuple(f"sum {number}" for number in range(4))),
+        ("all_to_all", parts, tuple("".join(f"{letter}{number}" for letter in each) for number in range(4))),
+    ]
+    picture = Picture("What ranks 0 to 3 have before (above) and after (below)", 960, 420)
+    for number, (name, before, after) in enumerate(exchanges):
+        left, top = 20 + number % 3 * 312, 66 + number // 3 * 118
+        picture.text(left, top, name, "title")
+        for rank in range(4):
+            for row, (values, colour) in enumerate(((before, "green"), (after, "blue"))):
+                x, y = left + rank * 72, top + 12 + row * 42
+                picture.box(x, y, 68, 28, colour if values[rank] else "white")
+                picture.text(x + 34, y + 19, values[rank], "name")
+    picture.text(20, 408, "all_reduce is a reduce_scatter and an all_gather: rings send both halves of it one by one.")
+    return picture.done()
+
+
+def hooks() -> str:
+    """What a rank sends for a bucket, in parts of what it sends without a hook; for many ranks."""
+    rows = [
+        ("none", (1.0,), "float32: the sum of all ranks' gradients"),
+        ("fp16, bf16", (0.5,), "half as many bytes for each number"),
+        ("quantised", (0.125, 0.125), "8 bits: each rank's share to its rank, which sums; then its mean to all"),
+        ("powersgd", (0.012, 0.012), "two thin factors of each matrix; what they lack waits for the next step"),
+        ("top-k (an example)", (0.08,), "the largest gradients and where they are; the others wait"),
+        ("post-local SGD", (), "nothing in most steps, and all weights every H steps"),
+        ("gossip", (0.5, 0.5), "weights, to each of two neighbours; no gradients"),
+        ("noop", (), "nothing: each rank trains for itself"),
+    ]
+    picture = Picture("What a rank sends for a bucket with each hook", 960, 350)
+    for number, (name, messages, text) in enumerate(rows):
+        top = 50 + number * 36
+        picture.text(20, top + 17, name)
+        x = 150.0
+        for share in messages:
+            picture.box(x, top, 320 * share, 24, "blue")
+            x += 320 * share + 4
+        picture.text(490, top + 17, text)
+    return picture.done()
+
+
+def tuning() -> str:
+    """When the buckets of a backward pass are sent, with three sizes."""
+    picture = Picture("One backward pass with three sizes of buckets", 960, 350)
+    # A layer is computed by then.
+    ready = {"3": 330, "2": 460, "1": 590}
+    rows = [
+        ("25 MiB", [(590, 300, "3 + 2 + 1")], (90, "one bucket: nothing overlaps")),
+        ("5 MiB", [(end, 100, layer) for layer, end in ready.items()], (90, "only the last one is exposed")),
+        ("1 MiB", [(200 + 32.5 * turn, 25, "") for turn in range(1, 13)], (630, "the gaps are the messages' latency")),
+    ]
+    for number, (name, sends, (at, text)) in enumerate(rows):
+        top = 52 + number * 96
+        picture.text(20, top + 19, name, "title")
+        picture.box(90, top, 110, 28, "green")
+        picture.text(145, top + 19, "forward", "name")
+        for layer, end in ready.items():
+            picture.box(end - 130, top, 130, 28, "green")
+            picture.text(end - 65, top + 19, f"backward {layer}", "name")
+        for begin, width, layers in sends:
+            picture.box(begin, top + 34, width, 28, "blue")
+            picture.text(begin + width / 2, top + 53, layers, "name")
+        picture.text(at, top + 53, text)
+    picture.text(20, 338, "green: computed. blue: sent. The step ends when both are done.")
+    return picture.done()
+
+
 PICTURES = {
+    "collectives.svg": collectives,
+    "hooks.svg": hooks,
+    "tuning.svg": tuning,
     "sharding.svg": sharding,
     "tensor-parallel.svg": tensor_parallel,
     "pipeline.svg": pipeline,

@@ -82,3 +82,29 @@ def test_the_page_of_the_run_shows_the_profile(profiled: tuple[Path, Job]) -> No
     assert shown["sentences"][0] in page.replace("&#39;", "'")
     (link,) = re.findall(r'href="([^"]+/trace\.json\.gz)"', page)
     assert (folder / link).is_file()
+
+
+PLANS = [("zero1", 2), ("zero2", 2), ("fsdp2", 2), ("hsdp", 4), ("tp=2", 2), ("pp=2", 2), ("pp=2,schedule=gpipe", 2)]
+PLANS += [("pp=2,schedule=interleaved", 2), ("tp=2,pp=2", 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "workers"), PLANS)
+def test_each_plan_is_profiled_on_all_ranks(tmp_path: Path, plan: str, workers: int) -> None:
+    words = [*preloading("elaunch.trainer.train"), "--log-dir", "logs", "--nproc-per-node", str(workers)]
+    words += ["-m", "elaunch.trainer", *SHAPE, "--layers", "4", "--parallel", plan, "--profile", "4-5"]
+
+    job = finished(tmp_path, *words, env={"OMP_NUM_THREADS": "1"})
+
+    assert job.code == 0, job.output
+    place = tmp_path / "logs" / "latest" / "attempt_0" / "profile"
+    record = loaded(place / "profile.json")
+    ranks = set(range(workers))
+    assert {(each["step"], each["rank"]) for each in record["steps"]} == {(s, rank) for s in (4, 5) for rank in ranks}
+    for each in record["steps"]:
+        assert 0 < each["communication_s"] < each["seconds"], each
+        assert 0 <= each["exposed_s"] <= each["communication_s"], each
+        assert 0 < each["computation_s"] < each["seconds"], each
+    names = {e["args"]["name"] for e in loaded(place / "trace.json.gz")["traceEvents"] if e["name"] == "process_name"}
+    assert {re.sub(" on .*", "", name) for name in names} == {f"rank {rank}" for rank in ranks}
+    assert "profile: steps 4 to 5 took" in job.output

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.examples.running import struck_once
 from tests.harness import REPOSITORY, Job, finished, script, wait_for
 from tests.nodes import needs_nodes
 
 EXAMPLES = REPOSITORY / "examples" / "rpc"
-# From a kill to the end of all workers. RPC's own timeout is a minute, and elaunch's grace 2 s.
-GONE_S = 1.5
+# So long nobody is killed: survivors must end by the first signal, however busy the machine is. RPC's own timeout is a
+# minute.
+PATIENT = ("--failure-grace", "50")
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,15 @@ def test_calls_references_and_late_answers(tmp_path: Path) -> None:
     assert [f"[{rank}] default{rank}: the sum of all ranks is 1" in job.stdout for rank in (0, 1)] == [True, True]
 
 
+@pytest.mark.slow
+def test_after_the_kill_of_a_process_the_calls_are_answered_as_before(tmp_path: Path) -> None:
+    # Rank 1 has the counter by then, and rank 0 may wait for it in a call.
+    again = struck_once(tmp_path, "rpc/basics.py", "result = rpc.rpc_sync(")
+
+    assert "default0: the counter on default1 has 10" in again
+    assert [f"default{rank}: the sum of all ranks is 1" in again for rank in (0, 1)] == [True, True]
+
+
 CASES = [(program, role) for program in ALL for role in program.ranks]
 
 
@@ -97,7 +108,7 @@ def test_the_death_of_a_process_changes_nothing_of_the_result(
 ) -> None:
     expected = end_of(program, unfailed, tmp_path)
 
-    with Job(tmp_path, "--log-dir", "logs", *program.words) as job:
+    with Job(tmp_path, "--log-dir", "logs", *PATIENT, *program.words) as job:
         job.wait_for_output(r"^\[\d\] step 20: ")
         os.kill(pid_of(tmp_path, program.ranks[role]), signal.SIGKILL)
         assert job.wait() == 0, job.output
@@ -112,8 +123,7 @@ def test_the_death_of_a_process_changes_nothing_of_the_result(
         assert re.search(r"(?:0 steps are|1 step is) repeated|goes on after step (?!1\d\b)\d\d", job.output), job.output
     first = [e for e in timeline(tmp_path) if e["generation"] == 0 and e["event"] == "exited"]
     assert len(first) == len({e["rank"] for e in timeline(tmp_path) if e["event"] == "forked"})
-    moments = [e["monotonic_s"] for e in first]
-    assert max(moments) - min(moments) < GONE_S, job.output
+    assert not [e for e in timeline(tmp_path) if e["event"] == "killing"], job.output
 
 
 # In generation 0 ranks 0 and 1 wait: for all at the end, or for each other in a call. Both processes of the call live.
@@ -141,7 +151,7 @@ rpc.shutdown()
 def test_processes_that_wait_in_rpc_end_by_the_first_signal(where: str, tmp_path: Path) -> None:
     script(tmp_path, WAITING)
 
-    with Job(tmp_path, "--log-dir", "logs", "--nproc-per-node", "3", "train.py", where) as job:
+    with Job(tmp_path, "--log-dir", "logs", *PATIENT, "--nproc-per-node", "3", "train.py", where) as job:
         for rank in range(3):
             job.wait_for_output(rf"^\[{rank}\] has joined")
         os.kill(pid_of(tmp_path, 2), signal.SIGKILL)

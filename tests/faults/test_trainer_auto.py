@@ -43,6 +43,9 @@ def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step
     assert len(re.findall(r"parallel: \S+ .*s {2,}chosen$", run.job.output, re.MULTILINE)) == 1
     assert run.job.output.count(f"parallel: {plan}, as this run has chosen") == 1
     assert run.job.output.count(f" workers with {plan}") == 2
+    # Two workers share matrices in one way.
+    worker = json.loads((run.out / "plan.json").read_text())["worker"]
+    assert worker["exchange_s"].keys() == {"2"}
     assert run.began(2) == 8
     run.assert_complete(steps=STEPS)
     assert run.difference(calm) <= TOLERANCE
@@ -128,7 +131,7 @@ def test_a_new_job_goes_on_from_a_checkpoint_with_its_plan_and_one_without_a_che
 def test_a_state_without_its_plan_is_refused(tmp_path: Path, forker: RankForker) -> None:
     with Forked(tmp_path / "run", forker, asks=["loss-0-9-1"]) as run:
         assert run.generation(0, 2, *SHAPE, *ANY_NUMBER)[1].code == -signal.SIGKILL
-        (run.out / "plan.json").write_text('{"format": 1}')
+        (run.out / "plan.json").write_text('{"format": 2}')
         first, second = run.generation(1, 2, *SHAPE, *ANY_NUMBER)
 
     assert (first.code, second.code) == (2, 2)

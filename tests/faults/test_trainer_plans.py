@@ -18,8 +18,8 @@ SHAPE = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3", "--layers", "4", 
 KEPT = ("--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "11")
 # Relative, over 20 steps.
 TOLERANCE = 1e-5
-PLANS = ["zero2", "hsdp", "tp=2", "fsdp=2,tp=2", "pp=2", "fsdp=2,pp=2", "tp=2,pp=2", "pp=2,schedule=gpipe"]
-PLANS += ["pp=2,schedule=interleaved"]
+PLANS = ["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp=2", "fsdp=2,tp=2", "pp=2", "fsdp=2,pp=2", "tp=2,pp=2"]
+PLANS += ["pp=2,schedule=gpipe", "pp=2,schedule=interleaved"]
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +79,7 @@ def test_a_job_of_4_workers_goes_on_with_2_and_then_with_4(
 RESHARDED = [("tp=2", 2, "tp=4", 4), ("tp=4", 4, "fsdp=2,tp=2", 4), ("dp=2,tp=2", 4, "tp=2", 2)]
 RESHARDED += [("pp=2", 2, "pp=4", 4), ("pp=4", 4, "fsdp=2,pp=2", 4), ("pp=2", 2, "pp=2,schedule=interleaved", 2)]
 RESHARDED += [("dp=2,pp=2", 4, "pp=2", 2), ("fsdp2", 4, "hsdp", 4), ("hsdp", 4, "zero2", 2)]
+RESHARDED += [("ddp", 4, "ddp", 2), ("zero1", 2, "zero1", 4), ("dp=2,tp=2,pp=2", 8, "tp=2,pp=2", 4)]
 
 
 @pytest.mark.parametrize(("before", "workers", "after", "workers_after"), RESHARDED)
@@ -95,10 +96,11 @@ def test_a_run_goes_on_from_its_checkpoint_with_other_workers_and_another_divisi
     words = (*shape, *KEPT, "--checkpoint-every", "6")
     calm = calm_training(2, *shape, steps=STEPS)
 
-    with Forked(tmp_path / "run", forker, asks=["loss-0-14-1"]) as run:
-        assert run.generation(0, workers, *words, "--parallel", before)[1].code == -signal.SIGKILL
+    # Rank 0 publishes.
+    with Forked(tmp_path / "run", forker, asks=["published-0-12-0"]) as run:
+        assert run.generation(0, workers, *words, "--parallel", before)[0].code == -signal.SIGKILL
         run.forget()
-        run.release("loss-0-14-1")
+        run.release("published-0-12-0")
         # A new job: the numbers of workers are those that it is given.
         ended = run.generation(0, workers_after, *words, "--parallel", after)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from elaunch.trainer.checkpoint.catalog import marks
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.import_ahead import import_ahead
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.checkpoint.urls import StorageError
@@ -19,7 +20,7 @@ from elaunch.trainer.state.version import Version
 class DiskCopies:
     """The checkpoints in `storage` of generation `generation`; with None there are none, and every call does nothing.
 
-    `look`, `close` and `where_to_go_on` are local to a rank; all other methods are collective.
+    `look`, `step_done`, `close` and `where_to_go_on` are local to a rank; all other methods are collective.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class DiskCopies:
     ) -> None:
         self._training, self._peers, self._say = training, peers, say
         self._generation = generation
+        self._is_ready = False
         # The newest step of which a checkpoint was begun or restored.
         self._newest = -1
         # The step of the newest whole checkpoint that was there at the start, as far as is known; 0 if there was none.
@@ -87,6 +89,12 @@ class DiskCopies:
         of_all = self._peers.from_all(own()) if self._training.is_in_parts else self._peers.to_rank_0(own()) or []
         random, per_rank = ([its[name] for its in of_all if name in its] for name in ("random", "per_rank"))
         self._checkpoints.save_async(version.step, self._training.whole(random, per_rank))
+
+    def step_done(self) -> None:
+        """A step is behind this process: get ready for the first checkpoint, which training would wait for."""
+        if not self._is_ready and self._checkpoints is not None and (self._peers.leads or self._training.is_in_parts):
+            import_ahead()
+        self._is_ready = True
 
     def look(self) -> None:
         """Report failures of background writes as soon as they are known."""

@@ -22,6 +22,7 @@ from elaunch.trainer.parallel.choice import (
     PlanOption,
     PlanRoom,
     PlanTrial,
+    StepMemory,
     choose,
     choose_by_estimate,
     gib,
@@ -30,25 +31,26 @@ from elaunch.trainer.parallel.choice import (
 )
 from elaunch.trainer.parallel.estimate import KeptCopies, WorkerSpeed, estimate
 from elaunch.trainer.parallel.plan import AUTO, PlanError, parse
-from elaunch.trainer.parallel.trial import try_plan, worker_speed
+from elaunch.trainer.parallel.speed import worker_speed
+from elaunch.trainer.parallel.trial import try_plan
 from elaunch.trainer.parallel.worker_memory import PeakMeter, keep_little_of_what_is_freed, worker_room
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class KeptPlan:
     """A choice that a run has made. Its state belongs to that plan.
 
-    `memory_ratio` is what the plan took, in parts of the estimate. `worker` is as it was measured then. `room` and
-    `tried` are for people and benches: the bytes that a worker may take, and a row for each plan.
+    `memory` is that of its steps. `worker` is as it was measured then. `room` and `tried` are for people and benches:
+    the bytes that a worker may take, and a row for each plan.
     """
 
     plan: str
     world_size: int
-    memory_ratio: float
+    memory: StepMemory
     worker: WorkerSpeed
     room: int
     tried: list[dict[str, Any]]
@@ -60,8 +62,9 @@ class KeptPlan:
         if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
             raise ValueError(f"it is not of format {_FORMAT}")
         try:
-            record = cls(**{**found, "worker": WorkerSpeed(**found["worker"])})
-            if parse(record.plan).is_auto or record.world_size < 1 or record.memory_ratio <= 0:
+            parts = {"worker": WorkerSpeed(**found["worker"]), "memory": StepMemory(**found["memory"])}
+            record = cls(**{**found, **parts})
+            if parse(record.plan).is_auto or record.world_size < 1 or min(asdict(record.memory).values()) < 1:
                 raise ValueError("it is damaged")
         except (TypeError, KeyError, PlanError) as error:
             raise ValueError("it is damaged") from error
@@ -132,7 +135,8 @@ class _Choosing:
             # DDP needs least of the batch; so its own words say what is wrong.
             self._config_of("ddp").check(self._place)
         self._import_all()
-        worker = worker_speed(self._config.shape, self._device, self._peers, compiled=self._config.compile)
+        plans = [each.plan for each in among]
+        worker = worker_speed(self._config, self._device, self._peers, plans)
         room, taken = self._room()
         worker = replace(worker, base_bytes=taken)
         meter = PeakMeter(self._device)
@@ -189,7 +193,7 @@ class _Choosing:
             # They are there, and so among what is taken.
             self._copies = KeptCopies(self._of_node)
         room, taken = self._room()
-        options = self._options(among, replace(record.worker, base_bytes=taken), record.memory_ratio)
+        options = self._options(among, replace(record.worker, base_bytes=taken), record.memory)
         option = choose_by_estimate(options, room)
         other = "" if is_same else f" with {record.world_size} workers; for {self._place.world_size}: {option.text}"
         self._say(f"parallel: {record.plan}, as this run has chosen{other}")
@@ -198,10 +202,12 @@ class _Choosing:
     def _candidates(self) -> list[Candidate]:
         return candidates(self._workers, self._config.shape, needs_ddp=self._config.needs_ddp)
 
-    def _options(self, among: Sequence[Candidate], worker: WorkerSpeed, ratio: float | None = None) -> list[PlanOption]:
-        shape = self._config.shape
+    def _options(
+        self, among: Sequence[Candidate], worker: WorkerSpeed, known: StepMemory | None = None
+    ) -> list[PlanOption]:
+        shape, bf16 = self._config.shape, self._config.bf16
         return [
-            PlanOption(each, estimate(each.plan, each.sizes, shape, worker, copies=self._copies), ratio)
+            PlanOption(each, estimate(each.plan, each.sizes, shape, worker, copies=self._copies, bf16=bf16), known)
             for each in among
         ]
 
@@ -225,8 +231,8 @@ class _Choosing:
         """Keep the choice before there is a state. All ranks wait until it is written."""
         option = choice.option
         trial = choice.trials[option.text]
-        ratio = max(1.0, trial.memory / option.estimate.memory.step)
-        record = KeptPlan(option.text, self._place.world_size, ratio, worker, room.bytes, tried)
+        memory = StepMemory(option.estimate.memory.step, trial.memory)
+        record = KeptPlan(option.text, self._place.world_size, memory, worker, room.bytes, tried)
         trouble = ""
         if self._peers.leads:
             try:

@@ -23,12 +23,29 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
+class StepMemory:
+    """What a step took when the plan was chosen, beside its estimate then. Bytes of one worker."""
+
+    estimated: int
+    measured: int
+
+    def corrected(self, estimated: int) -> int:
+        """What a step takes that has this estimate with other workers.
+
+        What the estimate does not know (a compiler's own memory) stays as large as it was. Only the difference of the
+        estimates may be too low.
+        """
+        unknown = max(0, self.measured - self.estimated)
+        return estimated + unknown + int(_MARGIN * max(0, estimated - self.estimated))
+
+
+@dataclass(frozen=True)
 class PlanOption:
-    """A candidate and what it is estimated to take. `ratio` corrects the memory, where it was measured before."""
+    """A candidate and what it is estimated to take. `known` corrects the memory, where the plan ran before."""
 
     candidate: Candidate
     estimate: Estimate
-    ratio: float | None = None
+    known: StepMemory | None = None
 
     @property
     def text(self) -> str:
@@ -38,7 +55,9 @@ class PlanOption:
     def needs(self) -> int:
         """The memory without which it is not tried."""
         memory = self.estimate.memory
-        return self.needs_with(int(max(memory.step, memory.ending) * (self.ratio or 1 + _MARGIN)))
+        if self.known is not None:
+            return self.needs_with(max(self.known.corrected(memory.step), memory.ending))
+        return self.needs_with(int(max(memory.step, memory.ending) * (1 + _MARGIN)))
 
     def needs_with(self, taken: int) -> int:
         """What the worker needs if the training itself takes so much."""

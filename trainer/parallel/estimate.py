@@ -2,22 +2,25 @@
 
 Memory is that of the worker that needs most. Its parts are those of docs/parallelism.md: parameters, gradients and
 AdamW's two moments, what FSDP2 gathers, and the activations that the backward pass needs. At the end of a run each
-worker collects the whole network's parameters, and then has no gradients and activations. All is float32. Time is that
-of the computation, of the waits of a pipeline, and of the bytes on the wire, one after the other: what overlaps in
-reality is an upper bound here.
+worker collects the whole network's parameters, and then has no gradients and activations. All is float32, but for the
+activations with bfloat16. Time is that of the computation, of the waits of a pipeline, and of all that is exchanged,
+one after the other: what overlaps in reality is an upper bound here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elaunch.trainer.parallel.checks import Shape, layers_of, microbatches, stages, windows_of_microbatch
 from elaunch.trainer.parallel.plan import ParallelPlan, Sizes, parse
 
+# Tensor parallel gathers, and sums and scatters, this often in a block: forward and backward, in each of its two pairs.
+EXCHANGES_OF_BLOCK = 8
 _BYTES = 4
-# The floats that a block keeps for its backward pass, for each position and unit of width: the input of both norms,
-# queries, keys and values, attention's output (twice, since it is transposed) and the feed-forward layer's two fours.
-_KEPT_DIVIDED = 15
+# The floats that a block keeps for its backward pass, for each position and unit of width. The input of both norms:
+_KEPT_OF_NORMS = 2
+# Queries, keys and values, attention's output (twice, since it is transposed) and the feed-forward layer's two fours:
+_KEPT_DIVIDED = 13
 # The inputs of the two matrices that are divided by their outputs: with tensor parallel each worker has all positions.
 _KEPT_GATHERED = 2
 # Scores, their logarithms and the gradient of these.
@@ -26,12 +29,23 @@ _KEPT_OF_SCORES = 3
 
 @dataclass(frozen=True)
 class WorkerSpeed:
-    """A worker as it was measured: what its process takes without a model, its speed, and its link to the others."""
+    """A worker as it was measured: what its process takes without a model, its speed, and its link to the others.
+
+    `sharded_s_per_byte` is what a byte takes that FSDP2 exchanges, with FSDP2's copies, and `exchange_s` what one of
+    the exchanges of tensor parallel takes for a micro-batch, by the number of workers that share a matrix. Where they
+    are not measured, the link alone counts.
+    """
 
     base_bytes: int = 0
     flops_per_s: float = 1e10
     link_bytes_per_s: float = 1e9
     message_s: float = 1e-4
+    sharded_s_per_byte: float = 0.0
+    exchange_s: dict[str, float] = field(default_factory=dict)
+
+    def sending_s(self, sent: float, messages: int) -> float:
+        """What so many bytes in so many messages take on the link."""
+        return sent / self.link_bytes_per_s + messages * self.message_s
 
 
 @dataclass(frozen=True)
@@ -111,9 +125,12 @@ def estimate(
     *,
     copies: KeptCopies = KeptCopies(),
     vocabulary: int = 256,
+    bf16: bool = False,
 ) -> Estimate:
-    """The estimate for a plan that fits `shape` (see `checks`)."""
-    memories = [_memory(rank, plan, sizes, shape, worker.base_bytes, copies, vocabulary) for rank in range(plan.pp)]
+    """The estimate for a plan that fits `shape` (see `checks`). `bf16`: it computes in bfloat16."""
+    memories = [
+        _memory(rank, plan, sizes, shape, worker.base_bytes, copies, vocabulary, bf16=bf16) for rank in range(plan.pp)
+    ]
     return Estimate(max(memories, key=lambda memory: memory.total), _duration(plan, sizes, shape, worker, vocabulary))
 
 
@@ -132,7 +149,15 @@ def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) 
 
 
 def _memory(
-    rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, base: int, copies: KeptCopies, vocabulary: int
+    rank: int,
+    plan: ParallelPlan,
+    sizes: Sizes,
+    shape: Shape,
+    base: int,
+    copies: KeptCopies,
+    vocabulary: int,
+    *,
+    bf16: bool,
 ) -> Memory:
     block, own = parameters_of(rank, plan, shape, vocabulary)
     ends = own - block * _blocks(rank, plan, shape)
@@ -157,7 +182,7 @@ def _memory(
         _BYTES * gradients,
         _BYTES * moments,
         _BYTES * gathered,
-        _BYTES * _activations(rank, plan, sizes, shape, vocabulary),
+        _BYTES * _activations(rank, plan, sizes, shape, vocabulary, bf16=bf16),
         # With more workers this happens before the first step, when there are no moments (the Keeper's warm-up).
         rebuilt=_BYTES * own if plan.has_ddp and sizes.data == 2 else 0,
         collected=0 if plan.has_ddp else _BYTES * whole,
@@ -165,7 +190,7 @@ def _memory(
     )
 
 
-def _activations(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, vocabulary: int) -> int:
+def _activations(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, vocabulary: int, *, bf16: bool) -> int:
     """Floats that the backward passes of all micro-batches under way need."""
     has_scores = (rank + (plan.stages_per_worker - 1) * plan.pp) == stages(plan) - 1
     if plan.pp == 1:
@@ -177,12 +202,16 @@ def _activations(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, voca
         ahead = {"gpipe": many, "1f1b": plan.pp - rank, "interleaved": -(-stages_ahead // 2)}[plan.schedule]
         under_way = min(many, ahead)
     positions = windows * shape.context
-    kept = _KEPT_DIVIDED + _KEPT_GATHERED if plan.tp == 1 else _KEPT_DIVIDED / plan.tp + _KEPT_GATHERED
+    # Autocast keeps the residual in float32, so the inputs of the norms too.
+    size = 0.5 if bf16 else 1.0
+    kept = (_KEPT_OF_NORMS + size * _KEPT_DIVIDED) / plan.tp + size * _KEPT_GATHERED
     block = int(positions * shape.width * kept)
     scores = positions // plan.tp * vocabulary * _KEPT_OF_SCORES if has_scores else 0
     # One block more for the gradients of its activations. Of scores only the logarithms stay until the backward pass.
     several = (scores // _KEPT_OF_SCORES) * (under_way - 1)
-    return block * (_blocks(rank, plan, shape) * under_way + 1) + scores + several
+    # Each micro-batch has its own copy of the matrices in bfloat16 until its backward pass.
+    casts = int(size * parameters_of(rank, plan, shape, vocabulary)[1]) * under_way if bf16 else 0
+    return block * (_blocks(rank, plan, shape) * under_way + 1) + scores + several + casts
 
 
 def _blocks(rank: int, plan: ParallelPlan, shape: Shape) -> int:
@@ -199,30 +228,38 @@ def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpee
     computing = positions * each / (plan.tp * plan.pp) / worker.flops_per_s
     many = microbatches(plan, sizes, shape) if plan.pp > 1 else 1
     waiting = computing * (plan.pp - 1) / (many * plan.stages_per_worker)
-    sent, messages = _traffic(plan, sizes, shape, passes, vocabulary)
-    return Duration(computing, waiting, sent / worker.link_bytes_per_s + messages * worker.message_s)
-
-
-def _traffic(plan: ParallelPlan, sizes: Sizes, shape: Shape, passes: int, vocabulary: int) -> tuple[float, int]:
-    """The bytes that the busiest worker sends in a step, and the number of its collectives and messages."""
     own = max(parameters_of(rank, plan, shape, vocabulary)[1] for rank in range(plan.pp)) * _BYTES
     blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))
-    data, sent, messages = sizes.data, 0.0, 0
-    if not plan.has_ddp:
-        f, d = sizes.fsdp, sizes.dp
-        gathers = 1 if plan.pp > 1 or plan.kind == "zero2" else 2 * passes
-        sent += (gathers + 1) * (f - 1) / f * own + 2 * (d - 1) / d * own / f
-        messages += ((gathers + 1) * (blocks + 1) if f > 1 else 0) + (blocks + 1 if d > 1 else 0)
+    if plan.has_ddp:
+        sending = _summing_s(plan, sizes, shape, worker, own)
     else:
-        sent += 2 * (data - 1) / data * own + ((data - 1) / data * own if plan.kind == "zero1" else 0)
-        messages += 2 + (3 + 12 * shape.layers if plan.kind == "zero1" else 0) if data > 1 else 0
+        sending = _sharding_s(plan, sizes, worker, passes, own, blocks)
     activations = shape.micro_batch * shape.context * shape.width * _BYTES
     if plan.tp > 1:
-        sent += passes * 8 * blocks * (plan.tp - 1) / plan.tp * activations
-        messages += passes * 8 * blocks
+        exchange_s = worker.sending_s((plan.tp - 1) / plan.tp * activations, 1)
+        exchange_s = max(exchange_s, worker.exchange_s.get(str(plan.tp), 0.0))
+        sending += passes * EXCHANGES_OF_BLOCK * blocks * exchange_s
     if plan.pp > 1:
-        many = microbatches(plan, sizes, shape)
         ways = 2 * plan.stages_per_worker
-        sent += ways * passes * activations / plan.tp
-        messages += ways * many
-    return sent, messages
+        sending += worker.sending_s(ways * passes * activations / plan.tp, ways * many)
+    return Duration(computing, waiting, sending)
+
+
+def _summing_s(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, own: int) -> float:
+    """What DDP exchanges in a step, and ZeRO-1 beyond it. `own` are the bytes of the parameters."""
+    data = sizes.data
+    if data == 1:
+        return 0.0
+    is_zero1 = plan.kind == "zero1"
+    sent = 2 * (data - 1) / data * own + ((data - 1) / data * own if is_zero1 else 0)
+    return worker.sending_s(sent, 2 + (3 + 12 * shape.layers if is_zero1 else 0))
+
+
+def _sharding_s(plan: ParallelPlan, sizes: Sizes, worker: WorkerSpeed, passes: int, own: int, blocks: int) -> float:
+    """What FSDP2 exchanges in a step: gathered parameters, and gradients."""
+    f, d = sizes.fsdp, sizes.dp
+    gathers = 1 if plan.pp > 1 or plan.kind == "zero2" else 2 * passes
+    sharded = (gathers + 1) * (f - 1) / f * own
+    found = worker.sending_s(sharded, (gathers + 1) * (blocks + 1) if f > 1 else 0)
+    summed = worker.sending_s(2 * (d - 1) / d * own / f, blocks + 1 if d > 1 else 0)
+    return max(found, sharded * worker.sharded_s_per_byte) + summed

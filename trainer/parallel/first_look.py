@@ -33,6 +33,9 @@ def require_room(config: TrainConfig, place: RankInfo, environ: Mapping[str, str
     found = candidates(WorkerCount(place.world_size, of_node), config.shape, needs_ddp=config.needs_ddp)
     node = node or tightest_room()
     room = PlanRoom(node.most // of_node, shared_by(of_node, node))
-    options = [PlanOption(each, estimate(each.plan, each.sizes, config.shape, WorkerSpeed())) for each in found]
+    options = [
+        PlanOption(each, estimate(each.plan, each.sizes, config.shape, WorkerSpeed(), bf16=config.bf16))
+        for each in found
+    ]
     if options and min(each.needs for each in options) > room.bytes:
         raise ConfigError(refusal(options, room))

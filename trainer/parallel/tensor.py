@@ -53,6 +53,19 @@ class HeadsAttention(nn.Module):
 
 def divide(part: ModelPart, tp: DeviceMesh) -> None:
     """Divide the matrices of all blocks, and make DTensors of all other parameters. Collective in `tp`."""
+    for block in part.blocks.values():
+        assert isinstance(block, Block)
+        divide_block(block, tp)
+    if hasattr(part, "norm"):
+        parallelize_module(part.norm, tp, SequenceParallel())
+    for embedding in (module for module in part.children() if isinstance(module, nn.Embedding)):
+        # The same seed has made them alike on all workers.
+        whole = DTensor.from_local(embedding.weight.detach(), tp, [Replicate()], run_check=False)
+        embedding.weight = nn.Parameter(whole)
+
+
+def divide_block(block: Block, tp: DeviceMesh) -> None:
+    """Divide the matrices of one block. Its input and its output are this worker's slice of the positions."""
     plan: dict[str, ParallelStyle] = {
         "norm_attention": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
@@ -62,16 +75,8 @@ def divide(part: ModelPart, tp: DeviceMesh) -> None:
         "expand": ColwiseParallel(input_layouts=Shard(1)),
         "project": RowwiseParallel(output_layouts=Shard(1)),
     }
-    for block in part.blocks.values():
-        assert isinstance(block, Block)
-        block.attention = HeadsAttention(block.attention, tp.size())  # type: ignore[assignment]
-        parallelize_module(block, tp, plan)
-    if hasattr(part, "norm"):
-        parallelize_module(part.norm, tp, SequenceParallel())
-    for embedding in (module for module in part.children() if isinstance(module, nn.Embedding)):
-        # The same seed has made them alike on all workers.
-        whole = DTensor.from_local(embedding.weight.detach(), tp, [Replicate()], run_check=False)
-        embedding.weight = nn.Parameter(whole)
+    block.attention = HeadsAttention(block.attention, tp.size())  # type: ignore[assignment]
+    parallelize_module(block, tp, plan)
 
 
 def in_usual_order(name: str, parameter: Tensor, heads: int) -> Tensor:

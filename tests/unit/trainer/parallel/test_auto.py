@@ -10,9 +10,11 @@ import pytest
 
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.parallel.auto import KeptPlan
+from elaunch.trainer.parallel.choice import StepMemory
 from elaunch.trainer.parallel.estimate import WorkerSpeed
 
-RECORD = KeptPlan("dp=2,tp=2", 4, 1.2, WorkerSpeed(100, 1e9, 1e8, 1e-3), 1 << 30, [{"plan": "ddp", "needs": 5}])
+SPEED = WorkerSpeed(100, 1e9, 1e8, 1e-3, 2e-9, {"2": 1e-3})
+RECORD = KeptPlan("dp=2,tp=2", 4, StepMemory(90, 100), SPEED, 1 << 30, [{"plan": "ddp", "needs": 5}])
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -22,22 +24,24 @@ def test_a_record_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"format": 2},
+        {"format": 1},
         {"plan": "auto"},
         {"plan": "no plan"},
         {"plan": 5},
         {"world_size": 0},
         {"world_size": "4"},
-        {"memory_ratio": -1.0},
+        {"memory": {"estimated": 0, "measured": 1}},
+        {"memory": {"estimated": 1, "measured": "1"}},
+        {"memory": 1.0},
         {"worker": {"speed": 1}},
         {"worker": None},
         {"other": 1},
     ],
 )
 def test_what_is_no_record_is_named_as_damaged(changed: dict[str, object]) -> None:
-    content = json.dumps({"format": 1, **asdict(RECORD), **changed}).encode()
+    content = json.dumps({"format": 2, **asdict(RECORD), **changed}).encode()
 
-    with pytest.raises(ValueError, match=r"it is (damaged|not of format 1)"):
+    with pytest.raises(ValueError, match=r"it is (damaged|not of format 2)"):
         KeptPlan.read(content)
 
 

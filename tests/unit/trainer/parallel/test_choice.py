@@ -16,6 +16,7 @@ from elaunch.trainer.parallel.choice import (
     PlanOption,
     PlanRoom,
     PlanTrial,
+    StepMemory,
     choose,
     choose_by_estimate,
     fits_as_measured,
@@ -28,11 +29,17 @@ from elaunch.trainer.parallel.estimate import KeptCopies, WorkerSpeed, estimate
 SHAPE = Shape(layers=4, heads=4, width=256, context=32, global_batch=32, micro_batch=2)
 WORKER = WorkerSpeed(base_bytes=100 << 20, flops_per_s=1e10, link_bytes_per_s=1e9)
 AMPLE = PlanRoom(1 << 40, "the machine")
+MB = 1 << 20
 
 
-def options(workers: int = 4, *, copies: KeptCopies = KeptCopies(), ratio: float | None = None) -> list[PlanOption]:  # noqa: B008
+def options(
+    workers: int = 4,
+    *,
+    copies: KeptCopies = KeptCopies(),  # noqa: B008
+    known: StepMemory | None = None,
+) -> list[PlanOption]:
     return [
-        PlanOption(each, estimate(each.plan, each.sizes, SHAPE, WORKER, copies=copies), ratio)
+        PlanOption(each, estimate(each.plan, each.sizes, SHAPE, WORKER, copies=copies), known)
         for each in candidates(WorkerCount(workers, workers), SHAPE)
     ]
 
@@ -160,14 +167,43 @@ def test_a_refusal_has_the_values_and_the_way_out() -> None:
 
 
 def test_without_a_measurement_the_fastest_estimate_counts_and_what_was_measured_corrects_the_memory() -> None:
-    (ddp,) = [each for each in options(ratio=2.0) if each.text == "ddp"]
+    (ddp,) = [each for each in options() if each.text == "ddp"]
     memory = ddp.estimate.memory
+    taken = memory.step + (40 << 20)
+    ddp = replace(ddp, known=StepMemory(memory.step, taken))
 
-    assert ddp.needs == memory.base + 2 * max(memory.step, memory.ending)
+    # It ran with just that.
+    assert ddp.needs == memory.base + taken
     assert choose_by_estimate(options(), AMPLE).text == to_measure(options(), AMPLE)[0].text
     with pytest.raises(NothingFits):
         choose_by_estimate([ddp], PlanRoom(ddp.needs - 1, "the machine"))
     assert choose_by_estimate([ddp], PlanRoom(ddp.needs, "the machine")) is ddp
+
+
+@pytest.mark.parametrize(
+    ("known", "estimated", "expected"),
+    [
+        # A compiler's own memory beside a small network does not grow with the network's part.
+        (StepMemory(2 * MB, 50 * MB), 4 * MB, (4 + 48) * MB + MB // 2),
+        (StepMemory(100 * MB, 110 * MB), 100 * MB, 110 * MB),
+        (StepMemory(100 * MB, 110 * MB), 60 * MB, 70 * MB),
+        # An estimate that was too high is not taken for a reserve.
+        (StepMemory(100 * MB, 80 * MB), 100 * MB, 100 * MB),
+        (StepMemory(100 * MB, 80 * MB), 180 * MB, 200 * MB),
+    ],
+)
+def test_what_the_estimate_lacked_is_added_and_only_its_growth_may_be_too_low(
+    known: StepMemory, estimated: int, expected: int
+) -> None:
+    assert known.corrected(estimated) == expected
+
+
+@pytest.mark.parametrize("growth", [1.0, 1.5, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("error", [-0.3, 0.0, 0.1, 0.25])
+def test_an_estimate_that_is_too_low_by_up_to_the_margin_never_promises_too_little(error: float, growth: float) -> None:
+    taken = int(100 * MB * (1 + error))
+
+    assert StepMemory(100 * MB, taken).corrected(int(100 * MB * growth)) >= int(taken * growth) - 1
 
 
 def test_the_table_has_the_chosen_plan_first_then_the_measured_ones_and_those_that_are_too_large() -> None:

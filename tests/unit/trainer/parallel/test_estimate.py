@@ -88,3 +88,45 @@ def test_the_program_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     exec(program, {})
 
     assert capsys.readouterr().out.startswith("Memory(base=0, parameters=")
+
+
+def test_in_bfloat16_activations_take_little_more_than_half_and_the_rest_what_it_took() -> None:
+    shape = replace(SHAPE, width=256, micro_batch=8, global_batch=64)
+    plan = parse("ddp")
+    whole, half = (estimate(plan, fit(plan, 4), shape, SLOW_LINK, bf16=bf16).memory for bf16 in (False, True))
+
+    # A block keeps 17 floats; the inputs of its two norms stay float32. Scores do too.
+    positions = shape.micro_batch * shape.context
+    kept, scores = 4 * positions * shape.width * (shape.layers + 1), 4 * 3 * positions * VOCABULARY
+    assert whole.activations == 17 * kept + scores
+    own = parameters_of(0, plan, shape, VOCABULARY)[1]
+    assert half.activations == (2 + 15 / 2) * kept + scores + 2 * own
+    assert replace(half, activations=whole.activations) == whole
+
+
+def test_the_network_that_a_gpu_measured_in_bfloat16_is_estimated_within_a_tenth() -> None:
+    """docs/gpu.md: 7.2 GiB were measured, of which the process had 1.3 without a network."""
+    shape = Shape(layers=12, heads=12, width=768, context=1024, global_batch=12, micro_batch=12)
+    plan = parse("ddp")
+
+    memory = estimate(plan, fit(plan, 1), shape, SLOW_LINK, bf16=True).memory
+
+    assert memory.step == pytest.approx((7.2 - 1.3) * 2**30, rel=0.1)
+
+
+def test_what_was_measured_of_an_exchange_counts_where_the_link_alone_would_be_faster() -> None:
+    fast = replace(SLOW_LINK, link_bytes_per_s=1e10)
+    copying = replace(fast, sharded_s_per_byte=1e-8, exchange_s={"2": 0.01})
+
+    own = parameters_of(0, parse("ddp"), SHAPE, VOCABULARY)[1]
+    # 32 windows, two at a time: all four workers compute 4 micro-batches. Parameters are gathered for each pass.
+    assert of("fsdp2", worker=copying).duration.sending == pytest.approx((2 * 4 + 1) * 3 / 4 * 4 * own * 1e-8)
+    assert of("ddp", worker=copying) == of("ddp", worker=fast)
+    divided = of("dp=2,tp=2", worker=copying).duration.sending - of("dp=2,tp=2", worker=fast).duration.sending
+    # Two replicas of 8 micro-batches; 8 exchanges in each of 4 blocks.
+    exchanges = 8 * 8 * 4
+    activations = 2 * 32 * 64 * 4
+    assert divided == pytest.approx(exchanges * (0.01 - activations / 2 / 1e10 - fast.message_s))
+    assert of("tp=4", worker=copying) == of("tp=4", worker=fast)
+    slower = replace(SLOW_LINK, sharded_s_per_byte=1e-12, exchange_s={"2": 1e-9})
+    assert of("fsdp=2,tp=2", worker=slower) == of("fsdp=2,tp=2")
