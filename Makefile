@@ -32,7 +32,7 @@ SHOWN_AT_END = log=$$(mktemp); ($(1)) >$$log 2>&1; code=$$?; cat $$log; rm $$log
 
 .PHONY: test-jobs test-units test-stores test-trainer test-lint
 test-jobs:
-	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/examples tests/conformance)
+	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/examples tests/conformance tests/ecosystem)
 
 test-units test-stores test-trainer: NICE = nice -n 10
 test-units:
@@ -60,7 +60,7 @@ integrations: $(VENV)/.installed-dev  ## The trainer with other libraries (Light
 # In an environment of its own: gigabytes of libraries, and torch first, so that none of them brings another one.
 ECOSYSTEM := .venv-ecosystem
 ecosystem: $(ECOSYSTEM)/.installed  ## Programs of other libraries as they are (Lightning, transformers, DeepSpeed, …): each is killed and must go on; ARGS="-k lightning"
-	folder=$$(mktemp -d /tmp/t.XXXX) && $(ECOSYSTEM)/bin/python -m pytest -q -m slow -n $$(nproc) --dist load \
+	folder=$$(mktemp -d /tmp/t.XXXX) && $(ECOSYSTEM)/bin/python -m pytest -q -m "" -n $$(nproc) --dist load \
 		--basetemp=$$folder/t tests/ecosystem $(ARGS); code=$$?; rm -rf $$folder; exit $$code
 
 control-plane: $(VENV)/.installed-dev tools  ## A real Kubernetes control plane, built here once (minutes), and pods under it

@@ -25,6 +25,7 @@ from bench.stats import percentile
 from tests.ecosystem.registry import Program, named
 from tests.ecosystem.runs import LAUNCHERS, Place, first_steps
 from tests.harness import Job, wait_for
+from tests.warm import own_place, stayed
 
 DEFAULT = "with_lightning,with_fabric,with_accelerate,with_transformers,without_torch"
 _LEARNED = "workers have them from the beginning"
@@ -34,9 +35,10 @@ _LEARNING_S = 60.0
 _KILLS_PER_JOB = 5
 # Each generation makes them anew, in five minutes.
 _LONG = "10000"
+_SHORT = "30"
 _COLUMNS = (
     *("program", "launcher", "bare import", "start → imported", "start → step", "second start → step"),
-    *("kill → step", "the first kill", "ended"),
+    *("warm start → imported", "kill → step", "the first kill", "ended"),
 )
 
 
@@ -48,6 +50,8 @@ class Found:
     starts_s: list[float] = field(default_factory=list)
     imported_s: list[float] = field(default_factory=list)
     again_s: list[float] = field(default_factory=list)
+    # To the end of the same imports, from a fork server that stayed.
+    warm_s: list[float] = field(default_factory=list)
     first_kill_s: list[float] = field(default_factory=list)
     kills_s: list[float] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -85,9 +89,10 @@ def bare_import_s(program: Program, folder: Path) -> float:
 class _Ranks:
     """The ranks of a job that runs. `started_s` is when its launcher was started."""
 
-    def __init__(self, place: Place, launcher: str, *options: str) -> None:
+    def __init__(self, place: Place, launcher: str, *options: str, has_own_memory: bool = True) -> None:
         self.started_s = time.monotonic()
-        self.job = place.job(*options, launcher=launcher, env={"PROGRAM_STEPS": _LONG})
+        env = {"PROGRAM_STEPS": _LONG}
+        self.job = place.job(*options, launcher=launcher, env=env, has_own_memory=has_own_memory)
         self._count = place.program.ranks
         self._before: set[int] = set()
 
@@ -140,8 +145,24 @@ def measure(program: Program, launcher: str, folder: Path, kills: int, dice: ran
             again = _Ranks(place, launcher, *options)
             with again.job:
                 found.again_s.append(again.first_step_s() - again.started_s)
+            if program.library != "none":
+                # No fork server stays for a program without torch, which starts quickly.
+                found.warm_s.append(_warm_s(place))
     finally:
         place.remove()
+
+
+def _warm_s(place: Place) -> float:
+    """A job leaves a fork server, with what was learned of the program before; another one starts from it."""
+    with own_place(place.temporary / "run"):
+        with place.job("--warm", env={"PROGRAM_STEPS": _SHORT}, has_own_memory=False) as job:
+            job.wait(_LIMIT_S)
+        stayed()
+        ranks = _Ranks(place, "elaunch", "--warm", has_own_memory=False)
+        with ranks.job as job:
+            ranks.first_step_s()
+            assert "warm start" in job.stderr, job.stderr
+            return _imported_s(job, ranks.started_s)
 
 
 def _await_learning(job: Job) -> None:
@@ -183,7 +204,8 @@ def main() -> None:
                     except AssertionError as error:
                         results[launcher].ended.append(str(error).splitlines()[0])
         for launcher, found in results.items():
-            figures = (bare, found.imported_s, found.starts_s, found.again_s, found.kills_s, found.first_kill_s)
+            figures = [bare, found.imported_s, found.starts_s, found.again_s, found.warm_s]
+            figures += [found.kills_s, found.first_kill_s]
             words = (program.name, launcher, *map(_shown, figures), "; ".join(sorted({*found.ended})))
             print("| " + " | ".join(words) + " |", flush=True)
 

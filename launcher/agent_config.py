@@ -56,7 +56,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     output = output_plan(options, environ)
     if width := _bar_width(options, output, slots, host.columns):
         environment.setdefault("TQDM_NCOLS", str(width))
-    signals, notices, has_named_signals = _signals(options, cluster)
+    signals, notices, has_named_signals = _signals(options)
     interpreter = environ.get("PYTHON_EXEC") or host.python
     preload = _preload(options, interpreter, host)
     warm_s, cannot = warm_seconds(options, preload, cluster, environment)
@@ -146,15 +146,14 @@ def _seat(planned: Planned) -> int:
     return -1 if index is None else index
 
 
-def _signals(options: Options, cluster: Cluster | None) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+def _signals(options: Options) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """The signals that the agent handles, those of them that are a scheduler's notice, and whether the user named them.
 
-    Schedulers announce the end of a job by SIGUSR1 (`sbatch --signal=USR1@60`), which would end the agent. If the
-    user has named the signals, only these are handled.
+    SIGUSR1 is one by default: schedulers announce the end of a job by it (`sbatch --signal=USR1@60`), also those that
+    elaunch does not know. It would end the agent.
     """
+    numbers = tuple(dict.fromkeys(map(signal_number, options.signals_to_handle)))
     has_named = "signals_to_handle" in options.given
-    more = ("SIGUSR1",) if cluster and not has_named else ()
-    numbers = tuple(dict.fromkeys(map(signal_number, (*options.signals_to_handle, *more))))
     return numbers, tuple(number for number in numbers if number in _NOTICES), has_named
 
 

@@ -17,6 +17,8 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
+from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig, LogFormat
     from elaunch.agent.run import AgentRun
@@ -58,12 +60,14 @@ def as_command(work: Callable[[], int]) -> NoReturn:
 
         stand_in()
     try:
+        raise_at_ctrl_c()
         code = work()
     except (KeyboardInterrupt, RuntimeError) as error:
         # Before Python 3.12 what interrupts the making of a class is only the cause of what is raised.
         if isinstance(error, RuntimeError) and not isinstance(error.__cause__, KeyboardInterrupt):
             raise
         # Before the agent takes signals over there is nothing to stop but this process and what dies with it.
+        end_at_ctrl_c()
         code = 130
     except BrokenPipeError:
         if not sys.argv[1:] or sys.argv[1] not in _PRINTERS:
@@ -102,7 +106,6 @@ def _unwritten(trouble: str) -> int:
 
 
 def _main() -> int:
-    # Imported here, so that a Ctrl-C meanwhile is none that Python shows with a traceback.
     from elaunch.launcher.errors import SiteError, UsageError, shortage
     from elaunch.launcher.options.commands import COMMANDS
     from elaunch.launcher.options.options import HelpRequested, parse

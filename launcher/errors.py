@@ -18,6 +18,20 @@ class UsageError(Exception):
     """The user's request cannot be done. The message has its values and the way out. Exit code 2."""
 
 
+class NoSuchOption(UsageError):
+    """`word` looks like an option of `elaunch COMMAND`, and is none. `known` are the names of its options."""
+
+    def __init__(self, word: str, known: Iterable[str], command: str = "") -> None:
+        name = f"elaunch {command}".rstrip()
+        bare = word.lstrip("-").replace("_", "-")
+        names = [each.lstrip("-") for each in known]
+        begun = [each for each in names if word.startswith("--") and each.startswith(bare)]
+        near = begun[0] if begun else nearest(bare, names)
+        hint = f"did you mean --{near}?" if near else f"{name} --help lists the options"
+        super().__init__(f"{word} is no option of {name}; {hint}")
+        self.word = word
+
+
 def shortage(error: BaseException) -> str | None:
     """A sentence about what this host did not give to elaunch itself, and the way out; None for any other error."""
     import errno
@@ -55,9 +69,11 @@ def shortage(error: BaseException) -> str | None:
 
 def told_by_click(error: ClickException, command: str) -> UsageError:
     """What click says about the command line of `elaunch COMMAND`, as one sentence."""
-    said = error.format_message().replace(". Did you mean", "; did you mean").rstrip(".")
-    end = "" if said.endswith("?") else f"; see elaunch {command} --help"
-    return UsageError(f"{command}: {said}{end}")
+    from click import NoSuchOption as Unknown
+
+    if isinstance(error, Unknown):
+        return NoSuchOption(error.option_name, error.possibilities or (), command)
+    return UsageError(f"{command}: {error.format_message().rstrip('.')}; see elaunch {command} --help")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from elaunch.agent.warm import NoPlace, Stayed, all_that_stayed, end
-from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.errors import NoSuchOption, SiteError, UsageError
 from elaunch.launcher.options.commands import WARM_FLAGS
 
 _FLAGS = "".join(f"  {name:8}  {text}\n" for name, text in WARM_FLAGS)
@@ -29,6 +29,10 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-h", "--help") for word in argv):
         print(_HELP, end="")
         return 0
+    names = tuple(dict(WARM_FLAGS))
+    for word in argv:
+        if word.startswith("--") and word not in names:
+            raise NoSuchOption(word, names, "warm")
     asked = set(argv) - {"--json"}
     if asked not in (set(), {"--status"}, {"--stop"}) or (asked == {"--stop"} and "--json" in argv):
         raise UsageError("warm takes --status [--json], or --stop; start a script called warm with elaunch ./warm")

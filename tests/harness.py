@@ -232,12 +232,12 @@ def finished(folder: Path, *args: str, env: Mapping[str, str] | None = None, **p
     return job
 
 
-def on_two_nodes(folder: Path, *words: str) -> tuple[Job, Job]:
+def on_two_nodes(folder: Path, *words: str, kind: type[Job] = Job) -> tuple[Job, Job]:
     """Run a job with two nodes on this host, each with two workers. Fails if it does not end well."""
     (port,) = free_ports(1)
     words = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *words)
     env = {"HOME": str(folder), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
-    with Job(folder, *words, env=env) as one, Job(folder, *words, env=env) as other:
+    with kind(folder, *words, env=env) as one, kind(folder, *words, env=env) as other:
         assert [job.wait() for job in (one, other)] == [0, 0], one.output + other.output
     return one, other
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from elaunch.rendezvous.endpoint import Endpoint
 
@@ -101,6 +102,37 @@ def saying(answer: bytes) -> Listener:
         client.sendall(answer)
 
     return Listener(serve)
+
+
+@contextmanager
+def web_server(status: int, version: bytes, *, posts: bool = False) -> Iterator[Endpoint]:
+    """Answers GET with `version`, and knows no other request; or answers all so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(status, version)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(*((status, version) if posts else (404, b"404 page not found")))
+
+        def answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield Endpoint("127.0.0.1", server.server_port)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

@@ -10,6 +10,7 @@ from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.records import replace
+from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.excluding import exclusion_of
 from elaunch.rendezvous.rules.roles import role_sizes
@@ -95,7 +96,7 @@ def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
 
     Agents with a role each are meant, and so are those that meet at a loopback address.
     """
-    if table.master_addr.startswith(("127.", "::1", "localhost")):
+    if is_meant_locally(table.master_addr):
         return ()
     roles = [seat.role for seat in table.seats if host_of(seat.node_id) == host]
     if len(roles) == len(set(roles)):

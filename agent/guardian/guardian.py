@@ -39,10 +39,11 @@ _UNIFIED, _SYSTEMD = "", "name=systemd"
 SWEEP_S_MAX = 5.0
 # A cgroup's processes have this long to end by themselves: they are guardians of nested jobs, whose agents are dead.
 NESTED_S = 0.2
-# Helper processes of Python's multiprocessing and of torch. They remove what dead processes have left in /dev/shm, and
-# have CLEANERS_S for it.
+# Helper processes of Python's multiprocessing and of torch. They remove what dead processes have left in /dev/shm. One
+# that rests for CLEANERS_S when these are gone waits for a stranger; one that takes so much CPU time has gone astray.
 CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 CLEANERS_S = 0.5
+_CLEANERS_CPU_S = 1.0
 # A run directory, and the file in it that its agent keeps locked as long as it lives. The file holds the host's boot
 # id, since on a disk that hosts share one host may not see another host's locks.
 RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory|_socket)?")
@@ -192,29 +193,60 @@ def _remove(folder: str) -> None:
 def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
     """SIGKILL all of `kin` but those in `spare`, until none is left. Returns how many were ended.
 
-    Helpers that clean up after other processes (`CLEANERS`) are killed only if they do not end by themselves.
+    Helpers that clean up after other processes (`CLEANERS`) are killed only if they neither end nor get on with it.
     `meanwhile` is called again and again while there is something to wait for. The temporary folders in which they had
     sockets are removed: Python does that at its end, which a killed process does not reach.
     """
     ended: set[int] = set()
     seen: set[int] = set()
     theirs: dict[str, str] = {}
+    busy: set[int] = set()
+    cleaners = _Cleaners()
     start_s = now_s = time.monotonic()
-    while (found := living(kin, spare)) and now_s < start_s + SWEEP_S_MAX:
-        patient = now_s < start_s + CLEANERS_S
+    while (found := living(kin, spare)) and (now_s < start_s + SWEEP_S_MAX or busy.issuperset(found)):
+        busy = cleaners.busy(found, now_s)
         if not seen.issuperset(found):
             theirs |= sockets_in_folders(set(found) - seen)
             seen.update(found)
         for pid in found:
-            if not (patient and is_cleaner(pid)) and _kill(pid, kin):
+            if pid not in busy and _kill(pid, kin):
                 ended.add(pid)
         meanwhile()
-        # Killed processes leave /proc in their own time; a look every millisecond is soon enough.
-        time.sleep(0.001)
+        # Killed processes leave /proc in their own time; a look every millisecond is soon enough. Who takes longer
+        # needs the CPU, and a look reads the environment of every process.
+        time.sleep(0.001 if now_s < start_s + 0.1 else 0.01)
         now_s = time.monotonic()
     if theirs:
         remove_folders(theirs)
     return len(ended)
+
+
+class _Cleaners:
+    """Tells which of the helpers that clean up (`CLEANERS`) may go on: on a busy host they wait long for a CPU."""
+
+    def __init__(self) -> None:
+        # Of each the CPU time at the first look in clock ticks, its counters at the last one, and since when it rests.
+        self._known: dict[int, tuple[int, list[str], float]] = {}
+
+    def busy(self, found: Collection[int], now_s: float) -> set[int]:
+        """Those of `found` that clean up, or wait for others of `found` to end."""
+        cleaners = {pid for pid in found if is_cleaner(pid)}
+        if len(cleaners) < len(found):
+            self._known.clear()
+        return {pid for pid in cleaners if self._is_busy(pid, now_s)}
+
+    def _is_busy(self, pid: int, now_s: float) -> bool:
+        try:
+            counters = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return True
+        ticks = int(counters[11]) + int(counters[12])
+        first, before, since_s = self._known.get(pid, (ticks, counters, now_s))
+        if counters[0] == "R" or counters != before:
+            since_s = now_s
+        self._known[pid] = (first, counters, since_s)
+        cpu_s = (ticks - first) / os.sysconf("SC_CLK_TCK")
+        return now_s - since_s < CLEANERS_S and cpu_s < _CLEANERS_CPU_S
 
 
 def sockets_in_folders(pids: Iterable[int]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import errno
 import socket
 
 from elaunch.agent.config import AgentConfig
+from elaunch.rendezvous.addresses import is_loopback
 
 _OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
 
@@ -83,4 +84,4 @@ def reserve(config: AgentConfig) -> socket.socket:
 def _is_known_to_itself_only(config: AgentConfig, host: str) -> bool:
     """Whether this host knows MASTER_ADDR by a loopback address (Debian's 127.0.1.1) that no other node can mean."""
     is_name = config.master_addr not in (host, "localhost")
-    return config.spec.nodes_max > 1 and is_name and (host.startswith("127.") or host == "::1")
+    return config.spec.nodes_max > 1 and is_name and is_loopback(host)

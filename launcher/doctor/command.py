@@ -15,8 +15,8 @@ from elaunch.launcher.doctor import show
 from elaunch.launcher.doctor.checks import Checked, checks_for, examine
 from elaunch.launcher.doctor.facts import Needs
 from elaunch.launcher.doctor.findings import Grade, worst
-from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.argv import normalise
+from elaunch.launcher.errors import NoSuchOption, UsageError
+from elaunch.launcher.options.argv import LONG, normalise
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.preflight import check_folder, check_log_dir, check_program
@@ -62,8 +62,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str], cluster: Cluster | Non
 
 def options_of(argv: Sequence[str], environ: Mapping[str, str]) -> Options | HelpRequested:
     """The options of a job in `argv`, which may lack a program. Raises UsageError."""
-    words, _ = split(argv)
-    found = parse([*words, "--", _NO_PROGRAM], environ)
+    try:
+        words, _ = split(argv)
+        found = parse([*words, "--", _NO_PROGRAM], environ)
+    except NoSuchOption as error:
+        raise NoSuchOption(error.word, ("json", *LONG), "doctor") from None
     if isinstance(found, HelpRequested):
         return found if "--version" in words else HelpRequested(HELP.rstrip("\n"))
     # Errors show what the user has typed.

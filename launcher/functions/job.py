@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    # Ctrl-C during the imports is no news: the caller raises KeyboardInterrupt. (`signal` itself imports much.)
-    import _signal  # type: ignore[import-not-found]
+    from elaunch.interrupts import end_at_ctrl_c
 
-    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    # The caller raises KeyboardInterrupt.
+    end_at_ctrl_c()
     if sys.path and not getattr(sys.flags, "safe_path", False):
         # Python put the current folder first; a json.py of the user's there is not ours to import.
         del sys.path[0]
@@ -42,8 +41,6 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
 
     `answer`, `call` and `results` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     # SIGTERM, so that workers can save. The agent's own death ends the workers in any case.
     die_with_parent(int(parent), signal.SIGTERM)
     for fd in (answer, *filter(None, (call, *results.split(",")))):

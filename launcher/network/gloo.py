@@ -12,7 +12,8 @@ import socket
 from collections.abc import Callable, Mapping
 
 from elaunch.launcher.network.interfaces import by_interface
-from elaunch.launcher.network.reach import NoAddress, addresses, can_be_bound, is_loopback
+from elaunch.launcher.network.reach import NoAddress, addresses, can_be_bound
+from elaunch.rendezvous.addresses import is_loopback
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 RPC_VARIABLE = "TP_SOCKET_IFNAME"

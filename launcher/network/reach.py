@@ -5,13 +5,13 @@ The host's own name is not used: other hosts may not know it, and this host may 
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 
 from elaunch.launcher.network.interfaces import by_interface
+from elaunch.rendezvous.addresses import is_loopback, is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.resolve import resolve
 
@@ -90,10 +90,6 @@ def own_address(endpoints: Sequence[Endpoint], wait_s: float = RESOLVE_S) -> str
     raise NoAddress("; ".join(troubles))
 
 
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
 def routable_addresses() -> list[str]:
     """This host's addresses that other nodes may know: the default route's, else one of each interface that is up."""
     found = [source for _, elsewhere in _ELSEWHERE if (source := _source(elsewhere)) and not is_loopback(source)]
@@ -110,21 +106,6 @@ def _routable(host: str) -> str | None:
             " say with --local-addr which one the other nodes reach"
         )
     return found[0] if found else None
-
-
-def is_meant_locally(host: str) -> bool:
-    """Whether `host` is written as loopback. If it is, all agents of the job are on one host."""
-    is_named = host == "localhost" or host.endswith(".localhost")
-    return is_named or (is_address(host) and is_loopback(host))
-
-
-def is_address(host: str) -> bool:
-    """Whether `host` is an address and not a name."""
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return True
 
 
 def _source(address: str) -> str | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.errors import NoSuchOption, UsageError
 from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.records import dataclass
 
 _SHORT = {spec.short: spec for spec in TABLE if spec.short}
-_LONG = {name: spec for spec in TABLE for name in spec.names}
+# By name, without dashes; abbreviations are not among them.
+LONG = {name: spec for spec in TABLE for name in spec.names}
 
 # Every user of the host can read a command line (/proc, ps), and often also a job file.
 TOKEN_IS_SECRET = "{} would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
@@ -68,7 +69,7 @@ def _short(word: str, rest: list[str]) -> list[tuple[OptionSpec, str]]:
         spec = _SHORT.get(letters[0])
         letters = letters[1:]
         if spec is None or (spec.is_switch and letters and letters[0] not in _SHORT):
-            raise UsageError(_no_such_option(word))
+            raise NoSuchOption(word, LONG)
         if spec.is_switch:
             found.append((spec, "1"))
             continue
@@ -96,8 +97,8 @@ def find(typed: str) -> OptionSpec:
     name = typed.replace("_", "-")
     if name == "token":
         raise UsageError(TOKEN_IS_SECRET.format("--token"))
-    if name in _LONG:
-        return _LONG[name]
+    if name in LONG:
+        return LONG[name]
     of_peer = [spec for spec in TABLE if spec.peer and spec.peer.startswith(name)]
     found = of_peer or [spec for spec in TABLE if any(known.startswith(name) for known in spec.names)]
     if len(found) == 1:
@@ -105,10 +106,4 @@ def find(typed: str) -> OptionSpec:
     if found:
         candidates = ", ".join(f"--{known}" for spec in found for known in spec.names if known.startswith(name))
         raise UsageError(f"--{typed} could be {candidates}; write it out")
-    raise UsageError(_no_such_option(f"--{typed}"))
-
-
-def _no_such_option(word: str) -> str:
-    near = nearest(word.lstrip("-").replace("_", "-"), _LONG)
-    hint = f"did you mean --{near}?" if near else "elaunch --help lists the options"
-    return f"{word} is no option of elaunch; {hint}"
+    raise NoSuchOption(f"--{typed}", LONG)

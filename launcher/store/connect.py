@@ -13,7 +13,7 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.launcher.store.way import way_of
 from elaunch.records import dataclass, field, replace
-from elaunch.rendezvous.endpoint import Access, Transport
+from elaunch.rendezvous.endpoint import Access, Endpoint, Transport
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Store
 
@@ -132,12 +132,24 @@ def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str],
         raise port_taken_error(endpoint, endpoint)
     token = fetch(meeting, plan.times.join_timeout_s, say)
     if plan.is_head and not token:
+        _check_is_etcd(endpoint, plan.times.call_deadline_s)
         raise UsageError(
             f"this node was to serve the job's store at {endpoint}, but an etcd without TLS listens there,"
             " and anybody can connect to it; if you mean that etcd, type on all nodes --rdzv-endpoint"
             f" http://{endpoint}; else choose a free port: --rdzv-endpoint {endpoint.host}:PORT"
         )
     return token
+
+
+def _check_is_etcd(endpoint: Endpoint, deadline_s: float) -> None:
+    """Raises UsageError if the server without TLS there is of another kind."""
+    from elaunch.rendezvous.etcd.discovery import check_is_etcd
+    from elaunch.rendezvous.store import Denied
+
+    try:
+        check_is_etcd(endpoint, deadline_s)
+    except Denied as error:
+        raise UsageError(str(error)) from None
 
 
 def _meeting(options: Options, planned: Planned) -> Meeting:
@@ -238,7 +250,8 @@ def _over_grpc(plan: RendezvousPlan, access: Access) -> Store:
 
 def _numeric_address(address: str, planned: Planned, say: Callable[[str], None]) -> str:
     """This node's address as a number. The command line may have given a name."""
-    from elaunch.launcher.network.reach import NoAddress, addresses, is_address, is_loopback
+    from elaunch.launcher.network.reach import NoAddress, addresses
+    from elaunch.rendezvous.addresses import is_address, is_loopback
 
     if is_address(address):
         return address

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.network.reach import is_meant_locally
 from elaunch.launcher.options.argv import normalise
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.secret_file import TOKEN_LINE
@@ -14,6 +13,7 @@ from elaunch.launcher.store.keyring import STORES
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.launcher.store.store_address import MASTER_PORT
 from elaunch.records import dataclass, field
+from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 
 # Each node has its own value of these.

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elaunch.agent.guardian.guardian import boot_id
-from elaunch.launcher.network.reach import is_meant_locally
 from elaunch.launcher.options.secret_file import FOLDER, open_own, private_folder, read_own
+from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.errors import NoSuchOption, UsageError
 from elaunch.launcher.options import argv as command_line
 from elaunch.records import dataclass
+
+_COMMAND = "submit"
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,17 @@ def _of_elaunch(rest: Sequence[str], known: Mapping[str, Flag]) -> Sequence[str]
     words = rest[:1]
     try:
         read = command_line.normalise(words)
+    except NoSuchOption as error:
+        raise NoSuchOption(error.word, (*known, *command_line.LONG), _COMMAND) from None
     except UsageError as error:
         if " needs a value " not in str(error):
-            near = nearest(name, known)
-            raise UsageError(f"{error}; or did you mean --{near}?" if near else str(error)) from None
+            raise
         words = rest[:2]
     else:
         assert read.options
     if meant := [flag for flag in known if rest[0].startswith("--") and flag.startswith(name)]:
         # elaunch would take it as short for its own option, which is not meant: --node for --node-rank.
-        raise UsageError(f"--{name} is no option of this command; did you mean --{meant[0]}?")
+        raise NoSuchOption(rest[0].partition("=")[0], meant, _COMMAND)
     return words
 
 

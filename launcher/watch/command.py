@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from elaunch.launcher.errors import SiteError, UsageError, nearest
+from elaunch.launcher.errors import NoSuchOption, SiteError, UsageError
 from elaunch.launcher.options import argv as command_line
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.options.secret_file import read_secret
@@ -166,13 +166,20 @@ def _split(name: str, words: Sequence[str]) -> tuple[list[tuple[OptionSpec, str]
     """The options about the store, and the other words. Options may stand after the job. Raises UsageError."""
     options: list[tuple[OptionSpec, str]] = []
     others: list[str] = []
+    own = tuple(dict(WATCHES[name]))
+    known = (*STORE_OPTIONS, *own)
     rest = list(words)
+    for word in rest:
+        # elaunch would take it as short for an option of a job: --rank for --ranks-filter.
+        if len(word) > len("--") and any(switch.startswith(word) for switch in own):
+            raise NoSuchOption(word, own, name)
     while rest:
         try:
             part = command_line.normalise(rest)
+        except NoSuchOption as error:
+            raise NoSuchOption(error.word, known, name) from None
         except UsageError as error:
-            near = nearest(rest[0], dict(WATCHES[name])) if " is no option " in str(error) else None
-            raise UsageError(f"{name}: {rest[0]}: did you mean {near}?" if near else f"{name}: {error}") from None
+            raise UsageError(f"{name}: {error}") from None
         for spec, value in part.options:
             if spec.name not in STORE_OPTIONS:
                 raise UsageError(f"{name} does not take --{spec.name}; see elaunch {name} --help")

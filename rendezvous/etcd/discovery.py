@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import closing
 from typing import Protocol, TypeVar
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
+from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial
 from elaunch.rendezvous.http.resolve import resolve
@@ -73,6 +76,8 @@ class FoundStore:
         self._say = say
         self._found: Store | None = None
         self._is_ours = False
+        # A line about an etcd without TLS, until it is said.
+        self._warning = ""
 
     def check(self) -> str:
         if self._found is None:
@@ -83,7 +88,12 @@ class FoundStore:
                 certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
             self._is_ours = certificate is not None
             self._found = self._proven(secret) if secret and self._is_ours else self._in_the_clear()
-        return self._found.check()
+        version = self._found.check()
+        if self._warning:
+            # Not before: what listens there could be no store at all.
+            self._say(self._warning)
+            self._warning = ""
+        return version
 
     def _kept(self, certificate: bytes) -> Secret:
         token = self._keyring.token_for(certificate) if self._keyring else ""
@@ -94,6 +104,7 @@ class FoundStore:
     def _in_the_clear(self) -> Store:
         """The etcd without TLS at the endpoint. Raises Denied if a store with a token is expected there."""
         if self._secret and self._expects_ours:
+            check_is_etcd(self._endpoint, self._deadline_s)
             raise Denied(
                 f"what listens at {self._endpoint} does not know the job's token: it is an etcd, or poses as the job's"
                 " store; if you mean this etcd, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
@@ -106,7 +117,7 @@ class FoundStore:
             )
         self._plainly.check_login(self._endpoint)
         if self._secret or self._expects_ours:
-            self._say(
+            self._warning = (
                 f"the store at {self._endpoint} is an etcd without TLS: anybody who can reach it can read and"
                 f" change the job{', in spite of the token' if self._secret else ''}; if you mean this etcd, type"
                 f" --rdzv-endpoint http://{self._endpoint}"
@@ -211,6 +222,17 @@ def _wants_token(endpoint: Endpoint) -> Denied:
         " (ELAUNCH_TOKEN=… elaunch …), or add --token-file with a copy of the file that it named; for an etcd that"
         " speaks TLS, type --rdzv-endpoint https://…"
     )
+
+
+def check_is_etcd(endpoint: Endpoint, deadline_s: float) -> None:
+    """Raises Denied if the server without TLS there is of another kind."""
+    with closing(JsonTransport()) as transport:
+        try:
+            transport.version(endpoint, "", deadline_s)
+        except (EtcdError, StoreError) as error:
+            # Another answer than these may come from a proxy in front of an etcd.
+            if isinstance(error, Denied) and not isinstance(error, GatewayOff):
+                raise
 
 
 def speaks_http(endpoint: Endpoint, deadline_s: float) -> bool:

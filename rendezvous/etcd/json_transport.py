@@ -48,8 +48,10 @@ class JsonTransport:
             if scheme := self._client.other_scheme(endpoint, deadline_s):
                 raise Denied(f"{endpoint} answers to {scheme} alone; use {scheme}://{endpoint}") from None
             raise
-        # A server without this page or without POST may be an old etcd, an etcd without its gateway, or no etcd.
-        found = {} if status in (*_NO_SUCH_PAGE, 501) else _parsed(endpoint, status, body)
+        # A server without this page or without POST, or with a page for people here, may be an old etcd, an etcd
+        # without its gateway, or no etcd.
+        is_page = status < 400 and _object(body) is None
+        found = {} if is_page or status in (*_NO_SUCH_PAGE, 501) else _parsed(endpoint, status, body)
         return str(found.get("version") or self._version_without_gateway(endpoint, headers, deadline_s))
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
@@ -125,13 +127,19 @@ def _body(request: Json) -> bytes:
     return json.dumps(request, separators=(",", ":")).encode()
 
 
-def _version_of(endpoint: Endpoint, status: int, body: bytes) -> Json:
-    """The answer to /version: every etcd gives it, even without the gateway. Raises Denied for another server."""
+def _object(body: bytes) -> Json | None:
+    """The JSON object in `body`; None if it is something else."""
     try:
         answer = parse_json(body)
     except ValueError:
-        answer = None
-    if status == 200 and isinstance(answer, dict) and "etcdserver" in answer:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _version_of(endpoint: Endpoint, status: int, body: bytes) -> Json:
+    """The answer to /version: every etcd gives it, even without the gateway. Raises Denied for another server."""
+    answer = _object(body)
+    if status == 200 and answer and "etcdserver" in answer:
         return answer
     # Other statuses may come from a proxy in front of an etcd: it fails, or asks for a login.
     if status < 400 or status in _NO_SUCH_PAGE:
@@ -144,11 +152,8 @@ def _version_of(endpoint: Endpoint, status: int, body: bytes) -> Json:
 
 
 def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
-    try:
-        answer = parse_json(body)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
+    answer = _object(body)
+    if answer is None:
         raise _by_status(endpoint, status, body, "and no JSON")
     error = answer.get("error")
     # In a stream an error is a JSON object.

@@ -81,6 +81,8 @@ SETS = {
     "nothing": "",
     "what is there already": "as_asked(**{n: v for n, v in os.environ.items() if 'THREADS' in n or 'TORCH' in n})\n"
     "os.environ.setdefault('OMP_NUM_THREADS', '64'); os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')",
+    # As Lightning does. torch reads it in each `is_available()`, and not when it is imported.
+    "what a function looks up": "as_asked(PYTORCH_NVML_BASED_CUDA_CHECK='1')",
     "forbids": "sys.modules['numpy'] = None\nimport torch\nfound(sys.modules['numpy'])\nsys.exit()",
 }
 # For the slow suite.
@@ -89,7 +91,7 @@ MORE = {
     "too late": "import torch\nas_asked(OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', PYTORCH_JIT='0',"
     " TORCHDYNAMO_SUPPRESS_ERRORS='1', TORCHINDUCTOR_MAX_AUTOTUNE='1')",
 }
-QUIET = ("nothing", "what is there already")
+QUIET = ("nothing", "what is there already", "what a function looks up")
 # In the first generation only the last rank runs its program, and ends the generation.
 UNSETS = {
     "gone again": "only_after_a_restart()\n"

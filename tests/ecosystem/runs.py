@@ -45,9 +45,16 @@ class Place:
         self.memory.mkdir()
         self.cache = cache or folder / "cache"
 
-    def job(self, *options: str, launcher: str = "elaunch", env: Mapping[str, str] | None = None) -> Job:
-        """Start the program there."""
-        prefix = ("unshare", "--mount", "sh", "-c", _OWN_MEMORY, str(self.memory)) if os.geteuid() == 0 else ()
+    def job(
+        self,
+        *options: str,
+        launcher: str = "elaunch",
+        env: Mapping[str, str] | None = None,
+        has_own_memory: bool = True,
+    ) -> Job:
+        """Start the program there. A warm start is one in the mount namespace of the job before, without own memory."""
+        is_apart = has_own_memory and os.geteuid() == 0
+        prefix = ("unshare", "--mount", "sh", "-c", _OWN_MEMORY, str(self.memory)) if is_apart else ()
         command = LAUNCHERS[launcher]
         words = (*command, "--nproc-per-node", str(self.program.workers), *options, *self.program.words)
         own = {

@@ -15,12 +15,18 @@ from tests.ecosystem.registry import PROGRAMS, Program
 from tests.ecosystem.runs import Place, Step, first_steps, steps
 from tests.harness import Job, wait_for
 
-pytestmark = pytest.mark.slow
 # From the first step of a generation to the end of a program.
 _LIMIT_S = 180.0
+# These need only torch, and are a part of every run of the tests: a program, and one with processes of its own.
+_USUAL = ("ddp", "dataloader")
 
 
-@pytest.fixture(params=PROGRAMS, ids=lambda program: program.name)
+@pytest.fixture(
+    params=[
+        pytest.param(program, marks=() if program.name in _USUAL else pytest.mark.slow, id=program.name)
+        for program in PROGRAMS
+    ]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     program: Program = request.param
     if importlib.util.find_spec(program.imports) is None:
@@ -31,7 +37,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 def nothing_is_left(place: Place, job: Job) -> None:
-    wait_for(lambda: not job.processes(), "no process is left", 10)
+    wait_for(lambda: not job.processes(), "no process is left")
     assert place.left() == []
 
 
@@ -52,16 +58,18 @@ def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
     ranks = place.program.ranks
     rank = random.randrange(ranks)
     print(f"killed: rank {rank}")
+    killed = place.folder / "killed"
 
-    with place.job("--max-restarts", "3", env={"PROGRAM_STEPS": "60"}) as job:
+    with place.job("--max-restarts", "3", env={"PROGRAM_STEPS": "60", "PROGRAM_HELD_UNTIL": str(killed)}) as job:
         job.markers()
         before = steps_of_all(job, place.program)
         os.kill(before[rank].pid, signal.SIGKILL)
+        killed.touch()
         pids = [step.pid for step in before.values()]
         steps_of_all(job, place.program, pids)
         if place.program.has_loaders:
             # With the second generation's loaders the folders of the first one's are gone.
-            wait_for(lambda: not place.abandoned(), "the folders of killed loaders are removed", 10)
+            wait_for(lambda: not place.abandoned(), "the folders of killed loaders are removed")
         code = job.wait(_LIMIT_S)
         nothing_is_left(place, job)
 

@@ -20,8 +20,9 @@ from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
 from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, TimedOut, Txn, Unavailable, Update
 from tests.certificates import Certificates
 from tests.etcd import VERSIONS, Etcd, client
-from tests.harness import DEADLINE_S, free_ports, slow, wait_for
-from tests.relay import Listener, relay, saying, silent
+from tests.faults.processes import LIGHT
+from tests.harness import DEADLINE_S, finished, free_ports, script, slow, wait_for
+from tests.relay import Listener, relay, saying, silent, web_server
 
 KEY = "/elaunch/access/x"
 LOGIN = Login("agent", "the password")
@@ -330,3 +331,21 @@ def test_an_older_etcd_is_refused_with_its_version() -> None:
 
         with pytest.raises(Denied, match=r"is etcd 3\.3\.27; elaunch needs 3\.4 or later"):
             store.check()
+
+
+@pytest.mark.parametrize(
+    "words", ["{}", "http://{}", "{},{}", "{} --rdzv-backend etcd", "{} --token-file token", "{} --rdzv-backend c10d"]
+)
+def test_a_web_server_in_place_of_the_store_is_one_sentence_however_it_is_named(tmp_path: Path, words: str) -> None:
+    script(tmp_path, "")
+    (tmp_path / "token").write_text("0123456789abcdef0123456789abcdef\n")
+
+    with web_server(404, b"File not found") as place:
+        argv = (*LIGHT, "--nnodes", "2", "--rdzv-endpoint", *words.replace("{}", str(place)).split(), "train.py")
+        job = finished(tmp_path, *argv, env={"HOME": str(tmp_path)})
+
+    assert job.code == 2
+    assert [line for line in job.stderr.splitlines() if str(place) in line or "etcd" in line] == [
+        f"elaunch: what listens at {place} is no etcd: it answers /version with HTTP status 404 and 'File not found';"
+        " name an etcd, or a free port of one of the nodes"
+    ]

@@ -48,7 +48,13 @@ while True:
 """
 
 FRESH = ("--no-preload",)
-STOPS = [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
+STOPS = [
+    (signal.SIGTERM, 143),
+    (signal.SIGINT, 130),
+    (signal.SIGHUP, 129),
+    (signal.SIGQUIT, 131),
+    (signal.SIGUSR1, 138),
+]
 
 
 def workers_up(job: Watched, count: int) -> list[int]:
@@ -69,8 +75,9 @@ def assert_stopped(job: Watched, code: int) -> None:
     [
         # Each kind of worker, with one signal. The core's own tests have all signals.
         (LIGHT, *STOPS[1]),
+        (LIGHT, *STOPS[-1]),
         (FRESH, *STOPS[0]),
-        *(slow(LIGHT, *stop) for stop in STOPS if stop != STOPS[1]),
+        *(slow(LIGHT, *stop) for stop in STOPS if stop not in (STOPS[1], STOPS[-1])),
         *(slow(FRESH, *stop) for stop in STOPS[1:]),
     ],
 )

@@ -12,16 +12,11 @@ from pathlib import Path
 from elaunch.launcher.doctor.facts import AddressFacts, NameFacts, NamesFacts, PortFacts, StoreFacts
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.network.gloo import gloo_interface, interface_of
-from elaunch.launcher.network.reach import (
-    AddressUnclear,
-    NoAddress,
-    addresses,
-    is_address,
-    own_address,
-)
+from elaunch.launcher.network.reach import AddressUnclear, NoAddress, addresses, own_address
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.head import decide_head, listen
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
+from elaunch.rendezvous.addresses import is_address
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial

@@ -92,6 +92,16 @@ def _signalled(signum: signal.Signals, options: str = "") -> Trial:
     )
 
 
+# A signal that torchrun does not know unless it is named.
+UNNAMED = Trial(
+    program=_HANDLES,
+    args="--nproc-per-node 2 train.py",
+    send=signal.SIGUSR1,
+    torchrun=Expected(code=-signal.SIGUSR1, never=("got 10",), leftovers=True),
+    elaunch=Expected(code=128 + signal.SIGUSR1, says=("rank 0: got 10", "rank 1: got 10"), never=("Traceback",)),
+)
+
+
 _IGNORES = f"""{MEET}
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 meet()
@@ -215,9 +225,11 @@ BEHAVIOURS = (
     Behaviour(
         number=34,
         fact="`--signals-to-handle` lists the signals that stop the job",
-        differs="an unknown name is a usage error; torchrun warns and goes on without it",
+        differs="SIGUSR1 is on the list unless you name others; torchrun ends at it and leaves its workers behind. An"
+        " unknown name is a usage error; torchrun warns and goes on without it",
         trials=(
             _signalled(signal.SIGUSR1, "--signals-to-handle SIGTERM,SIGUSR1"),
+            UNNAMED,
             Trial(
                 args="--signals-to-handle SIGTERM,SIGNOPE train.py",
                 torchrun=Expected(says=("rank 0:", "SIGNOPE")),

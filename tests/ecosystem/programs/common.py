@@ -1,15 +1,18 @@
 """What the programs share: how many steps they make, and what a step says. Nothing of it is elaunch's.
 
 `PROGRAM_STEPS` is the number of steps. With `PROGRAM_FAILS` the last rank raises an exception in its third step.
+From step 30 on each step waits until the file `PROGRAM_HELD_UNTIL` is there, if that is set.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 STEPS = int(os.environ.get("PROGRAM_STEPS", "30"))
 _STEP_S = 0.03
+_HELD_FROM = 30
 
 
 def step(number: int) -> None:
@@ -19,3 +22,6 @@ def step(number: int) -> None:
     if os.environ.get("PROGRAM_FAILS") and rank == size - 1 and number >= 3:
         raise RuntimeError("this step fails")
     time.sleep(_STEP_S)
+    held_until = os.environ.get("PROGRAM_HELD_UNTIL")
+    while held_until and number >= _HELD_FROM and not Path(held_until).exists():
+        time.sleep(_STEP_S)

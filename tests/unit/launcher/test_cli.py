@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaunch.interrupts import raise_at_ctrl_c
 from elaunch.launcher import cli
-from tests.harness import COMMAND, environment, free_ports, slow
+from tests.harness import COMMAND, REPOSITORY, environment, free_ports, slow
 
 # The agent's loop fails here, when everything that a run starts is there.
 BROKEN = """
@@ -85,9 +86,10 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
 
 @pytest.fixture(autouse=True)
 def _collecting() -> Iterator[None]:
-    """The command turns the garbage collector off, until its agent runs."""
+    """The command turns the garbage collector off, until its agent runs, and takes Ctrl-C over when it has ended."""
     yield
     gc.enable()
+    raise_at_ctrl_c()
 
 
 def test_a_ctrl_c_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +105,42 @@ def test_a_ctrl_c_while_a_class_is_made_is_one(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(SystemExit, match="130"):
         cli.main()
+
+
+# Interrupts the command where the module in argv[1] is imported.
+_INTERRUPTED = """
+import runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == interrupted:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+interrupted = sys.argv[1]
+sys.meta_path.insert(0, Finder())
+sys.argv[:] = ["elaunch", "--no-such-option"]
+if ENTRY == "-m":
+    runpy.run_module("elaunch", run_name="__main__", alter_sys=True)
+else:
+    from importlib.metadata import EntryPoint
+    EntryPoint("elaunch", ENTRY, "console_scripts").load()()
+"""
+
+
+@pytest.mark.parametrize("entry", ["-m", "script"])
+@pytest.mark.parametrize(
+    "module", ["elaunch.launcher", "elaunch.launcher.cli", "elaunch.launcher.errors", "elaunch.launcher.options.table"]
+)
+def test_a_ctrl_c_while_the_command_imports_ends_it_without_a_word(module: str, entry: str) -> None:
+    pyproject = (REPOSITORY / "pyproject.toml").read_text()
+    scripts = re.findall(r'^elaunch = "(.+)"$', pyproject, re.MULTILINE)
+    assert len(scripts) == 1
+    code = _INTERRUPTED.replace("ENTRY", repr(scripts[0] if entry == "script" else entry))
+
+    ended = subprocess.run(
+        [sys.executable, "-c", code, module], env=environment(), capture_output=True, text=True, timeout=180
+    )
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize(("command", "ends"), [("doctor", SystemExit), ("train.py", BrokenPipeError)])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import resource
+import subprocess
 
 import pytest
 
 from elaunch.launcher.errors import UsageError, shortage
+from elaunch.launcher.options.argv import normalise
+from elaunch.launcher.options.commands import COMMANDS
 from elaunch.launcher.report_page.command import parse
+from elaunch.launcher.watch.command import read
+from tests.harness import COMMAND, environment
 
 
 @pytest.mark.parametrize(
@@ -34,7 +39,33 @@ def test_other_errors_are_not_taken_for_a_shortage() -> None:
 
 
 def test_what_click_says_is_one_sentence() -> None:
-    with pytest.raises(UsageError, match=r"^report: No such option '?--jsn'?[;.] did you mean '?--json'?\?$"):
-        parse(["--jsn", "logs"])
-    with pytest.raises(UsageError, match=r"^report: .*; see elaunch report --help$"):
+    with pytest.raises(UsageError, match=r"^report: Option '?--perfetto'? requires an argument; see elaunch report"):
+        parse(["--perfetto"])
+    with pytest.raises(UsageError, match=r"^--qqqqqqqq is no option of elaunch report; elaunch report --help lists"):
         parse(["--qqqqqqqq", "logs"])
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ""])
+def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(command: str) -> None:
+    wrong, meant = {
+        "": ("--nproc_pre_node", "--nproc-per-node"),
+        "run": ("--nproc_pre_node", "--nproc-per-node"),
+        "store": ("--lisen", "--listen"),
+        "submit": ("--nods", "--nodes"),
+        "warm": ("--statsu", "--status"),
+        "top": ("--rank", "--ranks"),
+    }.get(command, ("--jsn", "--json"))
+    words = [command, "slurm"] if command == "submit" else [command] if command else []
+
+    ended = subprocess.run([*COMMAND, *words, wrong], env=environment(), capture_output=True, text=True, timeout=60)
+
+    assert ended.returncode == 2
+    name = f"elaunch {command}".rstrip() if command != "run" else "elaunch"
+    assert ended.stderr == f"elaunch: {wrong} is no option of {name}; did you mean {meant}?\n"
+
+
+def test_an_option_of_another_command_is_not_suggested() -> None:
+    with pytest.raises(UsageError, match=r"^--nproc-pre-node is no option of elaunch status; elaunch status --help "):
+        read("status", ["--nproc-pre-node", "2"], {})
+    with pytest.raises(UsageError, match=r"^--jsn is no option of elaunch; elaunch --help lists the options$"):
+        normalise(["--jsn"])

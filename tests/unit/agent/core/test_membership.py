@@ -233,11 +233,12 @@ def test_a_ctrl_c_on_a_node_that_does_not_fit_leaves_the_job_alone() -> None:
     assert first.snapshot.ended is None
 
 
-def test_two_agents_of_a_job_on_one_host_are_worth_a_word_once() -> None:
+@pytest.mark.parametrize("address", ["10.0.0.1", "::1f", "127.host", "localhosts"])
+def test_two_agents_of_a_job_on_one_host_are_worth_a_word_once(address: str) -> None:
     alone, _ = pair()
     assert "agents of this job" not in alone.said
-    first = Driver(TWO, host="node-a").begin()
-    second = Driver(TWO, host="node-a", store=first.store, remote=True)
+    first = Driver(TWO, host="node-a", address=address).begin()
+    second = Driver(TWO, host="node-a", address=address, store=first.store, remote=True)
     second.incarnations = 7
     second.begin()
 
@@ -248,9 +249,10 @@ def test_two_agents_of_a_job_on_one_host_are_worth_a_word_once() -> None:
         assert said == ["2 agents of this job run on node-a; was one meant for another host?"]
 
 
-def test_agents_that_meet_at_a_loopback_address_are_meant_to_be_on_one_host() -> None:
-    first = Driver(TWO, host="node-a", address="127.0.0.1").begin()
-    second = Driver(TWO, host="node-a", address="127.0.0.1", store=first.store, remote=True)
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_agents_that_meet_at_a_loopback_address_are_meant_to_be_on_one_host(address: str) -> None:
+    first = Driver(TWO, host="node-a", address=address).begin()
+    second = Driver(TWO, host="node-a", address=address, store=first.store, remote=True)
     second.incarnations = 7
     second.begin()
 

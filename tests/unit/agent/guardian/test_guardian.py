@@ -207,6 +207,61 @@ def test_who_is_born_after_the_look_is_ended_by_the_next(spawned: Spawned, monke
     wait_until_gone(born[0])
 
 
+# Its name, and the fifo that its last writer closes, are those of multiprocessing's helper.
+TRACKER = """
+# multiprocessing.resource_tracker
+import os, time
+print(os.getpid(), flush=True)
+open(os.environ["FIFO"], "rb").read()
+while time.process_time() < float(os.environ["WORKS_S"]):
+    pass
+open(os.environ["FIFO"] + ".cleaned", "w").close()
+"""
+WRITER = f"import os; file = open(os.environ['FIFO'], 'wb'); print(os.getpid(), flush=True); {SLEEP}"
+
+
+def tracked(spawned: Spawned, folder: Path, works_s: float, markers: str | None = None) -> tuple[int, int, Path]:
+    """A helper that works for so long once its writer has ended, that writer, and the file that it leaves then."""
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    tracker = spawned.pid(TRACKER, FIFO=str(fifo), WORKS_S=str(works_s))
+    return tracker, spawned.pid(WRITER, markers, FIFO=str(fifo)), fifo.with_name("fifo.cleaned")
+
+
+def test_a_helper_that_cleans_up_has_the_time_that_a_busy_host_needs(
+    spawned: Spawned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guardian, "CLEANERS_S", 0.3)
+    tracker, writer, cleaned = tracked(spawned, tmp_path, 0.8)
+
+    ended = sweep(spawned.kin)
+
+    assert ended == 1
+    wait_until_gone(tracker, writer)
+    assert cleaned.exists()
+
+
+def test_a_helper_that_waits_for_a_stranger_is_ended(spawned: Spawned, tmp_path: Path) -> None:
+    tracker, stranger, cleaned = tracked(spawned, tmp_path, 0.5, markers="")
+
+    ended = sweep(spawned.kin)
+
+    assert ended == 1
+    wait_until_gone(tracker)
+    assert is_running(stranger)
+    assert not cleaned.exists()
+
+
+def test_a_helper_that_never_ends_its_work_is_ended(spawned: Spawned, tmp_path: Path) -> None:
+    tracker, writer, cleaned = tracked(spawned, tmp_path, 1e9)
+
+    ended = sweep(spawned.kin)
+
+    assert ended == 2
+    wait_until_gone(tracker, writer)
+    assert not cleaned.exists()
+
+
 # --- processes with the marker that belong to somebody else
 
 MARKER = "c0ffee00c0ffee00"

@@ -61,7 +61,7 @@ def test_what_is_no_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
         report(tmp_path)
     with pytest.raises(UsageError, match="no folder is given"):
         report()
-    with pytest.raises(UsageError, match="did you mean '--json'"):
+    with pytest.raises(UsageError, match="--jsn is no option of elaunch report; did you mean --json"):
         report("--jsn", tmp_path)
 
 

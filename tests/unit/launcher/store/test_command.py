@@ -67,7 +67,7 @@ def test_the_token_is_in_a_file_or_the_variable(tmp_path: Path) -> None:
         (["--listen", "a:b"], "--listen a:b is no endpoint; use HOST:PORT"),
         (["--listen", "a:1,b:2"], "--listen a:1,b:2 is not one HOST:PORT of this host; give one"),
         (["--listen", "https://a:1"], "--listen https://a:1 is not one HOST:PORT of this host"),
-        (["--lisen", "a:1"], "did you mean '--listen'?"),
+        (["--lisen", "a:1"], "--lisen is no option of elaunch store; did you mean --listen?"),
         (["--listen"], "see elaunch store --help"),
     ],
 )

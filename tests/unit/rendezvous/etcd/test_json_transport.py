@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 
 import pytest
 
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Access, Endpoint
+from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import GatewayOff
 from elaunch.rendezvous.store import Denied, Rejected, StoreError, TooLarge, Unavailable
+from tests.relay import web_server
 
-
-@contextmanager
-def web_server(status: int, version: bytes, *, posts: bool = False) -> Iterator[Endpoint]:
-    """Answers GET with `version`, and knows no other request; or answers all so."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer(status, version)
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.answer(*((status, version) if posts else (404, b"404 page not found")))
-
-        def answer(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield Endpoint("127.0.0.1", server.server_port)
-        finally:
-            server.shutdown()
-            thread.join()
+NO_ETCD = r"^what listens at .* is no etcd: it answers /version with HTTP status "
 
 
 def ask(endpoint: Endpoint) -> None:
@@ -52,6 +22,7 @@ def ask(endpoint: Endpoint) -> None:
         transport.version(endpoint, "", 10)
 
 
+@pytest.mark.parametrize("posts", [False, True])
 @pytest.mark.parametrize(
     ("status", "version"),
     [
@@ -62,12 +33,25 @@ def ask(endpoint: Endpoint) -> None:
         (302, b""),
     ],
 )
-def test_a_web_server_is_said_to_be_no_etcd(status: int, version: bytes) -> None:
-    with web_server(status, version) as endpoint, pytest.raises(Denied, match=r"^what listens at .* no etcd") as denied:
+def test_a_web_server_is_said_to_be_no_etcd(status: int, version: bytes, *, posts: bool) -> None:
+    with web_server(status, version, posts=posts) as endpoint, pytest.raises(Denied, match=NO_ETCD) as denied:
         ask(endpoint)
 
     assert not isinstance(denied.value, GatewayOff)
     assert "gateway" not in str(denied.value)
+
+
+@pytest.mark.parametrize("token", ["", "the token of the job"])
+@pytest.mark.parametrize("expects_ours", [False, True])
+def test_nothing_else_is_said_of_a_web_server_whatever_was_expected_there(token: str, *, expects_ours: bool) -> None:
+    said: list[str] = []
+
+    with web_server(404, b"File not found") as endpoint:
+        store = FoundStore(endpoint, token, Access(), 10, expects_ours=expects_ours, say=said.append)
+        with closing(store), pytest.raises(Denied, match=NO_ETCD):
+            store.check()
+
+    assert said == []
 
 
 def test_an_etcd_without_its_gateway_is_told_how_to_start_it() -> None:

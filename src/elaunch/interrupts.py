@@ -1,0 +1,23 @@
+"""Ctrl-C while a command of elaunch imports: there is nothing to stop yet but the process itself."""
+
+from __future__ import annotations
+
+# `signal` imports much, and Ctrl-C may come meanwhile.
+import _signal  # type: ignore[import-not-found]
+import os
+
+
+def end_at_ctrl_c() -> None:
+    """End this process at Ctrl-C with exit code 130, without a traceback. A SIGINT that is ignored stays so (nohup)."""
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _end)
+
+
+def raise_at_ctrl_c() -> None:
+    """Make Ctrl-C a KeyboardInterrupt again, after `end_at_ctrl_c`."""
+    if _signal.getsignal(_signal.SIGINT) is _end:
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+
+
+def _end(*_: object) -> None:
+    os._exit(130)

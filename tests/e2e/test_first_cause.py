@@ -1,0 +1,68 @@
+"""On two nodes the log of each names first the rank that failed, and then those that lost it. Real gloo."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Job, on_two_nodes, script, slow
+
+# One rank leaves the group, and raises when all that have lost it are gone. The next generation is well.
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+RANK, WORLD_SIZE, ONE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
+
+def is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+# It is asked to end when the others are gone, and has its whole grace since it answers.
+signal.signal(signal.SIGTERM, signal.SIG_DFL if RANK != ONE else lambda *_: None)
+dist.init_process_group("gloo")
+pids = [None] * WORLD_SIZE
+dist.all_gather_object(pids, os.getpid())
+if os.environ["ELAUNCH_GENERATION"] == "0":
+    if RANK != ONE:
+        dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+    while any(is_there(pid) for pid in pids if pid != os.getpid()):
+        time.sleep(0.01)
+    raise ValueError("the bug")
+dist.barrier()
+dist.destroy_process_group()
+"""
+OPTIONS = ("--preload-only", "torch.distributed", "--failure-grace", "300")
+
+
+class Patient(Job):
+    """A job whose agents wait so long for the cause that no machine is too slow to tell it."""
+
+    command = (
+        sys.executable,
+        "-c",
+        "from elaunch.agent.core import first_cause; first_cause.WAIT_S = 300.0\n"
+        "from elaunch.launcher.cli import main; main()",
+    )
+
+
+@pytest.mark.parametrize("one", [3, slow(0)])
+def test_both_nodes_name_the_rank_that_failed_before_those_that_lost_it(tmp_path: Path, one: int) -> None:
+    script(tmp_path, PROGRAM)
+
+    jobs = on_two_nodes(tmp_path, *OPTIONS, "train.py", str(one), kind=Patient)
+
+    for job in jobs:
+        named = re.findall(r"^elaunch: (?:the cause: |stopping: )?rank (\d) \(.* in generation 0", job.stderr, re.M)
+        assert named[0] == str(one), job.stderr
+        assert re.search(rf"rank {one} \(.* raised ValueError: the bug in generation 0", job.stderr), job.stderr
+    lost = re.findall(r"^elaunch: .*rank (\d) \(.* lost a peer", "".join(job.stderr for job in jobs), re.M)
+    assert lost
+    assert str(one) not in lost
