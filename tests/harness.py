@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from elaunch.agent.config import DEFAULT_PRELOAD
 from elaunch.agent.guardian.guardian import VARIABLE
 
 Fact = TypeVar("Fact")
@@ -43,8 +44,11 @@ def slow(*values: Any) -> Any:
 
 
 def preloading(module: str) -> tuple[str, str]:
-    """The option that preloads `module` beside the default, which each worker of each generation would import else."""
-    return ("--preload", module)
+    """The option that preloads `module` beside the default, which each worker of each generation would import else.
+
+    All modules are named, so the job does not learn what its workers import: that takes a second import of them all.
+    """
+    return ("--preload-only", ",".join((*DEFAULT_PRELOAD, module)))
 
 
 def seeds(every: Sequence[int], check: int = 25) -> list[Any]:

@@ -21,7 +21,7 @@ import elaunch
 from elaunch.launcher.errors import UsageError
 from tests.e2e import called
 from tests.faults.processes import is_alive
-from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, script, slow, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, script, wait_for
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -309,11 +309,12 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path) -> None:
     assert done.stdout == program.rpartition("# ")[2], done.stderr
 
 
-@pytest.mark.parametrize("module", ["elaunch", slow("torch.distributed.launcher.api")])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["elaunch", "torch.distributed.launcher.api"])
 def test_a_program_of_torchs_elastic_launch_runs_the_same_with_one_import_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
-    """With torch it is slow: each worker imports torch, for 10 seconds of CPU in all."""
+    """Each worker imports torch. Torch's configuration and its error are tested in tests/unit/launcher/functions."""
     monkeypatch.setenv("PYTHONPATH", WITH_TORCH["PYTHONPATH"])
     # torch leaves a folder behind for each configuration.
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -34,7 +34,7 @@ print("err", os.environ["RANK"], file=sys.stderr)
 """
 
 LINES = 10_000
-CHATTY_BYTES_MIN = 100_000_000
+CHATTY_BYTES_MIN = 20_000_000
 
 # Scripts wait until the test makes a file.
 WAIT = """
