@@ -88,8 +88,9 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
             ),
             environment,
         )
-    # Before any fork: otherwise each worker would have to import and make the same itself.
-    from elaunch.agent.forkserver import after_fork, child, exit_report
+    # Before any fork: otherwise each worker would have to import and make the same itself, or have other modules than
+    # the next ones.
+    from elaunch.agent.forkserver import after_fork, child, clean_pages, exit_report, written_pages  # noqa: F401
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -41,7 +40,7 @@ def copy(pages: list[int]) -> None:
 
 def _written(pagemap: RawIOBase, start: int, end: int) -> Iterator[int]:
     pagemap.seek(start // _PAGE_BYTES * 8)
-    entries = array("Q", pagemap.read((end - start) // _PAGE_BYTES * 8) or b"")
+    entries = memoryview(pagemap.read((end - start) // _PAGE_BYTES * 8) or b"").cast("Q")
     for number, entry in enumerate(entries):
         if entry & (_WRITTEN | _OF_FILE) == _WRITTEN:
             yield start + number * _PAGE_BYTES
