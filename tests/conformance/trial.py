@@ -169,7 +169,10 @@ def run(trial: Trial, launcher: str, folder: Path) -> Ended:
             agents[trial.to].signal(trial.send)
             begun_s = time.monotonic()
         # An agent that has ended is reaped at once: programs may wait until its pid is gone.
-        wait_for(lambda: None not in [agent.process.poll() for agent in agents], "the end of all", DEADLINE_S)
+        try:
+            wait_for(lambda: None not in [agent.process.poll() for agent in agents], "the end of all", DEADLINE_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{output()}") from None
         codes = tuple(agent.wait() for agent in agents)
         seconds = time.monotonic() - begun_s
         left = _left(tag, _OUTLIVES_S if trial.expected(launcher).leftovers else DEADLINE_S)
