@@ -78,6 +78,7 @@ class TestShadows:
             # Python uses a folder without __init__.py only as a last resort, so workers may still be forked with torch.
             assert not run.execed, str(run)
 
+    @pytest.mark.slow
     def test_a_script_called_torch_imports_itself_as_it_would_have(self, tmp_path: Path) -> None:
         script(tmp_path, "import torch\nprint(__name__, torch.__file__, hasattr(torch, 'Tensor'))\n", "torch.py")
 

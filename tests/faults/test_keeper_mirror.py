@@ -71,7 +71,8 @@ def calm(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.mark.parametrize(
-    ("option", "lost"), [("hook=powersgd", 1), ("stop_every=1", 0), slow("shards=fsdp2", 1), slow("hook=powersgd", 0)]
+    ("option", "lost"),
+    [("hook=powersgd", 1), slow("stop_every=1", 0), slow("shards=fsdp2", 1), slow("hook=powersgd", 0)],
 )
 def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     tmp_path: Path,
