@@ -152,7 +152,7 @@ LOCALES = {
 
 
 class TestLetters:
-    @pytest.mark.parametrize("locale", ["C", slow("C.UTF-8"), slow("POSIX"), "ascii"])
+    @pytest.mark.parametrize("locale", [slow("C"), slow("C.UTF-8"), slow("POSIX"), "ascii"])
     def test_spaces_and_letters_of_the_world_under_every_locale(self, tmp_path: Path, locale: str) -> None:
         name = "mein Ordner ü 日本/träin 訓練 $x '\"\\.py"
         path = tmp_path / name
@@ -215,7 +215,7 @@ def _package(folder: Path) -> Path:
 
 
 class TestArchives:
-    @pytest.mark.parametrize("form", ["source", "app.pyz", slow("train-1.0.egg"), slow("egg folder")])
+    @pytest.mark.parametrize("form", [slow("source"), "app.pyz", slow("train-1.0.egg"), slow("egg folder")])
     def test_a_program_of_many_files_with_arguments_fails_and_ends(self, tmp_path: Path, form: str) -> None:
         package = _package(tmp_path)
         match form:
