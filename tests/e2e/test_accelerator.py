@@ -1,6 +1,6 @@
 """A step, a kill and a restart on what this machine has: NCCL on a GPU where there is one, else gloo on CPUs.
 
-The other tests need GPUs, and are slow ones so that `make test` skips nothing. They run what the unit tests show with
+The other tests need GPUs. All are slow ones, so that `make test` skips nothing. They run what the unit tests show with
 stand-ins for a GPU. See docs/gpu.md.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import REPOSITORY, Job, environment, finished, script, slow
+from tests.harness import REPOSITORY, Job, environment, finished, script
 
 TRAIN = """
 import os, signal
@@ -43,7 +43,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("how", [(), slow(("--no-preload",))], ids=["forked", "exec'd"])
+# Without a GPU test_life.py shows the same.
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("--no-preload",)], ids=["forked", "exec'd"])
 def test_a_killed_worker_trains_again_on_the_same_device(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, TRAIN)
     with Job(tmp_path, *how, "--nproc-per-node", "1", "train.py") as job:

@@ -54,6 +54,7 @@ def test_a_window_with_failures_is_mostly_steps_that_count() -> None:
     assert sample.values[ettr.SPEED] > 60
 
 
+@pytest.mark.slow
 def test_every_way_of_copying_is_measured() -> None:
     taken = list(statecost.copies(2, 2))
 

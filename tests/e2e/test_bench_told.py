@@ -10,7 +10,6 @@ import pytest
 from bench import __main__ as command
 from bench import told, watching
 from bench.contenders import ELAUNCH, TORCHRUN
-from tests.harness import slow
 
 
 @pytest.mark.slow
@@ -37,7 +36,8 @@ def test_torchrun_names_another_rank_where_one_ended_with_0() -> None:
     assert sample.values[f"{told.EXIT_0}: {told.RIGHT}"] == 0.0
 
 
-@pytest.mark.parametrize("how", [told.KILLED, slow(told.EXCEPTION), slow(told.EXIT_0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [told.KILLED, told.EXCEPTION, told.EXIT_0])
 def test_the_rank_that_failed_is_named_right(how: str) -> None:
     (sample,) = told.told(ELAUNCH, how, 60.0, random.Random(1))
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from elaunch.launcher.options.options import Options, parse
 from tests.documents import PAGES, PROGRAMS, blocks, fences
 from tests.etcd import Etcd, binary
-from tests.harness import REPOSITORY, Job, environment, script
+from tests.harness import REPOSITORY, Job, environment, script, slow
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -295,7 +297,26 @@ def shell(folder: Path, commands: tuple[str, ...], env: dict[str, str] | None = 
     return ended.stdout
 
 
-@pytest.mark.parametrize("commands", _parts(HERE), ids=" && ".join)
+# Blocks of one command that runs a job. The quick suite runs two of them, and reads the options of all.
+JOBS = [part for part in _parts(HERE) if len(part) == 1 and HERE[part[0]].startswith("rank ")]
+QUICK = ("elaunch train.py", "elaunch --roles ps=1,trainer=3 train.py")
+
+
+@pytest.mark.parametrize("command", [part[0] for part in JOBS])
+def test_the_options_of_a_command_are_read(command: str) -> None:
+    variables, _, words = command.rpartition("elaunch ")
+
+    options = parse(shlex.split(words), dict(word.split("=", 1) for word in variables.split()))
+
+    assert isinstance(options, Options)
+    assert options.target in ("train.py", "script.py")
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [slow(part) if part in JOBS and part[0] not in QUICK else part for part in _parts(HERE)],
+    ids=" && ".join,
+)
 def test_a_command_does_what_the_page_says(tmp_path: Path, commands: tuple[str, ...]) -> None:
     output = shell(tmp_path, commands)
 

@@ -78,6 +78,7 @@ class TestShadows:
             # Python uses a folder without __init__.py only as a last resort, so workers may still be forked with torch.
             assert not run.execed, str(run)
 
+    @pytest.mark.slow
     def test_a_script_called_torch_imports_itself_as_it_would_have(self, tmp_path: Path) -> None:
         script(tmp_path, "import torch\nprint(__name__, torch.__file__, hasattr(torch, 'Tensor'))\n", "torch.py")
 
@@ -151,7 +152,7 @@ LOCALES = {
 
 
 class TestLetters:
-    @pytest.mark.parametrize("locale", ["C", slow("C.UTF-8"), slow("POSIX"), "ascii"])
+    @pytest.mark.parametrize("locale", [slow("C"), slow("C.UTF-8"), slow("POSIX"), "ascii"])
     def test_spaces_and_letters_of_the_world_under_every_locale(self, tmp_path: Path, locale: str) -> None:
         name = "mein Ordner ü 日本/träin 訓練 $x '\"\\.py"
         path = tmp_path / name
@@ -214,7 +215,7 @@ def _package(folder: Path) -> Path:
 
 
 class TestArchives:
-    @pytest.mark.parametrize("form", ["source", "app.pyz", slow("train-1.0.egg"), slow("egg folder")])
+    @pytest.mark.parametrize("form", [slow("source"), "app.pyz", slow("train-1.0.egg"), slow("egg folder")])
     def test_a_program_of_many_files_with_arguments_fails_and_ends(self, tmp_path: Path, form: str) -> None:
         package = _package(tmp_path)
         match form:

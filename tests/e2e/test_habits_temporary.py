@@ -140,6 +140,7 @@ def test_a_failure_is_still_reported_where_no_temporary_folder_can_be_written(tm
     assert "ValueError: all the same" in str(run)
 
 
+@pytest.mark.slow
 def test_with_torch_preloaded_too(tmp_path: Path) -> None:
     (tmp_path / ".tmp").mkdir()
     script(tmp_path, "import torch\nprint(torch.ones(2).sum().item())\n")

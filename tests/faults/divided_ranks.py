@@ -1,8 +1,8 @@
 """A small network trained by one plan after the other, in the same ranks, and beside it by one process alone.
 
-Run as `divided_ranks.py STEPS PLAN…` by each rank; a PLAN after `compiled:` is compiled. The process alone computes the
-mean loss over all windows of a step at once, with torch's own functions. Each rank prints, for each plan, the largest
-relative differences of losses, norms, held-out loss and final weights.
+Run as `divided_ranks.py STEPS LAYERS PLAN…` by each rank; a PLAN after `compiled:` is compiled. The process alone
+computes the mean loss over all windows of a step at once, with torch's own functions. Each rank prints, for each plan,
+the largest relative differences of losses, norms, held-out loss and final weights.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.train import GRADIENT_NORM_MAX, decay_groups, held_out_loss, new_gpt
 
-STEPS, PLANS = int(sys.argv[1]), sys.argv[2:]
+STEPS, LAYERS, PLANS = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CPU = torch.device("cpu")
-SHAPE: dict[str, Any] = {"layers": 4, "heads": 4, "width": 32, "context": 16, "micro_batch": 2, "seed": 3}
+SHAPE: dict[str, Any] = {"layers": LAYERS, "heads": 4, "width": 32, "context": 16, "micro_batch": 2, "seed": 3}
 BATCH = 16
 HELD_OUT = 5
 

@@ -36,7 +36,10 @@ LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE = 2e-6, 1e-5, 1e-3
 def test_a_plan_has_the_losses_and_the_weights_of_one_process(
     forker: RankForker, workers: int, plans: list[str]
 ) -> None:
-    with Ranks(forker, workers, PROGRAM, "3", *plans) as ranks:
+    # A layer for each stage is enough; four stages and interleaved ones need four.
+    layers = "2" if plans[0] == "dp=2,tp=2" else "4"
+
+    with Ranks(forker, workers, PROGRAM, "3", layers, *plans) as ranks:
         check(ranks.answers(DEADLINE_S), plans)
 
 
@@ -54,7 +57,7 @@ def test_a_compiled_plan_has_them_too(tmp_path: Path, forker: RankForker, worker
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     compiled = [f"compiled:{plan}" for plan in plans]
 
-    with Ranks(forker, workers, PROGRAM, "2", *compiled, env=env) as ranks:
+    with Ranks(forker, workers, PROGRAM, "2", "4", *compiled, env=env) as ranks:
         check(ranks.answers(COMPILED_S), compiled)
 
 

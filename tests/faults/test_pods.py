@@ -132,6 +132,7 @@ def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path,
         pods.end(head, again)
 
 
+@pytest.mark.slow
 def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_path: Path) -> None:
     job = the("Job", rendered("overlays/elastic"))
     members = the("StatefulSet", rendered("etcd"))

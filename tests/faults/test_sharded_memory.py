@@ -52,11 +52,9 @@ class Nodes:
             shutil.copytree(source, memory, dirs_exist_ok=True)
 
     def is_whole(self, node: int, name: str) -> bool:
-        # Not at the top: it imports torch, in every process that collects this file.
-        from elaunch.trainer.state.region import MARK
-
         path = self.memories[node] / name
-        return path.exists() and path.read_bytes()[: len(MARK)] == MARK
+        # The mark at its beginning is written last (trainer/state/region.py, which imports torch).
+        return path.exists() and any(path.read_bytes()[:8])
 
     def pieces(self, node: int) -> list[Path]:
         return sorted(self.memories[node].glob("piece-*"))
@@ -91,8 +89,9 @@ def saved(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Itera
 one_node = pytest.mark.parametrize("nodes", [1], indirect=True)
 
 
+# With FSDP2 the tests of lost nodes and of other sizes have what is restored.
 @one_node
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow("fsdp2"), slow("fsdp1"), "zero"])
 def test_a_killed_rank_costs_the_steps_since_the_snapshot(nodes: Nodes, kind: str) -> None:
     actions = ("train", "2", "save", "note", "train", "1", "save", "note", "train", "1", "kill", "2")
     with nodes.begin(3, kind, *actions) as ranks:

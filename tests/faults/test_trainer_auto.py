@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.memory.room import tightest_room
-from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode
+from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode, Trained
 from tests.ranks import RankForker, Ranks
 
 STEPS = 20
@@ -29,20 +29,38 @@ def plan_of(run: Forked | OneNode) -> str:
     return found
 
 
+DEATHS = ["measuring-0-0-1", "loss-1-9-0"]
+
+
 def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step_cost_no_step(
-    tmp_path: Path, calm_training: CalmTrainings
+    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
 ) -> None:
     calm = calm_training(2, *SHAPE, steps=STEPS)
 
-    with OneNode(tmp_path / "run", 2, *SHAPE, *AUTO, asks=["measuring-0-0-1", "loss-1-9-0"]) as launched:
+    with Forked(tmp_path / "run", forker, asks=DEATHS) as run:
+        ended = [run.generation(number, 2, *SHAPE, *ANY_NUMBER) for number in range(3)]
+
+    assert [rank.code for rank in ended[2]] == [0, 0], ended[2][0].err
+    assert_goes_on_with_its_plan(run, calm, "".join(rank.err for ranks in ended for rank in ranks))
+
+
+@pytest.mark.slow
+def test_so_it_is_under_an_agent(tmp_path: Path, calm_training: CalmTrainings) -> None:
+    calm = calm_training(2, *SHAPE, steps=STEPS)
+
+    with OneNode(tmp_path / "run", 2, *SHAPE, *AUTO, asks=DEATHS) as launched:
         run = launched.ended()
 
-    assert run.struck() == ["measuring-0-0-1", "loss-1-9-0"]
+    assert_goes_on_with_its_plan(run, calm, run.job.output)
+
+
+def assert_goes_on_with_its_plan(run: Forked | OneNode, calm: Trained, said: str) -> None:
+    assert run.struck() == DEATHS
     plan = plan_of(run)
     # Generation 1 measures, since nothing was chosen; generation 2 has a state, and its plan.
-    assert len(re.findall(r"parallel: \S+ .*s {2,}chosen$", run.job.output, re.MULTILINE)) == 1
-    assert run.job.output.count(f"parallel: {plan}, as this run has chosen") == 1
-    assert run.job.output.count(f" workers with {plan}") == 2
+    assert len(re.findall(r"parallel: \S+ .*s {2,}chosen$", said, re.MULTILINE)) == 1
+    assert said.count(f"parallel: {plan}, as this run has chosen") == 1
+    assert said.count(f" workers with {plan}") == 2
     # Two workers share matrices in one way.
     worker = json.loads((run.out / "plan.json").read_text())["worker"]
     assert worker["exchange_s"].keys() == {"2"}

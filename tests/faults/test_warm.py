@@ -234,6 +234,7 @@ def test_a_file_that_a_module_has_read_makes_the_next_start_cold_when_it_changes
     assert told(changed)[0] == "two"
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_makes_it_cold(tmp_path: Path, place: Path) -> None:
     first(tmp_path)
 
@@ -295,6 +296,7 @@ def test_one_that_is_stopped_makes_it_cold_and_can_be_ended(tmp_path: Path, plac
     assert list(place.glob("[0-9a-f]*")) == []
 
 
+@pytest.mark.slow
 def test_one_that_is_stopped_for_long_takes_no_connection_and_makes_no_start_wait(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
     (path,) = place.glob("[0-9a-f]*")
@@ -329,6 +331,7 @@ def test_who_waits_for_one_that_still_imports_is_told_so_and_starts_from_it(tmp_
     assert "told late" in job.stdout
 
 
+@pytest.mark.slow
 def test_many_that_ask_at_once_are_all_answered(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
     (path,) = place.glob("[0-9a-f]*")

@@ -29,6 +29,8 @@ FORMS = {
     "folder": ("pack",),
     "zip": ("pack.zip",),
 }
+# For the slow suite: a script by another path is one too, and a module of a package is a module.
+RARE_FORMS = ("path", "submodule")
 # One way to name a program is tested with torch preloaded, as test_torch.py has it by default. The other ways preload a
 # light module.
 TORCH = ("--preload-only", "torch")
@@ -109,7 +111,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 def _params(where: str, *values: str) -> list[Any]:
     """A row for each fact."""
-    return [pytest.param(*values, name, id=f"{where}-{name}") for name in (*probe_process.FACTS, *probe.FACTS)]
+    marks = [pytest.mark.slow] if not {*RARE_FORMS}.isdisjoint(values) else []
+    facts = (*probe_process.FACTS, *probe.FACTS)
+    return [pytest.param(*values, name, id=f"{where}-{name}", marks=marks) for name in facts]
 
 
 def _equal(name: str, worker: dict[str, Any], fresh: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from tests.warm import own_place, run, states
 
 WARM = (*LIGHT, "--warm")
 THREADS = {"OMP_NUM_THREADS": "2"}
-FORMS = ("script", "path", "module", "folder", "zip")
+FORMS = ("script", slow("path"), "module", slow("folder"), "zip")
 # Programs whose ends depend on the command line, the streams, the signals or on how Python ends.
 ENDS = ("chained", "printed stack", "last exception", "exit 3", "SIGINT", "SIGTERM", "abort", "atexit order",
         "destructor", "stdin", "forked child", "exec", "thread after an error")  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_fact_follows_the_locale_and_the_users_sitecustomize(
 
 @pytest.mark.parametrize("name", probe.UNLIKE)
 def test_what_is_drawn_differs_between_ranks_and_jobs(seen: Seen, name: str) -> None:
-    drawn = [worker[name] for form in ("script", "folder") for worker in seen.workers(form)]
+    drawn = [worker[name] for form in ("script", "zip") for worker in seen.workers(form)]
 
     assert len({str(value) for value in drawn}) == len(drawn) == 4, drawn
 

@@ -86,7 +86,7 @@ def test_a_loader_gives_a_ranks_micro_batches_in_order(workers: dict[str, Any]) 
 
 
 # Four processes that read ahead show it best.
-@pytest.mark.parametrize("workers", [*FEW, pytest.param(FOUR, id="four", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("workers", [*FEW, pytest.param(FOUR, id="four", marks=pytest.mark.slow)])
 def test_what_was_prefetched_when_a_run_was_cut_off_is_neither_lost_nor_repeated(workers: dict[str, Any]) -> None:
     trained: list[int] = []
     after = 0
