@@ -22,27 +22,24 @@ check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import ru
 	$(call PYTEST,-q -n $$(nproc) -m "not slow and not servers and not thorough" tests/sim tests/unit)
 
 # All at the same time, and each may fail. Tests with jobs mostly wait, so they go first; the simulation and the unit tests
-# keep the cores busy that the others leave idle. These are three runs without workers of pytest's, each of which would
-# collect the tests of all: 20 s of CPU. The lines of all but the jobs are shown at their end, since all would write into
-# one line.
+# keep the cores busy that the others leave idle. These are four runs without workers of pytest's, each of which would
+# collect the tests of all: 20 s of CPU. Two of them mostly wait for stores; as one they would be the last to end. The
+# lines of all but the jobs are shown at their end, since all would write into one line.
 test: $(VENV)/.installed-dev tools  ## Everything but the slow tests
-	@$(MAKE) --no-print-directory --keep-going --jobs=5 test-jobs test-units test-stores test-trainer test-lint
+	@$(MAKE) --no-print-directory --keep-going --jobs=6 test-jobs test-units test-launcher test-rendezvous test-trainer test-lint
 
 SHOWN_AT_END = log=$$(mktemp); ($(1)) >$$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
-.PHONY: test-jobs test-units test-stores test-trainer test-lint
+.PHONY: test-jobs test-units test-launcher test-rendezvous test-trainer test-lint
 test-jobs:
 	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/examples tests/conformance tests/ecosystem)
 
-test-units test-stores test-trainer: NICE = nice -n 10
+test-units test-launcher test-rendezvous test-trainer: NICE = nice -n 10
 test-units:
 	@$(call SHOWN_AT_END,$(call PYTEST,-n 0 tests/sim tests/unit $(addprefix --ignore tests/unit/,launcher rendezvous trainer)))
 
-test-stores:
-	@$(call SHOWN_AT_END,$(call PYTEST,-n 0 tests/unit/launcher tests/unit/rendezvous))
-
-test-trainer:
-	@$(call SHOWN_AT_END,$(call PYTEST,-n 0 tests/unit/trainer))
+test-launcher test-rendezvous test-trainer:
+	@$(call SHOWN_AT_END,$(call PYTEST,-n 0 tests/unit/$(@:test-%=%)))
 
 test-lint:
 	@$(call SHOWN_AT_END,$(MAKE) --no-print-directory lint)

@@ -237,7 +237,7 @@ def collectives() -> str:
                 x, y = left + rank * 72, top + 12 + row * 42
                 picture.box(x, y, 68, 28, colour if values[rank] else "white")
                 picture.text(x + 34, y + 19, values[rank], "name")
-    picture.text(20, 408, "all_reduce is a reduce_scatter and an all_gather: rings send both halves of it one by one.")
+    picture.text(20, 408, "A ring does an all_reduce as a reduce_scatter and then an all_gather.")
     return picture.done()
 
 
