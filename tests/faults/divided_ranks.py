@@ -118,6 +118,8 @@ def main() -> None:
     said = {}
     for plan in PLANS:
         compiled, _, text = plan.rpartition(":")
+        # A plan with the same blocks would take what an earlier one has compiled.
+        torch.compiler.reset()
         options = {"parallel": text, "compile": bool(compiled), "learning_rate": 1e-3, "global_batch": BATCH}
         config = TrainConfig(**options, **SHAPE)
         found = planned(config)
