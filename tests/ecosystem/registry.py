@@ -48,6 +48,8 @@ _INDUCTOR = ("torchinductor_*",)
 _SPAWN = (*_INDUCTOR, "pytorch-errorfile-*")
 # Python ends the processes of a DataLoader that are left at its own end, and not their folders.
 _LOADERS = ("pymp-*",)
+# Of what is compiled in C++ at the first step, anew in each test's cache.
+_COMPILED_S = 900.0
 _TORCH = "torch"
 PROGRAMS = (
     Program("ddp", _TORCH, "DistributedDataParallel"),
@@ -61,7 +63,7 @@ PROGRAMS = (
     Program("dcp", _TORCH, "distributed checkpoints, saved beside the training"),
     Program("join", _TORCH, "Join: uneven inputs"),
     Program("zero", _TORCH, "ZeroRedundancyOptimizer"),
-    Program("compile", _TORCH, "torch.compile", leaves=_INDUCTOR),
+    Program("compile", _TORCH, "torch.compile", leaves=_INDUCTOR, first_step_s=_COMPILED_S),
     Program("rpc", _TORCH, "torch.distributed.rpc"),
     Program("comm_hooks", _TORCH, "a communication hook: PowerSGD"),
     Program("local_sgd", _TORCH, "post-local SGD"),
@@ -103,7 +105,14 @@ PROGRAMS = (
     Program("with_torchmetrics", "torchmetrics", "a metric over all ranks", imports="torchmetrics"),
     Program("with_datasets", "datasets", "map, split by node, a loader's process", "datasets", leaves=_LOADERS),
     Program("with_torchdata", "torchdata", "StatefulDataLoader with processes", imports="torchdata", leaves=_LOADERS),
-    Program("with_torchao", "torchao", "an optimizer of 8 bits", imports="torchao", leaves=_INDUCTOR),
+    Program(
+        "with_torchao",
+        "torchao",
+        "an optimizer of 8 bits",
+        imports="torchao",
+        leaves=_INDUCTOR,
+        first_step_s=_COMPILED_S,
+    ),
     Program("with_fairscale", "fairscale", "OSS and ShardedDataParallel", imports="fairscale"),
     Program(
         "with_deepspeed",
@@ -111,8 +120,8 @@ PROGRAMS = (
         "an engine with ZeRO stage 1",
         imports="deepspeed",
         leaves=_INDUCTOR,
-        # It compiles an extension in C++ for its collectives on CPUs, anew in each test's cache.
-        first_step_s=900.0,
+        # It compiles an extension in C++ for its collectives on CPUs.
+        first_step_s=_COMPILED_S,
     ),
 )
 
