@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
+from elaunch.agent.forkserver.fork_loop import ForkLoop, tell
 from elaunch.agent.forkserver.learned import Learned
-from elaunch.agent.forkserver.serving import Serving, tell
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.records import dataclass, replace
 
@@ -114,7 +114,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
     settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
-    asked = Serving(boot, control, settle, prepare, small).serve(preloaded)
+    asked = ForkLoop(boot, control, settle, prepare, small).serve(preloaded)
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
 
 
@@ -158,7 +158,7 @@ def bare(boot_fd: str) -> None:
 
     boot = Boot.read(int(boot_fd))
     mask, control = _settle(boot)
-    child.become(Child(boot, *Serving(boot, control, partial(child.settle, boot.agent_pid)).serve(), mask))
+    child.become(Child(boot, *ForkLoop(boot, control, partial(child.settle, boot.agent_pid)).serve(), mask))
 
 
 def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:

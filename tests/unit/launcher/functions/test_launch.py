@@ -92,4 +92,4 @@ def test_an_interrupted_job_that_has_not_begun_writes_nothing(tmp_path: Path) ->
         check=False,
     )
 
-    assert (job.returncode, job.stdout, job.stderr) == (-signal.SIGINT, b"", b"")
+    assert (job.returncode, job.stdout, job.stderr) == (128 + signal.SIGINT, b"", b"")

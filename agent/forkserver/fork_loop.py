@@ -43,7 +43,7 @@ def tell(control: socket.socket, news: dict[str, Any]) -> None:
         os._exit(1)
 
 
-class Serving:
+class ForkLoop:
     """A fork server's service for its agent. Without `prepare` nothing is forked ahead.
 
     `small` is memory that is put into huge pages before anything is forked ahead.
