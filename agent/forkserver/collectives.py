@@ -168,13 +168,18 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str], gloo: GlooT
                 _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
             elif question == b"m":
                 _send_file(end, b"m", (_imports(environment),))
-            elif question[:1] == b"b" and _is_at(question[1:]):
+            elif question[:1] == b"b" and _has_one_group() and _is_at(question[1:]):
                 gloo.break_off()
     except Exception:
         # The agent is gone, or this torch has other functions under these names.
         return
     finally:
         end.close()
+
+
+def _has_one_group() -> bool:
+    """Whether torch has made no process group but the default one. A thread of another one may not be known yet."""
+    return len(getattr(getattr(sys.modules[C10D], "_world", None), "pg_map", ())) == 1
 
 
 def _is_at(place: bytes) -> bool:
