@@ -6,22 +6,19 @@ stay in the kernel's cache, where workers find theirs: a fork hands on no page o
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_MADV_DONTNEED = 4
+from elaunch.agent.forkserver.own_memory import DONTNEED, madvise
 
 
 def let_go() -> None:
     """Do it. A page that is used after all is mapped again then."""
     # Unknown before Linux 4.5, and hidden by some sandboxes.
     with suppress(OSError, AttributeError):
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for start, end in clean_mappings(Path("/proc/self/smaps").read_text(errors="replace")):
-            madvise(start, end - start, _MADV_DONTNEED)
+            madvise(start, end, DONTNEED)
 
 
 def clean_mappings(smaps: str) -> Iterator[tuple[int, int]]:

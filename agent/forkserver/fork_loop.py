@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elaunch.agent.forkserver.huge_pages import SmallPages
     from elaunch.agent.forkserver.preload import Preloaded
 
-# What is larger does not go into one packet. The next start finds it out again.
+# A larger answer does not go into one packet. The next start finds it out again.
 _NAMED_BYTES_MAX = 64 << 10
 # The key of processes that were forked ahead, and the generation that none of them has yet.
 _AHEAD, _NO_GENERATION = "ahead", -1

@@ -18,7 +18,8 @@ _TASKS = "/proc/self/task"
 # epoll_wait and epoll_pwait on x86-64 and ARM, and how gloo calls it: for 64 events, or 10 ms (transport/tcp/loop.cc).
 _EPOLL_WAITS = (b"232", b"281", b"22")
 _AS_GLOO = [b"0x40", b"0xa"]
-# Of <sys/epoll.h>.
+# Of <sys/socket.h> and <sys/epoll.h>.
+_SHUT_WR, _SHUT_RDWR = 1, 2
 _EPOLL_CTL_MOD, _EPOLLIN, _EPOLLONESHOT = 3, 1, 1 << 30
 
 
@@ -53,12 +54,13 @@ class GlooThreads:
         gloo is told nothing, and takes its connections apart as ever. It hears once more of each connection. A thread
         that waits for a peer that is gone would otherwise loop, and take half a CPU from the end of this process.
         """
-        for epoll, fd, data in self._close(1):
+        for epoll, fd, data in self._close(_SHUT_WR):
             _hear_once(ctypes, epoll, fd, data)
 
-    def break_off(self) -> bool:
-        """Have what waits for peers in the default group get an error. Does nothing, and says so, in several groups."""
-        return len(self._epolls) == 1 and bool(self._close(2))
+    def break_off(self) -> None:
+        """Have what waits for peers get an error. Does nothing where there are several threads."""
+        if len(self._epolls) == 1:
+            self._close(_SHUT_RDWR)
 
     def _close(self, how: int) -> list[tuple[int, int, int]]:
         """Shut gloo's connections down. Returns the epoll, the descriptor and gloo's own name of each."""

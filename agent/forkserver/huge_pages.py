@@ -18,9 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from elaunch.agent.forkserver.own_memory import DONTNEED, madvise, writable
+
 # From Linux 6.1 on. Older kernels refuse it.
 _MADV_COLLAPSE = 25
-_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_MADV_HUGEPAGE = 14
 _PAGE_BYTES = 1 << 21
 # What `import torch` takes of C's heap is a little more. Memory that is not used after all costs nothing.
 _HEAP_BYTES = 80 << 20
@@ -53,15 +55,15 @@ def prepare_heap() -> None:
         for block in blocks[:-1]:
             libc.free(block)
         for start, stop in pages:
-            libc.madvise(start, stop - start, _MADV_DONTNEED)
-            libc.madvise(start, stop - start, _MADV_HUGEPAGE)
+            madvise(start, stop, DONTNEED)
+            madvise(start, stop, _MADV_HUGEPAGE)
 
 
 def _libc() -> Any:
     libc = ctypes.CDLL(None)
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
     libc.malloc.argtypes, libc.sbrk.argtypes = (ctypes.c_size_t,), (ctypes.c_ssize_t,)
-    libc.free.argtypes, libc.madvise.argtypes = (ctypes.c_void_p,), (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.free.argtypes = (ctypes.c_void_p,)
     return libc
 
 
@@ -78,8 +80,8 @@ class SmallPages:
         with suppress(OSError, AttributeError):
             # Another setting is the wish of this host's administrator.
             if "[never]" not in _SETTING.read_text():
-                self._madvise = _libc().madvise
-                self._places = (place for start, end in _own_memory() for place in range(start, end, _PAGE_BYTES))
+                pages = (each for part in writable() for each in _whole_pages(*part))
+                self._places = (place for start, end in pages for place in range(start, end, _PAGE_BYTES))
 
     def collapse(self, for_s: float = math.inf) -> float | None:
         """Put it into huge pages, as far as the kernel does, for so long, but one page at least.
@@ -88,7 +90,7 @@ class SmallPages:
         """
         began_s = time.monotonic()
         for place in self._places:
-            self._madvise(place, _PAGE_BYTES, _MADV_COLLAPSE)
+            madvise(place, place + _PAGE_BYTES, _MADV_COLLAPSE)
             if (took_s := time.monotonic() - began_s) >= for_s:
                 return took_s
         return None
@@ -97,15 +99,6 @@ class SmallPages:
         """Do it beside a job: wait after each page for so many times as long as it took."""
         while (took_s := self.collapse(0.0)) is not None:
             time.sleep(wait_per_work * took_s)
-
-
-def _own_memory() -> Iterator[tuple[int, int]]:
-    """The parts of this process's memory that could be huge pages: from where to where."""
-    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        place, access, *_ = line.split(maxsplit=2)
-        if access == "rw-p":
-            start, end = place.split("-")
-            yield from _whole_pages(int(start, 16), int(end, 16))
 
 
 def _whole_pages(start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -11,8 +11,9 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from elaunch.agent.forkserver.own_memory import writable
 
 if TYPE_CHECKING:
     from io import RawIOBase
@@ -28,7 +29,7 @@ _WRITTEN = _PRESENT | _ALONE
 def written_by(pid: int) -> list[int]:
     """The addresses of pages of this process that its forked child has a copy of. Empty if the kernel does not say."""
     with suppress(OSError), open(f"/proc/{pid}/pagemap", "rb", 0) as pagemap:  # noqa: PTH123
-        return [page for start, end in _writable() for page in _written(pagemap, start, end)]
+        return [page for start, end in writable() for page in _written(pagemap, start, end)]
     return []
 
 
@@ -44,12 +45,3 @@ def _written(pagemap: RawIOBase, start: int, end: int) -> Iterator[int]:
     for number, entry in enumerate(entries):
         if entry & (_WRITTEN | _OF_FILE) == _WRITTEN:
             yield start + number * _PAGE_BYTES
-
-
-def _writable() -> Iterator[tuple[int, int]]:
-    """The parts of this process's memory that it may write to and shares with no other: from where to where."""
-    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        place, access, *_ = line.split(maxsplit=2)
-        if access == "rw-p":
-            start, end = place.split("-")
-            yield int(start, 16), int(end, 16)

@@ -212,8 +212,8 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
             if pid not in busy and _kill(pid, kin):
                 ended.add(pid)
         meanwhile()
-        # Killed processes leave /proc in their own time; a look every millisecond is soon enough. Who takes longer
-        # needs the CPU, and a look reads the environment of every process.
+        # Killed processes leave /proc in their own time; a look every millisecond is soon enough. One that
+        # takes longer needs the CPU, and a look reads the environment of every process.
         time.sleep(0.001 if now_s < start_s + 0.1 else 0.01)
         now_s = time.monotonic()
     if theirs:

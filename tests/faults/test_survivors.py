@@ -49,27 +49,27 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_survivor_that_saves_has_its_grace_and_those_that_only_wait_are_killed_at_once(tmp_path: Path) -> None:
-    script(tmp_path, PROGRAM)
-
-    with Job(tmp_path, *OPTIONS, "train.py", env={"GROUPS": "several"}) as job:
+def ended(folder: Path, groups: str) -> Job:
+    """The job has ended. In its first generation each survivor has saved, and nobody needed the whole grace."""
+    script(folder, PROGRAM)
+    with Job(folder, *OPTIONS, "train.py", env={"GROUPS": groups}) as job:
         assert job.wait() == 1, job.output
+    assert [job.stdout.count(f"rank {rank} has saved") for rank in range(2)] == [1, 1]
+    assert "still ran after" not in job.stderr
+    return job
+
+
+def test_a_survivor_that_saves_has_its_grace_and_those_that_only_wait_are_killed_at_once(tmp_path: Path) -> None:
+    job = ended(tmp_path, "several")
 
     assert [job.stdout.count(f"handler of rank {rank} runs") for rank in range(2)] == [2, 1]
-    assert [job.stdout.count(f"rank {rank} has saved") for rank in range(2)] == [1, 1]
     said = re.findall(r"local rank ([\d, ]+) cannot act on SIGTERM: .* collective \(broadcast\)", job.stderr)
     assert said == ["0, 1"]
-    assert "still ran after" not in job.stderr
 
 
 def test_survivors_that_wait_for_the_failed_rank_get_the_error_and_their_handlers_run(tmp_path: Path) -> None:
-    script(tmp_path, PROGRAM)
-
-    with Job(tmp_path, *OPTIONS, "train.py", env={"GROUPS": "one"}) as job:
-        assert job.wait() == 1, job.output
+    job = ended(tmp_path, "one")
 
     # In the second generation the handlers' collective of all ranks ends by the same error.
     assert [job.stdout.count(f"handler of rank {rank} runs") for rank in range(2)] == [2, 2]
-    assert [job.stdout.count(f"rank {rank} has saved") for rank in range(2)] == [1, 1]
     assert "cannot act on SIGTERM" not in job.stderr
-    assert "still ran after" not in job.stderr
