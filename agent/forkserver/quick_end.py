@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.forkserver import exit_report
 from elaunch.agent.forkserver.gloo_threads import GlooThreads
-from elaunch.agent.forkserver.imported import is_installed
+from elaunch.agent.forkserver.imported import is_installed, is_installed_file
 from elaunch.agent.peer_lost import is_peer_lost
 
 if TYPE_CHECKING:
@@ -182,35 +182,31 @@ def _flush_files() -> bool:
     Such an object ends when nothing refers to it any more, and the garbage collector may have to find that out.
     """
     objects = gc.get_objects()
-    # There may be half a million. By number, since a program's classes may be equal, or have no hash.
-    kinds = dict(zip(map(id, map(type, objects)), map(type, objects), strict=True))
+    # There may be half a million: each step over all of them takes 10 ms and more.
+    classes = [*map(type, objects)]
+    # By number, since a program's classes may be equal, or have no hash.
+    numbers = [*map(id, classes)]
+    kinds = dict(zip(numbers, classes, strict=True))
     # Each flush goes through all files below it.
-    files = {key for key, kind in kinds.items() if issubclass(kind, _BUFFERED)}
+    looked_at = {key for key, kind in kinds.items() if kind is GeneratorType or issubclass(kind, _BUFFERED)}
     is_alone, is_all = len(sys._current_frames()) == 1, True
-    for each in _of_kinds(objects, files):
+    for each in compress(objects, map(looked_at.__contains__, numbers)):
+        if isinstance(each, GeneratorType):
+            is_all = is_all and not _is_programs(each)
+            continue
         with suppress(Exception):
             if is_alone or not _may_block(each):
                 # Closed, or no room: Python would not say so either.
                 each.flush()
             else:
                 is_all = False
-    generators = _of_kinds(objects, {id(GeneratorType)} & kinds.keys())
-    if any(map(_is_programs, generators)):
-        return False
     return is_all and not any(map(_writes_at_end, kinds.values()))
-
-
-def _of_kinds(objects: list[Any], kinds: set[int]) -> list[Any]:
-    """The objects whose classes have these numbers.
-
-    No closure of the caller's: its cell would be one of these objects, and keep all of them.
-    """
-    return list(compress(objects, map(kinds.__contains__, map(id, map(type, objects))))) if kinds else []
 
 
 def _is_programs(generator: GeneratorType[Any, Any, Any]) -> bool:
     """Whether the generator, which may have a `finally`, is of the program itself."""
-    return not is_installed("", generator.gi_code.co_filename)
+    # `traceback` leaves one of its own behind where Python has printed the program's exception.
+    return not is_installed_file(generator.gi_code.co_filename)
 
 
 def _may_block(file: Any) -> bool:

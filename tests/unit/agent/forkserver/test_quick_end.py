@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from types import ModuleType, SimpleNamespace
 
@@ -76,3 +78,11 @@ def test_lightnings_default_profiler_writes_nothing_at_its_end_and_one_that_is_m
     assert not quick_end._writes_at_end(default)
     assert quick_end._writes_at_end(users)
     assert quick_end._writes_at_end(base)
+
+
+def test_a_generator_of_python_that_was_left_behind_writes_nothing_and_one_of_the_program_may() -> None:
+    def of_program() -> Iterator[None]:
+        yield
+
+    assert not quick_end._is_programs(traceback.walk_stack(None))  # type: ignore[arg-type]
+    assert quick_end._is_programs(of_program())  # type: ignore[arg-type]
