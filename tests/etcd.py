@@ -19,6 +19,7 @@ from pathlib import Path
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.store import Changes, Update
 from tests.certificates import Certificates
 from tests.harness import free_ports, wait_for
 
@@ -51,6 +52,11 @@ def client(
 
         return EtcdStore(endpoints, access, deadline_s, GrpcTransport(access))
     return EtcdStore(endpoints, access, deadline_s, JsonTransport(access.tls, access.bearer))
+
+
+def writes(told: Sequence[Update]) -> int:
+    """The number of revisions of which a watch has told."""
+    return sum(isinstance(update, Changes) for update in told)
 
 
 class Member:

@@ -19,7 +19,7 @@ from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc
 from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
 from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, TimedOut, Txn, Unavailable, Update
 from tests.certificates import Certificates
-from tests.etcd import VERSIONS, Etcd, client
+from tests.etcd import VERSIONS, Etcd, client, writes
 from tests.faults.processes import LIGHT
 from tests.harness import DEADLINE_S, finished, free_ports, script, slow, wait_for
 from tests.relay import Listener, relay, saying, silent, web_server
@@ -196,29 +196,32 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
     ):
         store.watch(KEY, store.read(KEY).revision, told.append)
         store.commit(Txn((), (Put(KEY, "1"),)))
-        wait_for(lambda: len(told) == 1, "word of the first write")
-        assert transport.logins == 1
+        wait_for(lambda: writes(told) == 1, "word of the first write")
+        # On a busy host a token may run out between two lines, and the watch may say that it is blocked meanwhile.
+        logins = transport.logins
 
         nobody.wait(5)
         way.cut()
         way.restore()
-        wait_for(lambda: transport.logins == 2, "the watch's new token")
+        wait_for(lambda: transport.logins > logins, "the watch's new token")
         etcd.ctl("put", KEY, "2")
-        wait_for(lambda: len(told) == 2, "word of the second write")
+        wait_for(lambda: writes(told) == 2, "word of the second write")
 
         nobody.wait(5)
+        logins = transport.logins
         threads = [threading.Thread(target=store.read, args=(KEY,)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert store.commit(Txn((Absent(f"{KEY}y"),), (Put(f"{KEY}y", "2"),))).held
-        assert transport.logins == 3
+        assert logins < transport.logins < logins + len(threads)
 
         nobody.wait(5)
+        logins = transport.logins
         store.watch(KEY, None, told.append).begun()
         assert told[-1] == store.read(KEY)
-        assert transport.logins == 4
+        assert transport.logins > logins
 
 
 def refusal(listener: Listener, deadline_s: float = DEADLINE_S) -> str:

@@ -17,7 +17,7 @@ from elaunch.rendezvous.etcd.transport import Json, Rpc
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied, Put, Txn, Unavailable, Update
 from tests.certificates import Certificates
-from tests.etcd import VERSIONS, Etcd, client
+from tests.etcd import VERSIONS, Etcd, client, writes
 from tests.harness import free_ports, slow, wait_for
 from tests.relay import relay, saying, silent
 
@@ -105,18 +105,21 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
     ):
         store.watch(KEY, store.read(KEY).revision, told.append)
         store.commit(Txn((), (Put(KEY, "1"),)))
-        wait_for(lambda: len(told) == 1, "word of the first write")
+        wait_for(lambda: writes(told) == 1, "word of the first write")
+        # On a busy host a token may run out between two lines, and the watch may say that it is blocked meanwhile.
+        logins = transport.logins
 
         nobody.wait(5)
         way.cut()
         way.restore()
-        wait_for(lambda: transport.logins == 2, "the watch's new token")
+        wait_for(lambda: transport.logins > logins, "the watch's new token")
         etcd.ctl("put", KEY, "2")
-        wait_for(lambda: len(told) == 2, "word of the second write")
+        wait_for(lambda: writes(told) == 2, "word of the second write")
 
         nobody.wait(5)
+        logins = transport.logins
         store.read(KEY)
-        assert transport.logins == 3
+        assert transport.logins > logins
 
 
 @pytest.mark.parametrize("version", VERSIONS)
