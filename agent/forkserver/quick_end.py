@@ -191,7 +191,7 @@ def _flush_files() -> bool:
     looked_at = {key for key, kind in kinds.items() if kind is GeneratorType or issubclass(kind, _BUFFERED)}
     is_alone, is_all = len(sys._current_frames()) == 1, True
     for each in compress(objects, map(looked_at.__contains__, numbers)):
-        if isinstance(each, GeneratorType):
+        if type(each) is GeneratorType:
             is_all = is_all and not _is_programs(each)
             continue
         with suppress(Exception):
