@@ -57,11 +57,6 @@ def is_installed(name: str, origin: str) -> bool:
     return name.partition(".")[0] in sys.stdlib_module_names or _is_in_package(name, origin)
 
 
-def is_installed_file(file: str) -> bool:
-    """Whether a file with code is Python's own or of an installed package."""
-    return file.startswith(_STANDARD + os.sep) or any(folder in file for folder in _INSTALLED)
-
-
 def is_suitable(name: str, origins: Mapping[str, Collection[str]]) -> bool:
     """Whether a module is no code of the user, which may be another one at each start.
 

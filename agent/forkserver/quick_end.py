@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.forkserver import exit_report
 from elaunch.agent.forkserver.gloo_threads import GlooThreads
-from elaunch.agent.forkserver.imported import is_installed, is_installed_file
+from elaunch.agent.forkserver.imported import is_installed
 from elaunch.agent.peer_lost import is_peer_lost
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ _LINK_BYTES = 1 << 16
 # Longer than the rest of Python's end: no other thread is to run between two lines, and to import what was taken away.
 _NO_SWITCH_S = 600.0
 _PYTHONS_OWN = ("builtins", "sys")
+# It leaves a generator behind where Python has printed the program's exception. Other generators of Python may do work
+# at their end: `importlib.resources` removes a temporary file.
+_TRACEBACK = os.path.join(os.path.dirname(os.__file__), "traceback.py")  # noqa: PTH118, PTH120
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 # Packages whose objects have finalizers that only free memory, or end processes and threads of this one.
 _ONLY_FREE = ("torch", "multiprocessing", "subprocess", "concurrent", "asyncio", "weakref", "tqdm")
@@ -181,6 +184,7 @@ def _flush_files() -> bool:
 
     Such an object ends when nothing refers to it any more, and the garbage collector may have to find that out.
     """
+    # In no closure: its cell would be one of these objects, and keep all of them.
     objects = gc.get_objects()
     # There may be half a million: each step over all of them takes 10 ms and more.
     classes = [*map(type, objects)]
@@ -204,9 +208,9 @@ def _flush_files() -> bool:
 
 
 def _is_programs(generator: GeneratorType[Any, Any, Any]) -> bool:
-    """Whether the generator, which may have a `finally`, is of the program itself."""
-    # `traceback` leaves one of its own behind where Python has printed the program's exception.
-    return not is_installed_file(generator.gi_code.co_filename)
+    """Whether the generator, which may have a `finally`, is of the program itself, or of Python for it."""
+    file = generator.gi_code.co_filename
+    return file != _TRACEBACK and not is_installed("", file)
 
 
 def _may_block(file: Any) -> bool:

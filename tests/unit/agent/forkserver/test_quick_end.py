@@ -80,9 +80,11 @@ def test_lightnings_default_profiler_writes_nothing_at_its_end_and_one_that_is_m
     assert quick_end._writes_at_end(base)
 
 
-def test_a_generator_of_python_that_was_left_behind_writes_nothing_and_one_of_the_program_may() -> None:
+def test_a_generator_that_traceback_has_left_behind_does_nothing_at_its_end_and_any_other_of_python_may() -> None:
     def of_program() -> Iterator[None]:
         yield
 
     assert not quick_end._is_programs(traceback.walk_stack(None))  # type: ignore[arg-type]
     assert quick_end._is_programs(of_program())  # type: ignore[arg-type]
+    # `os.walk` stands for those of Python that have a `finally`.
+    assert quick_end._is_programs(os.walk("."))  # type: ignore[arg-type]

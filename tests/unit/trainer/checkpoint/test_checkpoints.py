@@ -503,7 +503,7 @@ def test_a_checkpoint_that_takes_most_of_the_time_between_two_is_said_once(
     made.wait()
 
     assert len(said) == 1
-    assert re.match(r"the checkpoint of step \d \(0\.0 MB\) took \d+\.\d+ s, \d+% of the \d+\.\d+ s since", said[0])
+    assert re.match(r"the checkpoint of step 2 \(0\.0 MB\) took \d+\.\d+ s, \d+% of the \d+\.\d+ s since", said[0])
     assert "with more steps between two it costs less" in said[0]
     assert made.last is not None
     assert made.last.mark == Mark(0, 4)
