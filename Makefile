@@ -8,8 +8,12 @@ TORCH := torch==2.13.0
 # Tests with jobs at a time: most wait for leases to end and processes to start, so more than there are cores.
 JOBS ?= $(shell echo $$(($$(nproc) + 4)))
 # The folder has a short name: tests make sockets in it, and a socket's path has at most 107 characters. A file of tests
-# stays on one worker, since its tests share servers and recorded runs.
-PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && $(NICE) $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
+# stays on one worker, since its tests share servers and recorded runs. A test that hangs, and a run that does not end,
+# are broken off, with the stack of each thread.
+LIMIT ?= 45m
+TEST_LIMIT_S ?= 900
+PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && timeout --foreground --signal=ABRT --kill-after=30 $(LIMIT) $(NICE) \
+	$(BIN)/python -X faulthandler -m pytest -o faulthandler_timeout=$(TEST_LIMIT_S) --dist loadfile --no-loadscope-reorder \
 	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
 .PHONY: demo check test test-slow conformance integrations ecosystem control-plane tools bench gpu docs release lint clean
@@ -44,6 +48,8 @@ test-launcher test-rendezvous test-trainer:
 test-lint:
 	@$(call SHOWN_AT_END,$(MAKE) --no-print-directory lint)
 
+test-slow conformance integrations: LIMIT = 12h
+test-slow conformance integrations: TEST_LIMIT_S = 7200
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills; programs of other libraries: make ecosystem
 	@$(call PYTEST,-n $$(nproc) -m slow --ignore tests/ecosystem tests)
 
