@@ -46,7 +46,7 @@ test-launcher test-rendezvous test-trainer:
 	@$(call SHOWN_AT_END,$(call PYTEST,-n 0 tests/unit/$(@:test-%=%)))
 
 test-lint:
-	@$(call SHOWN_AT_END,$(MAKE) --no-print-directory lint)
+	@$(call SHOWN_AT_END,timeout --foreground $(LIMIT) $(MAKE) --no-print-directory lint)
 
 test-slow conformance integrations: LIMIT = 12h
 test-slow conformance integrations: TEST_LIMIT_S = 7200
