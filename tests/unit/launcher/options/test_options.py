@@ -26,6 +26,7 @@ from elaunch.launcher.preflight import check_log_dir, check_program
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import plan
 from elaunch.rendezvous.job_spec import ProgramKind
+from tests.forked import Child
 from tests.harness import REPOSITORY
 
 GPU_HOST = HostResources(cpus=128, cores=64, gpus=8, python="/usr/bin/python3")
@@ -812,17 +813,17 @@ def test_a_folder_that_may_not_be_entered_is_a_sentence() -> None:
 def said_as_nobody(check: Callable[[], None]) -> str:
     """The complaint of `check` in a process of a user other than root, since root may read everything."""
     ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def complains() -> None:
         if os.geteuid() == 0:
             os.setuid(65534)
-        try:
+        with pytest.raises(UsageError) as raised:
             check()
-        except UsageError as error:
-            os.write(theirs, str(error).encode())
-        os._exit(0)
-    os.close(theirs)
-    os.waitpid(pid, 0)
+        os.write(theirs, str(raised.value).encode())
+
+    with Child(complains) as child:
+        os.close(theirs)
+        assert child.end() == 0
     with os.fdopen(ours) as pipe:
         return pipe.read()
 
