@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.forked import Child
+from tests.harness import wait_for
 
 
 def hangs() -> None:
@@ -47,11 +50,20 @@ def test_a_child_that_a_signal_ends_has_its_number() -> None:
         assert child.end() == -signal.SIGKILL
 
 
-def test_a_child_that_hangs_is_named_and_killed_and_fails_its_test() -> None:
-    with Child(hangs) as child, pytest.raises(AssertionError, match=rf"not within 0\.2 s: the end of .* {child.pid}$"):
-        child.end(0.2)
+def test_a_child_that_hangs_is_named_prints_its_stacks_is_killed_and_fails_its_test(tmp_path: Path) -> None:
+    def hangs_here() -> None:
+        with (tmp_path / "stacks").open("w") as file:
+            faulthandler.enable(file)
+            (tmp_path / "begun").touch()
+            hangs()
+
+    with Child(hangs_here) as child:
+        wait_for((tmp_path / "begun").exists, "the child")
+        with pytest.raises(AssertionError, match=rf"not within 0\.2 s: the end of forked child {child.pid}$"):
+            child.end(0.2)
 
     assert is_gone(child.pid)
+    assert "in hangs_here" in (tmp_path / "stacks").read_text()
 
 
 def test_a_child_that_its_test_does_not_wait_for_is_killed_in_the_end() -> None:
