@@ -26,6 +26,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # the CPU time of one thread. Jobs do not inherit it (tests/harness.py).
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# A child destroys nothing that its parent has made. The destructor of a gloo group waits for ever in a process that is
+# without the group's threads, and the child's garbage collection may find one.
+os.register_at_fork(after_in_child=gc.freeze)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import environment, wait_for
+from tests.harness import DEADLINE_S, environment, wait_for
 from tests.nodes import TOOLS, Node, Nodes
 from tests.nodes import missing as nodes_missing
 
@@ -97,7 +97,9 @@ class Flux:
         (self.folder / "config").mkdir()
         conf = _CONF.format(folder=self.folder, last=self.count - 1, last_core=(os.cpu_count() or 1) - 1)
         (self.folder / "config" / "flux.toml").write_text(conf)
-        subprocess.run(["flux", "keygen", str(self.folder / "curve.cert")], check=True, env=self.env)
+        subprocess.run(
+            ["flux", "keygen", str(self.folder / "curve.cert")], check=True, env=self.env, timeout=2 * DEADLINE_S
+        )
         for i, node in enumerate(self.nodes):
             self._broker(node, i)
         free = ("flux", "resource", "list", "--states=free", "--no-header", "--format={nnodes}")

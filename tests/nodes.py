@@ -21,6 +21,7 @@ import pytest
 
 from elaunch.agent.guardian.cgroup import JobCgroup
 from elaunch.agent.guardian.guardian import kill_cgroup
+from tests.harness import DEADLINE_S
 
 PREFIX = "elaunch-nodes"
 ON_NODE = Path(__file__).with_name("on_node.sh")
@@ -57,7 +58,9 @@ def missing() -> str:
     if not cgroup.path:
         return "no cgroup2 hierarchy that may be written, or a kernel before 5.14"
     Path(cgroup.path).rmdir()
-    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, timeout=2 * DEADLINE_S
+    )
     return tried.stderr.strip()
 
 

@@ -31,19 +31,19 @@ import torch.distributed.tensor
 
 def become(script: str, args: list[str], env: dict[str, str], folder: str, rank: int) -> None:
     """In the child: become what a fresh `python script args` would be."""
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for name, descriptor in (("out", 1), ("err", 2)):
-        file = os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, descriptor)
-    # A rank that crashes prints its stacks, and one that hangs when it is sent SIGABRT. No timer prints them: it would
-    # read the frames of a thread that runs, and crash the rank of a slow machine.
-    faulthandler.enable(file=2)
-    os.environ.update(env)
-    sys.argv = [script, *args]
-    sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120
     code = 1
     try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for name, descriptor in (("out", 1), ("err", 2)):
+            file = os.open(f"{folder}/{name}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(file, descriptor)
+        # A rank that crashes prints its stacks, and one that hangs when it is sent SIGABRT. No timer prints them: it
+        # would read the frames of a thread that runs, and crash the rank of a slow machine.
+        faulthandler.enable(file=2)
+        os.environ.update(env)
+        sys.argv = [script, *args]
+        sys.path.insert(0, os.path.dirname(script))  # noqa: PTH120
         runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as end:

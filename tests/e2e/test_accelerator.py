@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import REPOSITORY, Job, environment, finished, script
+from tests.harness import DEADLINE_S, REPOSITORY, Job, environment, finished, script
 
 TRAIN = """
 import os, signal
@@ -70,7 +70,13 @@ def need_gpus(count: int) -> None:
 def output_of(*command: str, **env: str) -> str:
     """What a Python process prints that must succeed."""
     done = subprocess.run(
-        [sys.executable, *command], cwd=REPOSITORY, env=environment(env), capture_output=True, text=True, check=False
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env=environment(env),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * DEADLINE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

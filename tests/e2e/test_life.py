@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaunch import __version__
-from tests.harness import COMMAND, Job, environment, finished, records, script, slow
+from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, records, script, slow
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -322,10 +322,15 @@ class TestProgram:
 
         # All other tests type `python -m elaunch`.
         done = subprocess.run(
-            [installed, *LIGHT, "train.py", "a"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+            [installed, *LIGHT, "train.py", "a"],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=2 * DEADLINE_S,
         )
         versions = [
-            subprocess.run([*command, "--version"], capture_output=True, text=True)
+            subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=2 * DEADLINE_S)
             for command in ([installed], COMMAND)
         ]
 

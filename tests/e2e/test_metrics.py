@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY, Job, finished, free_ports, script, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, Job, finished, free_ports, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -99,7 +99,12 @@ def test_the_page_lists_the_metrics_of_a_real_run(training: tuple[Job, str]) -> 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
 def test_prometheus_own_linter_finds_nothing(training: tuple[Job, str]) -> None:
     checked = subprocess.run(
-        ["promtool", "check", "metrics"], input=get(training[1]), capture_output=True, text=True, check=False
+        ["promtool", "check", "metrics"],
+        input=get(training[1]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * DEADLINE_S,
     )
 
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
@@ -128,6 +133,7 @@ def test_without_the_library_the_command_says_how_to_get_it(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
+        timeout=2 * DEADLINE_S,
     )
 
     assert ended.returncode == 2

@@ -550,7 +550,7 @@ class TestFullDisk:
             place = tmp_path / "disk"
             place.mkdir()
             command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(place)]
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
             if done.returncode:
                 pytest.skip(f"no file system can be mounted here: {done.stderr}")
             mounted.append(place)
@@ -559,7 +559,7 @@ class TestFullDisk:
         yield mount
 
         for place in mounted:
-            subprocess.run(["umount", str(place)], check=True)
+            subprocess.run(["umount", str(place)], check=True, timeout=2 * DEADLINE_S)
 
     @pytest.mark.parametrize("size", ["size=64k", slow("nr_inodes=4")], ids=["no space", "no inode"])
     def test_training_goes_on_with_one_warning(

@@ -8,7 +8,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from tests.harness import REPOSITORY
+from tests.harness import DEADLINE_S, REPOSITORY
 
 # The repository's own editable install is a .pth file, which `-S` leaves unread.
 IMPORT_ALL = """
@@ -31,7 +31,9 @@ def test_every_module_is_in_the_wheel_and_can_be_imported_from_it(tmp_path: Path
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     # With the setuptools that torch has brought: an environment for the build alone costs four seconds of CPU.
     own = ("--no-deps", "--no-build-isolation")
-    subprocess.run([*pip, "wheel", *own, "--wheel-dir", str(tmp_path), str(REPOSITORY)], check=True)
+    subprocess.run(
+        [*pip, "wheel", *own, "--wheel-dir", str(tmp_path), str(REPOSITORY)], check=True, timeout=2 * DEADLINE_S
+    )
     (wheel,) = tmp_path.glob("elaunch-*.whl")
     installed = tmp_path / "installed"
     # pip would take another two seconds to unpack it.
@@ -39,7 +41,9 @@ def test_every_module_is_in_the_wheel_and_can_be_imported_from_it(tmp_path: Path
         archive.extractall(installed)
 
     program = [sys.executable, "-S", "-c", IMPORT_ALL, str(installed), sysconfig.get_path("purelib")]
-    imported = subprocess.run(program, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    imported = subprocess.run(
+        program, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+    ).stdout.split()
 
     source = REPOSITORY / "src" / "elaunch"
     files = {path.relative_to(source) for room in source.iterdir() if room.is_dir() for path in _files(room)}

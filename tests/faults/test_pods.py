@@ -15,7 +15,7 @@ import pytest
 from tests.faults.cluster import PRELOAD, REDUCER
 from tests.faults.processes import LIGHT
 from tests.faults.test_signals import STUBBORN
-from tests.harness import script, wait_for
+from tests.harness import DEADLINE_S, script, wait_for
 from tests.manifests import K8S, Object, rendered, the
 from tests.nodes import Node, needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
@@ -37,7 +37,7 @@ TOKEN = {"elaunch-token": {"token": "the token of this test"}}
 def etcd_secrets(folder: Path) -> Mapping[str, Mapping[str, str]]:
     """The Secrets that the documented command puts into the namespace."""
     command = [str(K8S / "etcd" / "certificates.sh"), NAMESPACE, str(folder)]
-    subprocess.run(command, check=True, env={**os.environ, "KUBECTL": ""}, capture_output=True)
+    subprocess.run(command, check=True, env={**os.environ, "KUBECTL": ""}, capture_output=True, timeout=2 * DEADLINE_S)
 
     def secret(who: str) -> dict[str, str]:
         files = {"ca.crt": "ca.crt", "tls.crt": f"{who}.crt", "tls.key": f"{who}.key"}
@@ -49,7 +49,12 @@ def etcd_secrets(folder: Path) -> Mapping[str, Mapping[str, str]]:
 def connects(node: Node, address: str, port: int) -> bool:
     """Whether a connection from that node succeeds within half a second."""
     code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=0.5)"
-    return subprocess.run([*node.prefix, sys.executable, "-S", "-c", code], capture_output=True).returncode == 0
+    return (
+        subprocess.run(
+            [*node.prefix, sys.executable, "-S", "-c", code], capture_output=True, timeout=2 * DEADLINE_S
+        ).returncode
+        == 0
+    )
 
 
 def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_another_address(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import slow, wait_for
+from tests.harness import DEADLINE_S, slow, wait_for
 from tests.ranks import RankForker, Ranks
 
 SCRIPT = Path(__file__).with_name("shards.py")
@@ -215,11 +215,13 @@ def test_the_folder_holds_two_versions_at_most_over_restarts_and_resizes(nodes: 
 def small_memory(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(folder)], capture_output=True, timeout=2 * DEADLINE_S
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=2 * DEADLINE_S)
 
 
 def test_memory_that_does_not_suffice_is_a_sentence_and_training_goes_on(

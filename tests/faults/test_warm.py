@@ -22,7 +22,7 @@ import pytest
 
 from tests.faults.processes import is_alive
 from tests.faults.test_preload_learned import LEARNED, installed
-from tests.harness import COMMAND, Job, environment, script, wait_for
+from tests.harness import COMMAND, DEADLINE_S, Job, environment, script, wait_for
 from tests.warm import command, leave_one, own_place, run, states, stayed
 
 WARM = ("--preload-only", "json,heavy", "--warm")
@@ -441,7 +441,9 @@ def test_another_user_who_reaches_the_socket_is_refused(tmp_path: Path, place: P
     path.chmod(0o666)
     place.chmod(0o711)
 
-    said = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+    ).stdout
     place.chmod(0o700)
 
     assert f"it is not for the user with id {OTHER}" in said
@@ -464,6 +466,7 @@ def test_a_container_that_shares_the_folder_has_its_own_and_leaves_the_others_al
         capture_output=True,
         text=True,
         check=True,
+        timeout=2 * DEADLINE_S,
     )
 
     assert said.stdout.count("told one") == 2
@@ -480,11 +483,13 @@ def test_a_container_that_shares_the_folder_has_its_own_and_leaves_the_others_al
 def test_on_a_full_disk_the_job_runs_and_says_where(tmp_path: Path, place: Path) -> None:
     small = tmp_path / "s"
     small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True, timeout=2 * DEADLINE_S
+    )
     try:
         ended = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(small))
     finally:
-        subprocess.run(["umount", small], check=True)
+        subprocess.run(["umount", small], check=True, timeout=2 * DEADLINE_S)
 
     assert told(ended)[0] == "one"
     assert f"no fork server stays: {small}/elaunch_warm/lock: No space left on device" in ended.stderr

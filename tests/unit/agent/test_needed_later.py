@@ -20,6 +20,7 @@ from elaunch.agent.workers.group import CurrentGroup
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.rendezvous.types import Failure, FailureKind
+from tests.harness import DEADLINE_S
 
 REPOSITORY = Path(__file__).parents[3]
 # Imported inside of functions too, but at once, in the runs and processes that need it.
@@ -45,7 +46,9 @@ print(json.dumps([start, loaded()]))
 def loaded() -> tuple[set[str], set[str]]:
     """The modules of an agent at its start, and once its workers run."""
     command = [sys.executable, "-c", PROGRAM]
-    said = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True).stdout
+    said = subprocess.run(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+    ).stdout
     start, later = json.loads(said)
     return set(start), set(later)
 

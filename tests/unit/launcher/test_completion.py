@@ -78,7 +78,10 @@ def test_commands_are_proposed_where_a_program_may_stand_and_files_from_there_on
 
 def test_a_word_that_no_shell_says_is_refused() -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "elaunch"], env=environment({"_ELAUNCH_COMPLETE": "tcsh_source"}), capture_output=True
+        [sys.executable, "-m", "elaunch"],
+        env=environment({"_ELAUNCH_COMPLETE": "tcsh_source"}),
+        capture_output=True,
+        timeout=2 * DEADLINE_S,
     )
 
     assert (ended.returncode, ended.stdout) == (2, b"")

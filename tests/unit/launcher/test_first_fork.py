@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.harness import DEADLINE_S
+
 # Prints the modules that are loaded when the second process is started: the first is the guardian.
 _COMMAND = """
 import os, sys
@@ -35,7 +37,12 @@ def test_before_the_first_fork_the_command_imports_only_what_it_needs_until_then
     tmp_path.joinpath("script.py").write_text("print('a line')\n")
 
     done = subprocess.run(
-        [sys.executable, "-c", _COMMAND], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", _COMMAND],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=2 * DEADLINE_S,
     )
 
     loaded = set(done.stdout.split())

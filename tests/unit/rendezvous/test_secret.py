@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.secret import TOKEN_CHARACTERS_MIN, Secret, new_token
+from tests.harness import DEADLINE_S
 
 TOKEN = "0123456789abcdef"
 OTHER = "0123456789abcdeg"
@@ -79,7 +80,14 @@ def test_another_process_derives_the_same_certificate() -> None:
     program = (
         "import sys; from elaunch.rendezvous.secret import Secret; print(Secret(sys.stdin.read()).certificate, end='')"
     )
-    run = subprocess.run([sys.executable, "-c", program], input=TOKEN, stdout=subprocess.PIPE, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        input=TOKEN,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=2 * DEADLINE_S,
+    )
 
     assert run.stdout == Secret(TOKEN).certificate
 
@@ -123,6 +131,8 @@ def test_nothing_stays_on_disk_or_open(tmp_path: Path, monkeypatch: pytest.Monke
 def test_importing_it_loads_no_cryptography() -> None:
     program = "import sys, elaunch.rendezvous.secret; print(*sys.modules)"
 
-    loaded = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+    ).stdout
 
     assert "cryptography" not in loaded.split()

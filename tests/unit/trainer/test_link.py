@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer import link
+from tests.forked import Child
 from tests.harness import DEADLINE_S, wait_for
 
 
@@ -161,15 +162,14 @@ def test_the_socket_is_closed_on_exec_and_in_forked_children(agent: socket.socke
 
     assert not os.get_inheritable(number)
     assert "ELAUNCH_LINK" not in os.environ
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def reports() -> None:
+        with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(number)
-        except OSError:
-            link.report(2)
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+        link.report(2)
+
+    with Child(reports) as child:
+        assert child.end() == 0
     assert received(agent).count(b"\n") == 1
 
 
@@ -436,16 +436,18 @@ def test_without_the_variable_listening_starts_no_thread(monkeypatch: pytest.Mon
 
 def test_a_child_forked_while_another_thread_has_something_to_say_has_no_link(agent: socket.socket) -> None:
     line = link._open_link()
-    with line._lock:
-        child = os.fork()
-        if child == 0:
-            # Nobody in the child would ever let go of the other thread's lock.
-            is_free = line._lock.acquire(blocking=False)
-            line._lock.release()
-            link.saved(1)
-            os._exit(0 if is_free else 1)
 
-    assert os.waitpid(child, 0)[1] == 0
+    def has_something_to_say() -> None:
+        # Nobody in the child would ever let go of the other thread's lock.
+        assert line._lock.acquire(blocking=False)
+        line._lock.release()
+        link.saved(1)
+
+    with line._lock:
+        child = Child(has_something_to_say)
+
+    with child:
+        assert child.end() == 0
     assert received(agent) == b""
 
 

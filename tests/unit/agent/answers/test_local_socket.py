@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.answers.local_socket import LocalSocket, credentials
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 NOBODY = 65534
 
@@ -148,7 +148,9 @@ def test_another_user_gets_nothing_even_if_somebody_opened_the_folder(tmp_path: 
                 "except OSError as error: print(type(error).__name__)\n"
             )
 
-            said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout
+            said = subprocess.run(
+                [sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=2 * DEADLINE_S
+            ).stdout
 
             assert said.strip() in (
                 ("PermissionError",) if mode == 0o700 else ("b''", "ConnectionResetError", "BrokenPipeError")

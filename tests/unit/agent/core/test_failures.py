@@ -16,6 +16,7 @@ from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.verdict import identical
 from elaunch.rendezvous.types import Failure, FailureKind
+from tests.harness import DEADLINE_S
 
 PLACE = Place(generation=2, node_id="node-a-1", host="node-a", rank=5, local_rank=1, pid=4711)
 
@@ -36,7 +37,9 @@ def stderr_of(folder: Path, source: str) -> str:
     """What Python itself prints when `source` dies."""
     script = folder / "train.py"
     script.write_text(source)
-    return subprocess.run([sys.executable, "-S", "-u", script], stderr=subprocess.PIPE, text=True, check=False).stderr
+    return subprocess.run(
+        [sys.executable, "-S", "-u", script], stderr=subprocess.PIPE, text=True, check=False, timeout=2 * DEADLINE_S
+    ).stderr
 
 
 def test_a_worker_killed_by_a_signal_is_named_by_it() -> None:

@@ -178,7 +178,9 @@ def test_the_sweeper_spares_itself(spawned: Spawned) -> None:
     )
     environ = {**os.environ, VARIABLE: spawned.kin.marker}
 
-    said = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True, timeout=2 * DEADLINE_S
+    )
 
     assert said.stdout == "[] 0\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from elaunch.agent.output.streams import (
     WorkerStream,
     write_all,
 )
+from tests.forked import Child
+from tests.harness import DEADLINE_S
 
 
 class Screen:
@@ -181,23 +184,22 @@ def test_a_redirected_stream_is_on_the_console_only_from_where_its_file_takes_no
 ) -> None:
     path = tmp_path / "stdout.log"
     ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            # The limit is a process's own; a file that is cut at 10 bytes stands for a disk that is full.
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-            file = LogFile(str(path), lambda warning: None)
-            rank_0 = stream(screen.console, b"[0] ", file=file, file_first=True)
-            rank_0.feed(b"one\n", now_s=1.0)
-            os.write(theirs, b"before: " + screen.shown())
-            for piece in (b"two\nthree\n", b"four\n"):
-                rank_0.feed(piece, now_s=1.0)
-            rank_0.close()
-            os.write(theirs, b"; after: " + screen.shown())
-        finally:
-            os._exit(0)
-    os.close(theirs)
-    os.waitpid(child, 0)
+
+    def writes() -> None:
+        # The limit is a process's own; a file that is cut at 10 bytes stands for a disk that is full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+        file = LogFile(str(path), lambda warning: None)
+        rank_0 = stream(screen.console, b"[0] ", file=file, file_first=True)
+        rank_0.feed(b"one\n", now_s=1.0)
+        os.write(theirs, b"before: " + screen.shown())
+        for piece in (b"two\nthree\n", b"four\n"):
+            rank_0.feed(piece, now_s=1.0)
+        rank_0.close()
+        os.write(theirs, b"; after: " + screen.shown())
+
+    with Child(writes) as child:
+        os.close(theirs)
+        assert child.end() == 0
     with os.fdopen(ours, "rb") as pipe:
         said = pipe.read()
 
@@ -345,20 +347,19 @@ def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
     os.set_blocking(write_fd, False)
     data = bytes(range(256)) * 1024
     got = bytearray()
-    child = os.fork()
-    if child == 0:
+
+    def writes() -> None:
         os.close(read_fd)
         write_all(write_fd, data)
-        os._exit(0)
-    os.close(write_fd)
 
-    while piece := os.read(read_fd, 5000):
-        got += piece
-    _, status = os.waitpid(child, 0)
-    os.close(read_fd)
+    with Child(writes) as child:
+        os.close(write_fd)
+        while select.select([read_fd], [], [], DEADLINE_S)[0] and (piece := os.read(read_fd, 5000)):
+            got += piece
+        os.close(read_fd)
 
+        assert child.end() == 0
     assert bytes(got) == data
-    assert status == 0
 
 
 def test_a_line_that_keeps_growing_is_not_held_back_for_ever(screen: Screen) -> None:

@@ -31,7 +31,7 @@ def crash() -> object:
 
 
 def hang() -> object:
-    subprocess.run(["sleep", "1000.25"], check=True)
+    subprocess.run(["sleep", "1000.25"], check=True, timeout=2 * DEADLINE_S)
     return None
 
 

@@ -12,6 +12,7 @@ import pytest
 from elaunch import ChildFailedError, JobFailed
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.functions.errors import check
+from tests.harness import DEADLINE_S
 
 FAILURE = {
     "kind": "exception",
@@ -90,6 +91,8 @@ def test_to_import_the_package_imports_nothing_and_to_launch_imports_no_torch() 
         "from elaunch import ChildFailedError, LaunchConfig, elastic_launch, launch; print('torch' in sys.modules)"
     )
 
-    printed = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+    ).stdout
 
     assert printed.splitlines() == ["['elaunch']", "False"]

@@ -11,7 +11,7 @@ import pytest
 from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.man import EXIT_CODES, manual, roff
 from elaunch.launcher.options.table import TABLE
-from tests.harness import REPOSITORY
+from tests.harness import DEADLINE_S, REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "elaunch.1"
 
@@ -36,7 +36,11 @@ def test_it_is_ascii_and_what_looks_like_a_request_is_text() -> None:
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
 def test_groff_renders_it_without_a_warning_and_with_every_option_and_exit_code() -> None:
     rendered = subprocess.run(
-        ["groff", "-ww", "-man", "-Tutf8", "-P-cbou", str(PAGE)], capture_output=True, text=True, check=True
+        ["groff", "-ww", "-man", "-Tutf8", "-P-cbou", str(PAGE)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=2 * DEADLINE_S,
     )
 
     assert rendered.stderr == ""

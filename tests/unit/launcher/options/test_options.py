@@ -26,7 +26,8 @@ from elaunch.launcher.preflight import check_log_dir, check_program
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import plan
 from elaunch.rendezvous.job_spec import ProgramKind
-from tests.harness import REPOSITORY
+from tests.forked import Child
+from tests.harness import DEADLINE_S, REPOSITORY
 
 GPU_HOST = HostResources(cpus=128, cores=64, gpus=8, python="/usr/bin/python3")
 CPU_HOST = HostResources(cpus=16, cores=8, gpus=0, python="/usr/bin/python3")
@@ -157,7 +158,9 @@ def test_importing_the_options_imports_neither_torch_nor_yaml_nor_asyncio() -> N
         "options.parse(['t.py'], {}); print(sorted({'torch', 'yaml', 'asyncio', 'numpy'} & set(sys.modules)))"
     )
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=2 * DEADLINE_S
+    )
 
     assert done.stdout == "[]\n"
 
@@ -812,17 +815,17 @@ def test_a_folder_that_may_not_be_entered_is_a_sentence() -> None:
 def said_as_nobody(check: Callable[[], None]) -> str:
     """The complaint of `check` in a process of a user other than root, since root may read everything."""
     ours, theirs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def complains() -> None:
         if os.geteuid() == 0:
             os.setuid(65534)
-        try:
+        with pytest.raises(UsageError) as raised:
             check()
-        except UsageError as error:
-            os.write(theirs, str(error).encode())
-        os._exit(0)
-    os.close(theirs)
-    os.waitpid(pid, 0)
+        os.write(theirs, str(raised.value).encode())
+
+    with Child(complains) as child:
+        os.close(theirs)
+        assert child.end() == 0
     with os.fdopen(ours) as pipe:
         return pipe.read()
 

@@ -17,6 +17,7 @@ import yaml
 from elaunch.launcher.submit.flags import take
 from elaunch.launcher.submit.kubernetes import FLAGS, understand
 from elaunch.launcher.submit.manifests import companions, job
+from tests.harness import DEADLINE_S
 from tests.manifests import K8S, Object, kubectl, rendered, text, the
 
 FOLDERS = ["base", "overlays/gpu", "overlays/elastic", "etcd"]
@@ -240,7 +241,13 @@ def test_an_image_can_be_held_by_its_digest(tmp_path: Path, folder: str, name: s
         yaml.safe_dump({**page, "images": [image | {"digest": digest}]})
     )
 
-    done = subprocess.run([kubectl(), "kustomize", str(tmp_path / "own")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [kubectl(), "kustomize", str(tmp_path / "own")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=2 * DEADLINE_S,
+    )
 
     ((_, pod),) = pods(list(yaml.safe_load_all(done.stdout)))
     assert pod["containers"][0]["image"] == f"{image['newName']}@{digest}"
@@ -261,7 +268,9 @@ def test_the_certificates_script_shows_why_openssl_fails(tmp_path: Path) -> None
         (tmp_path / name).write_text("not one")
 
     script = [str(K8S / "etcd" / "certificates.sh"), "team", str(tmp_path)]
-    done = subprocess.run(script, env={**os.environ, "KUBECTL": ""}, capture_output=True, text=True)
+    done = subprocess.run(
+        script, env={**os.environ, "KUBECTL": ""}, capture_output=True, text=True, timeout=2 * DEADLINE_S
+    )
 
     assert done.returncode != 0
     assert "ca.crt" in done.stderr
@@ -299,6 +308,8 @@ def test_a_submission_with_everything_is_valid() -> None:
 
 def test_the_dockerfile_has_nothing_that_hadolint_would_say() -> None:
     tool = kubectl().replace("kubectl", "hadolint")
-    done = subprocess.run([tool, str(K8S.parent / "docker" / "Dockerfile")], capture_output=True, text=True)
+    done = subprocess.run(
+        [tool, str(K8S.parent / "docker" / "Dockerfile")], capture_output=True, text=True, timeout=2 * DEADLINE_S
+    )
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.submit import command
 from elaunch.launcher.submit.flags import take
 from elaunch.launcher.submit.slurm import FLAGS, Request, main, script, understand
-from tests.harness import REPOSITORY
+from tests.harness import DEADLINE_S, REPOSITORY
 
 SHIPPED = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
 
@@ -75,7 +75,9 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
         (tmp_path / name).chmod(0o755)
 
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", written("train.py")], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", written("train.py")], env=env, capture_output=True, text=True, timeout=2 * DEADLINE_S
+    )
 
     assert done.returncode == code
     assert done.stderr == ("asked to requeue 7\n" if code == 138 else "")

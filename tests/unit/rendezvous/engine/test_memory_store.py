@@ -10,6 +10,7 @@ import pytest
 
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Absent, Changes, Delete, Put, Txn, Update, View
+from tests.harness import DEADLINE_S
 from tests.unit.rendezvous.store_contract import LONG_TTL_S, ROOT, StoreContract, Told, new_lease, put, values
 
 A, B = f"{ROOT}a", f"{ROOT}b"
@@ -135,6 +136,8 @@ def test_the_history_is_bounded_and_a_watch_from_before_it_is_told_a_view() -> N
 def test_an_agent_alone_on_its_node_imports_no_server() -> None:
     program = "import sys, elaunch.rendezvous.engine.memory_store; print(*sys.modules)"
 
-    loaded = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True).stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+    ).stdout
 
     assert not {"asyncio", "ssl", "http", "socket", "cryptography", "json"} & set(loaded.split())

@@ -33,6 +33,7 @@ from elaunch.trainer.files import sweep, write_durably
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.state.tree import PerRank, flatten
+from tests.forked import Child
 from tests.harness import DEADLINE_S, wait_for
 
 
@@ -359,19 +360,19 @@ def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(
     first = save(tmp_path, 0, 1)
     making = local.hidden(tmp_path, Mark(0, 1), "ab")
     shutil.copytree(first, making)
-    child = os.fork()
-    if child == 0:
-        real = Path.rename
+    real = Path.rename
 
-        def rename(self: Path, target: Path) -> Path:
-            if self == making:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(self, target)
+    def rename(self: Path, target: Path) -> Path:
+        if self == making:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, target)
 
+    def replaces() -> None:
         Path.rename = rename  # type: ignore[assignment, method-assign]
         local.publish(making, Mark(0, 1))
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+    with Child(replaces) as child:
+        assert child.end() == -signal.SIGKILL
     assert not first.exists()
 
     assert newest_step(tmp_path) == 1
@@ -612,9 +613,11 @@ def test_a_folder_that_another_rank_still_writes_to_is_deleted_for_good(tmp_path
         folder = storage.begin(Mark(0, step), "ab", shared=True)
         command = [sys.executable, "-S", "-c", WRITER, str(folder.path)]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as writer:
-            wait_for(lambda folder=folder: len(folder.names()) > 200, "the other rank to write")  # type: ignore[misc]
-            storage.abandon(folder)
-            writer.kill()
+            try:
+                wait_for(lambda folder=folder: len(folder.names()) > 200, "the other rank to write")  # type: ignore[misc]
+                storage.abandon(folder)
+            finally:
+                writer.kill()
 
     assert list(tmp_path.iterdir()) == []
 

@@ -11,6 +11,7 @@ import torch
 
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT
+from tests.harness import DEADLINE_S
 
 
 def tiny() -> GPT:
@@ -66,7 +67,9 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(("how", "graphs"), [("parts", 2), ("whole", 1)])
 def test_a_compiled_network_is_one_graph_or_a_graph_for_all_blocks_and_one_for_the_loss(how: str, graphs: int) -> None:
     """DDP's buckets cut no graph."""
-    done = subprocess.run([sys.executable, "-c", COUNT, how], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, how], capture_output=True, text=True, check=False, timeout=2 * DEADLINE_S
+    )
 
     assert done.stdout == f"graphs {graphs}\n", done.stdout + done.stderr
 

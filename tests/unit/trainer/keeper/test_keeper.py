@@ -36,7 +36,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.last_checkpoint import NotDurable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.version import Version
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -612,14 +612,16 @@ def small_memory(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """The job's memory is a small file system, in place of `memory`."""
     folder = memory.with_name("shm")
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, timeout=2 * DEADLINE_S
+    )
     if mounted.returncode:
         pytest.skip("mounting takes root")
     (folder / "memory").mkdir()
     monkeypatch.setenv("ELAUNCH_MEMORY", str(folder / "memory"))
     yield
     # Files may still be mapped. The lazy unmount completes when no process uses them any more.
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    subprocess.run(["umount", "--lazy", folder], check=True, timeout=2 * DEADLINE_S)
 
 
 @pytest.mark.usefixtures("small_memory")

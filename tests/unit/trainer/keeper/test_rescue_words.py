@@ -178,11 +178,13 @@ def test_a_part_that_nobody_completes_is_not_awaited_for_ever(monkeypatch: pytes
 
     def finish_too_late(region: torch.Tensor, layout: bytes, piece: Piece, *rest: Any) -> Any:
         if threading.current_thread().name == "mirror" and piece.version == Version(0, 9):
-            is_over.wait()
+            assert is_over.wait(DEADLINE_S)
         return finish(region, layout, piece, *rest)
 
     monkeypatch.setattr(slots, "finish", finish_too_late)
     monkeypatch.setattr(copies, "_WRITE_S", 0.01)
 
-    assert named_and_resumed(monkeypatch) == (5, 5)
-    is_over.set()
+    try:
+        assert named_and_resumed(monkeypatch) == (5, 5)
+    finally:
+        is_over.set()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import select
 import signal
 import struct
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
 from elaunch.trainer.memory.slots import Slot, copy_on_host, node_of
 from elaunch.trainer.state.region import Packed
 from elaunch.trainer.state.version import Version
-from tests.harness import wait_for
+from tests.forked import Child
+from tests.harness import DEADLINE_S, wait_for
 
 LAYOUT = b"sixteen bytes ok"
 SHM = Path("/dev/shm")
@@ -153,22 +156,24 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         said, saying = os.pipe()
         waiting, self._go = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                os.close(self._go)
-                # The forked child does not have its parent's threads.
-                torch.set_num_threads(1)
-                self._write(folder, saying, waiting)
-            finally:
-                os._exit(0)
+        self._child = Child(lambda: self._write(folder, saying, waiting))
+        self.pid = self._child.pid
         os.close(saying)
         os.close(waiting)
-        assert os.read(said, 4) == b"half"
-        os.close(said)
+        try:
+            assert select.select([said], [], [], DEADLINE_S)[0], "the worker copies nothing"
+            assert os.read(said, 4) == b"half"
+        except BaseException:
+            self.__exit__()
+            raise
+        finally:
+            os.close(said)
 
-    @staticmethod
-    def _write(folder: Path, saying: int, waiting: int) -> None:
+    def _write(self, folder: Path, saying: int, waiting: int) -> None:
+        os.close(self._go)
+        # The forked child does not have its parent's threads.
+        torch.set_num_threads(1)
+
         def half(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             copy_on_host([targets[0][:50_000]], [sources[0][:50_000]])
             os.write(saying, b"half")
@@ -188,10 +193,7 @@ class Writer:
         self.go_on()
 
     def kill(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        self.pid = 0
+        self._child.kill()
 
     def go_on(self) -> None:
         """Close the worker's input, on which it waits. Other processes may have that pipe open too."""
@@ -222,26 +224,32 @@ def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Pa
 def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) -> None:
     memory = ReplicatedMemory(shm, "m", LAYOUT)
     with Writer(shm) as writer:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
+
+        def waits() -> None:
             # Close this process's end too, or the writer's input never ends.
             writer.go_on()
             # The forked child does not have its parent's threads.
             torch.set_num_threads(1)
-            os.write(writing, b"w")
-            found = memory.save(Version(0, 3), lambda: state_of(3, 100_000), lambda *_: os._exit(2))
-            os._exit(0 if found == Version(0, 3) else 1)
-        assert os.read(reading, 1) == b"w"
-        descriptors = Path(f"/proc/{child}/fd")
-        wait_for(lambda: any(os.readlink(fd) == f"{shm}/m.stripes" for fd in descriptors.iterdir()), "that it waits")  # noqa: PTH115
+            found = memory.save(Version(0, 3), lambda: state_of(3, 100_000), lambda *_: pytest.fail("not to be copied"))
+            assert found == Version(0, 3)
 
-        writer.go_on()
+        with Child(waits) as child:
+            wait_for(lambda: f"{shm}/m.stripes" in opened_by(child.pid), "that it waits")
 
-        assert os.waitpid(child, 0)[1] == 0
-        os.close(reading)
-        os.close(writing)
+            writer.go_on()
+
+            assert child.end() == 0
     assert versions(memory) == [Version(0, 3), Version(0, 2)]
+
+
+def opened_by(pid: int) -> list[str]:
+    """The files that a process has open."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        # It may have been closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(link.readlink()))
+    return found
 
 
 @pytest.mark.parametrize("killed", [None, 0, 2])
@@ -268,24 +276,18 @@ def test_survivors_copy_together_and_take_over_what_a_killed_one_leaves(
 
         return copy
 
+    def saves(worker: int) -> None:
+        # The forked child does not have its parent's threads.
+        torch.set_num_threads(1)
+        memory = ReplicatedMemory(shm, "m", LAYOUT, rank=worker, world_size=3)
+        assert memory.save(Version(0, 5), lambda: state, copy_as(worker)) == Version(0, 5)
+
     log.touch()
-    children = []
-    for worker in range(3):
-        children.append(os.fork())
-        if not children[-1]:
-            try:
-                # The forked child does not have its parent's threads.
-                torch.set_num_threads(1)
-                memory = ReplicatedMemory(shm, "m", LAYOUT, rank=worker, world_size=3)
-                found = memory.save(Version(0, 5), lambda: state, copy_as(worker))
-                os._exit(0 if found == Version(0, 5) else 1)
-            finally:
-                traceback.print_exc()
-                os._exit(2)
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(Child(functools.partial(saves, worker))) for worker in range(3)]
+        ends = [child.end() for child in children]
 
-    ends = [os.waitpid(child, 0)[1] for child in children]
-
-    assert ends == [signal.SIGKILL if worker == killed else 0 for worker in range(3)]
+    assert ends == [-signal.SIGKILL if worker == killed else 0 for worker in range(3)]
     memory = ReplicatedMemory(shm, "m", LAYOUT)
     assert versions(memory) == [Version(0, 5)]
     ((header, slot),) = memory.pair.versions()
@@ -354,7 +356,8 @@ def test_a_copy_of_another_step_waits_until_those_that_copy_together_are_done(sh
         waits.start()
         assert not done
         writer.go_on()
-        waits.join()
+        waits.join(DEADLINE_S)
+        assert not waits.is_alive()
 
     assert versions(found) == [Version(0, 9), Version(0, 3)]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,22 +18,20 @@ from elaunch.trainer.ranks import connections, group_member
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.group_member import GroupMember
 from elaunch.trainer.ranks.peers import Peers
+from tests.forked import Child
 
 
 def forked(folder: Path, call: Callable[[int], bool]) -> list[int]:
     """Exit codes of two forked ranks, 0 where `call` returns True. Their store is a file in `folder`."""
-    pids = []
-    for rank in range(2):
-        pids.append(os.fork())
-        if not pids[-1]:
-            code = 1
-            try:
-                store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
-                dist.init_process_group("fake", store=store, rank=rank, world_size=2)
-                code = 0 if call(rank) else 2
-            finally:
-                os._exit(code)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+    def joins(rank: int) -> None:
+        store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]
+        dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+        assert call(rank)
+
+    with ExitStack() as stack:
+        children = [stack.enter_context(Child(functools.partial(joins, rank))) for rank in range(2)]
+        return [child.end() for child in children]
 
 
 def descriptors() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -19,6 +18,7 @@ from elaunch.agent.peer_lost import TIMED_OUT
 from elaunch.trainer.ranks import connections, tcp
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
+from tests.forked import Child
 from tests.harness import DEADLINE_S, wait_for
 from tests.unit.trainer.ranks.channels import begin, channels, on_all
 
@@ -227,8 +227,7 @@ def test_a_signal_whose_handler_only_notes_it_breaks_no_transfer() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
         sender.start()
         region = bytearray(ranks[1].length_from(0))
-        while len(noted) < 3:
-            time.sleep(0.001)
+        wait_for(lambda: len(noted) >= 3, "three signals")
         ranks[1].receive_into(memoryview(region), 0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -273,18 +272,9 @@ def test_an_interrupt_ends_the_wait_and_is_an_error_on_the_other_rank() -> None:
 def test_a_child_that_a_rank_has_forked_keeps_no_connection_open() -> None:
     ranks = channels(2)
     on_all(ranks, lambda channel, rank: channel.largest([rank]))
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(writer)
-        os.read(reader, 1)
-        os._exit(0)
-    try:
+    with Child(signal.pause) as child:
         ranks[1].close()
 
         with pytest.raises(PeerLost, match="rank 1 is gone"):
             ranks[0].largest([0])
-    finally:
-        os.close(writer)
-        os.close(reader)
-        os.waitpid(child, 0)
+        assert child.code is None

@@ -136,6 +136,7 @@ def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None
         stack.callback(rank_0.close)
         strangers = [stack.enter_context(socket.socket()) for _ in range(8)]
         rank_1 = stack.enter_context(socket.socket())
+        rank_1.settimeout(DEADLINE_S)
         unused = os.dup(rank_1.fileno())
         os.close(unused)
         resource.setrlimit(resource.RLIMIT_NOFILE, (unused + 3, hard))
@@ -168,6 +169,7 @@ def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port() -> None:
     book = Book()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         book.publish(0, Contact("", 0, "127.0.0.1", server.getsockname()[1], b"s" * 32).to_bytes())
+        server.settimeout(DEADLINE_S)
         joining = pool.submit(channels(2, book)[1].broadcast, None)
         taken, _ = server.accept()
         with taken:

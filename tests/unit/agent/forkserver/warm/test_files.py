@@ -13,6 +13,7 @@ import pytest
 
 from elaunch.agent.forkserver.warm.files import Loaded, libraries, names_in
 from elaunch.agent.forkserver.warm.interpreter import absolute
+from tests.harness import DEADLINE_S
 
 
 @pytest.fixture
@@ -106,6 +107,8 @@ def test_a_path_is_made_absolute_as_python_does_it(tmp_path: Path, monkeypatch: 
     path = Path(name)
     if not path.is_absolute():
         path.write_text("print(__file__)")
-        said = subprocess.run([sys.executable, name], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        said = subprocess.run(
+            [sys.executable, name], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+        ).stdout.strip()
         assert absolute(name) == said
     assert absolute("/tmp/./a.py") == "/tmp/./a.py"
