@@ -57,7 +57,7 @@ def seeds(every: Sequence[int], check: int = 25) -> list[Any]:
 
 
 def wait_for(
-    fact: Callable[[], Fact], what: str, deadline_s: float = DEADLINE_S, *, every_s: float | None = None
+    fact: Callable[[], Fact | None], what: str, deadline_s: float = DEADLINE_S, *, every_s: float | None = None
 ) -> Fact:
     """The first true value of `fact()`. Fails with `what` after the deadline.
 

@@ -196,7 +196,7 @@ def _flush_files() -> bool:
     is_alone, is_all = len(sys._current_frames()) == 1, True
     for each in compress(objects, map(looked_at.__contains__, numbers)):
         if type(each) is GeneratorType:
-            is_all = is_all and not _is_programs(each)
+            is_all = is_all and not _may_go_on(each)
             continue
         with suppress(Exception):
             if is_alone or not _may_block(each):
@@ -207,10 +207,11 @@ def _flush_files() -> bool:
     return is_all and not any(map(_writes_at_end, kinds.values()))
 
 
-def _is_programs(generator: GeneratorType[Any, Any, Any]) -> bool:
-    """Whether the generator, which may have a `finally`, is of the program itself, or of Python for it."""
+def _may_go_on(generator: GeneratorType[Any, Any, Any]) -> bool:
+    """Whether the generator is of the program itself, or of Python for it, and may still run a `finally`."""
     file = generator.gi_code.co_filename
-    return file != _TRACEBACK and not is_installed("", file)
+    # One that has ended has no frame.
+    return file != _TRACEBACK and not is_installed("", file) and generator.gi_frame is not None
 
 
 def _may_block(file: Any) -> bool:

@@ -146,8 +146,9 @@ _RESTARTS = (
     ),
     OptionSpec(
         "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", signal_names,
-        default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"), default_text="TERM, INT, HUP, QUIT, USR1",
-        peer="signals-to-handle", differs="ends at USR1 without ending the workers; ignores unknown names",
+        default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
+        default_text="TERM, INT, HUP, QUIT, USR1, USR2",
+        peer="signals-to-handle", differs="ends at USR1 and USR2 without ending the workers; ignores unknown names",
     ),
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from elaunch.launcher.options.options import Options, parse
 from tests.documents import PAGES, PROGRAMS, blocks, fences
 from tests.etcd import Etcd, binary
 from tests.harness import REPOSITORY, Job, environment, script, slow
+from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -368,7 +369,8 @@ def test_a_job_file_of_the_documentation_is_read(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_first_training_of_the_documentation(tmp_path: Path) -> None:
     """This test is slow: it takes half a minute on two idle cores."""
-    with Job(tmp_path, "--nproc-per-node", "2", "-m", "elaunch.trainer", "--out", "runs/first") as job:
+    arguments = ("--nproc-per-node", "2", "-m", "elaunch.trainer", "--out", "runs/first")
+    with Job(tmp_path, *arguments, env=WITH_TORCH) as job:
         assert job.wait(900) == 0, job.output
 
     assert (tmp_path / "runs" / "first" / "result.json").exists()
@@ -380,7 +382,8 @@ def test_the_picture_of_the_readme_is_recorded_anew(tmp_path: Path) -> None:
     pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[docs]'")
     picture = tmp_path / "lost-rank.svg"
 
-    subprocess.run([sys.executable, "docs/record/record.py", str(picture)], cwd=REPOSITORY, check=True, timeout=300)
+    command = (sys.executable, "docs/record/record.py", str(picture))
+    subprocess.run(command, cwd=REPOSITORY, env=environment(WITH_TORCH), check=True, timeout=300)
 
     assert "killed by SIGKILL in generation 0" in picture.read_text()
     assert "goes on after step" in picture.read_text()

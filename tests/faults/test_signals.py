@@ -26,7 +26,7 @@ def save(signum, frame):
     print("saved on", signal.Signals(signum).name, flush=True)
     sys.exit(0)
 
-for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(signum) != signal.SIG_IGN:
         signal.signal(signum, save)
 say("worker", os.getpid())
@@ -54,6 +54,7 @@ STOPS = [
     (signal.SIGHUP, 129),
     (signal.SIGQUIT, 131),
     (signal.SIGUSR1, 138),
+    (signal.SIGUSR2, 140),
 ]
 
 

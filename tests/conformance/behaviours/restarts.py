@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 from tests.conformance.behaviours.behaviour import Behaviour
@@ -73,7 +74,7 @@ def stop(signum, frame):
     say(f"got {{signum}}")
     sys.exit(0)
 
-for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(signum, stop)
 subprocess.Popen(["sleep", "600"])
 meet()
@@ -92,14 +93,10 @@ def _signalled(signum: signal.Signals, options: str = "") -> Trial:
     )
 
 
-# A signal that torchrun does not know unless it is named.
-UNNAMED = Trial(
-    program=_HANDLES,
-    args="--nproc-per-node 2 train.py",
-    send=signal.SIGUSR1,
-    torchrun=Expected(code=-signal.SIGUSR1, never=("got 10",), leftovers=True),
-    elaunch=Expected(code=128 + signal.SIGUSR1, says=("rank 0: got 10", "rank 1: got 10"), never=("Traceback",)),
-)
+def _unnamed(signum: signal.Signals) -> Trial:
+    """A signal that torchrun does not know unless it is named."""
+    trial = _signalled(signum)
+    return replace(trial, torchrun=Expected(code=-signum, never=(f"got {signum.value}",), leftovers=True))
 
 
 _IGNORES = f"""{MEET}
@@ -225,11 +222,12 @@ BEHAVIOURS = (
     Behaviour(
         number=34,
         fact="`--signals-to-handle` lists the signals that stop the job",
-        differs="SIGUSR1 is on the list unless you name others; torchrun ends at it and leaves its workers behind. An"
-        " unknown name is a usage error; torchrun warns and goes on without it",
+        differs="SIGUSR1 and SIGUSR2 are on the list unless you name others; torchrun ends at them and leaves its"
+        " workers behind. An unknown name is a usage error; torchrun warns and goes on without it",
         trials=(
             _signalled(signal.SIGUSR1, "--signals-to-handle SIGTERM,SIGUSR1"),
-            UNNAMED,
+            _unnamed(signal.SIGUSR1),
+            _unnamed(signal.SIGUSR2),
             Trial(
                 args="--signals-to-handle SIGTERM,SIGNOPE train.py",
                 torchrun=Expected(says=("rank 0:", "SIGNOPE")),

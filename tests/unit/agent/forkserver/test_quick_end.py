@@ -8,6 +8,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -22,6 +23,11 @@ def _del_library() -> None:
 
 def mine() -> None:
     """The program's own."""
+
+
+def of_program() -> Iterator[None]:
+    """A generator of the program."""
+    yield
 
 
 class Kept:
@@ -81,10 +87,26 @@ def test_lightnings_default_profiler_writes_nothing_at_its_end_and_one_that_is_m
 
 
 def test_a_generator_that_traceback_has_left_behind_does_nothing_at_its_end_and_any_other_of_python_may() -> None:
-    def of_program() -> Iterator[None]:
-        yield
-
-    assert not quick_end._is_programs(traceback.walk_stack(None))  # type: ignore[arg-type]
-    assert quick_end._is_programs(of_program())  # type: ignore[arg-type]
+    assert not quick_end._may_go_on(traceback.walk_stack(None))  # type: ignore[arg-type]
+    assert quick_end._may_go_on(of_program())  # type: ignore[arg-type]
     # `os.walk` stands for those of Python that have a `finally`.
-    assert quick_end._is_programs(os.walk("."))  # type: ignore[arg-type]
+    assert quick_end._may_go_on(os.walk("."))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_suspended", [True, False], ids=["suspended", "ended"])
+def test_files_are_flushed_whatever_the_generators_before_them_and_only_one_that_has_not_ended_may_write_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_suspended: bool
+) -> None:
+    generator = of_program()
+    next(generator)
+    if not is_suspended:
+        assert [*generator] == []
+    path = tmp_path / "written"
+
+    with path.open("w") as file:
+        file.write("data")
+        monkeypatch.setattr(quick_end, "gc", SimpleNamespace(get_objects=lambda: [generator, file]))
+        is_quiet = quick_end._flush_files()
+
+        assert path.read_text() == "data"
+    assert is_quiet != is_suspended

@@ -494,7 +494,7 @@ def test_an_agent_has_its_place_and_takes_the_schedulers_notice() -> None:
     config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), {}, CPU_HOST)
 
     assert (config.node_rank, config.slots) == (1, 2)
-    assert config.notices == config.ignored == (10,)
+    assert config.notices == config.ignored == (10, 12)
     assert set(config.notices) < set(config.signals)
     assert not config.has_named_signals
     assert config.notes[0].startswith("Slurm says: ")
@@ -515,10 +515,10 @@ def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
     ("cluster", "argv", "notices", "ignored"),
     [
         # A shell could not undo it.
-        (of_slurm(), ("--no-python",), (10,), ()),
+        (of_slurm(), ("--no-python",), (10, 12), ()),
         # Of mpirun each process gets it from its own; Flux signals the agent's process group alone.
-        (detect(**OMPI, MASTER_ADDR="host9"), (), (10,), ()),
-        (replace(detect(**FLUX), head="host9"), (), (10,), ()),
+        (detect(**OMPI, MASTER_ADDR="host9"), (), (10, 12), ()),
+        (replace(detect(**FLUX), head="host9"), (), (10, 12), ()),
         (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR1"), (10,), ()),
         (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR2,SIGUSR1"), (12, 10), ()),
     ],

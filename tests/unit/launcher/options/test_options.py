@@ -364,7 +364,7 @@ def test_what_options_and_the_network_set_for_all_workers_is_one_map() -> None:
     assert config.worker_env == {
         "TORCHELASTIC_RUN_ID": "a",
         "TORCHELASTIC_MAX_RESTARTS": "5",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
     }
     assert config_of("--hang-timeout", "90", "t.py").worker_env["ELAUNCH_HANG_TIMEOUT"] == "90"
     found = with_network(config, {"GLOO_SOCKET_IFNAME": "eth0", "OTHER": "x"}).worker_env
@@ -447,9 +447,10 @@ def test_signals_are_numbers() -> None:
 
     assert config.signals == (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
     usual = config_of("t.py")
-    assert usual.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-    # Workers without a handler for it get SIGTERM instead.
-    assert (usual.notices, usual.ignored, usual.has_named_signals) == ((signal.SIGUSR1,), (), False)
+    notices = (signal.SIGUSR1, signal.SIGUSR2)
+    assert usual.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *notices)
+    # Workers without a handler for a notice get SIGTERM instead.
+    assert (usual.notices, usual.ignored, usual.has_named_signals) == (notices, (), False)
 
 
 def test_a_log_directory_alone_tees_everything() -> None:
