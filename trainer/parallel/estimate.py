@@ -33,8 +33,8 @@ class WorkerSpeed:
 
     `sharded_s_per_byte` is what a byte takes that FSDP2 exchanges, with FSDP2's copies, and `exchange_s` what one of
     the exchanges of tensor parallel takes for a micro-batch, by the number of workers that share a matrix. `stage_s` is
-    what a stage of a pipeline takes for a micro-batch besides its computation, by the pipeline's number of workers.
-    Where they are not measured, the link alone counts.
+    what a stage of a pipeline takes for a micro-batch besides its computation. Where they are not measured, the link
+    alone counts.
     """
 
     base_bytes: int = 0
@@ -43,7 +43,7 @@ class WorkerSpeed:
     message_s: float = 1e-4
     sharded_s_per_byte: float = 0.0
     exchange_s: dict[str, float] = field(default_factory=dict)
-    stage_s: dict[str, float] = field(default_factory=dict)
+    stage_s: float = 0.0
 
     def sending_s(self, sent: float, messages: int) -> float:
         """What so many bytes in so many messages take on the link."""
@@ -250,7 +250,7 @@ def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpee
         ways = 2 * plan.stages_per_worker
         link_s = worker.sending_s(ways * passes * activations / plan.tp, ways * many)
         turns = turns_of_pipeline(plan.pp, many, plan.stages_per_worker)
-        sending += max(link_s, turns * worker.stage_s.get(str(plan.pp), 0.0))
+        sending += max(link_s, turns * worker.stage_s)
     return Duration(computing, waiting, sending)
 
 

@@ -44,16 +44,19 @@ def worker_speed(
     short_s, long_s = (_repeated(lambda sent=sent: dist.all_reduce(sent), device, peers) for sent in (short, long))  # type: ignore[misc]
     sent = 2 * (peers.world_size - 1) / peers.world_size * _MESSAGE_BYTES
     speed = WorkerSpeed(0, flops_per_s, sent / max(long_s - short_s, 1e-6), short_s)
-    sharded_s_per_byte, exchange_s, stage_s = 0.0, {}, {}
+    sharded_s_per_byte, exchange_s, stage_s = 0.0, {}, 0.0
     if not all(plan.has_ddp for plan in plans):
         sharded_s_per_byte = max(0.0, measured.sharded() - plain_s) / measured.bytes_sharded
     for tp in sorted({plan.tp for plan in plans} - {1}):
         exchanged_s = measured.divided(tp) - plain_s / tp - measured.summed_s(tp, speed, part=1 / tp)
         exchange_s[str(tp)] = max(0.0, exchanged_s) / EXCHANGES_OF_BLOCK
-    for pp in sorted({plan.pp for plan in plans} - {1}):
-        # What a turn takes besides its computation: the schedule, FSDP2's hooks and the messages.
-        turn_s = (measured.piped(pp, many := 2 * pp) - measured.summed_s(pp, speed)) / turns_of_pipeline(pp, many)
-        stage_s[str(pp)] = max(0.0, turn_s - plain_s)
+    if pipelines := {plan.pp for plan in plans} - {1}:
+        # The smallest has the fewest micro-batches under way, so it takes the least memory.
+        pp = min(pipelines)
+        many = 2 * pp
+        turn_s = (measured.piped(pp, many) - measured.summed_s(pp, speed)) / turns_of_pipeline(pp, many)
+        # The rest is the schedule, FSDP2's hooks and the messages.
+        stage_s = max(0.0, turn_s - plain_s)
     clear(compiled=False)
     return WorkerSpeed(0, flops_per_s, speed.link_bytes_per_s, short_s, sharded_s_per_byte, exchange_s, stage_s)
 
