@@ -32,8 +32,9 @@ class WorkerSpeed:
     """A worker as it was measured: what its process takes without a model, its speed, and its link to the others.
 
     `sharded_s_per_byte` is what a byte takes that FSDP2 exchanges, with FSDP2's copies, and `exchange_s` what one of
-    the exchanges of tensor parallel takes for a micro-batch, by the number of workers that share a matrix. Where they
-    are not measured, the link alone counts.
+    the exchanges of tensor parallel takes for a micro-batch, by the number of workers that share a matrix. `stage_s` is
+    what a stage of a pipeline takes for a micro-batch besides its computation. Where they are not measured, the link
+    alone counts.
     """
 
     base_bytes: int = 0
@@ -42,6 +43,7 @@ class WorkerSpeed:
     message_s: float = 1e-4
     sharded_s_per_byte: float = 0.0
     exchange_s: dict[str, float] = field(default_factory=dict)
+    stage_s: float = 0.0
 
     def sending_s(self, sent: float, messages: int) -> float:
         """What so many bytes in so many messages take on the link."""
@@ -148,6 +150,11 @@ def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) 
     return block, all_of_it
 
 
+def turns_of_pipeline(pp: int, microbatches: int, stages_per_worker: int = 1) -> int:
+    """How often a stage computes a micro-batch, forward and backward, from a step's begin to its end: with waits."""
+    return microbatches * stages_per_worker + pp - 1
+
+
 def _memory(
     rank: int,
     plan: ParallelPlan,
@@ -241,7 +248,9 @@ def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpee
         sending += passes * EXCHANGES_OF_BLOCK * blocks * exchange_s
     if plan.pp > 1:
         ways = 2 * plan.stages_per_worker
-        sending += worker.sending_s(ways * passes * activations / plan.tp, ways * many)
+        link_s = worker.sending_s(ways * passes * activations / plan.tp, ways * many)
+        turns = turns_of_pipeline(plan.pp, many, plan.stages_per_worker)
+        sending += max(link_s, turns * worker.stage_s)
     return Duration(computing, waiting, sending)
 
 

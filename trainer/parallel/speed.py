@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from elaunch.trainer import link
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import Block
 from elaunch.trainer.parallel.checks import Shape
-from elaunch.trainer.parallel.estimate import EXCHANGES_OF_BLOCK, WorkerSpeed
+from elaunch.trainer.parallel.estimate import EXCHANGES_OF_BLOCK, WorkerSpeed, turns_of_pipeline
 from elaunch.trainer.parallel.plan import ParallelPlan
 from elaunch.trainer.parallel.worker_memory import give_back_freed
 from elaunch.trainer.ranks.peers import Peers
@@ -44,14 +44,21 @@ def worker_speed(
     short_s, long_s = (_repeated(lambda sent=sent: dist.all_reduce(sent), device, peers) for sent in (short, long))  # type: ignore[misc]
     sent = 2 * (peers.world_size - 1) / peers.world_size * _MESSAGE_BYTES
     speed = WorkerSpeed(0, flops_per_s, sent / max(long_s - short_s, 1e-6), short_s)
-    sharded_s_per_byte, exchange_s = 0.0, {}
+    sharded_s_per_byte, exchange_s, stage_s = 0.0, {}, 0.0
     if not all(plan.has_ddp for plan in plans):
         sharded_s_per_byte = max(0.0, measured.sharded() - plain_s) / measured.bytes_sharded
     for tp in sorted({plan.tp for plan in plans} - {1}):
-        exchanged_s = measured.divided(tp) - plain_s / tp - measured.summed_s(tp, speed)
+        exchanged_s = measured.divided(tp) - plain_s / tp - measured.summed_s(tp, speed, part=1 / tp)
         exchange_s[str(tp)] = max(0.0, exchanged_s) / EXCHANGES_OF_BLOCK
+    if pipelines := {plan.pp for plan in plans} - {1}:
+        # The smallest has the fewest micro-batches under way, so it takes the least memory.
+        pp = min(pipelines)
+        many = 2 * pp
+        turn_s = (measured.piped(pp, many) - measured.summed_s(pp, speed)) / turns_of_pipeline(pp, many)
+        # The rest is the schedule, FSDP2's hooks and the messages.
+        stage_s = max(0.0, turn_s - plain_s)
     clear(compiled=False)
-    return WorkerSpeed(0, flops_per_s, speed.link_bytes_per_s, short_s, sharded_s_per_byte, exchange_s)
+    return WorkerSpeed(0, flops_per_s, speed.link_bytes_per_s, short_s, sharded_s_per_byte, exchange_s, stage_s)
 
 
 def clear(*, compiled: bool) -> None:
@@ -112,16 +119,40 @@ class _BlockTimes:
         fully_shard(block, mesh=mesh["dp", "fsdp"], reshard_after_forward=True)
         return self._seconds(block, self._shape.context // tp)
 
-    def summed_s(self, tp: int, speed: WorkerSpeed) -> float:
-        """What the replicas of such a block take to sum its gradients: no exchange of `tp`'s."""
-        replicas = self._peers.world_size // tp
-        return speed.sending_s(2 * (replicas - 1) / replicas * self._block_bytes / tp, int(replicas > 1))
+    def piped(self, pp: int, many: int) -> float:
+        """With a block on each of `pp` workers, as `build` does it: for so many micro-batches."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        axes = {"pp": pp, "dp": self._peers.world_size // pp, "fsdp": 1}
+        mesh = init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        stage, number = _Stage(self._block(), self._device, bf16=self._bf16), mesh.get_local_rank("pp")
+        for module in (stage.block, stage):
+            fully_shard(module, mesh=mesh["dp", "fsdp"], reshard_after_forward=False)
+        positions = (self._shape.micro_batch, self._shape.context, self._shape.width)
+        between = torch.empty(*positions, device="meta", requires_grad=True)
+        wrapped = PipelineStage(
+            stage, number, pp, self._device, input_args=between, output_args=between, group=mesh.get_group("pp")
+        )
+        schedule = Schedule1F1B(wrapped, many, loss_fn=lambda outputs, _: outputs.sum(), scale_grads=False)
+        inputs = torch.randn(many * positions[0], *positions[1:], device=self._device)
+        given, target = [inputs] * (number == 0), inputs if number == pp - 1 else None
+        return _repeated(lambda: schedule.step(*given, target=target, losses=[]), self._device, self._peers)
+
+    def summed_s(self, workers: int, speed: WorkerSpeed, *, part: float = 1.0) -> float:
+        """What replicas of so many workers take to sum the gradients of their part of a block."""
+        replicas = self._peers.world_size // workers
+        return speed.sending_s(2 * (replicas - 1) / replicas * self._block_bytes * part, int(replicas > 1))
 
     def _block(self) -> Block:
         return Block(self._shape.width, self._shape.heads, dropout=0.0).to(self._device)
 
     def _seconds(self, block: nn.Module, positions: int) -> float:
-        inputs = torch.randn(self._shape.micro_batch, positions, self._shape.width, device=self._device)
+        # As in a network, whose blocks pass gradients on.
+        inputs = torch.randn(
+            self._shape.micro_batch, positions, self._shape.width, device=self._device, requires_grad=True
+        )
 
         def once() -> None:
             with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
@@ -129,6 +160,20 @@ class _BlockTimes:
             outputs.sum().backward()
 
         return _repeated(once, self._device, self._peers)
+
+
+class _Stage(nn.Module):
+    """A block as `GptStage` computes it."""
+
+    def __init__(self, block: Block, device: torch.device, *, bf16: bool) -> None:
+        super().__init__()
+        self.block = block
+        self._device_type, self._bf16 = device.type, bf16
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._bf16):
+            found: Tensor = self.block(x)
+            return found
 
 
 def _repeated(do: Callable[[], object], device: torch.device, peers: Peers) -> float:

@@ -130,3 +130,18 @@ def test_what_was_measured_of_an_exchange_counts_where_the_link_alone_would_be_f
     assert of("tp=4", worker=copying) == of("tp=4", worker=fast)
     slower = replace(SLOW_LINK, sharded_s_per_byte=1e-12, exchange_s={"2": 1e-9})
     assert of("fsdp=2,tp=2", worker=slower) == of("fsdp=2,tp=2")
+
+
+def test_what_a_stage_takes_besides_its_computation_counts_for_each_stage_and_micro_batch() -> None:
+    fast = replace(SLOW_LINK, link_bytes_per_s=1e10)
+    staged = replace(fast, stage_s=0.01)
+
+    # Two replicas of 8 micro-batches. The first worker has computed all when the last one has one turn to go.
+    found = {name: of(f"dp=2,pp=2,schedule={name}", worker=staged).duration for name in ("1f1b", "interleaved")}
+    without = {name: of(f"dp=2,pp=2,schedule={name}", worker=fast).duration for name in ("1f1b", "interleaved")}
+    activations = 2 * 32 * 64 * 4
+    for name, turns, ways in (("1f1b", 8 + 1, 2), ("interleaved", 2 * 8 + 1, 4)):
+        link_s = fast.sending_s(ways * 8 * activations, ways * 8)
+        assert found[name].sending - without[name].sending == pytest.approx(turns * 0.01 - link_s)
+    assert of("ddp", worker=staged) == of("ddp", worker=fast)
+    assert of("dp=2,pp=2", worker=replace(fast, stage_s=1e-9)) == of("dp=2,pp=2", worker=fast)
