@@ -77,6 +77,8 @@ def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestLikeTorchrun:
+    # torchrun imports torch. The next test has what it sets, of this version and those before.
+    @pytest.mark.slow
     def test_every_variable_has_torchruns_name_and_value(
         self, torchrun: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]]
     ) -> None:

@@ -106,15 +106,15 @@ def assert_verdict(job: Job, generation: int, case: str) -> None:
     assert re.search(words, job.stderr, re.MULTILINE), f"{words}\n{job.stderr}"
 
 
-def test_a_rank_in_an_endless_loop_is_named_its_stacks_are_kept_and_the_job_starts_again(tmp_path: Path) -> None:
-    job = runs(tmp_path, "python_loop")
+def test_a_rank_in_a_deadlock_is_named_its_stacks_are_kept_and_the_job_starts_again(tmp_path: Path) -> None:
+    job = runs(tmp_path, "deadlock")
 
     assert job.code == 0, job.output
-    assert_verdict(job, 0, "python_loop")
+    assert_verdict(job, 0, "deadlock")
     assert re.search(r"^  ranks 0, 2: all_reduce \(torch/distributed/\S+:\d+\) ← train_step", job.stderr, re.MULTILINE)
-    assert re.search(r"^  rank 1: python_loop \(train\.py:\d+\)$", job.stderr, re.MULTILINE)
+    assert re.search(r"^  rank 1: deadlock \(train\.py:\d+\)$", job.stderr, re.MULTILINE)
     (kept,) = (tmp_path / "logs").glob("*_*/attempt_0/stacks.txt")
-    assert "in python_loop" in kept.read_text()
+    assert "in deadlock" in kept.read_text()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert job.stdout.count("done well") == 3
 

@@ -17,8 +17,8 @@ from tests.harness import Job, wait_for
 
 # From the first step of a generation to the end of a program.
 _LIMIT_S = 180.0
-# These need only torch, and are a part of every run of the tests: a program, and one with processes of its own.
-_USUAL = ("ddp", "dataloader")
+# It needs only torch, and is a part of every run of the tests: DDP, with loaders that are processes of its own.
+_USUAL = ("dataloader",)
 
 
 @pytest.fixture(

@@ -40,7 +40,8 @@ def test_an_example_shows_what_it_says(forker: RankForker, name: str) -> None:
     assert re.search(SHOWN[name], told(forker, f"c10d/{name}"))
 
 
-@pytest.mark.parametrize("name", ["collectives.py", *map(slow, sorted({*SHOWN} - {"collectives.py"}))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SHOWN))
 def test_after_the_kill_of_a_rank_an_example_shows_the_same(tmp_path: Path, name: str) -> None:
     assert re.search(SHOWN[name], struck_once(tmp_path, f"c10d/{name}", STRUCK[name]))
 
