@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 
-# An import that takes longer waits for something itself.
+# An import that adds no module for so long waits for something itself, perhaps for the thread that forks.
 _FORK_WAIT_S = 30.0
 
 
@@ -21,11 +22,20 @@ def import_ahead() -> None:
 
     def wait() -> None:
         if threading.current_thread() is not thread:
-            thread.join(_FORK_WAIT_S)
+            wait_while_it_goes_on(thread)
 
-    # A forked child has no such thread: an import that it had begun would never end there.
+    # A forked child has no such thread: an import that it had begun would never end there, and the child would wait for
+    # it for ever.
     os.register_at_fork(before=wait)
     thread.start()
+
+
+def wait_while_it_goes_on(thread: threading.Thread) -> None:
+    """Wait for the end of an import in `thread`, on a busy machine for minutes; not for one that stands still."""
+    before = -1
+    while thread.is_alive() and before != (modules := len(sys.modules)):
+        before = modules
+        thread.join(_FORK_WAIT_S)
 
 
 def _import() -> None:
