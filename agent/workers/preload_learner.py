@@ -201,8 +201,7 @@ class PreloadLearner:
             # The first one stays.
             self._selector.unregister(successor)
             self._successor, self._is_successor_ready = None, False
-            is_refused = news and news["event"] == "refused"
-            why = news["why"] if is_refused else f"the process that imported it ahead {successor.lost()}"
+            why = news["why"] if news and "why" in news else f"the process that imported it ahead {successor.lost()}"
             self._server.drop_successor()
             self._refuse(why)
 
