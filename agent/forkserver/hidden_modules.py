@@ -224,15 +224,22 @@ def _unbind(name: str, module: ModuleType) -> None:
     """Also delete a module's attribute in its package, if the package imports the module lazily."""
     package, _, child = name.rpartition(".")
     parent = sys.modules.get(package)
-    if child in getattr(parent, "_lazy_modules", ()) and vars(parent).get(child) is module:
+    if _imports_lazily(parent, child) and vars(parent).get(child) is module:
         delattr(parent, child)
 
 
 def _bind(name: str, module: ModuleType) -> None:
     package, _, child = name.rpartition(".")
     parent = sys.modules.get(package)
-    if child in getattr(parent, "_lazy_modules", ()):
+    if _imports_lazily(parent, child):
         setattr(parent, child, module)
+
+
+def _imports_lazily(package: object, child: str) -> bool:
+    """Whether a package has the module on its list of lazy ones, as torch has."""
+    # A package's own __getattr__ may answer anything, or import something.
+    names = vars(package).get("_lazy_modules") if isinstance(package, ModuleType) else None
+    return isinstance(names, Collection) and child in names
 
 
 def _set_filters(filters: list[Any]) -> None:

@@ -185,11 +185,7 @@ class PreloadLearner:
             news = successor.receive()
         except BlockingIOError:
             return
-        if news and news["event"] == "refused":
-            self._refuse(news["why"])
-            # It ends now, and that is read next.
-            return
-        if news and news["event"] != "ready":
+        if news and news["event"] not in ("ready", "refused"):
             # It has forked the next workers ahead.
             return
         if news and news.get("has_programs"):
@@ -202,10 +198,12 @@ class PreloadLearner:
                 " workers have them from the beginning after a restart, and at the next start"
             )
         else:
-            # It has ended, or its imports do not suit. The first one stays.
+            # The first one stays.
             self._selector.unregister(successor)
             self._successor, self._is_successor_ready = None, False
+            why = news["why"] if news and "why" in news else f"the process that imported it ahead {successor.lost()}"
             self._server.drop_successor()
+            self._refuse(why)
 
     def _refuse(self, why: str) -> None:
         self._reporter.say(

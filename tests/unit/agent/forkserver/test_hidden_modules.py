@@ -44,3 +44,21 @@ def test_what_a_learned_module_has_imported_comes_back_with_it_and_what_came_lat
     importlib.import_module("user_of_it")
 
     assert {*NAMES} & sys.modules.keys() == {"base_of_it", "user_of_it"}
+
+
+@pytest.mark.parametrize("answer", [None, 7])
+def test_a_package_that_answers_each_name_is_hidden_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    package, child = ModuleType("answers"), ModuleType("answers.child")
+    package.__path__ = []
+    package.__dict__["__getattr__"] = lambda _: answer
+    loader: Any = None
+    for module in (package, child):
+        module.__spec__ = ModuleSpec(module.__name__, loader)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    Gate([Brought("answers", {"answers": package, "answers.child": child}, is_learned=True)])
+    assert "answers.child" not in sys.modules
+
+    assert importlib.import_module("answers.child") is child

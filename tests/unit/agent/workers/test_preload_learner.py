@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,25 @@ from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.types import RankTable, Seat
 
 
+class Successor:
+    """A fork server that ends before it is ready, after `news`."""
+
+    def __init__(self, news: list[dict[str, str]]) -> None:
+        self._news = news
+        self._ours, theirs = socket.socketpair()
+        theirs.close()
+
+    def fileno(self) -> int:
+        return self._ours.fileno()
+
+    def receive(self) -> dict[str, str] | None:
+        return self._news.pop(0) if self._news else None
+
+    def lost(self) -> str:
+        self._ours.close()
+        return "was killed by SIGKILL"
+
+
 @dataclass
 class Server:
     """Its probes end at once: after `answer`, or without one. The pipe's other end is the agent's."""
@@ -30,15 +50,21 @@ class Server:
     probed: list[int] = field(default_factory=list)
     answer: ProbeAnswer | None = None
     successors: list[Learned] = field(default_factory=list)
+    successor: Successor | None = None
 
     def probe(self, generation: int, fds: tuple[int, ...]) -> None:
         self.probed.append(generation)
         if self.answer:
             os.write(fds[-1], encode(self.answer).encode())
 
-    def prepare_successor(self, learned: Learned) -> None:
+    def prepare_successor(self, learned: Learned) -> Successor:
         self.successors.append(learned)
-        raise OSError
+        if self.successor is None:
+            raise OSError
+        return self.successor
+
+    def drop_successor(self) -> None:
+        self.successor = None
 
 
 @dataclass
@@ -126,3 +152,26 @@ def test_a_probe_that_ended_with_its_generation_is_made_again_in_the_next_one(se
 
     assert server.probed == [0, 1]
     assert len(loop.said) == 1, "generation 1 still runs"
+
+
+@pytest.mark.parametrize(
+    ("news", "why"),
+    [
+        ([], "the process that imported it ahead was killed by SIGKILL"),
+        ([{"event": "refused", "why": "slow has started a thread"}], "slow has started a thread"),
+    ],
+    ids=["ended", "refused"],
+)
+def test_a_fork_server_that_is_not_ready_when_it_ends_is_let_go_of_and_it_is_said_once(
+    server: Server, loop: Loop, news: list[dict[str, str]], why: str
+) -> None:
+    server.answer = ProbeAnswer(Selection(("slow",), costs=(Cost("slow", 1.0),)))
+    server.successor = Successor(news)
+    loop.begin(0)
+
+    loop.run(0)
+
+    assert server.successor is None
+    assert not loop.learner.has_successor
+    (sentence,) = loop.said
+    assert sentence.endswith(f"again at each restart, since it is not preloaded: {why}")
