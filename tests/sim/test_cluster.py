@@ -25,8 +25,8 @@ from tests.sim.plans import OTHER_TIMES, TIMES, Strike, draw
 RARE = (175, 255)
 # A job ends since no node with the role of a free seat comes, and one node is there.
 FAILED_ONCE = (185,)
-FAST_SEEDS = (*range(150), *RARE, *FAILED_ONCE)
-SLOW_SEEDS = [seed for seed in range(150, 10_300) if seed not in FAST_SEEDS]
+FAST_SEEDS = (*range(60), *RARE, *FAILED_ONCE)
+SLOW_SEEDS = [seed for seed in range(60, 10_300) if seed not in FAST_SEEDS]
 
 
 @cache
