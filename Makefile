@@ -8,13 +8,13 @@ TORCH := torch==2.13.0
 # Tests with jobs at a time: most wait for leases to end and processes to start, so more than there are cores.
 JOBS ?= $(shell echo $$(($$(nproc) + 4)))
 # The folder has a short name: tests make sockets in it, and a socket's path has at most 107 characters. A file of tests
-# stays on one worker, since its tests share servers and recorded runs. A test that hangs, and a run that does not end,
-# are broken off, with the stack of each thread.
+# stays on one worker, since its tests share servers and recorded runs. A test that hangs ends its run, with the stack of
+# each thread: another worker would take it up again. A run that does not end is broken off.
 LIMIT ?= 45m
 TEST_LIMIT_S ?= 900
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && timeout --foreground --signal=ABRT --kill-after=30 $(LIMIT) $(NICE) \
-	$(BIN)/python -X faulthandler -m pytest -o faulthandler_timeout=$(TEST_LIMIT_S) --dist loadfile --no-loadscope-reorder \
-	--basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
+	$(BIN)/python -X faulthandler -m pytest -o faulthandler_timeout=$(TEST_LIMIT_S) --max-worker-restart 0 \
+	--dist loadfile --no-loadscope-reorder --basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
 .PHONY: demo check test test-slow conformance integrations ecosystem control-plane tools bench gpu docs release lint clean
 

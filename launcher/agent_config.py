@@ -150,7 +150,7 @@ def _signals(options: Options) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """The signals that the agent handles, those of them that are a scheduler's notice, and whether the user named them.
 
     SIGUSR1 and SIGUSR2 are notices by default: schedulers announce the end of a job by one of them
-    (`sbatch --signal=USR1@60`), also those that elaunch does not know. It would end the agent.
+    (`sbatch --signal=USR1@60`); so do schedulers that elaunch does not know. Unhandled, it would end the agent.
     """
     numbers = tuple(dict.fromkeys(map(signal_number, options.signals_to_handle)))
     has_named = "signals_to_handle" in options.given

@@ -26,8 +26,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # the CPU time of one thread. Jobs do not inherit it (tests/harness.py).
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# A child destroys nothing that its parent has made. The destructor of a gloo group waits for ever in a process that is
-# without the group's threads, and the child's garbage collection may find one.
+# A child's garbage collector leaves alone what its parent has made. The destructor of a gloo group waits for ever in a
+# process that is without the group's threads.
 os.register_at_fork(after_in_child=gc.freeze)
 
 

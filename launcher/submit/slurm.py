@@ -173,8 +173,9 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
     cpus = f" --cpus-per-task={request.cpus}" if request.cpus else ""
     kill = " --no-kill" if is_elastic else ""
     again = (
-        "# 138: Slurm's notice (SIGUSR1) came before the end of its time, and training has saved. It goes on later.\n"
-        'if [ "$code" = 138 ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
+        "# Slurm's notice (138: SIGUSR1, 140: SIGUSR2) came before the end of the time, and training has saved."
+        " It goes on later.\n"
+        'if [ "$code" = 138 ] || [ "$code" = 140 ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
         if request.requeues
         else ""
     )

@@ -77,7 +77,7 @@ def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestLikeTorchrun:
-    # torchrun imports torch. The next test has what it sets, of this version and those before.
+    # torchrun imports torch. A variable that a new torch sets is found here alone; the next test has a list.
     @pytest.mark.slow
     def test_every_variable_has_torchruns_name_and_value(
         self, torchrun: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]]

@@ -11,8 +11,8 @@ import pytest
 from tests.harness import Job, on_two_nodes, script, slow
 from tests.standin import WITH_TORCH, WITHOUT_TORCH
 
-# One rank leaves the group, and raises when all that have lost it are gone and its agent has heard of one of them: it
-# asks this rank to end. An agent that heard of all at once would name the cause alone. The next generation is well.
+# One rank leaves the group. It raises when all that have lost it are gone and its agent, by SIGTERM, has shown that it
+# has heard of one. An agent that heard of all at once would name the cause alone. The next generation is well.
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path

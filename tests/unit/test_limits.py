@@ -1,4 +1,4 @@
-"""No test can hang: what it runs has a time limit, and what it forks ends."""
+"""A program that a test runs to its end has a time limit, and what a test forks ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def forking(code: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def files() -> dict[str, str]:
-    """The code of all tests, by path. Programs that tests run from `corpus` are none."""
+    """The code of all tests, by path. Without the programs in `corpus`."""
     paths = sorted(path for path in TESTS.rglob("*.py") if "corpus" not in path.parts)
     found = {str(path.relative_to(TESTS)): path.read_text() for path in paths}
     assert found.keys() > PROGRAMS

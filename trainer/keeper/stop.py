@@ -116,8 +116,8 @@ def _request_of(handler: object) -> StopRequest | None:
 
 
 def free_signals() -> list[signal.Signals]:
-    """The signals that ask for a stop. SIGUSR1 is one, which schedulers send before they kill, if it has no handler."""
+    """The signals that ask for a stop. SIGUSR1 and SIGUSR2, which schedulers send before they kill, do if unhandled."""
     if threading.current_thread() is not threading.main_thread():
         return []
-    free = signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    return [*SIGNALS, signal.SIGUSR1] if free else [*SIGNALS]
+    notices = (signal.SIGUSR1, signal.SIGUSR2)
+    return [*SIGNALS, *(notice for notice in notices if signal.getsignal(notice) is signal.SIG_DFL)]

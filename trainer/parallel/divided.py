@@ -23,6 +23,7 @@ from elaunch.trainer.gpt.model import VOCABULARY
 from elaunch.trainer.parallel import gradients
 from elaunch.trainer.parallel.checks import Shape, layers_of, stages
 from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
+from elaunch.trainer.parallel.schedules import known
 from elaunch.trainer.parallel.stages import IGNORED, GptStage, ModelPart, nats
 from elaunch.trainer.parallel.tensor import in_usual_order
 from elaunch.trainer.parallel.whole import full
@@ -157,10 +158,12 @@ class Pipeline(Divided):
         ]
         self._schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
         if plan.schedule == "interleaved":
-            self._schedule = ScheduleInterleaved1F1B(list(wrapped), many, loss_fn=self._loss_of, scale_grads=False)
+            unscaled = known(ScheduleInterleaved1F1B, scale_grads=False)
+            self._schedule = ScheduleInterleaved1F1B(list(wrapped), many, loss_fn=self._loss_of, **unscaled)
         else:
             kind = ScheduleGPipe if plan.schedule == "gpipe" else Schedule1F1B
-            self._schedule = kind(wrapped[0], many, loss_fn=self._loss_of, scale_grads=False)
+            self._schedule = kind(wrapped[0], many, loss_fn=self._loss_of, **known(kind, scale_grads=False))
+        self._returns_nothing = known(self._schedule.step, return_outputs=False)
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
         """This replica's micro-batches of a step, all to be given to `backward` together."""
@@ -179,7 +182,7 @@ class Pipeline(Divided):
             *([inputs] if self._stages[0].is_first else []),
             target=targets if self._stages[-1].is_last else None,
             losses=losses,
-            return_outputs=False,
+            **self._returns_nothing,
         )
         self._sum_tied()
         part = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self._device)

@@ -151,7 +151,7 @@ def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) 
 
 
 def turns_of_pipeline(pp: int, microbatches: int, stages_per_worker: int = 1) -> int:
-    """How often a stage computes a micro-batch, forward and backward, from a step's begin to its end: with waits."""
+    """The turns of a worker in a step. In each it takes a micro-batch through one of its stages, or waits as long."""
     return microbatches * stages_per_worker + pp - 1
 
 

@@ -15,6 +15,7 @@ from elaunch.trainer.gpt.model import Block
 from elaunch.trainer.parallel.checks import Shape
 from elaunch.trainer.parallel.estimate import EXCHANGES_OF_BLOCK, WorkerSpeed, turns_of_pipeline
 from elaunch.trainer.parallel.plan import ParallelPlan
+from elaunch.trainer.parallel.schedules import known
 from elaunch.trainer.parallel.worker_memory import give_back_freed
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.tuning.passes import finish_device, slowest_s
@@ -135,10 +136,14 @@ class _BlockTimes:
         wrapped = PipelineStage(
             stage, number, pp, self._device, input_args=between, output_args=between, group=mesh.get_group("pp")
         )
-        schedule = Schedule1F1B(wrapped, many, loss_fn=lambda outputs, _: outputs.sum(), scale_grads=False)
+        unscaled = known(Schedule1F1B, scale_grads=False)
+        schedule = Schedule1F1B(wrapped, many, loss_fn=lambda outputs, _: outputs.sum(), **unscaled)
+        returns_nothing = known(schedule.step, return_outputs=False)
         inputs = torch.randn(many * positions[0], *positions[1:], device=self._device)
         given, target = [inputs] * (number == 0), inputs if number == pp - 1 else None
-        return _repeated(lambda: schedule.step(*given, target=target, losses=[]), self._device, self._peers)
+        return _repeated(
+            lambda: schedule.step(*given, target=target, losses=[], **returns_nothing), self._device, self._peers
+        )
 
     def summed_s(self, workers: int, speed: WorkerSpeed, *, part: float = 1.0) -> float:
         """What replicas of so many workers take to sum the gradients of their part of a block."""

@@ -490,9 +490,13 @@ def test_what_cannot_be_meant_is_refused_with_the_value(options: dict[str, Any])
         Job(**options)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGUSR2, 143), (signal.SIGINT, 130)],
+)
 def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, code: int) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
     job = Job(checkpoints=tmp_path / "checkpoints")
 
     with pytest.raises(SystemExit) as ended:
@@ -502,7 +506,7 @@ def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, co
     assert job.keeper.step == 3
     assert job.said[-1].startswith("stopped after step 3, as it was")
     assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003"))
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_a_signal_during_the_last_step_ends_the_program_after_it(tmp_path: Path) -> None:
