@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,8 +85,8 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 class Job:
     """One run of `elaunch` with its output; use it as a context manager, so that nothing outlives the test.
 
-    `output` is stdout and stderr in the order of arrival; `stdout` and `stderr` are each alone. `prefix` goes before
-    the command and becomes it: where it runs (tests/nodes.py). A subclass may run another launcher's `command`.
+    `output` is stdout and stderr in the order of arrival, by lines; `stdout` and `stderr` are each alone. `prefix` goes
+    before the command and becomes it: where it runs (tests/nodes.py). A subclass may run another launcher's `command`.
     """
 
     command: Sequence[str] = COMMAND
@@ -135,7 +135,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        return "".join(text for _, text in self._pieces)
+        return in_whole_lines(self._pieces)
 
     @property
     def stdout(self) -> str:
@@ -214,6 +214,25 @@ class Job:
     def _read(self, name: str, pipe: object) -> None:
         for line in iter(lambda: os.read(pipe.fileno(), 65536), b""):  # type: ignore[attr-defined]
             self._pieces.append((name, line.decode(errors="replace")))
+
+
+def in_whole_lines(pieces: Iterable[tuple[str, str]]) -> str:
+    """The pieces of several streams, by name, in the order of arrival; the rest of a line goes where it begins."""
+    found: list[str] = []
+    # Where the stream's line that has no end yet is.
+    begun: dict[str, int] = {}
+    for name, text in list(pieces):
+        rest = text
+        if name in begun:
+            end, newline, rest = text.partition("\n")
+            found[begun[name]] += end + newline
+            if newline:
+                del begun[name]
+        if rest:
+            if not rest.endswith("\n"):
+                begun[name] = len(found)
+            found.append(rest)
+    return "".join(found)
 
 
 def with_environment(*texts: str) -> list[psutil.Process]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
@@ -17,7 +17,7 @@ from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Delete, Denied, Put, Rejected, StoreError, TimedOut, Txn, Unavailable
 from tests.etcd import VERSIONS, Etcd, client
-from tests.harness import slow
+from tests.harness import slow, wait_for
 from tests.served import Gateway, ServerProcess
 from tests.unit.rendezvous.store_contract import ROOT, StoreContract
 
@@ -38,7 +38,15 @@ def served() -> Iterator[ServerProcess]:
 
 
 def emptied(store: EtcdStore) -> EtcdStore:
-    store.commit(Txn((), (Delete(ROOT, range_end(ROOT).decode()),)))
+    """The store without what an earlier test has put. On a busy machine gRPC may give a first connection up."""
+
+    def is_done() -> bool:
+        with suppress(Unavailable):
+            store.commit(Txn((), (Delete(ROOT, range_end(ROOT).decode()),)))
+            return True
+        return False
+
+    wait_for(is_done, "an answer of the store")
     return store
 
 
