@@ -48,13 +48,14 @@ while True:
 """
 
 FRESH = ("--no-preload",)
+# What schedulers announce the end of a job by.
+NOTICES = [(signal.SIGUSR1, 138), (signal.SIGUSR2, 140)]
 STOPS = [
     (signal.SIGTERM, 143),
     (signal.SIGINT, 130),
     (signal.SIGHUP, 129),
     (signal.SIGQUIT, 131),
-    (signal.SIGUSR1, 138),
-    (signal.SIGUSR2, 140),
+    *NOTICES,
 ]
 
 
@@ -74,11 +75,11 @@ def assert_stopped(job: Watched, code: int) -> None:
 @pytest.mark.parametrize(
     ("how", "signum", "code"),
     [
-        # Each kind of worker, with one signal. The core's own tests have all signals.
+        # Each kind of worker, with one signal, and each notice. The core's own tests have all signals.
         (LIGHT, *STOPS[1]),
-        (LIGHT, signal.SIGUSR1, 138),
+        *((LIGHT, *stop) for stop in NOTICES),
         (FRESH, *STOPS[0]),
-        *(slow(LIGHT, *stop) for stop in STOPS if stop not in (STOPS[1], (signal.SIGUSR1, 138))),
+        *(slow(LIGHT, *stop) for stop in STOPS if stop not in (STOPS[1], *NOTICES)),
         *(slow(FRESH, *stop) for stop in STOPS[1:]),
     ],
 )

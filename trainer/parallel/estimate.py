@@ -234,7 +234,8 @@ def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpee
     each += 12 * shape.layers * shape.width * shape.context
     computing = positions * each / (plan.tp * plan.pp) / worker.flops_per_s
     many = microbatches(plan, sizes, shape) if plan.pp > 1 else 1
-    waiting = computing * (plan.pp - 1) / (many * plan.stages_per_worker)
+    turns, computed = turns_of_pipeline(plan.pp, many, plan.stages_per_worker), many * plan.stages_per_worker
+    waiting = computing * (turns - computed) / computed
     own = max(parameters_of(rank, plan, shape, vocabulary)[1] for rank in range(plan.pp)) * _BYTES
     blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))
     if plan.has_ddp:
@@ -249,7 +250,6 @@ def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpee
     if plan.pp > 1:
         ways = 2 * plan.stages_per_worker
         link_s = worker.sending_s(ways * passes * activations / plan.tp, ways * many)
-        turns = turns_of_pipeline(plan.pp, many, plan.stages_per_worker)
         sending += max(link_s, turns * worker.stage_s)
     return Duration(computing, waiting, sending)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from elaunch.trainer import link
 from elaunch.trainer.gpt.config import TrainConfig
-from elaunch.trainer.gpt.model import Block
+from elaunch.trainer.gpt.model import GPT, Block
 from elaunch.trainer.parallel.checks import Shape
 from elaunch.trainer.parallel.estimate import EXCHANGES_OF_BLOCK, WorkerSpeed, turns_of_pipeline
 from elaunch.trainer.parallel.plan import ParallelPlan
@@ -126,12 +126,17 @@ class _BlockTimes:
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+        from elaunch.trainer.parallel.stages import GptStage, ModelPart
+
         axes = {"pp": pp, "dp": self._peers.world_size // pp, "fsdp": 1}
         mesh = init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        stage, number = _Stage(self._block(), self._device, bf16=self._bf16), mesh.get_local_rank("pp")
-        for module in (stage.block, stage):
+        shape, number = self._shape, mesh.get_local_rank("pp")
+        gpt = GPT(layers=1, heads=shape.heads, width=shape.width, context=shape.context, dropout=0.0).to(self._device)
+        inner = {"is_first": False, "is_last": False}
+        stage = GptStage(ModelPart(gpt, [0], **inner), [0], **inner, tp=None, device=self._device, bf16=self._bf16)
+        for module in (*stage.blocks, stage):
             fully_shard(module, mesh=mesh["dp", "fsdp"], reshard_after_forward=False)
-        positions = (self._shape.micro_batch, self._shape.context, self._shape.width)
+        positions = (shape.micro_batch, shape.context, shape.width)
         between = torch.empty(*positions, device="meta", requires_grad=True)
         wrapped = PipelineStage(
             stage, number, pp, self._device, input_args=between, output_args=between, group=mesh.get_group("pp")
@@ -165,20 +170,6 @@ class _BlockTimes:
             outputs.sum().backward()
 
         return _repeated(once, self._device, self._peers)
-
-
-class _Stage(nn.Module):
-    """A block as `GptStage` computes it."""
-
-    def __init__(self, block: Block, device: torch.device, *, bf16: bool) -> None:
-        super().__init__()
-        self.block = block
-        self._device_type, self._bf16 = device.type, bf16
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(self._device_type, dtype=torch.bfloat16, enabled=self._bf16):
-            found: Tensor = self.block(x)
-            return found
 
 
 def _repeated(do: Callable[[], object], device: torch.device, peers: Peers) -> float:
