@@ -56,6 +56,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         run_dir = _run_dir(config, lambda trouble: warn(trouble), places)
         environment = guardian.environment(config.environment)
         fork_server = _fork_server(config, environment)
+        guardian.cgroup.move([fork_server.pid], 0)
         # Also after the loop, which stops it: that makes no difference then.
         cleanup.callback(fork_server.close)
 

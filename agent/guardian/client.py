@@ -94,7 +94,7 @@ class GuardianClient:
 
         The store of a generation, a child of the fork server, is one of them.
         """
-        found = {*living(self._kin, spare), *self.cgroup.pids(generation)}
+        found = {*living(self._kin, spare), *self.cgroup.pids(generation)}.difference(spare)
         return sorted(pid for pid in found if not is_cleaner(pid))
 
     def note_folders(self, spare: Collection[int]) -> None:
@@ -111,7 +111,7 @@ class GuardianClient:
         A process that waits for a disk ends only seconds after its signal. `meanwhile` is called again and again then.
         """
         sweep(self._kin, spare, meanwhile)
-        self.cgroup.end(generation, meanwhile)
+        self.cgroup.end(generation, spare, meanwhile)
         if self._folders:
             remove_folders(self._folders)
             self._folders = {}

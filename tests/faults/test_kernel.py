@@ -28,8 +28,8 @@ for i in range(0, len(x), 4096):
     x[i] = 1
 print("survived")
 """
-# The kernel kills the worker store first, as the one with the highest score; then there is room again. The worker must
-# see at once that this memory is free, or it is killed as well: the store's entry in /proc stays until it is reaped.
+# The kernel kills the worker store first, as the one with the highest score. That may free too little: then it kills
+# the process that holds most, and that is a child of the worker.
 CROWDING = """
 import os, time
 def stores():
@@ -41,15 +41,11 @@ while not (found := stores()):
     time.sleep(0.01)
 (store,) = found
 open(f"/proc/{store}/oom_score_adj", "w").write("1000")
-def has_memory():
-    try:
-        return open(f"/proc/{store}/statm").read().split()[0] != "0"
-    except OSError:
-        return False
-
-held = []
-while has_memory():
-    held.append(b"x" * (4 << 20))
+if os.fork() == 0:
+    held = []
+    while os.path.exists(f"/proc/{store}"):
+        held.append(b"x" * (1 << 20))
+        time.sleep(0.0001)
 time.sleep(1000)
 """
 HIDING = """
@@ -119,12 +115,45 @@ def test_nobody_is_said_to_be_out_of_memory_who_was_killed_by_hand() -> None:
     assert watch.word_on(os.getpid(), time.monotonic()) == ""
 
 
-def test_a_child_without_environment_or_session_ends_with_its_generation_and_with_the_agent(tmp_path: Path) -> None:
+BORN = """
+import os, pathlib, sys, time
+def cgroup(pid):
+    return pathlib.Path(f"/proc/{pid}/cgroup").read_text().rstrip("\\n").rsplit("/", 1)[1]
+generation = int(os.environ["ELAUNCH_GENERATION"])
+print(f"worker {generation} of {os.getppid()} is in {cgroup('self')}", flush=True)
+if generation == 0:
+    while "wait" in sys.argv and cgroup(os.getppid()) != "generation_1":
+        time.sleep(0.001)
+    os._exit(1)
+"""
+
+
+@pytest.fixture
+def may_make_cgroups() -> None:
     probe = JobCgroup(f"elaunch-test-{secrets.token_hex(4)}")
     probe.make()
     if not probe.path:
         pytest.skip("this user may make no cgroup (v2)")
     Path(probe.path).rmdir()
+
+
+@pytest.mark.usefixtures("may_make_cgroups")
+@pytest.mark.parametrize("program", [("train.py", "wait"), ("train.py", "at once")])
+def test_the_fork_server_is_in_the_cgroup_of_the_workers_that_it_forks_next_and_does_not_end_with_a_generation(
+    program: tuple[str, ...], tmp_path: Path
+) -> None:
+    script(tmp_path, BORN)
+
+    with Job(tmp_path, "--preload-only", "json", "--max-restarts", "1", *program) as job:
+        assert job.wait() == 0
+        found = re.findall(r"worker (\d) of (\d+) is in (\w+)", job.output)
+
+    fork_server = found[0][1]
+    assert found == [("0", fork_server, "generation_0"), ("1", fork_server, "generation_1")]
+
+
+@pytest.mark.usefixtures("may_make_cgroups")
+def test_a_child_without_environment_or_session_ends_with_its_generation_and_with_the_agent(tmp_path: Path) -> None:
     script(tmp_path, HIDING)
 
     with Job(tmp_path, "--preload-only", "json", "--max-restarts", "1", "train.py") as job:
