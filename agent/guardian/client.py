@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.guardian.cgroup import JobCgroup
@@ -51,7 +52,7 @@ class GuardianClient:
 
     def _start(self) -> tuple[int, subprocess.Popen[bytes]]:
         theirs, ours = os.pipe2(os.O_CLOEXEC)
-        script = Path(__file__).with_name("guardian.py")
+        script = Path(__file__).with_name("start_guardian.py")
         try:
             # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
             process = subprocess.Popen(
@@ -88,6 +89,16 @@ class GuardianClient:
     def command_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """`inherited` for a command that the agent runs: it ends with the agent, but not with a generation."""
         return _marked(inherited, marker_beside(self.marker))
+
+    def all_forked(self, pids: Collection[int], generation: int) -> None:
+        """All workers of a generation are forked: this is the time for what would have kept them waiting.
+
+        `pids` are the fork servers. They go to the next generation's cgroup, in which its workers are to be born.
+        """
+        # Whether there is a guardian to hear it is found out elsewhere.
+        with suppress(OSError):
+            os.write(self._fd, b"\0")
+        self.cgroup.move(pids, generation + 1)
 
     def left_of(self, generation: int, spare: Collection[int]) -> list[int]:
         """The processes of a generation that live, except fork servers (`spare`) and helpers that end by themselves.

@@ -5,9 +5,9 @@ agent's marker. Workers inherit both, so do their children, through setsid and d
 A process that a worker lets a service start may hold the marker too: `sbatch`, `at` and `systemd-run` copy the
 environment. Such a process is spared. It is in another job of the scheduler, or in a cgroup in which no worker starts.
 
-Run as `python -S guardian.py KIN FD CGROUP` this file is the guardian, a process that outlives the agent
-for a moment: when the pipe FD ends, because the agent closed it or died, it ends all these processes and removes the
-run directories. Before that, it removes the run directories of agents that were killed together with their guardians.
+With start_guardian.py this file is the guardian, a process that outlives the agent for a moment: when the pipe FD ends,
+because the agent closed it or died, it ends all these processes and removes the run directories. Before that, it
+removes the run directories of agents that were killed together with their guardians.
 This file imports only the standard library, so that the guardian is small and starts without the package.
 """
 
@@ -35,6 +35,8 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBAL
 _ID_BYTES_MAX = 256
 # The names of the two cgroup hierarchies in /proc/PID/cgroup.
 _UNIFIED, _SYSTEMD = "", "name=systemd"
+# The end of a job waits so long for what killed jobs have left. The next guardian removes the rest.
+_REMOVAL_S = 0.2
 # A process in an uninterruptible sleep cannot be ended. The sweep waits for it no longer than this.
 SWEEP_S_MAX = 5.0
 # A cgroup's processes have this long to end by themselves: they are guardians of nested jobs, whose agents are dead.
@@ -394,22 +396,19 @@ def _empty(folder: Path) -> None:
 
 def main() -> None:
     """Wait for the agent's end, then clean up."""
-    # Python's own files may be gone at the agent's end.
+    # Not after the agent's end: Python's own files may be gone then.
     import shutil  # noqa: F401
 
     kin, fd, cgroup = Kin.read(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     run_dirs = json.loads(os.environ[RUN_DIRS])
-    # A scheduler signals all of a job's processes. The guardian ends only when its work is done.
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
     # Where the system gives no thread, the next agent's guardian removes them.
+    remover = threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True)
     with suppress(RuntimeError):
-        threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True).start()
+        remover.start()
     while os.read(fd, 1):
         pass
     clean_up(kin, cgroup, run_dirs)
-
-
-if __name__ == "__main__":
-    main()
+    if remover.is_alive():
+        # A job may be over before the removal has begun.
+        remover.join(_REMOVAL_S)

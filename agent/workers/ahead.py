@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.guardian.cgroup import JobCgroup
+from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.preload_learner import PreloadLearner
 
@@ -18,18 +18,20 @@ _WORKERS_MIN = 3
 class ForksAhead:
     """Orders processes that wait for the next generation of `server`'s workers. The agent's loop calls all methods.
 
-    `server` moves to the next generation's part of `cgroup` once all workers are forked, so that the next ones are born
-    there. Without `is_wanted` there is no next generation to wait for, and the order is that none is to wait.
+    `guardian` hears when all workers of a generation are forked. Without `is_wanted` there is no next generation to
+    wait for, and the order is that none is to wait.
     """
 
-    def __init__(self, server: ForkServer, cgroup: JobCgroup, learner: PreloadLearner, *, is_wanted: bool) -> None:
+    def __init__(
+        self, server: ForkServer, guardian: GuardianClient, learner: PreloadLearner, *, is_wanted: bool
+    ) -> None:
         self._server = server
-        self._cgroup = cgroup
+        self._guardian = guardian
         self._learner = learner
         self._is_wanted = is_wanted
         self._group: WorkerGroup | None = None
         self._due_s: float | None = None
-        self._has_moved = self._is_successor_asked = False
+        self._is_forked = self._is_successor_asked = False
 
     @property
     def due_s(self) -> float | None:
@@ -38,16 +40,16 @@ class ForksAhead:
 
     def begin(self, group: WorkerGroup, now_s: float) -> None:
         """A generation begins. Its workers take the processes that wait."""
-        self._group, self._has_moved, self._is_successor_asked = group, False, False
+        self._group, self._is_forked, self._is_successor_asked = group, False, False
         self._due_s = now_s + _AFTER_S
 
     def tick(self, now_s: float) -> None:
         """Order processes, some time after all workers of the generation were forked."""
         group = self._group
         is_forked = group is not None and len(group.pids) >= group.slots
-        if group and is_forked and not self._has_moved:
-            self._has_moved = True
-            self._begin_to_move(group)
+        if group and is_forked and not self._is_forked:
+            self._is_forked = True
+            self._guardian.all_forked(self._server.pids, group.generation)
         if group is None or self._server.preload is None:
             self._due_s = None
             return
@@ -62,8 +64,8 @@ class ForksAhead:
     def _order(self, group: WorkerGroup) -> None:
         count = self._count(group)
         # A successor is not there yet. What is forked ahead is to be born in the next generation's cgroup.
-        self._begin_to_move(group)
-        self._cgroup.wait()
+        self._guardian.cgroup.move(self._server.pids, group.generation + 1)
+        self._guardian.cgroup.wait()
         # A fork server that is gone is replaced, and the workers are forked when they are needed.
         with suppress(OSError):
             if self._learner.has_successor:
@@ -71,9 +73,6 @@ class ForksAhead:
                 self._server.fork_ahead_in_successor(count)
             else:
                 self._server.fork_ahead(count)
-
-    def _begin_to_move(self, group: WorkerGroup) -> None:
-        self._cgroup.move(self._server.pids, group.generation + 1)
 
     def _count(self, group: WorkerGroup) -> int:
         """One for each worker, and one for the worker store, which is likely to stay on this node."""

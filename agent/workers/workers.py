@@ -69,8 +69,8 @@ class Workers:
         program, file = config.spec.program, config.imports_file
         self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, _within_reason)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
-        cgroup, is_wanted = self._guardian.cgroup, config.spec.max_restarts > 0
-        self._ahead = ForksAhead(fork_server, cgroup, self._learner, is_wanted=is_wanted)
+        is_wanted = config.spec.max_restarts > 0
+        self._ahead = ForksAhead(fork_server, self._guardian, self._learner, is_wanted=is_wanted)
         self._prompts = PromptWatch(reporter)
         self._survivors: SurvivorWatch | None = None
         self._dead_builds = DeadBuilds({**config.environment, **config.worker_env}, reporter.warn)

@@ -1,9 +1,9 @@
 """`dataclass`, `field`, `replace` and `asdict`, as the standard library's, for elaunch's records: it starts sooner.
 
 The standard library's module takes 5 ms to import, mostly for `inspect`, and compiles six methods for each class.
-elaunch defines over a hundred records before its first worker runs. Here only `__init__` is compiled, and only when the
-first record of its class is made: in a short job that is every second class. The other methods are closures, or shared
-by all classes.
+elaunch defines over a hundred records before its first worker runs. Here only `__init__` is compiled, and only for a
+class of which several records are made: in a short job that is every tenth. Its first records are filled in field by
+field. The other methods are closures, or shared by all classes.
 
 It knows what elaunch's records use: fields with defaults, factories, `repr`, `compare` and `kw_only`. It refuses the
 rest. The standard library's functions take a record for one of its own, see `_Standard`.
@@ -29,6 +29,8 @@ else:
 
     # The value of a field that is not given, and has no default.
     MISSING = type("Missing", (), {"__repr__": lambda _: "<missing>"})()
+    # Compiling an `__init__` takes as long as filling in a hundred records.
+    _FILLED_IN = 10
     # These texts are what a class's annotations hold: all of elaunch's are texts.
     _NO_FIELDS = ("ClassVar", "InitVar", "KW_ONLY")
 
@@ -66,9 +68,15 @@ else:
         compared = [each.name for each in fields.values() if each.compare]
         values = attrgetter(*compared) if compared else lambda _: ()
 
+        positional = [each.name for each in fields.values() if not each.kw_only]
+        left = _FILLED_IN
+
         def init(self, *args, **kwargs):
-            cls.__init__ = compiled = _init(cls, fields.values(), frozen)
-            compiled(self, *args, **kwargs)
+            nonlocal left
+            left -= 1
+            if left < 0 or not _fill_in(self, positional, args, kwargs):
+                cls.__init__ = compiled = _init(cls, fields.values(), frozen)
+                compiled(self, *args, **kwargs)
 
         def is_equal(self, other):
             return values(self) == values(other) if other.__class__ is self.__class__ else NotImplemented
@@ -84,7 +92,7 @@ else:
         if frozen:
             cls.__setattr__, cls.__delattr__ = _refuse_assignment, _refuse_deletion
         cls.__record_fields__ = fields
-        cls.__match_args__ = tuple(each.name for each in fields.values() if not each.kw_only)
+        cls.__match_args__ = tuple(positional)
         cls.__dataclass_fields__ = _Standard()
         return cls
 
@@ -122,6 +130,28 @@ else:
         from dataclasses import FrozenInstanceError
 
         raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def _fill_in(record, positional, args, kwargs):
+        """What the compiled `__init__` does. False if the arguments are not right: that one says what is wrong."""
+        given = dict(zip(positional, args))
+        if len(args) > len(positional) or given.keys() & kwargs.keys():
+            return False
+        given.update(kwargs)
+        for name, each in record.__record_fields__.items():
+            if name in given:
+                value = given.pop(name)
+            elif each.default is not MISSING:
+                value = each.default
+            elif each.default_factory is not MISSING:
+                value = each.default_factory()
+            else:
+                return False
+            object.__setattr__(record, name, value)
+        if given:
+            return False
+        if hasattr(record, "__post_init__"):
+            record.__post_init__()
+        return True
 
     def _init(cls, fields, frozen):
         """Compile `__init__`. Of a frozen class it assigns past `__setattr__`."""

@@ -158,3 +158,43 @@ def test_a_record_that_extends_a_record_is_made_by_its_own_fields() -> None:
     assert vars(type("Plain", (first,), {})(2)) == {"left": 2}
     with pytest.raises(dataclasses.FrozenInstanceError):
         del first(1).left
+
+
+def test_the_first_records_of_a_class_and_those_after_are_made_alike() -> None:
+    """The first ones are filled in, the others are made by a compiled `__init__`."""
+    made = []
+
+    def noted(self: Any) -> None:
+        made.append(self.left)
+
+    kinds = {"left": int, "right": str, "more": list}
+    parts: dict[str, Any] = {"right": Given(default="r", kw_only=True), "more": Given(default_factory=list)}
+    for pair in both(types=kinds, __post_init__=noted, **parts):
+        several = [pair(1, right=str(number % 2)) for number in range(30)]
+
+        assert [each.right for each in several] == ["0", "1"] * 15
+        assert len({id(each.more) for each in several}) == 30
+        assert several[0] == several[28]
+        for wrong in ((1, [], "r"), ()):
+            with pytest.raises(TypeError):
+                pair(*wrong)
+        with pytest.raises(TypeError):
+            pair(1, other=2)
+        with pytest.raises(TypeError):
+            pair(1, left=2)
+    assert made == [1] * 60
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((1, "x", 2), {}), ((1,), {"left": 1}), ((1,), {"other": 1})], ids=str
+)
+def test_wrong_arguments_of_the_first_record_are_named_as_the_standard_library_names_them(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    said = []
+    for pair in both(types={"left": int, "right": str}, right="r"):
+        with pytest.raises(TypeError) as caught:
+            pair(*args, **kwargs)
+        said.append(str(caught.value).split("__init__")[-1])
+
+    assert said[0] == said[1]

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.guardian.cgroup import JobCgroup
+from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.workers.ahead import ForksAhead
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.preload_learner import PreloadLearner
@@ -29,8 +29,17 @@ class Server:
 
 
 @dataclass
-class Cgroup:
+class Guardian:
+    """Also its cgroup."""
+
     said: list[tuple[tuple[int, ...], int] | str] = field(default_factory=list)
+
+    @property
+    def cgroup(self) -> Guardian:
+        return self
+
+    def all_forked(self, pids: tuple[int, ...], generation: int) -> None:
+        self.said.append(f"{pids} forked all of {generation}")
 
     def move(self, pids: tuple[int, ...], generation: int) -> None:
         self.said.append((pids, generation))
@@ -49,9 +58,9 @@ def group(slots: int = 3) -> WorkerGroup:
     return WorkerGroup(RankTable(0, (Seat("a-00000001", slots, 0),), "127.0.0.1", 1, "the job starts"), 0)
 
 
-def ahead(server: Server, learner: Learner, *, is_wanted: bool = True, cgroup: Cgroup | None = None) -> ForksAhead:
-    job_cgroup = cast(JobCgroup, cgroup or Cgroup())
-    return ForksAhead(cast(ForkServer, server), job_cgroup, cast(PreloadLearner, learner), is_wanted=is_wanted)
+def ahead(server: Server, learner: Learner, *, is_wanted: bool = True, guardian: Guardian | None = None) -> ForksAhead:
+    told = cast(GuardianClient, guardian or Guardian())
+    return ForksAhead(cast(ForkServer, server), told, cast(PreloadLearner, learner), is_wanted=is_wanted)
 
 
 def test_they_are_ordered_some_time_after_the_last_worker_was_forked() -> None:
@@ -114,31 +123,31 @@ def test_a_fork_server_that_has_imported_nothing_is_told_nothing() -> None:
     assert (server.said, forks.due_s) == ([], None)
 
 
-def test_the_fork_server_moves_to_the_next_cgroup_at_the_last_fork_and_is_there_before_it_forks_ahead() -> None:
-    server, workers, cgroup = Server(), group(), Cgroup()
-    forks = ahead(server, Learner(), cgroup=cgroup)
+def test_the_last_fork_is_told_and_what_forks_ahead_has_moved_before() -> None:
+    server, workers, guardian = Server(), group(), Guardian()
+    forks = ahead(server, Learner(), guardian=guardian)
 
     forks.begin(workers, 10.0)
     workers.pids.update({0: 71, 1: 72})
     forks.tick(10.1)
-    before = [*cgroup.said]
+    before = [*guardian.said]
     workers.pids[2] = 73
     forks.tick(10.2)
     forks.tick(10.3)
-    at_last_fork = [*cgroup.said]
+    at_last_fork = [*guardian.said]
     forks.tick(11.0)
 
-    assert (before, at_last_fork) == ([], [((5,), 1)])
-    assert cgroup.said[-2:] == [((5,), 1), "waited"]
+    assert (before, at_last_fork) == ([], ["(5,) forked all of 0"])
+    assert guardian.said[1:] == [((5,), 1), "waited"]
     assert server.said == [("first", 3)]
 
 
-def test_a_fork_server_without_preloads_moves_too() -> None:
-    workers, cgroup = group(), Cgroup()
-    forks = ahead(Server(preload=None), Learner(), cgroup=cgroup)
+def test_the_last_fork_of_a_server_without_preloads_is_told_too() -> None:
+    workers, guardian = group(), Guardian()
+    forks = ahead(Server(preload=None), Learner(), guardian=guardian)
 
     forks.begin(workers, 10.0)
     workers.pids.update({0: 71, 1: 72, 2: 73})
     forks.tick(10.1)
 
-    assert cgroup.said == [((5,), 1)]
+    assert guardian.said == ["(5,) forked all of 0"]
