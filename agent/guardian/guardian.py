@@ -95,7 +95,7 @@ class Kin:
         """Whether that process is one of the agent's."""
         try:
             # The environment of a zombie reads as empty.
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            environment = _facts_of(pid, "environ")
         except OSError:
             return False
         if not any(needle in environment for needle in self._needles):
@@ -162,11 +162,18 @@ def _cgroups_of(pid: int | str) -> dict[str, str]:
     """
     try:
         # The kernel ends a line only with a newline, which no cgroup's name has. `splitlines` would find other ends.
-        lines = Path(f"/proc/{pid}/cgroup").read_bytes().decode(errors="surrogateescape").split("\n")
+        lines = _facts_of(pid, "cgroup").decode(errors="surrogateescape").split("\n")
     except OSError:
         return {}
     named = (line.split(":", 2) for line in lines if line.count(":") >= 2)
     return {name: path for _, name, path in named if name in (_UNIFIED, _SYSTEMD)}
+
+
+def _facts_of(pid: int | str, name: str) -> bytes:
+    """The contents of the process's file of that name in /proc. Raises OSError where there is none any more."""
+    # A restart waits until every process of the host was looked at: with `Path` that takes four times as long.
+    with open(f"/proc/{pid}/{name}", "rb", 0) as file:  # noqa: PTH123
+        return file.read()
 
 
 def _namespace_of(pid: int | str) -> str:
@@ -205,7 +212,11 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
     busy: set[int] = set()
     cleaners = _Cleaners()
     start_s = now_s = time.monotonic()
-    while (found := living(kin, spare)) and (now_s < start_s + SWEEP_S_MAX or busy.issuperset(found)):
+    found: list[int] = []
+    # While killed ones still live, the other processes of the host need no look.
+    while (found := [pid for pid in found if pid not in busy and kin.has(pid)] or living(kin, spare)) and (
+        now_s < start_s + SWEEP_S_MAX or busy.issuperset(found)
+    ):
         busy = cleaners.busy(found, now_s)
         if not seen.issuperset(found):
             theirs |= sockets_in_folders(set(found) - seen)
@@ -239,7 +250,7 @@ class _Cleaners:
 
     def _is_busy(self, pid: int, now_s: float) -> bool:
         try:
-            counters = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            counters = _facts_of(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
         except OSError:
             return True
         ticks = int(counters[11]) + int(counters[12])
@@ -321,7 +332,7 @@ def _wait_until_empty(path: str, wait_s: float, meanwhile: Callable[[], None]) -
 def is_cleaner(pid: int) -> bool:
     """Whether it is a helper that cleans up after other processes."""
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = _facts_of(pid, "cmdline")
     except OSError:
         return False
     return any(name in command for name in CLEANERS)

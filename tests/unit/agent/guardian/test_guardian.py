@@ -297,7 +297,7 @@ def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(spawned: S
 @pytest.mark.parametrize("name", ["a\rb", "a\x85b", "a\u2028b", "a:b", "\udcff"])
 def test_a_cgroup_of_any_name_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = f"3:name=systemd:/{name}\n2:cpu,cpuacct:/\n0::/{name}\n".encode(errors="surrogateescape")
-    monkeypatch.setattr(Path, "read_bytes", lambda _: lines)
+    monkeypatch.setattr(guardian, "_facts_of", lambda pid, name: lines)
 
     kin = kin_of(MARKER)
 
