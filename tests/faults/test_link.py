@@ -122,9 +122,8 @@ STEPS = f"""{SAY}
 import sys
 from elaunch.trainer import link
 
-signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM came", flush=True))
-signal.signal(signal.SIGINT, lambda *_: print("SIGINT came", flush=True))
-signal.signal(signal.SIGUSR1, lambda *_: print("SIGUSR1 came", flush=True))
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(signum, lambda signum, _: print(signal.Signals(signum).name, "came", flush=True))
 if sys.argv[1:]:
     import torch
     import torch.distributed as dist
@@ -167,13 +166,19 @@ def test_all_ranks_stop_after_the_same_step_and_get_no_signal(tmp_path: Path, si
     assert len({step for _, step in stops}) == 1
 
 
-def test_a_signal_that_the_user_names_stops_who_listens_and_is_not_passed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("named", "signum"),
+    [(("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"), signal.SIGUSR1), ((), signal.SIGUSR2)],
+    ids=["named", "by default"],
+)
+def test_a_schedulers_notice_stops_who_listens_and_is_not_passed_on(
+    tmp_path: Path, named: tuple[str, ...], signum: signal.Signals
+) -> None:
     script(tmp_path, STEPS)
-    named = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
     with Light(tmp_path, *named, "--nproc-per-node", "2", "train.py") as job:
         wait_for(lambda: job.stdout.count("trains") == 2, "two ranks that train, each for itself")
 
-        stops = stopped_after(job, signal.SIGUSR1)
+        stops = stopped_after(job, signum)
 
     assert [rank for rank, _ in stops] == ["0", "1"]
 

@@ -282,7 +282,10 @@ def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "signum"), [(("--signal=USR1",), signal.SIGUSR1), ((), signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("how", "signum"),
+    [(("--signal=USR1",), signal.SIGUSR1), (("--signal=USR2",), signal.SIGUSR2), ((), signal.SIGTERM)],
+)
 def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple[str, ...], signum: int) -> None:
     run = Training(slurm.home / f"told-{signum}", asks=["hold:forward-0-3-0"])
     job = batch_of(slurm, "--output=told.out", *COMMAND, *run.words())
@@ -304,8 +307,13 @@ def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple
     assert said.count(f"exit code {128 + signum}") == 2, said
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", slow("SIGTERM")])
-def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_for(slurm: Slurm, name: str) -> None:
+@pytest.mark.parametrize(
+    ("notice", "name"),
+    [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGUSR2, "SIGUSR2"), slow(signal.SIGUSR1, "SIGTERM")],
+)
+def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_for(
+    slurm: Slurm, notice: signal.Signals, name: str
+) -> None:
     (slurm.home / "notice.py").write_text(NOTICED)
     here = [slurm.home / f"here.{rank}" for rank in range(2)]
     for path in (*here, *(slurm.home / f"noticed.{rank}" for rank in range(2))):
@@ -313,13 +321,14 @@ def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_f
     job = batch_of(slurm, *COMMAND, "--no-preload", "notice.py", name)
     wait_for(lambda: all(path.exists() for path in here), "both workers wait")
 
-    slurm.call("scancel", "--signal=USR1", job.number)
+    slurm.call("scancel", f"--signal={notice.name}", job.number)
 
     output = job.wait("FAILED")
     assert output.count(f"noticed by {name}") == 2, output
     codes = dict(re.findall(r"task (\d): Exited with exit code (\d+)", output))
     # The head's store ends with the head, sometimes before Slurm has signalled the other node.
-    assert codes in ({"0": "138", "1": "138"}, {"0": "138", "1": "3"}), output
+    told = str(128 + notice)
+    assert codes in ({"0": told, "1": told}, {"0": told, "1": "3"}), output
 
 
 @pytest.mark.slow
@@ -339,7 +348,7 @@ def test_a_step_that_is_cancelled_is_killed_and_the_next_one_of_its_job_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["scontrol requeue", "--signal=USR1@20"])
+@pytest.mark.parametrize("how", ["scontrol requeue", "--signal=USR1@20", "--signal=USR2@20"])
 def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how: str) -> None:
     run = Training(slurm.home / how.split()[-1], asks=["hold:forward-0-3-0"])
     program = slurm.home / "train.py"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import threading
+from types import ModuleType
+from typing import Any
 
 # An import that adds no module for so long waits for something itself, perhaps for the thread that forks.
 _FORK_WAIT_S = 30.0
@@ -24,9 +27,8 @@ def import_ahead() -> None:
         if threading.current_thread() is not thread:
             wait_while_it_goes_on(thread)
 
-    # A forked child has no such thread: an import that it had begun would never end there, and the child would wait for
-    # it for ever.
-    os.register_at_fork(before=wait)
+    # A module is best imported once: a library may not bear a second half of an import.
+    os.register_at_fork(before=wait, after_in_child=break_off_imports)
     thread.start()
 
 
@@ -36,6 +38,24 @@ def wait_while_it_goes_on(thread: threading.Thread) -> None:
     while thread.is_alive() and before != (modules := len(sys.modules)):
         before = modules
         thread.join(_FORK_WAIT_S)
+
+
+def break_off_imports() -> None:
+    """In a forked child: let it import anew what other threads were importing, which are not in the child.
+
+    A module's lock would be theirs for ever, and the child would wait for it for ever. What is half imported is
+    removed, as Python removes a module whose import fails.
+    """
+    system: Any = importlib._bootstrap
+    locks = system._module_locks
+    for name, reference in [*locks.items()]:
+        lock = reference()
+        if lock is None or lock.owner in (None, threading.get_ident()):
+            continue
+        del locks[name]
+        module = sys.modules.get(name)
+        if isinstance(module, ModuleType) and getattr(vars(module).get("__spec__"), "_initializing", False):
+            del sys.modules[name]
 
 
 def _import() -> None:

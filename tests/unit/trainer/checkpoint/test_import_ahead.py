@@ -32,6 +32,44 @@ is_there.wait()
 assert "torch.distributed.checkpoint" not in sys.modules
 """
 
+# The thread has the lock of a module whose text never comes to its end.
+STANDS_STILL = """
+import os, signal, sys, threading
+from importlib.machinery import PathFinder
+
+let_go, is_there = threading.Event(), threading.Event()
+
+def stand(module):
+    is_there.set()
+    let_go.wait()
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.distributed.checkpoint":
+            spec = PathFinder.find_spec(name, path, target)
+            spec.loader.exec_module = stand
+            return spec
+
+import torch.distributed
+from elaunch.trainer.checkpoint import import_ahead
+
+import_ahead._FORK_WAIT_S = 0.2
+sys.meta_path.insert(0, Finder())
+import_ahead.import_ahead()
+is_there.wait()
+pid = os.fork()
+if pid == 0:
+    # Nobody ends a child whose parent is killed.
+    signal.alarm(600)
+    del sys.meta_path[0]
+    from elaunch.trainer.checkpoint import dcp, writing
+    os._exit(0 if dcp.Staging and writing.Writing and sys.modules["torch.distributed.checkpoint"].save else 1)
+code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+assert "torch.distributed.checkpoint" in sys.modules and not let_go.is_set(), "the import had ended"
+let_go.set()
+sys.exit(code)
+"""
+
 
 def run(code: str) -> None:
     subprocess.run([sys.executable, "-c", BEGUN + code], check=True, timeout=2 * DEADLINE_S)
@@ -60,6 +98,10 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 """
     )
+
+
+def test_a_child_that_is_forked_while_the_import_stands_still_imports_it_anew() -> None:
+    subprocess.run([sys.executable, "-c", STANDS_STILL], check=True, timeout=2 * DEADLINE_S)
 
 
 def test_an_import_that_fails_is_left_to_the_first_checkpoint() -> None:
