@@ -47,7 +47,7 @@ def break_off_imports() -> None:
     removed, as Python removes a module whose import fails.
     """
     system: Any = importlib._bootstrap
-    locks = system._module_locks
+    locks = getattr(system, "_module_locks", {})
     for name, reference in [*locks.items()]:
         lock = reference()
         if lock is None or lock.owner in (None, threading.get_ident()):
