@@ -16,6 +16,9 @@ from pathlib import Path
 
 from elaunch.agent.guardian.guardian import kill_cgroup
 
+# The kernel lets a move wait for so long at most, as far as is known. What has not moved then is ended with the rest.
+_MOVE_S_MAX = 5.0
+
 
 class JobCgroup:
     """The job's cgroup below this process's own. If none can be made, `path` is empty and the methods do nothing."""
@@ -61,14 +64,17 @@ class JobCgroup:
         self.wait()
         folder = self.generation(generation)
         if folder and (outside := set(pids).difference(self.pids(generation))):
-            self._moving = threading.Thread(target=_move, args=(outside, folder), daemon=True)
-            self._moving.start()
+            moving = threading.Thread(target=_move, args=(outside, folder), name="elaunch-cgroup", daemon=True)
+            # Where the system gives no thread (`pids.max`), the workers move themselves.
+            with suppress(RuntimeError):
+                moving.start()
+                self._moving = moving
 
     def wait(self) -> None:
         """Wait until the processes have moved, if some do."""
         moving, self._moving = self._moving, None
         if moving:
-            moving.join()
+            moving.join(_MOVE_S_MAX)
 
     def end(self, generation: int, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
         """End all processes of a generation. Those in `spare` move to the next; `meanwhile` as in `kill_cgroup`."""
@@ -76,8 +82,7 @@ class JobCgroup:
             return
         self.wait()
         if inside := set(spare).intersection(self.pids(generation)):
-            self.move(inside, generation + 1)
-            self.wait()
+            _move(inside, self.generation(generation + 1) or self.path)
         kill_cgroup(str(Path(self.path, f"generation_{generation}")), meanwhile)
 
 
