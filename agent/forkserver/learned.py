@@ -24,7 +24,8 @@ class Learned:
 
     `variables` are those that the program sets itself: no module that keeps the value of one may be preloaded.
     `without_torch` is the `state_of_command` in which the program has ended without having imported torch, or empty.
-    `packages` is the state of the installed packages in which all this was seen.
+    `packages` is the state of the installed packages in which all this was seen. `is_tried` says that a fork server has
+    imported `program`; without it, only a process that tried the imports has.
     """
 
     named: tuple[Named, ...] = ()
@@ -32,6 +33,7 @@ class Learned:
     variables: tuple[str, ...] = ()
     without_torch: str = ""
     packages: str = ""
+    is_tried: bool = False
 
     @property
     def is_used(self) -> bool:

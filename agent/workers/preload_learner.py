@@ -1,8 +1,9 @@
 """Learns from the first workers what their program imports, and prepares a fork server that has imported it.
 
 Once the workers have run for some seconds, one of them lists its modules. A process of the lowest priority tries which
-of these can be preloaded, and what that saves. If it is worth it, a second fork server imports them beside the job, and
-takes the place of the first one before the next generation. All of it happens once. If it fails, all is as before.
+of these can be preloaded, and what that saves. If it is worth it, it is kept for the next start, and a second fork
+server imports them beside the job, and takes the place of the first one before the next generation. All of it happens
+once. If it fails, all is as before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from elaunch.agent.core.entries import NO_GENERATION
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.imported import candidates
-from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.forkserver.learned import Learned, Named
 from elaunch.agent.forkserver.learned_file import state_of_command, write
 from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted, together
 from elaunch.agent.linux import memory_file
@@ -65,6 +66,9 @@ class PreloadLearner:
         # What is remembered. The fork server of this job keeps what it has begun with.
         self._learned = server.learned
         self._is_done = file is None
+        if self._learned.program.entries and not self._learned.is_tried:
+            # An import that ends the fork server, or that never ends, is not to meet the start after this one too.
+            self._remember(replace(self._learned, program=Selection(), variables=()))
         # The newest generation that has ended.
         self._ended = NO_GENERATION
         self._since_s: float | None = None
@@ -92,7 +96,7 @@ class PreloadLearner:
         if news["has_programs"]:
             listed = _in_words(self._server.learned.program)
             self._reporter.say(f"imported before the workers start, as this program imported it last time: {listed}")
-            self._remember(replace(self._learned, named=named))
+            self._remember_program_of_server(named)
         elif self._server.learned.program.entries:
             # It does not suit any more, and the log says why. The next start learns it anew.
             self._is_done = True
@@ -156,7 +160,10 @@ class PreloadLearner:
         if is_worth:
             variables = tuple(sorted({*self._learned.variables, *probe.wanted.variables}))
             program = together(self._learned.program, selection)
-            self._prepare(replace(self._learned, program=program, variables=variables))
+            learned = replace(self._learned, program=program, variables=variables, is_tried=False)
+            # The job may end before a second fork server has imported it: that takes four times as long as the imports.
+            self._remember(learned)
+            self._prepare(learned)
 
     def _stamp(self, probe: _Probe, answer: ProbeAnswer, *, is_worth: bool) -> None:
         selection = answer.selection
@@ -190,8 +197,7 @@ class PreloadLearner:
             return
         if news and news.get("has_programs"):
             self._is_successor_ready = True
-            # The names of --preload were tried by the first one.
-            self._remember(successor.learned)
+            self._remember(replace(self._learned, is_tried=True))
             program = successor.learned.program
             self._reporter.say(
                 f"the program spent {program.saved_s:.1f} s on imports that can be made ahead ({_in_words(program)});"
@@ -203,12 +209,20 @@ class PreloadLearner:
             self._successor, self._is_successor_ready = None, False
             why = news["why"] if news and "why" in news else f"the process that imported it ahead {successor.lost()}"
             self._server.drop_successor()
+            self._remember_program_of_server()
             self._refuse(why)
 
     def _refuse(self, why: str) -> None:
         self._reporter.say(
             f"workers import what the program needs again at each restart, since it is not preloaded: {why}"
         )
+
+    def _remember_program_of_server(self, named: tuple[Named, ...] | None = None) -> None:
+        """Remember the imports that the fork server of this job has made ahead, and no others."""
+        known = self._server.learned
+        named = self._learned.named if named is None else named
+        program, variables = known.program, known.variables
+        self._remember(replace(self._learned, named=named, program=program, variables=variables, is_tried=True))
 
     def _remember(self, learned: Learned) -> None:
         if self._file and learned != self._learned:

@@ -157,8 +157,8 @@ def two_fork_servers(job: Watched) -> tuple[psutil.Process, psutil.Process] | No
     """The first one, and the one that imports beside the job; None before that one is there."""
     children = {child.pid for child in psutil.Process(job.process.pid).children()}
     servers = [each for each in job.processes() if described(each).startswith("elaunch: fork server")]
-    first, *others = sorted((each for each in servers if each.pid in children), key=lambda each: each.create_time())
-    return (first, others[0]) if others else None
+    found = sorted((each for each in servers if each.pid in children), key=lambda each: each.create_time())
+    return (found[0], found[1]) if len(found) > 1 else None
 
 
 @pytest.mark.slow
@@ -201,3 +201,20 @@ def test_the_first_fork_server_stays_if_the_second_is_killed(tmp_path: Path) -> 
     assert is_first_there
     assert [each["heavy"] for each in facts(job)] == [False] * 4
     assert [each["right"] for each in facts(job)] == [True] * 4
+
+
+@pytest.mark.slow
+def test_a_job_that_ends_before_its_second_fork_server_is_ready_has_taught_the_next_start(tmp_path: Path) -> None:
+    env = installed(tmp_path)
+    with Watched(tmp_path, "--nproc-per-node", "2", "train.py", env=env) as job:
+        _, second = wait_for(lambda: two_fork_servers(job), "a second fork server", LEARNING_S)
+        second.suspend()
+        was_early = not re.search(LEARNED, job.output)
+        (tmp_path / "end").touch()
+        assert job.wait() == 0, job.output
+        job.assert_nothing_is_left()
+    with Watched(tmp_path, "--nproc-per-node", "2", "train.py", env=env) as again:
+        assert again.wait() == 0, again.output
+
+    assert was_early, "the second fork server was ready: the test proves nothing"
+    assert [(each["heavy"], each["early"], each["right"]) for each in facts(again)] == [(True, False, True)] * 2

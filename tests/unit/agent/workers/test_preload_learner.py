@@ -6,6 +6,7 @@ import os
 import selectors
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.selection import Cost, ProbeAnswer, Selection
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.preload_learner import PreloadLearner
-from elaunch.rendezvous.codec import encode
+from elaunch.records import replace
+from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.types import RankTable, Seat
 
@@ -74,6 +76,7 @@ class Loop:
     current: CurrentGroup
     said: list[str]
     events: list[dict[str, object]]
+    file: Path
 
     def begin(self, generation: int, local_rank: int = 0) -> WorkerGroup:
         """Begin a generation in which only one worker can be asked."""
@@ -84,6 +87,11 @@ class Loop:
             group.links[rank] = cast(Any, SimpleNamespace(recorder=asked, has_returned=False))
         self.current.begin(group)
         return group
+
+    @property
+    def kept(self) -> Learned:
+        """What the next start would read."""
+        return decode(Learned, self.file.read_text()) if self.file.exists() else Learned()
 
     def run(self, begin_s: int) -> None:
         for now_s in range(begin_s, begin_s + 20):
@@ -97,17 +105,23 @@ def server() -> Server:
     return Server()
 
 
-@pytest.fixture
-def loop(server: Server, tmp_path: Path) -> Iterator[Loop]:
+@contextmanager
+def loop_with(server: Server, folder: Path) -> Iterator[Loop]:
     said: list[str] = []
     current, program = CurrentGroup(), Program(ProgramKind.SCRIPT, "train.py", (), ("python", "train.py"))
     events: list[dict[str, object]] = []
     timeline = SimpleNamespace(stamp=lambda generation, event, **fields: events.append({"event": event, **fields}))
     reporter = cast(Any, SimpleNamespace(say=said.append, timeline=timeline))
     with selectors.DefaultSelector() as selector:
-        file = tmp_path / "learned"
+        file = folder / "learned"
         learner = PreloadLearner(cast(Any, server), program, current, reporter, selector, file, lambda work: work())
-        yield Loop(learner, selector, current, said, events)
+        yield Loop(learner, selector, current, said, events, file)
+
+
+@pytest.fixture
+def loop(server: Server, tmp_path: Path) -> Iterator[Loop]:
+    with loop_with(server, tmp_path) as made:
+        yield made
 
 
 def test_an_import_that_ends_its_process_is_tried_once_and_it_is_said(server: Server, loop: Loop) -> None:
@@ -132,6 +146,8 @@ def test_what_saves_a_twentieth_of_a_second_is_imported_ahead(
     said = {"event": "imports_tried", "is_worth": is_worth, "reasons": ("bad starts a thread",), **tried}
     assert loop.events == [said]
     assert [each.program.entries for each in server.successors] == [("slow",)] * is_worth
+    # The job may end before any fork server has imported it.
+    assert (loop.kept.program.entries, loop.kept.is_tried) == (("slow",) if is_worth else (), False)
 
 
 def test_a_rank_with_a_process_group_is_asked_where_the_first_one_has_none(server: Server, loop: Loop) -> None:
@@ -175,3 +191,22 @@ def test_a_fork_server_that_is_not_ready_when_it_ends_is_let_go_of_and_it_is_sai
     assert not loop.learner.has_successor
     (sentence,) = loop.said
     assert sentence.endswith(f"again at each restart, since it is not preloaded: {why}")
+    assert loop.kept.program.entries == ()
+
+
+SLOW = Learned(program=Selection(("slow",), costs=(Cost("slow", 1.0),)), variables=("MODE",))
+
+
+@pytest.mark.parametrize("is_tried", [False, True])
+def test_imports_that_no_fork_server_has_made_yet_are_kept_once_one_has_made_them(
+    tmp_path: Path, is_tried: bool
+) -> None:
+    kept = replace(SLOW, is_tried=is_tried)
+    (tmp_path / "learned").write_text(encode(kept))
+    with loop_with(Server(learned=kept), tmp_path) as loop:
+        # It may end here at each start.
+        assert loop.kept.program.entries == (("slow",) if is_tried else ())
+
+        loop.learner.ready({"tried": encode(Learned()), "has_programs": True})
+
+        assert loop.kept == replace(SLOW, is_tried=True)
