@@ -102,8 +102,8 @@ def shared_start(place: Path, *modules: str) -> Iterator[SharedStart]:
     """
     place.mkdir(mode=0o700, exist_ok=True)
     # What may have been read while it imported must be the same in each job.
-    own = {"XDG_RUNTIME_DIR": os.fspath(place), "XDG_CACHE_HOME": os.fspath(place / "cache"), "OMP_NUM_THREADS": "1"}
-    env = {**own, **WITH_TORCH}
+    folders = {"HOME": place, "XDG_RUNTIME_DIR": place, "XDG_CACHE_HOME": place / "cache"}
+    env = {**{name: os.fspath(path) for name, path in folders.items()}, "OMP_NUM_THREADS": "1", **WITH_TORCH}
     with _alone_in(place):
         kind = WarmKind(Program(ProgramKind.SCRIPT, "any.py", (), sys.executable), modules)
         leave_behind(kind, environment(env), NOTHING, _IDLE_S, in_place=False)
