@@ -1,18 +1,30 @@
-"""Fork servers that stay, for tests: each test has a folder of its own for them, and leaves none."""
+"""Fork servers that stay, for tests: in a folder of the test's own, or one that tests of other things share."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elaunch.agent.forkserver.learned import NOTHING
+from elaunch.agent.forkserver.warm.client import Cold, WarmKind, connected, greeted
+from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, stop
+from elaunch.agent.forkserver.warm.place import folder
+from elaunch.rendezvous.job_spec import Program, ProgramKind
 from tests.harness import COMMAND, DEADLINE_S, environment, script, wait_for
+from tests.standin import WITH_TORCH
+
+# How long a fork server stays without a job if the processes of the run that share it were killed.
+_IDLE_S = 900.0
 
 
 def states(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -68,3 +80,67 @@ def own_place(place: Path) -> Iterator[Path]:
             yield place / "elaunch_warm"
         finally:
             command("--stop")
+
+
+@dataclass(frozen=True)
+class SharedStart:
+    """How a job starts from a fork server that all processes of a test run share: `options` and `env` of its command.
+
+    Where it may not, it starts cold, as without them; it leaves no other fork server behind. It is for tests of what
+    happens after the start. The fork server is then no child of the agent.
+    """
+
+    options: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@contextmanager
+def shared_start(place: Path, *modules: str) -> Iterator[SharedStart]:
+    """A fork server in `place` that has imported `modules`. The first process of a run that comes here starts it.
+
+    The last one to leave ends it.
+    """
+    place.mkdir(mode=0o700, exist_ok=True)
+    # What may have been read while it imported must be the same in each job.
+    folders = {"HOME": place, "XDG_RUNTIME_DIR": place, "XDG_CACHE_HOME": place / "cache"}
+    env = {**{name: os.fspath(path) for name, path in folders.items()}, "OMP_NUM_THREADS": "1", **WITH_TORCH}
+    with _alone_in(place):
+        kind = WarmKind(Program(ProgramKind.SCRIPT, "any.py", (), sys.executable), modules)
+        leave_behind(kind, environment(env), NOTHING, _IDLE_S, in_place=False)
+        for path in servers():
+            _wait_for_imports(path)
+        # As long as a process of the run has this lock, no job leaves a fork server behind.
+        lock = (folder(os.environ) / "lock").open("a")
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    try:
+        yield SharedStart(("--warm", "--preload-only", ",".join(modules)), env)
+    finally:
+        with _alone_in(place), lock, suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in servers():
+                stop(path)
+
+
+@contextmanager
+def _alone_in(place: Path) -> Iterator[None]:
+    """This process looks for fork servers in `place`. No other process of the run does so meanwhile."""
+    with (place / "turn").open("w") as turn, pytest.MonkeyPatch.context() as patched:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        patched.setenv("XDG_RUNTIME_DIR", os.fspath(place))
+        yield
+
+
+def _wait_for_imports(path: Path) -> None:
+    """Wait until the fork server has imported, or has ended: it does so when memory is short."""
+
+    def is_over() -> bool:
+        try:
+            with connected(path) as connection:
+                with suppress(Cold):
+                    greeted(connection)
+                    return True
+                return False
+        except Cold:
+            return True
+
+    wait_for(is_over, f"the imports of the fork server of {path}")

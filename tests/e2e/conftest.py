@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-# The process that forks ranks is the same for these tests and the fault tests.
+# These are the same for these tests and the fault tests.
 from tests.faults.conftest import _forker as forker  # noqa: F401
+from tests.faults.conftest import keeper_start, torch_start  # noqa: F401
 from tests.standin import WITHOUT_TORCH
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import Job, on_two_nodes, preloading, script
+from tests.warm import SharedStart
 
 # Each step of a busy machine must come to its collectives within this time.
 TIMEOUT_S, LATE_S = 8, "20"
@@ -66,10 +67,13 @@ NAMED = (
 WITH_KEEPER = preloading("elaunch.trainer.keeper.keeper")
 
 
-def test_a_late_rank_is_named_no_step_is_lost_and_the_group_starts_again(tmp_path: Path) -> None:
+def test_a_late_rank_is_named_no_step_is_lost_and_the_group_starts_again(
+    tmp_path: Path, keeper_start: SharedStart
+) -> None:
     script(tmp_path, PROGRAM)
 
-    with Job(tmp_path, *WITH_KEEPER, "--nproc-per-node", "2", "train.py", "kept", "1", LATE_S) as job:
+    words = (*keeper_start.options, "--nproc-per-node", "2", "train.py", "kept", "1", LATE_S)
+    with Job(tmp_path, *words, env=keeper_start.env) as job:
         assert job.wait() == 0, job.output
 
     assert re.search(rf"^elaunch: rank 1 \(local rank 1 on \S+, pid \d+\) {NAMED}", job.stderr, re.MULTILINE)

@@ -12,6 +12,7 @@ import pytest
 from tests.harness import Job, finished, script, slow
 from tests.ranks import RankForker, Ranks
 from tests.standin import WITH_TORCH
+from tests.warm import SharedStart
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -387,17 +388,16 @@ class TestBudget:
         assert "2 of 5 restarts used" in _report(job)
         assert "generation 3" not in job.stderr
 
-    @pytest.mark.parametrize(
-        "start", [("--preload-only", "torch"), pytest.param(EXEC, marks=pytest.mark.slow)], ids=["forked", "exec'd"]
-    )
+    @pytest.mark.parametrize("start", [None, slow(EXEC)], ids=["forked", "exec'd"])
     @pytest.mark.parametrize("end", [slow("pass"), "dist.destroy_process_group()"], ids=["left open", "destroyed"])
     def test_the_same_error_after_the_group_was_made_is_tried_once_more(
-        self, start: tuple[str, ...], end: str, tmp_path: Path
+        self, start: tuple[str, ...] | None, end: str, tmp_path: Path, torch_start: SharedStart
     ) -> None:
         """Torch's own record of the error is read and kept, too."""
         script(tmp_path, RECORDS.replace("BEGIN", "dist.init_process_group('gloo')").replace("END", end))
 
-        job = finished(tmp_path, *start, "--max-restarts", "5", "--log-dir", "logs", "train.py", env=WITH_TORCH)
+        options = (*(start or torch_start.options), "--max-restarts", "5", "--log-dir", "logs")
+        job = finished(tmp_path, *options, "train.py", env=torch_start.env)
 
         assert job.code == 1, job.output
         assert "the same way twice in a row, after about the same time" in _report(job)

@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from tests.harness import Job, on_two_nodes, script
+from tests.warm import SharedStart
 
 # A second is the shortest time between two looks at a worker.
 AFTER_S = "3"
-# torch._dynamo is not used here.
-OPTIONS = ("--preload-only", "torch.distributed", "--hang-after", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
+OPTIONS = ("--hang-after", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
 
 # In each generation rank ONE hangs in another way, and the others wait for it in a collective.
 PROGRAM = """
@@ -91,11 +91,11 @@ OF_ALL = {
 }
 
 
-def runs(folder: Path, *cases: str) -> Job:
+def runs(folder: Path, start: SharedStart, *cases: str) -> Job:
     """The program through these hangs, one in each generation, and then to its end."""
     script(folder, PROGRAM)
     restarts = ("--on-hang", "restart", "--max-restarts", str(len(cases)))
-    with Job(folder, *OPTIONS, *restarts, "train.py", ",".join(cases)) as job:
+    with Job(folder, *start.options, *OPTIONS, *restarts, "train.py", ",".join(cases), env=start.env) as job:
         job.wait(60 + 15 * len(cases))
     return job
 
@@ -106,8 +106,10 @@ def assert_verdict(job: Job, generation: int, case: str) -> None:
     assert re.search(words, job.stderr, re.MULTILINE), f"{words}\n{job.stderr}"
 
 
-def test_a_rank_in_a_deadlock_is_named_its_stacks_are_kept_and_the_job_starts_again(tmp_path: Path) -> None:
-    job = runs(tmp_path, "deadlock")
+def test_a_rank_in_a_deadlock_is_named_its_stacks_are_kept_and_the_job_starts_again(
+    tmp_path: Path, torch_start: SharedStart
+) -> None:
+    job = runs(tmp_path, torch_start, "deadlock")
 
     assert job.code == 0, job.output
     assert_verdict(job, 0, "deadlock")
@@ -120,8 +122,8 @@ def test_a_rank_in_a_deadlock_is_named_its_stacks_are_kept_and_the_job_starts_ag
 
 
 @pytest.mark.slow
-def test_each_way_to_hang_is_told_from_the_others(tmp_path: Path) -> None:
-    job = runs(tmp_path, *VERDICTS, *OF_ALL)
+def test_each_way_to_hang_is_told_from_the_others(tmp_path: Path, torch_start: SharedStart) -> None:
+    job = runs(tmp_path, torch_start, *VERDICTS, *OF_ALL)
 
     assert job.code == 0, job.output
     for generation, case in enumerate(VERDICTS):
@@ -157,7 +159,9 @@ def test_on_two_nodes_the_rank_is_named_on_both_and_its_node_has_the_failure(tmp
 def test_a_job_that_only_warns_goes_on_and_says_so(tmp_path: Path) -> None:
     # Rank 1 is looked into by nobody but this test: it stops itself, and is continued.
     script(tmp_path, PROGRAM)
-    with Job(tmp_path, *OPTIONS, "--max-restarts", "0", "train.py", "stopped") as job:
+    with Job(
+        tmp_path, "--preload-only", "torch.distributed", *OPTIONS, "--max-restarts", "0", "train.py", "stopped"
+    ) as job:
         job.wait_for_output(r"the job seems to hang: rank 1 is stopped by a signal \(SIGSTOP\)")
         held = [process for process in job.processes() if process.status() == psutil.STATUS_STOPPED]
         for process in held:

@@ -13,6 +13,7 @@ import pytest
 from elaunch import __version__
 from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, records, script, slow
 from tests.standin import WITH_TORCH
+from tests.warm import SharedStart
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -90,15 +91,14 @@ def reduced(world: int, reduced_in: Path) -> Job:
 
 
 @pytest.fixture(scope="module")
-def restarted(failing_world: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def restarted(failing_world: int, tmp_path_factory: pytest.TempPathFactory, torch_start: SharedStart) -> Job:
     """A job whose last worker is killed after an all-reduce, while the others wait for it in the next one."""
     folder = tmp_path_factory.mktemp("restarted")
     script(folder, ALL_REDUCE)
 
-    # The script has no optimizer. The job in which nothing fails has the default preload.
-    preload = ("--preload-only", "torch.distributed")
+    # The job in which nothing fails has the default preload.
     options = ("--nproc-per-node", str(failing_world), "--max-restarts", "1")
-    return finished(folder, *preload, *options, "train.py", "kill", env=WITH_TORCH)
+    return finished(folder, *torch_start.options, *options, "train.py", "kill", env=torch_start.env)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.event_schema import check_event
 from tests.harness import Job, free_ports, script
+from tests.warm import SharedStart
 
 # Rank 1 sleeps before each collective: it uses no CPU, and rank 0 waits for it.
 PROGRAM = """
@@ -37,13 +38,14 @@ main()
 """
 
 
-def test_of_two_nodes_the_one_that_the_other_waits_for_is_named_on_both_with_the_cause(tmp_path: Path) -> None:
+def test_of_two_nodes_the_one_that_the_other_waits_for_is_named_on_both_with_the_cause(
+    tmp_path: Path, torch_start: SharedStart
+) -> None:
     (port,) = free_ports(1)
     script(tmp_path, PROGRAM)
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    # torch._dynamo is not used here.
-    options += ["--preload-only", "torch.distributed"]
-    env = {"HOME": str(tmp_path), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef", "OMP_NUM_THREADS": "1"}
+    options += torch_start.options
+    env = {**torch_start.env, "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
     jobs = {}
     prefix = (sys.executable, "-c", QUICK)
     with (

@@ -12,8 +12,10 @@ import psutil
 import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
-from tests.harness import REPOSITORY, Job, environment, preloading, script
+from tests.faults.processes import described
+from tests.harness import REPOSITORY, Job, environment, script
 from tests.s3 import s3_server
+from tests.warm import SharedStart
 
 PAGE = REPOSITORY / "docs" / "trainer.md"
 
@@ -28,14 +30,13 @@ def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Pat
     return script(folder, text, "kept.py")
 
 
-def test_a_killed_worker_costs_no_step(tmp_path: Path) -> None:
+def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart) -> None:
     path = kept(tmp_path, steps=300)
 
-    preload = preloading("elaunch.trainer.keeper.keeper")
-    with Job(tmp_path, *preload, "--nproc-per-node", "2", str(path), env={"OMP_NUM_THREADS": "1"}) as job:
+    with Job(tmp_path, *keeper_start.options, "--nproc-per-node", "2", str(path), env=keeper_start.env) as job:
         job.wait_for_output(r"step 50: loss")
-        workers = [p for p in psutil.Process(job.process.pid).children(recursive=True) if str(path) in p.cmdline()]
-        victim = next(p for p in workers if p.cmdline()[-1] == str(path) and p.num_threads() > 1)
+        named = [p for p in psutil.process_iter() if described(p).endswith(f" {path}") and p.pid != job.process.pid]
+        victim = next(p for p in named if p.num_threads() > 1)
         victim.kill()
         assert job.wait() == 0, job.output
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent.config import DEFAULT_PRELOAD
 from tests.faults.keeper_runs import Calm
 from tests.faults.trainings import CalmTrainings
 from tests.ranks import RankForker, forker
 from tests.s3 import FSSPEC
+from tests.warm import SharedStart, shared_start
 
 # The modules that their ranks import.
 _MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train", "parallel.divided")
@@ -36,6 +38,20 @@ def calm(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Calm:
 def calm_training(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> CalmTrainings:
     """The trainings of the bundled trainer without failures."""
     return CalmTrainings(forker, shared(tmp_path_factory) / "calm-trainings")
+
+
+@pytest.fixture(scope="session")
+def torch_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStart]:
+    """A start with torch, without what its optimizers import, and with any temporary folder."""
+    with shared_start(shared(tmp_path_factory) / "torch", "torch", "torch.distributed") as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def keeper_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStart]:
+    """A start with the Keeper and all of torch that it and the optimizers import, which reads TMPDIR."""
+    with shared_start(shared(tmp_path_factory) / "keeper", *DEFAULT_PRELOAD, "elaunch.trainer.keeper.keeper") as start:
+        yield start
 
 
 def shared(factory: pytest.TempPathFactory) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.harness import Job, preloading
 from tests.ranks import Ended, RankForker, Ranks
+from tests.warm import SharedStart
 
 KEPT = Path(__file__).with_name("kept.py")
 PRELOAD = preloading("elaunch.trainer.keeper.keeper")
@@ -72,8 +73,10 @@ class Run(Recorded):
         asks: Iterable[str] = (),
         steps: int = STEPS,
         launch: Iterable[str] = (),
+        shared: SharedStart | None = None,
     ) -> None:
         super().__init__(folder)
+        self._shared = shared
         folder.mkdir()
         for ask in asks:
             (folder / ask).touch()
@@ -81,9 +84,10 @@ class Run(Recorded):
 
     def start(self, workers: int, *options: str, steps: int = STEPS, launch: Iterable[str] = ()) -> None:
         """Type the command, for the first time or again. `launch` are options of elaunch."""
-        words = [*PRELOAD, "--nproc-per-node", str(workers), "--max-restarts", "30", *launch]
+        start, env = (self._shared.options, self._shared.env) if self._shared else (PRELOAD, {"OMP_NUM_THREADS": "1"})
+        words = [*start, "--nproc-per-node", str(workers), "--max-restarts", "30", *launch]
         program = (str(KEPT), str(self.folder), str(steps))
-        self.job = Job(self.folder, *words, *program, *options, env={"OMP_NUM_THREADS": "1"})
+        self.job = Job(self.folder, *words, *program, *options, env=env)
 
     def __enter__(self) -> Run:
         return self

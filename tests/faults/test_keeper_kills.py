@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.keeper_runs import RESTORED, Calm, Run, assert_same
+from tests.warm import SharedStart
 
 
 def kills(run: Run) -> list[tuple[int, str, int, int]]:
@@ -100,10 +101,10 @@ STORM = [
 
 
 @pytest.fixture(scope="module")
-def storm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def storm(tmp_path_factory: pytest.TempPathFactory, keeper_start: SharedStart) -> Run:
     """The job of STORM after its end, with whatever exit code."""
     folder = tmp_path_factory.mktemp("storm") / "run"
-    with Run(folder, 3, "snapshot_every=4", asks=STORM, launch=["--hang-timeout", "8"]) as run:
+    with Run(folder, 3, "snapshot_every=4", asks=STORM, launch=["--hang-timeout", "8"], shared=keeper_start) as run:
         run.job.wait(500)
     return run
 

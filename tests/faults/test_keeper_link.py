@@ -11,9 +11,9 @@ import pytest
 from tests.faults.processes import SAY, Watched
 from tests.faults.test_link import timeline
 from tests.harness import script, slow
+from tests.warm import SharedStart
 
 # The trained model does not matter here. No optimizer of torch is used, since it would import torch's compiler.
-PRELOAD = ("--preload-only", "torch,torch.distributed")
 STILL = """
 class Still:
     def step(self):
@@ -66,9 +66,11 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("stuck", ["pass", slow("time.sleep(600)")], ids=["raises", "stuck"])
-def test_two_keepers_are_both_given_the_time_that_they_need_to_save(tmp_path: Path, stuck: str) -> None:
+def test_two_keepers_are_both_given_the_time_that_they_need_to_save(
+    tmp_path: Path, torch_start: SharedStart, stuck: str
+) -> None:
     script(tmp_path, TWO.replace("STUCK", stuck))
-    with Watched(tmp_path, *PRELOAD, "--nproc-per-node", "2", "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
+    with Watched(tmp_path, *torch_start.options, "--nproc-per-node", "2", "train.py", env=torch_start.env) as job:
         assert job.wait() == 0, job.output
 
     assert re.findall(r"began (\d+) (\d+)", job.stdout) == [("0", "0")] * 2 + [("5", "5")] * 2
@@ -77,10 +79,12 @@ def test_two_keepers_are_both_given_the_time_that_they_need_to_save(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_state_that_is_not_saved_within_the_stop_grace_is_said_and_the_last_copy_counts(tmp_path: Path) -> None:
+def test_a_state_that_is_not_saved_within_the_stop_grace_is_said_and_the_last_copy_counts(
+    tmp_path: Path, torch_start: SharedStart
+) -> None:
     script(tmp_path, TWO.replace("STUCK", "time.sleep(600)"))
-    options = (*PRELOAD, "--failure-grace", "0.5", "--stop-grace", "1", "--nproc-per-node", "2")
-    with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
+    options = (*torch_start.options, "--failure-grace", "0.5", "--stop-grace", "1", "--nproc-per-node", "2")
+    with Watched(tmp_path, *options, "train.py", env=torch_start.env) as job:
         assert job.wait() == 0, job.output
 
     assert "local rank 0 was still saving 1 s after the failure; SIGKILL" in job.stderr
@@ -88,10 +92,10 @@ def test_a_state_that_is_not_saved_within_the_stop_grace_is_said_and_the_last_co
 
 
 @pytest.mark.slow
-def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_waited_for_by_nobody(tmp_path: Path, torch_start: SharedStart) -> None:
     script(tmp_path, TWO.replace("STUCK", "time.sleep(600)").replace("time.sleep(3)", "raise RuntimeError('no state')"))
-    options = (*PRELOAD, "--failure-grace", "50", "--stop-grace", "50", "--nproc-per-node", "2")
-    with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
+    options = (*torch_start.options, "--failure-grace", "50", "--stop-grace", "50", "--nproc-per-node", "2")
+    with Watched(tmp_path, *options, "train.py", env=torch_start.env) as job:
         assert job.wait() == 0, job.output
 
     assert "RuntimeError: no state" in job.stderr
@@ -138,10 +142,12 @@ dist.destroy_process_group()
 """
 
 
-def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(tmp_path: Path) -> None:
+def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(
+    tmp_path: Path, torch_start: SharedStart
+) -> None:
     script(tmp_path, SILENT)
-    options = (*PRELOAD, "--log-dir", "logs", "--stop-grace", "10", "--nproc-per-node", "3")
-    with Watched(tmp_path, *options, "train.py", env={"OMP_NUM_THREADS": "1"}) as job:
+    options = (*torch_start.options, "--log-dir", "logs", "--stop-grace", "10", "--nproc-per-node", "3")
+    with Watched(tmp_path, *options, "train.py", env=torch_start.env) as job:
         assert job.wait() == 0, job.output
 
     # One snapshot was taken after step 1. The snapshot after step 3 was not complete yet. Rank 2 may have completed
@@ -191,11 +197,11 @@ def ends():
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+def told(tmp_path_factory: pytest.TempPathFactory, torch_start: SharedStart) -> Watched:
     """The job of TOLD after a SIGTERM."""
     folder = tmp_path_factory.mktemp("told")
     script(folder, TOLD)
-    with Watched(folder, *PRELOAD, "--nproc-per-node", "2", "train.py") as job:
+    with Watched(folder, *torch_start.options, "--nproc-per-node", "2", "train.py", env=torch_start.env) as job:
         job.wait_for_output(r"^\[0\] trains")
         job.wait_for_output(r"^\[1\] evaluates")
         job.signal(signal.SIGTERM)

@@ -16,6 +16,7 @@ from elaunch.trainer.checkpoint.catalog import marks
 from tests.faults.keeper_runs import KEPT, STEPS, Calm, Recorded, Run, assert_same
 from tests.harness import environment, free_ports, wait_for
 from tests.ranks import RankForker, Ranks
+from tests.warm import SharedStart
 
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ELAUNCH_GENERATION": "0"}
@@ -37,12 +38,15 @@ class Stopped:
     marks_again: list[int]
 
 
-def stopped_by(signum: signal.Signals, folder: Path, forker: RankForker | None = None) -> Stopped:
+def stopped_by(
+    signum: signal.Signals, folder: Path, forker: RankForker | None = None, shared: SharedStart | None = None
+) -> Stopped:
     """With `forker` the second time is without an agent: forked ranks import nothing."""
     # The only copy in memory is that of step 1.
     checkpoints = folder / "checkpoints"
     options = ("snapshot_every=100", "stop_every=1", f"checkpoints={checkpoints}", "checkpoint_every=6")
-    with Run(folder / "run", 2, *options, asks=["together-0-20-0", "together-0-20-1", "hold-1-31-1"]) as run:
+    asks = ["together-0-20-0", "together-0-20-1", "hold-1-31-1"]
+    with Run(folder / "run", 2, *options, asks=asks, shared=shared) as run:
         wait_for(lambda: run.of("held"), "step 31")
         run.job.signal(signum)
         wait_for(lambda: len(run.of("told")) == 2, "all are told")
@@ -64,8 +68,8 @@ def stopped_by(signum: signal.Signals, folder: Path, forker: RankForker | None =
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, forker: RankForker) -> Stopped:
-    return stopped_by(signal.SIGTERM, tmp_path_factory.mktemp("stopped"), forker)
+def stopped(tmp_path_factory: pytest.TempPathFactory, forker: RankForker, keeper_start: SharedStart) -> Stopped:
+    return stopped_by(signal.SIGTERM, tmp_path_factory.mktemp("stopped"), forker, keeper_start)
 
 
 def assert_goes_on(stopped: Stopped, calm: Calm) -> None:

@@ -17,8 +17,7 @@ from tests.faults.processes import LIGHT, SAY, Light, Watched
 from tests.harness import finished, script, slow, wait_for
 from tests.nodes import needs_nodes
 from tests.standin import WITHOUT_TORCH
-
-TORCH = ("--preload-only", "torch")
+from tests.warm import SharedStart
 
 # Replaces a collective in tests that are not about torch's collectives.
 MEET = """
@@ -70,12 +69,12 @@ def timeline(logs: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def stuck(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, list[dict[str, Any]]]:
+def stuck(tmp_path_factory: pytest.TempPathFactory, torch_start: SharedStart) -> tuple[Watched, list[dict[str, Any]]]:
     """The job of STUCK after its end, and its timeline."""
     folder = tmp_path_factory.mktemp("stuck")
     script(folder, STUCK)
     options = ("--log-dir", "logs", "--failure-grace", "50", "--nproc-per-node", "3")
-    with Watched(folder, *TORCH, *options, "train.py") as job:
+    with Watched(folder, *torch_start.options, *options, "train.py", env=torch_start.env) as job:
         assert job.wait() == 0, job.output
     return job, timeline(folder / "logs")
 

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from tests.harness import Job, script
+from tests.warm import SharedStart
 
 # Longer than the test's deadline.
-GRACE = ("--failure-grace", "600", "--max-restarts", "1")
-OPTIONS = ("--preload", "torch.distributed", "--nproc-per-node", "3", *GRACE)
+OPTIONS = ("--nproc-per-node", "3", "--failure-grace", "600", "--max-restarts", "1")
 
 # Rank 2 fails, and rank 1 waits for rank 0 in a collective. In the first generation rank 0's handler saves. Its end
 # frees rank 1, whose handler runs then. In the second one rank 0's handler enters a collective, as Lightning's does.
@@ -49,26 +49,30 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def ended(folder: Path, groups: str) -> Job:
+def ended(folder: Path, start: SharedStart, groups: str) -> Job:
     """The job has ended. In its first generation each survivor has saved, and nobody needed the whole grace."""
     script(folder, PROGRAM)
-    with Job(folder, *OPTIONS, "train.py", env={"GROUPS": groups}) as job:
+    with Job(folder, *start.options, *OPTIONS, "train.py", env={**start.env, "GROUPS": groups}) as job:
         assert job.wait() == 1, job.output
     assert [job.stdout.count(f"rank {rank} has saved") for rank in range(2)] == [1, 1]
     assert "still ran after" not in job.stderr
     return job
 
 
-def test_a_survivor_that_saves_has_its_grace_and_those_that_only_wait_are_killed_at_once(tmp_path: Path) -> None:
-    job = ended(tmp_path, "several")
+def test_a_survivor_that_saves_has_its_grace_and_those_that_only_wait_are_killed_at_once(
+    tmp_path: Path, torch_start: SharedStart
+) -> None:
+    job = ended(tmp_path, torch_start, "several")
 
     assert [job.stdout.count(f"handler of rank {rank} runs") for rank in range(2)] == [2, 1]
     said = re.findall(r"local rank ([\d, ]+) cannot act on SIGTERM: .* collective \(broadcast\)", job.stderr)
     assert said == ["0, 1"]
 
 
-def test_survivors_that_wait_for_the_failed_rank_get_the_error_and_their_handlers_run(tmp_path: Path) -> None:
-    job = ended(tmp_path, "one")
+def test_survivors_that_wait_for_the_failed_rank_get_the_error_and_their_handlers_run(
+    tmp_path: Path, torch_start: SharedStart
+) -> None:
+    job = ended(tmp_path, torch_start, "one")
 
     # In the second generation the handlers' collective of all ranks ends by the same error.
     assert [job.stdout.count(f"handler of rank {rank} runs") for rank in range(2)] == [2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 from elaunch.trainer.checkpoint.import_ahead import wait_while_it_goes_on
 from tests.harness import DEADLINE_S
 
-# The import stands still until the gate is open.
+# In each case's process the import stands still until the gate is open.
 BEGUN = """
 import os, signal, sys, threading
 
@@ -23,7 +24,6 @@ class Waiting:
             is_there.set()
             gate.wait()
 
-import torch.distributed
 from elaunch.trainer.checkpoint.import_ahead import import_ahead
 
 sys.meta_path.insert(0, Waiting())
@@ -70,24 +70,13 @@ let_go.set()
 sys.exit(code)
 """
 
-
-def run(code: str) -> None:
-    subprocess.run([sys.executable, "-c", BEGUN + code], check=True, timeout=2 * DEADLINE_S)
-
-
-def test_the_caller_goes_on_and_the_first_checkpoint_waits_for_the_rest() -> None:
-    run(
-        """
+CASES = {
+    "caller": """
 threading.Timer(0.2, gate.set).start()
 from elaunch.trainer.checkpoint import dcp, writing
 assert gate.is_set() and dcp.Staging and writing.Writing
-"""
-    )
-
-
-def test_a_child_that_is_forked_meanwhile_can_import_it_too() -> None:
-    run(
-        """
+""",
+    "child": """
 threading.Timer(0.2, gate.set).start()
 pid = os.fork()
 if pid == 0:
@@ -96,17 +85,8 @@ if pid == 0:
     from elaunch.trainer.checkpoint import writing
     os._exit(0 if writing.Writing else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-"""
-    )
-
-
-def test_a_child_that_is_forked_while_the_import_stands_still_imports_it_anew() -> None:
-    subprocess.run([sys.executable, "-c", STANDS_STILL], check=True, timeout=2 * DEADLINE_S)
-
-
-def test_an_import_that_fails_is_left_to_the_first_checkpoint() -> None:
-    run(
-        """
+""",
+    "failing": """
 sys.modules["torch.distributed.checkpoint.filesystem"] = None
 gate.set()
 for thread in threading.enumerate():
@@ -117,8 +97,46 @@ try:
 except ImportError:
     sys.exit(0)
 sys.exit(1)
+""",
+}
+# The cases are forked from one process, which imports torch for all of them. An exception ends its case with code 1.
+FORKING = """
+import json, os, signal, sys
+import torch.distributed
+
+codes = {}
+for name, code in json.load(sys.stdin).items():
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(600)
+        exec(code, {"__name__": "__main__"})
+        sys.exit(0)
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+assert "torch.distributed.checkpoint" not in sys.modules
+print(json.dumps(codes))
 """
-    )
+
+
+@pytest.fixture(scope="module")
+def codes() -> dict[str, int]:
+    """The exit codes of the cases."""
+    cases = json.dumps({"standing": STANDS_STILL, **{name: BEGUN + code for name, code in CASES.items()}})
+    command = [sys.executable, "-c", FORKING]
+    ended = subprocess.run(command, input=cases, text=True, stdout=subprocess.PIPE, check=True, timeout=4 * DEADLINE_S)
+    found: dict[str, int] = json.loads(ended.stdout)
+    return found
+
+
+def test_the_caller_goes_on_and_the_first_checkpoint_waits_for_the_rest(codes: dict[str, int]) -> None:
+    assert codes["caller"] == 0
+
+
+def test_a_child_that_is_forked_meanwhile_can_import_it_too(codes: dict[str, int]) -> None:
+    assert codes["child"] == 0
+
+
+def test_an_import_that_fails_is_left_to_the_first_checkpoint(codes: dict[str, int]) -> None:
+    assert codes["failing"] == 0
 
 
 class Importing(threading.Thread):
@@ -147,3 +165,7 @@ def test_a_fork_waits_for_a_slow_import_to_its_end_and_not_for_one_that_stands_s
     wait_while_it_goes_on(importing)
 
     assert importing.waits == waits
+
+
+def test_a_child_that_is_forked_while_the_import_stands_still_imports_it_anew(codes: dict[str, int]) -> None:
+    assert codes["standing"] == 0
