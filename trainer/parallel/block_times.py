@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
 from elaunch.trainer.gpt.config import TrainConfig
@@ -151,7 +151,7 @@ class BlockTimes:
 
         def once() -> None:
             with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._bf16):
-                outputs: Tensor = module(inputs)
+                outputs = module(inputs)
             outputs.sum().backward()
 
         return self.repeated(once)
