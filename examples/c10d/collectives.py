@@ -6,6 +6,7 @@ Each rank's tensor is [rank]. The comment beside each exchange says what the ran
 """
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -36,6 +37,17 @@ def check(name: str, found: Tensor | list[Tensor], expected: list[int]) -> None:
         print(f"{name:<28}{values}", flush=True)
 
 
+def has(exchange: Callable[[], object]) -> bool:
+    """Do the exchange. False if the backend does not have it, which all ranks find out alike."""
+    try:
+        exchange()
+    except RuntimeError as error:
+        if "does not support" not in str(error):
+            raise
+        return False
+    return True
+
+
 def point_to_point() -> None:
     left, right = (RANK - 1) % N, (RANK + 1) % N
     # send and recv wait for each other: if all ranks sent first, a ring could wait forever.
@@ -46,6 +58,12 @@ def point_to_point() -> None:
         if RANK == N - 1:
             dist.recv(got, src=0)
             assert int(got) == 7
+        # isend and irecv come back at once, and `wait` ends when the tensor has gone or come.
+        if RANK == 0:
+            dist.isend(own(8), dst=N - 1).wait()
+        if RANK == N - 1:
+            dist.irecv(got, src=0).wait()
+            assert int(got) == 8
         # Both directions at once: each rank has its left neighbour's number.
         got = own(-1)
         ring = [dist.P2POp(dist.isend, own(), right), dist.P2POp(dist.irecv, got, left)]
@@ -90,6 +108,12 @@ def all_to_all() -> None:
     swapped = own(*[-1] * N)
     dist.all_to_all_single(swapped, own(*(10 * RANK + rank for rank in EVERYONE)))  # rank r: [r, 10+r, 20+r …]
     check("all_to_all_single", swapped, [10 * rank + RANK for rank in EVERYONE])
+    # The same two from lists. gloo has them only in newer releases of torch.
+    part, parts = own(-1), several()
+    if has(lambda: dist.reduce_scatter(part, [own(rank) for rank in EVERYONE])):
+        check("reduce_scatter", part, [N * RANK])
+    if has(lambda: dist.all_to_all(parts, [own(10 * RANK + rank) for rank in EVERYONE])):
+        check("all_to_all", parts, [10 * rank + RANK for rank in EVERYONE])
     # It goes on while this rank computes, until `wait`.
     tensor = own()
     work = dist.all_reduce(tensor, async_op=True)
@@ -108,6 +132,15 @@ def objects() -> None:
     mine: list[object] = [None]
     dist.scatter_object_list(mine, [f"for rank {rank}" for rank in EVERYONE] if RANK == 0 else None, src=0)
     assert mine == [f"for rank {RANK}"]
+    gathered: list[object] | None = [None] * N if RANK == 0 else None
+    dist.gather_object(f"of rank {RANK}", gathered, dst=0)
+    assert gathered == ([f"of rank {rank}" for rank in EVERYONE] if RANK == 0 else None)
+    if N > 1 and RANK == 0:
+        dist.send_object_list(["from the first"], dst=N - 1)
+    if N > 1 and RANK == N - 1:
+        sent: list[object] = [None]
+        dist.recv_object_list(sent, src=0)
+        assert sent == ["from the first"]
     if RANK == 0:
         print(f"objects                     {notes[-1]}, {said[0]!r}, {mine[0]!r}", flush=True)
 

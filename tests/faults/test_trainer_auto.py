@@ -20,6 +20,7 @@ AUTO = ("--parallel", "auto", "--snapshot-every", "1", "--copy-every", "1")
 ANY_NUMBER = (*AUTO, "--bucket-mb", "1")
 TOLERANCE = 1e-5
 TRIALS = Path(__file__).with_name("trial_ranks.py")
+MEASURING = Path(__file__).with_name("measuring_ranks.py")
 # A C++ compiler takes a while on a busy machine.
 COMPILED_S = 1800.0
 
@@ -80,6 +81,25 @@ def test_the_measured_plans_leave_nothing_the_losses_are_those_of_the_chosen_pla
     assert sum(each["measured"] is not None for each in kept["tried"]) == 3
     # Two workers share matrices in one way.
     assert kept["worker"]["exchange_s"].keys() == {"2"}
+
+
+def test_a_block_a_stage_and_an_optimizer_are_measured_as_plans_have_them(forker: RankForker) -> None:
+    """Real blocks and stages on two workers; only the clock is driven. Of four layers a worker has two."""
+    with Ranks(forker, 2, MEASURING) as ranks:
+        answers = ranks.answers()
+
+    assert answers[0] == answers[1]
+    worker = answers[0]["worker"]
+    # 8 positions: a block has 12 W² weights, and attention.
+    assert worker["flops_per_s"] == pytest.approx(8 * (6 * 12 * 16**2 + 12 * 8 * 16) / 0.001)
+    # In 5 turns a worker computes 4 micro-batches: 10 ms for the stage, and 4 for each block, 1 of them its own.
+    assert worker["stage_s"] == pytest.approx(4 / 5 * 0.010)
+    assert worker["stage_block_s"] == pytest.approx(4 / 5 * 0.004 - 0.001)
+    # A block that two workers share takes as long here, so that half of it counts as its 8 exchanges.
+    assert worker["exchange_s"] == pytest.approx({"2": 0.001 / 2 / 8})
+    assert worker["update_s_per_byte"] == pytest.approx(0.007 / (2 * 4 * (12 * 16**2 + 13 * 16)))
+    # Once to settle, and three times: 4 micro-batches each, with one block and with two.
+    assert answers[0]["stages"] == {"1": 16, "2": 16}
 
 
 @pytest.mark.slow

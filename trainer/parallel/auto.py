@@ -136,7 +136,9 @@ class _Choosing:
             self._config_of("ddp").check(self._place)
         self._import_all()
         plans = [each.plan for each in among]
-        worker = worker_speed(self._config, self._device, self._peers, plans)
+        room, taken = self._room()
+        worker = worker_speed(self._config, self._device, self._peers, plans, free=room.bytes - taken)
+        # With what was imported to measure.
         room, taken = self._room()
         worker = replace(worker, base_bytes=taken)
         meter = PeakMeter(self._device)

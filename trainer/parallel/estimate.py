@@ -3,8 +3,8 @@
 Memory is that of the worker that needs most. Its parts are those of docs/parallelism.md: parameters, gradients and
 AdamW's two moments, what FSDP2 gathers, and the activations that the backward pass needs. At the end of a run each
 worker collects the whole network's parameters, and then has no gradients and activations. All is float32, but for the
-activations with bfloat16. Time is that of the computation, of the waits of a pipeline, and of all that is exchanged,
-one after the other: what overlaps in reality is an upper bound here.
+activations with bfloat16. Time is that of the computation, of the waits of a pipeline, of all that is exchanged, and of
+the optimizer, one after the other: what overlaps in reality is an upper bound here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class WorkerSpeed:
 
     `sharded_s_per_byte` is what a byte takes that FSDP2 exchanges, with FSDP2's copies, and `exchange_s` what one of
     the exchanges of tensor parallel takes for a micro-batch, by the number of workers that share a matrix. `stage_s` is
-    what a stage of a pipeline takes for a micro-batch besides its computation. Where they are not measured, the link
-    alone counts.
+    what a stage of a pipeline takes for a micro-batch besides its computation, and `stage_block_s` what each of its
+    blocks adds to that. Where they are not measured, the link alone counts. `update_s_per_byte` is what the norm of the
+    gradients and AdamW take for a byte of parameters.
     """
 
     base_bytes: int = 0
@@ -44,6 +45,8 @@ class WorkerSpeed:
     sharded_s_per_byte: float = 0.0
     exchange_s: dict[str, float] = field(default_factory=dict)
     stage_s: float = 0.0
+    stage_block_s: float = 0.0
+    update_s_per_byte: float = 0.0
 
     def sending_s(self, sent: float, messages: int) -> float:
         """What so many bytes in so many messages take on the link."""
@@ -100,15 +103,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds of one step, by what they are for."""
+    """Seconds of one step, by what they are for. `updating` is the norm of the gradients, and the optimizer."""
 
     computing: float
     waiting: float
     sending: float
+    updating: float
 
     @property
     def total(self) -> float:
-        return self.computing + self.waiting + self.sending
+        return self.computing + self.waiting + self.sending + self.updating
 
 
 @dataclass(frozen=True)
@@ -228,16 +232,14 @@ def _blocks(rank: int, plan: ParallelPlan, shape: Shape) -> int:
 
 def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, vocabulary: int) -> Duration:
     passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
-    positions = passes * shape.micro_batch * shape.context
-    # Six operations for each weight that is multiplied, and attention's (Chowdhery et al., "PaLM", 2022, appendix B).
-    each = 6 * (12 * shape.width**2 * shape.layers + vocabulary * shape.width)
-    each += 12 * shape.layers * shape.width * shape.context
-    computing = positions * each / (plan.tp * plan.pp) / worker.flops_per_s
+    blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))
+    # A pipeline is as fast as its slowest worker: the last one has the most layers, and the scores.
+    operations = _operations_of_position(blocks, shape, vocabulary) / plan.tp
+    computing = passes * shape.micro_batch * shape.context * operations / worker.flops_per_s
     many = microbatches(plan, sizes, shape) if plan.pp > 1 else 1
     turns, computed = turns_of_pipeline(plan.pp, many, plan.stages_per_worker), many * plan.stages_per_worker
     waiting = computing * (turns - computed) / computed
     own = max(parameters_of(rank, plan, shape, vocabulary)[1] for rank in range(plan.pp)) * _BYTES
-    blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))
     if plan.has_ddp:
         sending = _summing_s(plan, sizes, shape, worker, own)
     else:
@@ -250,8 +252,23 @@ def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpee
     if plan.pp > 1:
         ways = 2 * plan.stages_per_worker
         link_s = worker.sending_s(ways * passes * activations / plan.tp, ways * many)
-        sending += max(link_s, turns * worker.stage_s)
-    return Duration(computing, waiting, sending)
+        besides_s = worker.stage_s + worker.stage_block_s * blocks / plan.stages_per_worker
+        sending += max(link_s, turns * besides_s)
+        # The byte embedding's gradient, which the first and the last worker sum.
+        sending += worker.sending_s(vocabulary * shape.width * _BYTES, 1)
+    updated = own / (sizes.dp if plan.kind == "zero1" else sizes.fsdp)
+    # Without DDP the norm is a sum over all workers.
+    norm_s = worker.message_s if sizes != Sizes() and not plan.has_ddp else 0.0
+    return Duration(computing, waiting, sending, updated * worker.update_s_per_byte + norm_s)
+
+
+def _operations_of_position(blocks: int, shape: Shape, vocabulary: int) -> int:
+    """Those of so many blocks and of the scores, forward and backward.
+
+    Six for each weight that is multiplied, and attention's (Chowdhery et al., "PaLM", 2022, appendix B).
+    """
+    weights = 12 * shape.width**2 * blocks + vocabulary * shape.width
+    return 6 * weights + 12 * blocks * shape.width * shape.context
 
 
 def _summing_s(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, own: int) -> float:

@@ -145,3 +145,36 @@ def test_what_a_stage_takes_besides_its_computation_counts_for_each_stage_and_mi
         assert found[name].sending - without[name].sending == pytest.approx(turns * 0.01 - link_s)
     assert of("ddp", worker=staged) == of("ddp", worker=fast)
     assert of("dp=2,pp=2", worker=replace(fast, stage_s=1e-9)) == of("dp=2,pp=2", worker=fast)
+
+
+def test_what_a_block_takes_in_a_stage_besides_its_computation_counts_for_each_block_and_micro_batch() -> None:
+    staged = replace(SLOW_LINK, link_bytes_per_s=1e12, message_s=0.0, stage_s=0.01, stage_block_s=0.002)
+    without = replace(staged, stage_s=0.0, stage_block_s=0.0)
+
+    # Four layers, two replicas of 8 micro-batches: a stage has two blocks, an interleaved one has one.
+    for name, turns, blocks in (("1f1b", 8 + 1, 2), ("interleaved", 2 * 8 + 1, 1)):
+        text = f"dp=2,pp=2,schedule={name}"
+        added = of(text, worker=staged).duration.sending - of(text, worker=without).duration.sending
+        assert added == pytest.approx(turns * (0.01 + blocks * 0.002), rel=1e-3)
+
+
+def test_a_pipeline_computes_as_long_as_its_worker_with_the_most_layers_and_the_scores() -> None:
+    uneven = of("pp=2", workers=2, shape=replace(SHAPE, layers=5))
+
+    assert uneven.duration.computing == of("ddp", workers=1, shape=replace(SHAPE, layers=3)).duration.computing
+
+
+def test_norm_and_optimizer_count_for_the_parameters_that_a_worker_updates() -> None:
+    worker = replace(SLOW_LINK, update_s_per_byte=1e-9)
+    whole_s = 1e-9 * 4 * parameters_of(0, parse("ddp"), SHAPE, VOCABULARY)[1]
+    found = {text: of(text, worker=worker).duration.updating for text in ("ddp", "zero1", "fsdp2", "hsdp", "pp=4")}
+
+    # Without DDP all workers sum one number.
+    norm_s = worker.message_s
+    assert found["ddp"] == pytest.approx(whole_s)
+    assert found["zero1"] == pytest.approx(whole_s / 4)
+    assert found["fsdp2"] == pytest.approx(whole_s / 4 + norm_s)
+    assert found["hsdp"] == pytest.approx(whole_s / 2 + norm_s)
+    # Two workers have the byte embedding.
+    assert whole_s / 4 < found["pp=4"] - norm_s < whole_s / 2
+    assert of("fsdp2", workers=1, worker=worker).duration.updating == pytest.approx(whole_s)
