@@ -13,7 +13,7 @@ JOBS ?= $(shell echo $$(($$(nproc) + 4)))
 LIMIT ?= 45m
 TEST_LIMIT_S ?= 900
 PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && timeout --foreground --signal=ABRT --kill-after=30 $(LIMIT) $(NICE) \
-	$(BIN)/python -X faulthandler -m pytest -o faulthandler_timeout=$(TEST_LIMIT_S) --max-worker-restart 0 \
+	$(BIN)/python -X faulthandler -m pytest $(TEST_LIMIT_S:%=-o faulthandler_timeout=%) --max-worker-restart 0 \
 	--dist loadfile --no-loadscope-reorder --basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
 .PHONY: demo check test test-slow conformance integrations ecosystem control-plane tools bench gpu docs release lint clean
@@ -49,7 +49,8 @@ test-lint:
 	@$(call SHOWN_AT_END,timeout --foreground $(LIMIT) $(MAKE) --no-print-directory lint)
 
 test-slow conformance integrations: LIMIT = 12h
-test-slow conformance integrations: TEST_LIMIT_S = 7200
+# A test's limit is then pyproject.toml's.
+test-slow conformance integrations: TEST_LIMIT_S =
 test-slow: $(VENV)/.installed-dev tools  ## The slow tests: long simulations, many kills; programs of other libraries: make ecosystem
 	@$(call PYTEST,-n $$(nproc) -m slow --ignore tests/ecosystem tests)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import DEADLINE_S, environment, wait_for
+from tests.harness import RUN_LIMIT_S, environment, wait_for
 from tests.nodes import TOOLS, Node, Nodes
 from tests.nodes import missing as nodes_missing
 
@@ -98,7 +98,7 @@ class Flux:
         conf = _CONF.format(folder=self.folder, last=self.count - 1, last_core=(os.cpu_count() or 1) - 1)
         (self.folder / "config" / "flux.toml").write_text(conf)
         subprocess.run(
-            ["flux", "keygen", str(self.folder / "curve.cert")], check=True, env=self.env, timeout=2 * DEADLINE_S
+            ["flux", "keygen", str(self.folder / "curve.cert")], check=True, env=self.env, timeout=RUN_LIMIT_S
         )
         for i, node in enumerate(self.nodes):
             self._broker(node, i)

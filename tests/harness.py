@@ -26,6 +26,8 @@ from elaunch.agent.guardian.guardian import VARIABLE
 Fact = TypeVar("Fact")
 # Generous: these machines are shared. A test that needs more has found a hang.
 DEADLINE_S = 180.0
+# A program that a test runs to its end. Its own waits end before, and say for what.
+RUN_LIMIT_S = 2 * DEADLINE_S
 # elaunch's variables; those of schedulers under which tests may run; pytest's, which differs in each test; and torch's,
 # if a test has imported torch.
 _NOT_FOR_JOBS = (

@@ -21,7 +21,7 @@ import pytest
 
 from elaunch.agent.guardian.cgroup import JobCgroup
 from elaunch.agent.guardian.guardian import kill_cgroup
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 PREFIX = "elaunch-nodes"
 ON_NODE = Path(__file__).with_name("on_node.sh")
@@ -59,7 +59,7 @@ def missing() -> str:
         return "no cgroup2 hierarchy that may be written, or a kernel before 5.14"
     Path(cgroup.path).rmdir()
     tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, timeout=2 * DEADLINE_S
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
     return tried.stderr.strip()
 

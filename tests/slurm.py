@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import DEADLINE_S, environment, wait_for
+from tests.harness import RUN_LIMIT_S, environment, wait_for
 from tests.nodes import TOOLS, Node, Nodes, address4
 from tests.nodes import missing as nodes_missing
 
@@ -239,4 +239,4 @@ def _path() -> str:
 
 
 def _succeeds(command: list[str]) -> bool:
-    return subprocess.run(command, capture_output=True, env=os.environ, timeout=2 * DEADLINE_S).returncode == 0
+    return subprocess.run(command, capture_output=True, env=os.environ, timeout=RUN_LIMIT_S).returncode == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.etcd import Etcd
-from tests.harness import DEADLINE_S, free_ports, wait_for
+from tests.harness import RUN_LIMIT_S, free_ports, wait_for
 from tests.manifests import Object, kubectl
 
 BINARIES = Path(os.environ.get("ELAUNCH_CONTROL_PLANE", Path.home() / ".cache" / "elaunch-control-plane")) / "bin"
@@ -137,11 +137,9 @@ class Plane:
     def _make_key(self) -> None:
         """For the tokens of service accounts, which nobody here uses."""
         key = self._folder / "sa.key"
-        subprocess.run(
-            ["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True, timeout=2 * DEADLINE_S
-        )
+        subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True, timeout=RUN_LIMIT_S)
         public = ["openssl", "rsa", "-in", key, "-pubout", "-out", self._folder / "sa.pub"]
-        subprocess.run(public, check=True, capture_output=True, timeout=2 * DEADLINE_S)
+        subprocess.run(public, check=True, capture_output=True, timeout=RUN_LIMIT_S)
 
 
 def _kubeconfig(url: str, token: str) -> Object:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import DEADLINE_S, REPOSITORY, Job, environment, finished, script
+from tests.harness import REPOSITORY, RUN_LIMIT_S, Job, environment, finished, script
 
 TRAIN = """
 import os, signal
@@ -76,7 +76,7 @@ def output_of(*command: str, **env: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

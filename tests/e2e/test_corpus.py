@@ -34,7 +34,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import DEADLINE_S, Job, free_ports
+from tests.harness import RUN_LIMIT_S, Job, free_ports
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -182,9 +182,7 @@ def within(place: Path, values: dict[str, str]) -> Sequence[str]:
     if not wanted:
         return ()
     (place / "disk").mkdir()
-    if subprocess.run(
-        ["unshare", "--mount", "true"], check=False, capture_output=True, timeout=2 * DEADLINE_S
-    ).returncode:
+    if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True, timeout=RUN_LIMIT_S).returncode:
         pytest.skip("this user may make no mount namespace")
     lines = [f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(where)}" for where, size in wanted]
     return ("unshare", "--mount", "sh", "-c", " && ".join([*lines, 'exec "$@"']), "sh")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, Job, environment, free_ports, script
+from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, free_ports, script
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # A program that is a command: torch is not looked at, so that these take a tenth of a second.
@@ -49,7 +49,7 @@ def worst(check: Mapping[str, Any]) -> str:
 @pytest.fixture
 def mounts() -> None:
     if subprocess.run(
-        [*OWN_MOUNTS, "mount -t tmpfs none /dev/shm"], capture_output=True, timeout=2 * DEADLINE_S
+        [*OWN_MOUNTS, "mount -t tmpfs none /dev/shm"], capture_output=True, timeout=RUN_LIMIT_S
     ).returncode:
         pytest.skip("needs a mount namespace of its own (root)")
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elaunch.launcher.resources import detect
-from tests.harness import DEADLINE_S, Job, environment, finished, records, script, slow
+from tests.harness import RUN_LIMIT_S, Job, environment, finished, records, script, slow
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload-only", "json")
@@ -57,7 +57,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     script(folder, KEEP_ENVIRONMENT)
 
     command = [sys.executable, "-m", "torch.distributed.run", *TWO_WORKERS]
-    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True, timeout=2 * DEADLINE_S)
+    subprocess.run(command, cwd=folder, env=environment(), check=True, capture_output=True, timeout=RUN_LIMIT_S)
 
     return _kept(folder)
 

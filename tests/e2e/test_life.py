@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaunch import __version__
-from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, records, script, slow
+from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, finished, records, script, slow
 from tests.standin import WITH_TORCH
 from tests.warm import SharedStart
 
@@ -327,10 +327,10 @@ class TestProgram:
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=2 * DEADLINE_S,
+            timeout=RUN_LIMIT_S,
         )
         versions = [
-            subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=2 * DEADLINE_S)
+            subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=RUN_LIMIT_S)
             for command in ([installed], COMMAND)
         ]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import DEADLINE_S, REPOSITORY, Job, finished, free_ports, script, wait_for
+from tests.harness import REPOSITORY, RUN_LIMIT_S, Job, finished, free_ports, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -104,7 +104,7 @@ def test_prometheus_own_linter_finds_nothing(training: tuple[Job, str]) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
@@ -133,7 +133,7 @@ def test_without_the_library_the_command_says_how_to_get_it(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert ended.returncode == 2

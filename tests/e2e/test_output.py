@@ -18,7 +18,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, free_ports, script, slow, wait_for
+from tests.harness import (
+    COMMAND,
+    DEADLINE_S,
+    RUN_LIMIT_S,
+    Job,
+    environment,
+    finished,
+    free_ports,
+    script,
+    slow,
+    wait_for,
+)
 from tests.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -550,7 +561,7 @@ class TestFullDisk:
             place = tmp_path / "disk"
             place.mkdir()
             command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(place)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
             if done.returncode:
                 pytest.skip(f"no file system can be mounted here: {done.stderr}")
             mounted.append(place)
@@ -559,7 +570,7 @@ class TestFullDisk:
         yield mount
 
         for place in mounted:
-            subprocess.run(["umount", str(place)], check=True, timeout=2 * DEADLINE_S)
+            subprocess.run(["umount", str(place)], check=True, timeout=RUN_LIMIT_S)
 
     @pytest.mark.parametrize("size", ["size=64k", slow("nr_inodes=4")], ids=["no space", "no inode"])
     def test_training_goes_on_with_one_warning(

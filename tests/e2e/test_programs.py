@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import is_alive
-from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, free_ports, script, slow, wait_for
+from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, finished, free_ports, script, slow, wait_for
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -223,7 +223,7 @@ def test_a_programs_paths_are_those_that_python_gives_it(tmp_path: Path, form: s
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     job = finished(tmp_path, *LIGHT, form)

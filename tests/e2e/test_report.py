@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, Job, environment, finished, script
+from tests.harness import COMMAND, REPOSITORY, RUN_LIMIT_S, Job, environment, finished, script
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -42,7 +42,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=2 * DEADLINE_S
+        [*COMMAND, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
 
 
@@ -144,7 +144,7 @@ def test_the_demo_kills_two_ranks_and_ends_equal_to_the_undisturbed_run(tmp_path
     command = [sys.executable, "-m", "bench.demo", "--steps", "36"]
     env = environment({"PYTHONPATH": str(REPOSITORY)})
 
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=RUN_LIMIT_S)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^demo: kill -9 \d+ +# rank [01]$", done.stdout, re.MULTILINE)) == 2

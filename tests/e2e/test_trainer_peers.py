@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import DEADLINE_S, environment, script
+from tests.harness import RUN_LIMIT_S, environment, script
 
 # With this switch interval, a thread gets the interpreter only when the main thread waits for something. On a busy
 # machine that happens once in thousands of runs. Gloo's threads may still hold a program's last operations when Python
@@ -46,7 +46,7 @@ def test_who_ends_right_after_the_last_word_ends_well(tmp_path: Path) -> None:
     command = [sys.executable, str(script(tmp_path, PAIRS))]
 
     ended = subprocess.run(
-        command, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=2 * DEADLINE_S
+        command, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
 
     assert ended.returncode == 0, ended.stderr

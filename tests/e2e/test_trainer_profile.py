@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, Job, environment, finished, preloading
+from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, finished, preloading
 
 SHAPE = ["--steps", "8", "--global-batch", "4", "--micro-batch", "1", "--layers", "2", "--width", "64", "--heads", "2"]
 SHAPE += ["--context", "32", "--out", "run"]
@@ -74,7 +74,7 @@ def test_the_page_of_the_run_shows_the_profile(profiled: tuple[Path, Job]) -> No
         cwd=folder,
         env=environment(),
         capture_output=True,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import Mark, marks
-from tests.harness import DEADLINE_S, script, slow, wait_for
+from tests.harness import RUN_LIMIT_S, script, slow, wait_for
 from tests.ranks import Ended, RankForker, Ranks
 from tests.s3 import S3, s3_server
 
@@ -284,12 +284,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(folder)], capture_output=True, timeout=2 * DEADLINE_S
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(folder)], capture_output=True, timeout=RUN_LIMIT_S
     )
     if mounted.returncode:
         pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=2 * DEADLINE_S)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=RUN_LIMIT_S)
 
 
 @pytest.mark.parametrize("kind", ["ddp", slow("fsdp2")])

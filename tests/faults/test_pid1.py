@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, described, is_alive
 from tests.faults.test_signals import SAVES
-from tests.harness import DEADLINE_S, REPOSITORY, script, wait_for
+from tests.harness import REPOSITORY, RUN_LIMIT_S, script, wait_for
 
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 HEALTHCHECK = REPOSITORY / "deploy" / "docker" / "healthcheck.py"
@@ -25,7 +25,7 @@ HEALTHCHECK = REPOSITORY / "deploy" / "docker" / "healthcheck.py"
 def _why() -> str:
     if not shutil.which("unshare"):
         return "there is no unshare"
-    return subprocess.run([*CONTAINER, "true"], capture_output=True, text=True, timeout=2 * DEADLINE_S).stderr.strip()
+    return subprocess.run([*CONTAINER, "true"], capture_output=True, text=True, timeout=RUN_LIMIT_S).stderr.strip()
 
 
 pytestmark = pytest.mark.skipif(bool(_why()), reason=f"pid namespaces: {_why()}")
@@ -150,7 +150,7 @@ def test_the_images_health_check_sees_an_agent_that_is_stopped(tmp_path: Path) -
         inside = ["nsenter", "--target", str(process_1(job).pid), "--pid", "--mount"]
 
         def health() -> int:
-            return subprocess.run([*inside, sys.executable, "-S", str(HEALTHCHECK)], timeout=2 * DEADLINE_S).returncode
+            return subprocess.run([*inside, sys.executable, "-S", str(HEALTHCHECK)], timeout=RUN_LIMIT_S).returncode
 
         assert health() == 0
         agent = agent_of(job)

@@ -15,7 +15,7 @@ import pytest
 from tests.faults.cluster import PRELOAD, REDUCER
 from tests.faults.processes import LIGHT
 from tests.faults.test_signals import STUBBORN
-from tests.harness import DEADLINE_S, script, wait_for
+from tests.harness import RUN_LIMIT_S, script, wait_for
 from tests.manifests import K8S, Object, rendered, the
 from tests.nodes import Node, needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
@@ -37,7 +37,7 @@ TOKEN = {"elaunch-token": {"token": "the token of this test"}}
 def etcd_secrets(folder: Path) -> Mapping[str, Mapping[str, str]]:
     """The Secrets that the documented command puts into the namespace."""
     command = [str(K8S / "etcd" / "certificates.sh"), NAMESPACE, str(folder)]
-    subprocess.run(command, check=True, env={**os.environ, "KUBECTL": ""}, capture_output=True, timeout=2 * DEADLINE_S)
+    subprocess.run(command, check=True, env={**os.environ, "KUBECTL": ""}, capture_output=True, timeout=RUN_LIMIT_S)
 
     def secret(who: str) -> dict[str, str]:
         files = {"ca.crt": "ca.crt", "tls.crt": f"{who}.crt", "tls.key": f"{who}.key"}
@@ -51,7 +51,7 @@ def connects(node: Node, address: str, port: int) -> bool:
     code = f"import socket; socket.create_connection(({address!r}, {port}), timeout=0.5)"
     return (
         subprocess.run(
-            [*node.prefix, sys.executable, "-S", "-c", code], capture_output=True, timeout=2 * DEADLINE_S
+            [*node.prefix, sys.executable, "-S", "-c", code], capture_output=True, timeout=RUN_LIMIT_S
         ).returncode
         == 0
     )

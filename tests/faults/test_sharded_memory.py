@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import DEADLINE_S, slow, wait_for
+from tests.harness import RUN_LIMIT_S, slow, wait_for
 from tests.ranks import RankForker, Ranks
 
 SCRIPT = Path(__file__).with_name("shards.py")
@@ -216,12 +216,12 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(folder)], capture_output=True, timeout=2 * DEADLINE_S
+        ["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(folder)], capture_output=True, timeout=RUN_LIMIT_S
     )
     if mounted.returncode:
         pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=2 * DEADLINE_S)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=RUN_LIMIT_S)
 
 
 def test_memory_that_does_not_suffice_is_a_sentence_and_training_goes_on(

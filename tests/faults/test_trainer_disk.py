@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.trainer.checkpoint.catalog import found
 from tests.faults.trainings import GENTLE, STEPS, CalmTrainings, OneNode
-from tests.harness import DEADLINE_S, wait_for
+from tests.harness import RUN_LIMIT_S, wait_for
 
 
 @contextmanager
@@ -21,14 +21,14 @@ def small_disk(folder: Path) -> Iterator[Path]:
     """A file system with room for a few checkpoints."""
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, timeout=2 * DEADLINE_S
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, timeout=RUN_LIMIT_S
     )
     if mounted.returncode:
         pytest.skip("mounting takes root")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True, timeout=2 * DEADLINE_S)
+        subprocess.run(["umount", folder], check=True, timeout=RUN_LIMIT_S)
 
 
 def fill(folder: Path) -> Path:

@@ -22,7 +22,7 @@ import pytest
 
 from tests.faults.processes import is_alive
 from tests.faults.test_preload_learned import LEARNED, installed
-from tests.harness import COMMAND, DEADLINE_S, Job, environment, script, wait_for
+from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, script, wait_for
 from tests.warm import command, leave_one, own_place, run, states, stayed
 
 WARM = ("--preload-only", "json,heavy", "--warm")
@@ -442,7 +442,7 @@ def test_another_user_who_reaches_the_socket_is_refused(tmp_path: Path, place: P
     place.chmod(0o711)
 
     said = subprocess.run(
-        [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+        [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_LIMIT_S
     ).stdout
     place.chmod(0o700)
 
@@ -466,7 +466,7 @@ def test_a_container_that_shares_the_folder_has_its_own_and_leaves_the_others_al
         capture_output=True,
         text=True,
         check=True,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert said.stdout.count("told one") == 2
@@ -484,12 +484,12 @@ def test_on_a_full_disk_the_job_runs_and_says_where(tmp_path: Path, place: Path)
     small = tmp_path / "s"
     small.mkdir()
     subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True, timeout=2 * DEADLINE_S
+        ["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True, timeout=RUN_LIMIT_S
     )
     try:
         ended = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(small))
     finally:
-        subprocess.run(["umount", small], check=True, timeout=2 * DEADLINE_S)
+        subprocess.run(["umount", small], check=True, timeout=RUN_LIMIT_S)
 
     assert told(ended)[0] == "one"
     assert f"no fork server stays: {small}/elaunch_warm/lock: No space left on device" in ended.stderr

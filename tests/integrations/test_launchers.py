@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import DEADLINE_S, REPOSITORY, Job, environment, script
+from tests.harness import REPOSITORY, RUN_LIMIT_S, Job, environment, script
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +102,7 @@ def test_lightning_needs_no_cluster_environment(tmp_path: Path) -> None:
     with Job(tmp_path, "--nproc-per-node", "2", str(program)) as job:
         assert job.wait(300) == 0, job.output
     called = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment(), timeout=2 * DEADLINE_S
+        [sys.executable, str(program)], capture_output=True, text=True, env=environment(), timeout=RUN_LIMIT_S
     )
 
     assert sorted(line[4:] for line in job.stdout.splitlines() if "found" in line) == expected, job.output

@@ -52,7 +52,7 @@ def test_a_call_without_a_limit_and_a_fork_are_found() -> None:
 def test_each_program_that_a_test_runs_to_its_end_has_a_time_limit(files: dict[str, str]) -> None:
     found = {path: lines for path, code in files.items() if (lines := without_limit(code))}
 
-    assert not found, "give subprocess.run(…) a timeout, as 2 * DEADLINE_S"
+    assert not found, "give subprocess.run(…) a timeout, as RUN_LIMIT_S"
 
 
 def test_tests_fork_by_child_alone(files: dict[str, str]) -> None:

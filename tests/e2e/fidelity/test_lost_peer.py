@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fidelity.ways import EXECED
-from tests.harness import DEADLINE_S, finished, script
+from tests.harness import RUN_LIMIT_S, finished, script
 
 # Python frees memory by itself where ctypes is not there.
 FORKED = ("--preload-only", "ctypes")
@@ -222,7 +222,7 @@ def test_exit_functions_that_were_there_earlier_find_their_modules(tmp_path: Pat
     script(tmp_path, EARLIER)
 
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=2 * DEADLINE_S
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S
     )
 
     assert (done.returncode, done.stdout) == (1, "True\n"), done.stderr

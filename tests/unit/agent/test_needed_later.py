@@ -20,7 +20,7 @@ from elaunch.agent.workers.group import CurrentGroup
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.rendezvous.types import Failure, FailureKind
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 REPOSITORY = Path(__file__).parents[3]
 # Imported inside of functions too, but at once, in the runs and processes that need it.
@@ -47,7 +47,7 @@ def loaded() -> tuple[set[str], set[str]]:
     """The modules of an agent at its start, and once its workers run."""
     command = [sys.executable, "-c", PROGRAM]
     said = subprocess.run(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_LIMIT_S
     ).stdout
     start, later = json.loads(said)
     return set(start), set(later)

@@ -16,7 +16,7 @@ import pytest
 
 from elaunch.interrupts import raise_at_ctrl_c
 from elaunch.launcher import cli
-from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, environment, free_ports, slow
+from tests.harness import COMMAND, REPOSITORY, RUN_LIMIT_S, environment, free_ports, slow
 
 # The agent's loop fails here, when everything that a run starts is there.
 BROKEN = """
@@ -216,7 +216,7 @@ def test_the_options_of_the_bundled_trainer_are_shown_without_a_job(tmp_path: Pa
 def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     command = f"exec {sys.executable} -m elaunch --no-such-option 2>&-"
 
-    assert subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL, timeout=2 * DEADLINE_S).returncode == 2
+    assert subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL, timeout=RUN_LIMIT_S).returncode == 2
 
 
 def test_a_ctrl_c_while_the_stores_name_is_looked_up_says_that_nothing_was_started(

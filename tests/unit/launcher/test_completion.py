@@ -16,7 +16,7 @@ import pytest
 
 from elaunch.launcher.completion import completions
 from elaunch.launcher.options.table import TABLE
-from tests.harness import DEADLINE_S, environment
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, environment
 
 # One column for each line of the answer, and no paging of long lists.
 TERMINAL = {"TERM": "dumb", "COLUMNS": "200", "LINES": "100", "PS1": "$ ", "HISTFILE": "/dev/null"}
@@ -81,7 +81,7 @@ def test_a_word_that_no_shell_says_is_refused() -> None:
         [sys.executable, "-m", "elaunch"],
         env=environment({"_ELAUNCH_COMPLETE": "tcsh_source"}),
         capture_output=True,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert (ended.returncode, ended.stdout) == (2, b"")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 # Prints the modules that are loaded when the second process is started: the first is the guardian.
 _COMMAND = """
@@ -42,7 +42,7 @@ def test_before_the_first_fork_the_command_imports_only_what_it_needs_until_then
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     loaded = set(done.stdout.split())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.secret import TOKEN_CHARACTERS_MIN, Secret, new_token
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 TOKEN = "0123456789abcdef"
 OTHER = "0123456789abcdeg"
@@ -86,7 +86,7 @@ def test_another_process_derives_the_same_certificate() -> None:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert run.stdout == Secret(TOKEN).certificate
@@ -132,7 +132,7 @@ def test_importing_it_loads_no_cryptography() -> None:
     program = "import sys, elaunch.rendezvous.secret; print(*sys.modules)"
 
     loaded = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_LIMIT_S
     ).stdout
 
     assert "cryptography" not in loaded.split()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.answers.local_socket import LocalSocket, credentials
-from tests.harness import DEADLINE_S, wait_for
+from tests.harness import RUN_LIMIT_S, wait_for
 
 NOBODY = 65534
 
@@ -149,7 +149,7 @@ def test_another_user_gets_nothing_even_if_somebody_opened_the_folder(tmp_path: 
             )
 
             said = subprocess.run(
-                [sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=2 * DEADLINE_S
+                [sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=RUN_LIMIT_S
             ).stdout
 
             assert said.strip() in (

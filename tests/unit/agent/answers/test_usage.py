@@ -12,7 +12,7 @@ import pytest
 
 from elaunch.agent.answers.usage import with_usage
 from elaunch.rendezvous.rules.reports import NodeReport, RankReport
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 # In its own view of the processes, as systemd's ProcSubset=pid gives it to a service.
 ONLY_PROCESSES = 'mount -t proc -o subset=pid proc /proc || exit 77; ! test -e /proc/meminfo && exec "$@"'
@@ -56,7 +56,7 @@ def test_a_host_that_hides_its_memory_ends_no_job() -> None:
         "-c",
         ASK,
     )
-    asked = subprocess.run(words, capture_output=True, text=True, check=False, timeout=2 * DEADLINE_S)
+    asked = subprocess.run(words, capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S)
 
     if asked.returncode == 77:
         pytest.skip("this kernel cannot mount a /proc without the host's files")

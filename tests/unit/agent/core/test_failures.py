@@ -16,7 +16,7 @@ from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.verdict import identical
 from elaunch.rendezvous.types import Failure, FailureKind
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 PLACE = Place(generation=2, node_id="node-a-1", host="node-a", rank=5, local_rank=1, pid=4711)
 
@@ -38,7 +38,7 @@ def stderr_of(folder: Path, source: str) -> str:
     script = folder / "train.py"
     script.write_text(source)
     return subprocess.run(
-        [sys.executable, "-S", "-u", script], stderr=subprocess.PIPE, text=True, check=False, timeout=2 * DEADLINE_S
+        [sys.executable, "-S", "-u", script], stderr=subprocess.PIPE, text=True, check=False, timeout=RUN_LIMIT_S
     ).stderr
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from elaunch.agent.forkserver.clean_pages import clean_mappings
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 _SMAPS = """\
 7f0000000000-7f0000002000 r-xp 00001000 fe:00 12                         /usr/lib/libc.so.6
@@ -48,7 +48,7 @@ def test_only_mappings_of_files_without_a_changed_page_count() -> None:
 
 def test_a_process_has_fewer_pages_of_files_afterwards_and_goes_on() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=2 * DEADLINE_S
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=RUN_LIMIT_S
     )
 
     before, after, works = done.stdout.split()

@@ -10,7 +10,7 @@ from pathlib import Path
 from elaunch.agent.forkserver.selection import ProbeAnswer, Wanted
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 # As six makes `six.moves`: its importer makes a module that has no file.
 MAKER = """
@@ -48,7 +48,7 @@ def probed(folder: Path, wanted: Wanted, **variables: str) -> ProbeAnswer:
         fds = (question.fileno(), answer.fileno())
         words = [sys.executable, "-c", PROBE, *map(str, fds), encode(program)]
         # It ends its process group at its end.
-        subprocess.run(words, env=env, pass_fds=fds, start_new_session=True, check=False, timeout=2 * DEADLINE_S)
+        subprocess.run(words, env=env, pass_fds=fds, start_new_session=True, check=False, timeout=RUN_LIMIT_S)
     return decode(ProbeAnswer, (folder / "answer").read_text())
 
 

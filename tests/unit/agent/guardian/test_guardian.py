@@ -18,7 +18,7 @@ import pytest
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
-from tests.harness import DEADLINE_S, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
 SLEEP = "import time; time.sleep(600)"
 SETSID = f"import os; os.setsid(); print(os.getpid(), flush=True); {SLEEP}"
@@ -179,7 +179,7 @@ def test_the_sweeper_spares_itself(spawned: Spawned) -> None:
     environ = {**os.environ, VARIABLE: spawned.kin.marker}
 
     said = subprocess.run(
-        [sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True, timeout=2 * DEADLINE_S
+        [sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True, timeout=RUN_LIMIT_S
     )
 
     assert said.stdout == "[] 0\n"

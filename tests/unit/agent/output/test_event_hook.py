@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.agent.output import event_hook
 from elaunch.agent.output.event_hook import EventHook
-from tests.harness import DEADLINE_S, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
 
 class Said(list[str]):
@@ -100,7 +100,7 @@ def test_at_the_end_of_the_job_all_runs_that_are_left_have_one_time_together(sai
 def test_events_that_come_faster_than_the_command_are_dropped_with_a_line_each_and_nobody_waits(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_hook, "RUN_S_MAX", 2 * DEADLINE_S)
+    monkeypatch.setattr(event_hook, "RUN_S_MAX", RUN_LIMIT_S)
     runs = hook(said, f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done")
 
     for _ in range(event_hook.QUEUED_MAX + 5):

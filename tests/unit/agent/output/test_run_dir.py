@@ -18,7 +18,7 @@ from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.guardian import CLAIM, remove_abandoned
 from elaunch.agent.output.run_dir import LATEST, Places, RunDir, new_places
 from elaunch.agent.output.streams import LogFile
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 
 class Warnings(list[str]):
@@ -297,7 +297,7 @@ def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
         assert folder
     else:
         code = "from elaunch.agent.output.run_dir import RunDir; print(RunDir(None, 'job', print).private)"
-        folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=2 * DEADLINE_S).strip())
+        folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=RUN_LIMIT_S).strip())
         (folder / "attempt_0").mkdir()
     match whose:
         case "another boot's":
@@ -319,7 +319,7 @@ def test_a_folder_that_is_swapped_while_it_is_removed_costs_nobody_a_file(
     temporary: Path, warnings: Warnings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "from elaunch.agent.output.run_dir import RunDir; print(RunDir(None, 'job', print).private)"
-    folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=2 * DEADLINE_S).strip())
+    folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=RUN_LIMIT_S).strip())
     (folder / "Documents").mkdir()
     precious = tmp_path / "home" / "Documents" / "precious"
     precious.parent.mkdir(parents=True)

@@ -18,7 +18,7 @@ from elaunch.launcher.doctor.children import Task, Unfinished, run_all
 from elaunch.launcher.doctor.facts import CpuFacts, Needs
 from elaunch.launcher.doctor.findings import Finding, Grade, ok
 from tests.faults.processes import is_alive
-from tests.harness import DEADLINE_S, environment, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, environment, wait_for
 
 
 def fail() -> object:
@@ -31,7 +31,7 @@ def crash() -> object:
 
 
 def hang() -> object:
-    subprocess.run(["sleep", "1000.25"], check=True, timeout=2 * DEADLINE_S)
+    subprocess.run(["sleep", "1000.25"], check=True, timeout=RUN_LIMIT_S)
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elaunch.launcher.functions.launch import _Forwarding, _told
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 
 class Job:
@@ -91,7 +91,7 @@ def test_an_interrupted_job_that_has_not_begun_writes_nothing(tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         check=False,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert (job.returncode, job.stdout, job.stderr) == (128 + signal.SIGINT, b"", b"")

@@ -11,7 +11,7 @@ import pytest
 from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.man import EXIT_CODES, manual, roff
 from elaunch.launcher.options.table import TABLE
-from tests.harness import DEADLINE_S, REPOSITORY
+from tests.harness import REPOSITORY, RUN_LIMIT_S
 
 PAGE = REPOSITORY / "docs" / "elaunch.1"
 
@@ -40,7 +40,7 @@ def test_groff_renders_it_without_a_warning_and_with_every_option_and_exit_code(
         capture_output=True,
         text=True,
         check=True,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert rendered.stderr == ""

@@ -16,7 +16,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.report_page import command, reading
 from elaunch.launcher.report_page.command import main
 from tests.fuzzing import bounded
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 from tests.unit.launcher.report_page.timelines import Timeline, restarted
 
 
@@ -273,7 +273,7 @@ def test_a_reader_that_closes_the_pipe_early_is_no_error(tmp_path: Path) -> None
         done = subprocess.run(
             ["bash", "-c", f"{command} {options} | true; echo ${{PIPESTATUS[0]}}"],
             capture_output=True,
-            timeout=2 * DEADLINE_S,
+            timeout=RUN_LIMIT_S,
         )
 
         assert (done.stdout, done.stderr) == (b"0\n", b"")

@@ -29,7 +29,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Absent, Denied, Put, Txn, Unavailable
 from elaunch.rendezvous.times import Times
 from tests.etcd import QUICK, VERSIONS, Etcd
-from tests.harness import DEADLINE_S, free_ports, slow, wait_for
+from tests.harness import RUN_LIMIT_S, free_ports, slow, wait_for
 
 KINDS = pytest.mark.parametrize(
     "kind",
@@ -391,7 +391,7 @@ def test_an_etcd_whose_agent_ended_before_it_named_a_token_is_not_started(tmp_pa
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     assert (run.returncode, run.stderr) == (0, b"")

@@ -16,7 +16,7 @@ from elaunch.launcher.store import keyring
 from elaunch.launcher.store.keyring import KeptToken, KeptTokens
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
-from tests.harness import DEADLINE_S, environment, free_ports, wait_for
+from tests.harness import RUN_LIMIT_S, environment, free_ports, wait_for
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 DER = Secret(TOKEN).der
@@ -124,9 +124,7 @@ def test_what_a_killed_agent_left_goes_with_the_next_token_and_a_living_ones_sta
     lives = KeptToken(TOKEN, PLACE)
     command = [sys.executable, "-c", KEEP, "the token of a dead agent"]
     left = Path(
-        subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=2 * DEADLINE_S
-        ).stdout.strip()
+        subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=RUN_LIMIT_S).stdout.strip()
     )
     assert left.exists()
 

@@ -20,7 +20,7 @@ from elaunch.launcher.submit import kubernetes, slurm
 from elaunch.launcher.submit.flags import take
 from elaunch.launcher.submit.manifests import job
 from tests.fuzzing import WORDS, bounded
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 NASTY = st.sampled_from(
     [
@@ -55,7 +55,7 @@ def called_with(script: str, shelf: Path) -> list[str]:
     env = {"PATH": f"{shelf}:/usr/bin:/bin", "SHOWN": str(shown), "SLURM_JOB_ID": "7", "HOME": str(shelf)}
     file = shelf / "batch.sh"
     file.write_bytes(os.fsencode(script))
-    subprocess.run(["bash", str(file)], env=env, check=True, cwd=shelf, capture_output=True, timeout=2 * DEADLINE_S)
+    subprocess.run(["bash", str(file)], env=env, check=True, cwd=shelf, capture_output=True, timeout=RUN_LIMIT_S)
     assert not (shelf / "pwned").exists()
     return [os.fsdecode(word) for word in shown.read_bytes().split(b"\0")[:-1]]
 
@@ -150,7 +150,7 @@ def test_a_name_of_kubernetes_is_one_or_refused(flag: str, value: str) -> None:
 def test_a_command_line_that_is_shown_can_be_typed(arguments: list[str]) -> None:
     line = joined(["printf", "%s\\0", *arguments])
 
-    done = subprocess.run(["bash", "-c", os.fsencode(line)], capture_output=True, check=True, timeout=2 * DEADLINE_S)
+    done = subprocess.run(["bash", "-c", os.fsencode(line)], capture_output=True, check=True, timeout=RUN_LIMIT_S)
 
     assert line.isprintable()
     assert [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]] == (arguments or [""])
@@ -178,7 +178,7 @@ def test_a_dry_run_prints_the_bytes_that_were_typed(tmp_path: Path, encoding: st
     command = [sys.executable, "-m", "elaunch", "submit", "slurm", "--dry-run", "--name", "j", "./日本\udcff.py", "é"]
     env = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(
-        list(map(os.fsencode, command)), capture_output=True, env=env, cwd=tmp_path, timeout=2 * DEADLINE_S
+        list(map(os.fsencode, command)), capture_output=True, env=env, cwd=tmp_path, timeout=RUN_LIMIT_S
     )
 
     assert (done.returncode, done.stderr) == (0, b"")

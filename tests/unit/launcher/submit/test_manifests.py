@@ -17,7 +17,7 @@ import yaml
 from elaunch.launcher.submit.flags import take
 from elaunch.launcher.submit.kubernetes import FLAGS, understand
 from elaunch.launcher.submit.manifests import companions, job
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 from tests.manifests import K8S, Object, kubectl, rendered, text, the
 
 FOLDERS = ["base", "overlays/gpu", "overlays/elastic", "etcd"]
@@ -246,7 +246,7 @@ def test_an_image_can_be_held_by_its_digest(tmp_path: Path, folder: str, name: s
         capture_output=True,
         text=True,
         check=True,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     )
 
     ((_, pod),) = pods(list(yaml.safe_load_all(done.stdout)))
@@ -269,7 +269,7 @@ def test_the_certificates_script_shows_why_openssl_fails(tmp_path: Path) -> None
 
     script = [str(K8S / "etcd" / "certificates.sh"), "team", str(tmp_path)]
     done = subprocess.run(
-        script, env={**os.environ, "KUBECTL": ""}, capture_output=True, text=True, timeout=2 * DEADLINE_S
+        script, env={**os.environ, "KUBECTL": ""}, capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
 
     assert done.returncode != 0
@@ -309,7 +309,7 @@ def test_a_submission_with_everything_is_valid() -> None:
 def test_the_dockerfile_has_nothing_that_hadolint_would_say() -> None:
     tool = kubectl().replace("kubectl", "hadolint")
     done = subprocess.run(
-        [tool, str(K8S.parent / "docker" / "Dockerfile")], capture_output=True, text=True, timeout=2 * DEADLINE_S
+        [tool, str(K8S.parent / "docker" / "Dockerfile")], capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.submit import command
 from elaunch.launcher.submit.flags import take
 from elaunch.launcher.submit.slurm import FLAGS, Request, main, script, understand
-from tests.harness import DEADLINE_S, REPOSITORY
+from tests.harness import REPOSITORY, RUN_LIMIT_S
 
 SHIPPED = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
 
@@ -76,7 +76,7 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
 
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     done = subprocess.run(
-        ["bash", "-c", written("train.py")], env=env, capture_output=True, text=True, timeout=2 * DEADLINE_S
+        ["bash", "-c", written("train.py")], env=env, capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
 
     assert done.returncode == code

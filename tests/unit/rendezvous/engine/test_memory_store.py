@@ -10,7 +10,7 @@ import pytest
 
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Absent, Changes, Delete, Put, Txn, Update, View
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 from tests.unit.rendezvous.store_contract import LONG_TTL_S, ROOT, StoreContract, Told, new_lease, put, values
 
 A, B = f"{ROOT}a", f"{ROOT}b"
@@ -137,7 +137,7 @@ def test_an_agent_alone_on_its_node_imports_no_server() -> None:
     program = "import sys, elaunch.rendezvous.engine.memory_store; print(*sys.modules)"
 
     loaded = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_LIMIT_S
     ).stdout
 
     assert not {"asyncio", "ssl", "http", "socket", "cryptography", "json"} & set(loaded.split())

@@ -24,7 +24,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server import connection, server, unauthenticated
 from elaunch.rendezvous.server.connected_client import OUTGOING_BYTES_MAX
 from elaunch.rendezvous.server.server import Server
-from tests.harness import DEADLINE_S, wait_for
+from tests.harness import RUN_LIMIT_S, wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, bound_socket, thread_serving
 
 OTHER_TOKEN = "another token for tests"
@@ -184,7 +184,7 @@ def test_a_short_token_is_refused_with_a_sentence() -> None:
             capture_output=True,
             text=True,
             pass_fds=[listener.fileno()],
-            timeout=2 * DEADLINE_S,
+            timeout=RUN_LIMIT_S,
         )
 
     assert run.returncode == 2
@@ -201,7 +201,7 @@ def test_a_store_whose_agent_ended_before_it_named_a_token_says_nothing() -> Non
             capture_output=True,
             pass_fds=[listener.fileno()],
             check=False,
-            timeout=2 * DEADLINE_S,
+            timeout=RUN_LIMIT_S,
         )
 
     assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from elaunch.trainer.checkpoint.import_ahead import wait_while_it_goes_on
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 # In each case's process the import stands still until the gate is open.
 BEGUN = """
@@ -122,7 +122,7 @@ def codes() -> dict[str, int]:
     """The exit codes of the cases."""
     cases = json.dumps({"standing": STANDS_STILL, **{name: BEGUN + code for name, code in CASES.items()}})
     command = [sys.executable, "-c", FORKING]
-    ended = subprocess.run(command, input=cases, text=True, stdout=subprocess.PIPE, check=True, timeout=4 * DEADLINE_S)
+    ended = subprocess.run(command, input=cases, text=True, stdout=subprocess.PIPE, check=True, timeout=2 * RUN_LIMIT_S)
     found: dict[str, int] = json.loads(ended.stdout)
     return found
 

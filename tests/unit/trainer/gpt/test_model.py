@@ -11,7 +11,7 @@ import torch
 
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 
 def tiny() -> GPT:
@@ -68,7 +68,7 @@ dist.destroy_process_group()
 def test_a_compiled_network_is_one_graph_or_a_graph_for_all_blocks_and_one_for_the_loss(how: str, graphs: int) -> None:
     """DDP's buckets cut no graph."""
     done = subprocess.run(
-        [sys.executable, "-c", COUNT, how], capture_output=True, text=True, check=False, timeout=2 * DEADLINE_S
+        [sys.executable, "-c", COUNT, how], capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S
     )
 
     assert done.stdout == f"graphs {graphs}\n", done.stdout + done.stderr

@@ -36,7 +36,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.last_checkpoint import NotDurable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.version import Version
-from tests.harness import DEADLINE_S, wait_for
+from tests.harness import RUN_LIMIT_S, wait_for
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -617,7 +617,7 @@ def small_memory(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     folder = memory.with_name("shm")
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, timeout=2 * DEADLINE_S
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, timeout=RUN_LIMIT_S
     )
     if mounted.returncode:
         pytest.skip("mounting takes root")
@@ -625,7 +625,7 @@ def small_memory(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setenv("ELAUNCH_MEMORY", str(folder / "memory"))
     yield
     # Files may still be mapped. The lazy unmount completes when no process uses them any more.
-    subprocess.run(["umount", "--lazy", folder], check=True, timeout=2 * DEADLINE_S)
+    subprocess.run(["umount", "--lazy", folder], check=True, timeout=RUN_LIMIT_S)
 
 
 @pytest.mark.usefixtures("small_memory")

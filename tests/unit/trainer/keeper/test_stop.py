@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from elaunch.trainer.keeper.stop import StopRequest
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
@@ -49,7 +49,7 @@ with StopRequest():
 
 
 def test_a_signal_that_nobody_handles_does_not_hide_an_exception() -> None:
-    ended = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    ended = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True, timeout=RUN_LIMIT_S)
 
     assert ended.returncode == 1
     assert "ValueError: asked for by the test" in ended.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.memory.room import Room, cgroup_rooms
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 MB = 1_000_000
 
@@ -109,6 +109,6 @@ with pytest.raises(NoRoom, match=r"\\d MB free and this node's copies .* take 48
 def test_what_a_cgroup_does_not_hold_is_refused_in_words_and_nobody_is_killed(small_cgroup: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         command = [sys.executable, "-c", ALLOCATING, folder, str(small_cgroup)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
 
     assert ended.returncode == 0, ended.stderr

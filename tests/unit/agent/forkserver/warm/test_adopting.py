@@ -10,7 +10,7 @@ import pytest
 
 from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
 from elaunch.agent.guardian.guardian import VARIABLE
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 SHOW = """
 import json, sys
@@ -26,7 +26,7 @@ print(json.dumps([read("cmdline"), read("environ")]))
 def shown(how: str, room: int = MARKER_ROOM) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", SHOW, how]
     env = {"BEFORE": "x", VARIABLE: "-" * room, "AFTER": "y"}
-    return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=2 * DEADLINE_S)
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S)
 
 
 def test_the_kernel_shows_exactly_the_jobs_own() -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from elaunch.agent.forkserver.warm.condition import Fact, condition, difference, jobs
-from tests.harness import DEADLINE_S
+from tests.harness import RUN_LIMIT_S
 
 SHOW = (
     "from elaunch.agent.forkserver.warm.condition import condition\n"
@@ -19,7 +19,7 @@ SHOW = (
 
 def test_a_child_is_as_its_parent() -> None:
     said = subprocess.run(
-        [sys.executable, "-c", SHOW], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+        [sys.executable, "-c", SHOW], stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_LIMIT_S
     ).stdout
 
     assert said.splitlines() == [f"{fact.what!r} {fact.value!r}" for fact in condition()]
@@ -39,7 +39,7 @@ def test_a_lower_priority_is_another_condition() -> None:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=2 * DEADLINE_S,
+        timeout=RUN_LIMIT_S,
     ).stdout
 
     assert f"'the nice value' '{min(os.nice(0) + 3, 19)}'" in lower
@@ -63,7 +63,7 @@ _NUMBERS = {"x86_64": (238, 251), "aarch64": (237, 30)}
 def test_what_a_child_inherits_from_a_wrapper_is_another_condition(call: str, shown: str) -> None:
     code = f"import ctypes\nprint(ctypes.CDLL(None).{call.format(*_NUMBERS[os.uname().machine])})\n{SHOW}"
     said = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=2 * DEADLINE_S
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_LIMIT_S
     ).stdout
 
     if said.startswith("-1"):
