@@ -133,7 +133,7 @@ else:
 
     def _fill_in(record, positional, args, kwargs):
         """What the compiled `__init__` does. False if the arguments are not right: that one says what is wrong."""
-        given = dict(zip(positional, args))
+        given = dict(zip(positional, args, strict=False))
         if len(args) > len(positional) or given.keys() & kwargs.keys():
             return False
         given.update(kwargs)
