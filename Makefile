@@ -4,6 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The pin is for this repository's own set-up only; users choose any torch >= 2.6.
 TORCH := torch==2.13.0
+# pip would compile all files of torch, sympy, moto and a hundred others, for a minute. Python compiles what it imports.
+INSTALL := $(BIN)/pip install --quiet --no-compile
+# Python would compile them at each start.
+unexport PYTHONDONTWRITEBYTECODE
+# Begun at once, a dozen processes would each compile torch, for 10 s.
+FIRST_IMPORT := $(BIN)/python -c 'import elaunch.trainer.train, torch._dynamo, torch.distributed.fsdp'
 
 # Tests with jobs at a time: most wait for leases to end and processes to start, so more than there are cores.
 JOBS ?= $(shell echo $$(($$(nproc) + 4)))
@@ -30,13 +36,16 @@ check: $(VENV)/.installed-dev lint  ## The inner loop: linters, types, import ru
 # collect the tests of all: 20 s of CPU. Two of them mostly wait for stores; as one they would be the last to end. The
 # lines of all but the jobs are shown at their end, since all would write into one line.
 test: $(VENV)/.installed-dev tools  ## Everything but the slow tests
-	@$(MAKE) --no-print-directory --keep-going --jobs=6 test-jobs test-units test-launcher test-rendezvous test-trainer test-lint
+	@$(MAKE) --no-print-directory --keep-going --jobs=6 test-lint test-jobs test-units test-launcher test-rendezvous test-trainer
 
 SHOWN_AT_END = log=$$(mktemp); ($(1)) >$$log 2>&1; code=$$?; cat $$log; rm $$log; exit $$code
 
+JOB_TESTS := tests/e2e tests/faults tests/examples tests/conformance tests/ecosystem
+
 .PHONY: test-jobs test-units test-launcher test-rendezvous test-trainer test-lint
+test-jobs test-units test-launcher test-rendezvous test-trainer: $(VENV)/.compiled
 test-jobs:
-	@$(call PYTEST,-n $(JOBS) tests/e2e tests/faults tests/examples tests/conformance tests/ecosystem)
+	@$(call PYTEST,-n $(JOBS) $(JOB_TESTS))
 
 test-units test-launcher test-rendezvous test-trainer: NICE = nice -n 10
 test-units:
@@ -98,11 +107,11 @@ lint: $(VENV)/.installed-dev
 clean:
 	rm -rf $(VENV) $(ECOSYSTEM) .venv-gpu build dist site src/elaunch.egg-info
 
-# torch first: left to the dependency resolver, a newer one with gigabytes of CUDA would come. numpy, or torch warns.
+# torch by its version: left to the dependency resolver, a newer one with gigabytes of CUDA would come. numpy, or torch warns.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH) numpy
-	$(BIN)/pip install --quiet --editable .
+	$(INSTALL) $(TORCH) numpy --editable .
+	$(FIRST_IMPORT)
 	touch $@
 
 # fairscale and DeepSpeed are built here, and ask for torch while they are built.
@@ -114,6 +123,13 @@ $(ECOSYSTEM)/.installed: pyproject.toml
 	$(ECOSYSTEM)/bin/pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --no-build-isolation fairscale deepspeed
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable '.[dev,docs]'
-	touch $@
+$(VENV)/.installed-dev: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) $(TORCH) numpy --editable '.[dev,docs]'
+	touch $(VENV)/.installed $@
+
+# Beside the linters. The six processes of the tests with jobs would each compile all of their modules, for 5 s.
+$(VENV)/.compiled: $(VENV)/.installed-dev
+	@$(FIRST_IMPORT)
+	@$(BIN)/python -m pytest --collect-only -qq $(JOB_TESTS) >/dev/null || true
+	@touch $@

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -207,6 +208,15 @@ class TestPrefix:
         assert "generation 1" not in job.stderr
 
 
+# The same command, in which a line is never taken for a prompt because its writer has waited for a CPU.
+PATIENT = """
+from elaunch.agent.output import streams
+from elaunch.launcher.cli import main
+streams.PARTIAL_LINE_WAIT_S = 600.0
+main()
+"""
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The lines of four workers that write as fast as they can. One of them writes blocks larger than a pipe."""
@@ -230,7 +240,7 @@ for line in lines:
     )
 
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-        command = [*COMMAND, *LIGHT, "--nproc-per-node", "4", "train.py"]
+        command = [sys.executable, "-c", PATIENT, *LIGHT, "--nproc-per-node", "4", "train.py"]
         subprocess.run(command, cwd=folder, env=environment(), stdout=out, stderr=err, check=True, timeout=DEADLINE_S)
 
     return {name: (folder / name).read_text().splitlines() for name in ("stdout", "stderr")}
