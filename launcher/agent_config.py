@@ -320,7 +320,7 @@ def _chosen_for_you(options: Options, counted: str, threads: int | None) -> tupl
     if threads is not None:
         parts.append(f"OMP_NUM_THREADS={threads}")
     if "max_restarts" not in options.given:
-        parts.append(f"max_restarts is {options.max_restarts} (torchrun's is 0, a plain launch)")
+        parts.append(f"max_restarts is {options.max_restarts} (torchrun's default is 0)")
     return ("; ".join(parts),) if parts else ()
 
 

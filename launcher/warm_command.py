@@ -18,7 +18,7 @@ Usage: elaunch warm [--status] [--json]
 Fork servers stay when a job with --warm has ended, so that the next start needs no import.
 
 {_FLAGS}
-Exit codes: 0 done, 2 the command line is wrong, 3 one cannot be looked at or ended.
+Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be looked at or ended.
 Start a script called warm with elaunch ./warm.
 """
 _NONE = "no fork server stays; elaunch --warm script.py leaves one"

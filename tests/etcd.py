@@ -21,7 +21,7 @@ from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Changes, Update
 from tests.certificates import Certificates
-from tests.harness import free_ports, wait_for
+from tests.harness import DEADLINE_S, free_ports, wait_for
 
 VERSIONS = ("3.4", "3.5")
 TRANSPORTS = ("gateway", "grpc")
@@ -94,13 +94,13 @@ class Member:
         """Send SIGKILL, which also ends a stopped member, and reap the process."""
         if self.process:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(DEADLINE_S)
 
     def terminate(self) -> None:
         """Send SIGTERM, as a rolling restart does, and wait for the member's end."""
         assert self.process
         self.process.terminate()
-        self.process.wait()
+        self.process.wait(DEADLINE_S)
 
     def stop(self) -> None:
         """Send SIGSTOP, and wait until it has stopped. Its sockets stay open, and it answers nothing."""

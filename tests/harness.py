@@ -73,6 +73,13 @@ def wait_for(
     return found
 
 
+def joined(*threads: threading.Thread) -> None:
+    """Wait for the end of each of these threads."""
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), f"{thread.name} still runs"
+
+
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment with `env`, but without the variables that a launcher sets for a job.
 
@@ -128,7 +135,7 @@ class Job:
                 process.kill()
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
-        self.process.wait()
+        self.process.wait(DEADLINE_S)
 
     @property
     def code(self) -> int | None:

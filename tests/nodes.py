@@ -21,7 +21,7 @@ import pytest
 
 from elaunch.agent.guardian.cgroup import JobCgroup
 from elaunch.agent.guardian.guardian import kill_cgroup
-from tests.harness import RUN_LIMIT_S
+from tests.harness import DEADLINE_S, RUN_LIMIT_S
 
 PREFIX = "elaunch-nodes"
 ON_NODE = Path(__file__).with_name("on_node.sh")
@@ -191,9 +191,9 @@ class Node:
     def _end(self) -> None:
         kill_cgroup(str(self.cgroup))
         for process in self._started:
-            process.wait()
+            process.wait(DEADLINE_S)
         if self._holder:
-            self._holder.communicate()
+            self._holder.communicate(timeout=DEADLINE_S)
             self._holder = None
 
     def _ip(self, *lines: str) -> None:
@@ -234,7 +234,7 @@ class Switch:
         return sum(int(packets) for packets in re.findall(r"counter packets (\d+) ", found))
 
     def close(self) -> None:
-        self._holder.communicate()
+        self._holder.communicate(timeout=DEADLINE_S)
 
 
 class Nodes:

@@ -22,7 +22,7 @@ import psutil
 from tests.etcd import READY, binary
 from tests.faults.meetings import Meeting, Records
 from tests.faults.processes import Watched
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 from tests.manifests import K8S, Object
 from tests.nodes import Node, Nodes
 from tests.policies import ALL, open_ports
@@ -168,7 +168,7 @@ class Pods:
             return pod.process.wait(pod.spec["terminationGracePeriodSeconds"])
         except AssertionError:
             pod.first.kill()
-            return pod.process.wait()
+            return pod.process.wait(DEADLINE_S)
 
     def lose(self, pod: Pod) -> None:
         """The pod's machine loses its power. No further packet leaves it."""
@@ -219,7 +219,7 @@ class Pods:
         """Let the training end. These pods must end with exit code 0, and leave nothing."""
         (self.folder / "end").touch()
         for pod in pods:
-            assert pod.process.wait() == 0, self.story()
+            assert pod.process.wait(DEADLINE_S) == 0, self.story()
             pod.process.assert_nothing_is_left()
             assert not pod.node.shared_memory()
 

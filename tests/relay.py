@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from elaunch.rendezvous.endpoint import Endpoint
+from tests.harness import joined
 
 
 class Listener:
@@ -132,7 +133,7 @@ def web_server(status: int, version: bytes, *, posts: bool = False) -> Iterator[
             yield Endpoint("127.0.0.1", server.server_port)
         finally:
             server.shutdown()
-            thread.join()
+            joined(thread)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:

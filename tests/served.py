@@ -16,6 +16,7 @@ from typing import IO, Any
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX
 from elaunch.rendezvous.server.server import Server
+from tests.harness import DEADLINE_S, joined
 
 TOKEN = "a token for tests only"
 
@@ -39,7 +40,7 @@ def thread_serving(secret: Secret | None = None, slots: int = CONNECTIONS_MAX) -
         yield server, port
     finally:
         server.stop()
-        thread.join()
+        joined(thread)
 
 
 class ServerProcess:
@@ -75,7 +76,7 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(DEADLINE_S)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe
             pipe.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import RUN_LIMIT_S, environment, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, environment, wait_for
 from tests.nodes import TOOLS, Node, Nodes, address4
 from tests.nodes import missing as nodes_missing
 
@@ -137,7 +137,7 @@ class Slurm:
         finally:
             if started.poll() is None:
                 started.terminate()
-                started.communicate()
+                started.communicate(timeout=DEADLINE_S)
 
     def sbatch(self, *words: str, env: Mapping[str, str] | None = None) -> Batch:
         """Submit a job. Its output goes to one file, also after a requeue."""

@@ -46,7 +46,7 @@ class Terminal:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(DEADLINE_S)
         os.close(self._main)
 
     def type(self, keys: str) -> None:

@@ -141,7 +141,7 @@ class RunDir:
         """Say what cannot be written. Only the first call says it: a full disk fails every stream of every rank."""
         if not self._warned:
             self._warned = True
-            self._warn(f"{trouble}; more of the kind is not said again")
+            self._warn(f"{trouble}; further errors of this kind are not shown")
 
     def _make(self, path: Path) -> Path | None:
         try:

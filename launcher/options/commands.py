@@ -8,7 +8,7 @@ COMMANDS = {
     "store": "serve a store for jobs of several nodes",
     "submit": "hand a job to a scheduler",
     "status": "show how a running job is doing",
-    "top": "show a running job, anew each second",
+    "top": "show a running job, refreshed each second",
     "stacks": "show where every rank of a running job is",
     "warm": "show or end what stays for the next start",
     "report": "make a page that shows what happened in a run",
@@ -16,7 +16,7 @@ COMMANDS = {
 
 # The switches of `elaunch warm`, and their help.
 WARM_FLAGS = (
-    ("--status", "show this user's: pid, since when, what is imported, memory, minutes left, and where"),
-    ("--json", "… as a JSON list"),
-    ("--stop", "end them; jobs that run go on"),
+    ("--status", "show this user's fork servers: pid, since when, what is imported, memory, minutes left, and where"),
+    ("--json", "with --status: as a JSON list"),
+    ("--stop", "end these fork servers; running jobs go on"),
 )

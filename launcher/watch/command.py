@@ -48,7 +48,7 @@ Show how a running job is doing: nodes, ranks, generation, step, step time, last
     "top": """\
 Usage: elaunch top [JOB] [--ranks]
 
-Show how a running job is doing, anew each second. q or Ctrl-C ends it. The job does not notice.
+Show how a running job is doing, refreshed each second. q or Ctrl-C ends the view, not the job.
 If stdout is no terminal, it prints one line each second, until the job ends.
 """,
     "stacks": """\

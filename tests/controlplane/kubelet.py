@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tests.controlplane.plane import PATCH, Api
+from tests.harness import joined
 from tests.manifests import Object
 from tests.nodes import Node
 from tests.pods import NAMESPACE, JobPod, Pods
@@ -50,7 +51,7 @@ class Kubelets:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        joined(self._thread)
 
     def running(self, name: str) -> JobPod | None:
         """The pod of that name that runs now."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.etcd import Etcd
-from tests.harness import RUN_LIMIT_S, free_ports, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, free_ports, wait_for
 from tests.manifests import Object, kubectl
 
 BINARIES = Path(os.environ.get("ELAUNCH_CONTROL_PLANE", Path.home() / ".cache" / "elaunch-control-plane")) / "bin"
@@ -104,7 +104,7 @@ class Plane:
     def close(self) -> None:
         for process in reversed(self._processes):
             process.kill()
-            process.wait()
+            process.wait(DEADLINE_S)
         self._etcd.close()
 
     def kubectl(self, *words: str, text: str | None = None) -> str:

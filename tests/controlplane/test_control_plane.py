@@ -13,7 +13,7 @@ import pytest
 from tests.controlplane.kubelet import Kubelets
 from tests.controlplane.plane import BINARIES, Plane
 from tests.faults.cluster import PRELOAD, REDUCER
-from tests.harness import finished, wait_for
+from tests.harness import DEADLINE_S, finished, wait_for
 from tests.manifests import Object, kubectl, rendered, text, the
 from tests.nodes import needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
@@ -108,7 +108,7 @@ def test_a_set_of_nodes_outlives_a_deleted_pod_and_a_lost_machine(plane: Plane, 
 
         plane.kubectl("delete", "pod", other.name, "--wait=false")
         again = pod(1, other_than=other)
-        assert other.process.wait() == 143
+        assert other.process.wait(DEADLINE_S) == 143
         second = pods.meeting(head, again, after=first)
 
         pods.lose(again)

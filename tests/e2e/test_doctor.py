@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, free_ports, script
+from tests.terminal import Terminal
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # A program that is a command: torch is not looked at, so that these take a tenth of a second.
@@ -83,21 +83,11 @@ def test_json_has_all_checks_with_grades_findings_and_facts(tmp_path: Path) -> N
 
 
 def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
-    pid, fd = pty.fork()
-    if not pid:
-        os.chdir(tmp_path)
-        os.execvpe(COMMAND[0], [*COMMAND, "doctor", *LIGHT], environment({"COLUMNS": "100", "TERM": "xterm"}))
-    text = b""
-    try:
-        while piece := os.read(fd, 4096):
-            text += piece
-    except OSError:
-        # The terminal's other end is closed.
-        pass
-    _, status = os.waitpid(pid, 0)
+    with Terminal(tmp_path, "doctor", *LIGHT, env={"COLUMNS": "100", "TERM": "xterm"}) as terminal:
+        code = terminal.read_all()
 
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", text.decode())
-    assert os.waitstatus_to_exitcode(status) == 0
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.text)
+    assert code == 0
     assert re.search(r"^ ok +system +elaunch", shown, re.MULTILINE)
     assert not re.search(rf"^{os.uname().nodename}: ok", shown, re.MULTILINE)
 

@@ -21,7 +21,7 @@ import elaunch
 from elaunch.launcher.errors import UsageError
 from tests.e2e import called
 from tests.faults.processes import is_alive
-from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, script, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, joined, script, wait_for
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -205,8 +205,7 @@ def test_it_runs_in_any_thread_and_twice_at_once() -> None:
     threads = [threading.Thread(target=call, args=(word,)) for word in ("a", "b")]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    joined(*threads)
 
     assert sorted(found) == [[("a",)], [("b",)]]
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.harness import REPOSITORY, Job, finished, script, wait_for
+from tests.harness import REPOSITORY, Job, finished, joined, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -45,7 +45,7 @@ def chat() -> Iterator[HTTPServer]:
     yield server
     server.shutdown()
     server.server_close()
-    thread.join()
+    joined(thread)
 
 
 def test_the_script_of_the_page_posts_what_happened_and_the_job_does_not_wait_for_it(

@@ -385,7 +385,7 @@ else:
             if was_asked and not others:
                 # Read slowly, like a slow terminal, so that the chatty rank's pipe is always full.
                 time.sleep(0.0001)
-        code = process.wait()
+        code = process.wait(DEADLINE_S)
 
     (log,) = folder.glob("logs/latest/attempt_0/0/stdout.log")
     kept, size = hashlib.sha256(), log.stat().st_size
@@ -432,7 +432,7 @@ def test_what_a_worker_wrote_before_its_end_arrives_however_slow_the_reader(tmp_
         wait_for(lambda: "elaunch: worker store" in _children(process), "the start")
         (tmp_path / "go").touch()
         wait_for(lambda: "elaunch: worker store" not in _children(process), "the workers' end")
-        output, errors = process.communicate()
+        output, errors = process.communicate(timeout=DEADLINE_S)
 
     assert process.returncode == 0, errors
     expected = [f"[{rank}] {i:099}" for rank in range(4) for i in range(600)]
@@ -696,7 +696,7 @@ class TestReaderGone:
                 pass
             process.stdout.close()
             errors = process.stderr.read().decode() if process.stderr else ""
-            code = process.wait()
+            code = process.wait(DEADLINE_S)
 
         assert code == 141, errors
         assert all((tmp_path / f"saved {rank}").exists() for rank in range(int(workers))), "they get SIGTERM"
@@ -722,7 +722,7 @@ class TestReaderGone:
             process.stderr.close()
             (tmp_path / "gone").touch()
             said = process.stdout.read()
-            code = process.wait()
+            code = process.wait(DEADLINE_S)
 
         assert (code, said.count(b"trained")) == (0, 2)
 
@@ -769,7 +769,7 @@ class TestReaderGone:
             (tmp_path / "gone").touch()
             assert process.stderr
             errors = process.stderr.read().decode()
-            code = process.wait()
+            code = process.wait(DEADLINE_S)
 
         assert code == 0, errors
         assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
@@ -795,7 +795,7 @@ class TestReaderGone:
             process.stdout.close()
             process.stderr.read()
 
-            assert (process.wait(), other.wait()) == (141, 141), other.output
+            assert (process.wait(DEADLINE_S), other.wait(DEADLINE_S)) == (141, 141), other.output
 
         assert "nobody reads its stdout any more" in other.stderr
         assert all((tmp_path / f"saved {rank}").exists() for rank in range(2))

@@ -12,7 +12,18 @@ import psutil
 import pytest
 
 from tests.faults.processes import is_alive
-from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, finished, free_ports, script, slow, wait_for
+from tests.harness import (
+    COMMAND,
+    DEADLINE_S,
+    RUN_LIMIT_S,
+    Job,
+    environment,
+    finished,
+    free_ports,
+    script,
+    slow,
+    wait_for,
+)
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -182,11 +193,11 @@ def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stoppe
         for signum in signums:
             agent.send_signal(signum)
 
-        assert agent.wait() == 128 + signums[0]
+        assert agent.wait(DEADLINE_S) == 128 + signums[0]
         wait_for(lambda: not any(map(is_alive, children)), "all gone")
     finally:
         agent.kill()
-        agent.communicate()
+        agent.communicate(timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize(

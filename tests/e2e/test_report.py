@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, REPOSITORY, RUN_LIMIT_S, Job, environment, finished, script
+from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, RUN_LIMIT_S, Job, environment, finished, script
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -80,7 +80,7 @@ def test_a_job_that_runs_is_told_from_one_whose_agent_was_killed(tmp_path: Path)
 
         runs = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
         os.kill(events[0]["pid"], signal.SIGKILL)
-        job.process.wait()
+        job.process.wait(DEADLINE_S)
         killed = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
 
     assert events[0]["event"] == "started"

@@ -56,7 +56,7 @@ def starting(folder: Path) -> Iterator[Start]:
             for child in (*psutil.Process(process.pid).children(recursive=True), process):
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
-        process.communicate()
+        process.communicate(timeout=DEADLINE_S)
 
 
 @pytest.fixture

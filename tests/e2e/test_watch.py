@@ -342,7 +342,7 @@ class Screen:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(DEADLINE_S)
         os.close(self._fd)
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Absent, Changes, LeaseGone, Present, Put, Txn, Unavailable, Update
-from tests.harness import wait_for
+from tests.harness import joined, wait_for
 
 PREFIX = "/elaunch/traffic/"
 LEASED = f"{PREFIX}leased"
@@ -50,8 +50,7 @@ class Traffic:
 
     def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        joined(*self._threads)
         try:
             if exception is None:
                 self.wait_until_told()

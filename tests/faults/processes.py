@@ -68,7 +68,7 @@ class Watched(Job):
     def __exit__(self, *_: object) -> None:
         self.processes()
         self.process.kill()
-        self.process.wait()
+        self.process.wait(DEADLINE_S)
         # The guardians must remove the job's cgroup first. The test itself ends what they should have ended.
         with suppress(AssertionError):
             wait_for(lambda: not any(is_alive(guardian) for guardian in self._guardians), "the guardians' end")

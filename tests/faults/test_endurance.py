@@ -16,7 +16,7 @@ from elaunch.agent.config import DEFAULT_PRELOAD
 from tests.faults.census import Census, alive, cgroups_named, shared_memory_of
 from tests.faults.processes import Watched
 from tests.faults.storm import Moment, Storm, seeded
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 # Every process of a test run collects this file, and needs no torch for that.
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def test_agents_killed_at_random_moments_leave_nothing_and_the_run_goes_on_to_th
 
             job.process.kill()
 
-            assert job.process.wait() == -signal.SIGKILL
+            assert job.process.wait(DEADLINE_S) == -signal.SIGKILL
             job.assert_nothing_is_left(had)
         assert not list(job.tmp.iterdir())
         assert not shared_memory_of(had)

@@ -21,7 +21,7 @@ from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, StoreError, 
 from tests.certificates import Certificates
 from tests.etcd import VERSIONS, Etcd, client, writes
 from tests.faults.processes import LIGHT
-from tests.harness import DEADLINE_S, finished, free_ports, script, slow, wait_for
+from tests.harness import DEADLINE_S, finished, free_ports, joined, script, slow, wait_for
 from tests.relay import Listener, relay, saying, silent, web_server
 
 KEY = "/elaunch/access/x"
@@ -212,8 +212,7 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         threads = [threading.Thread(target=store.read, args=(KEY,)) for _ in range(4)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        joined(*threads)
         assert store.commit(Txn((Absent(f"{KEY}y"),), (Put(f"{KEY}y", "2"),))).held
         assert transport.logins == logins + 1
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.cluster import Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
-from tests.harness import slow, wait_for
+from tests.harness import DEADLINE_S, slow, wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -82,7 +82,7 @@ def test_a_node_that_was_started_again_takes_part_again(tmp_path: Path) -> None:
         node = cluster.node(first.hosts[0])
 
         node.power_off()
-        assert cluster.agents[node.index].process.wait() != 0
+        assert cluster.agents[node.index].process.wait(DEADLINE_S) != 0
         node.power_on()
         cluster.start(node.index, nnodes="2")
 

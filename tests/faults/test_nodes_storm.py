@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.meetings import Meeting
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -133,7 +133,7 @@ class Storm:
         time.sleep(self._dice.uniform(0, 6))
 
     def _again(self, index: int) -> None:
-        self._cluster.agents[index].process.wait()
+        self._cluster.agents[index].process.wait(DEADLINE_S)
         self._pause()
         self._cluster.start(index, nnodes=NNODES, options=OPTIONS)
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import is_alive
-from tests.harness import REPOSITORY, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, wait_for
 from tests.nodes import Node, Nodes, needs_nodes, remove_leftovers
 
 pytestmark = needs_nodes
@@ -108,7 +108,7 @@ def arrived(sender: Node, receiver: Node) -> int:
     """How many of 1000 packets from one node to another arrive. Both nodes already know the hardware addresses."""
     counting = started(receiver, COUNTS)
     sender.run(*PYTHON, SENDS, receiver.ipv4)
-    return int(counting.communicate("now\n")[0])
+    return int(counting.communicate("now\n", timeout=DEADLINE_S)[0])
 
 
 def test_nodes_have_names_and_addresses_of_both_families_and_reach_each_other() -> None:
@@ -127,14 +127,14 @@ def test_a_command_runs_in_the_same_folder_with_the_same_files(tmp_path: Path) -
     with Nodes(1) as nodes:
         process = nodes[0].popen("sh", "-c", "pwd; cat file", stdout=subprocess.PIPE, cwd=tmp_path)
 
-        assert process.communicate()[0] == f"{tmp_path}\ntext"
+        assert process.communicate(timeout=DEADLINE_S)[0] == f"{tmp_path}\ntext"
 
 
 def test_the_pid_of_a_command_is_its_own() -> None:
     with Nodes(1) as nodes:
         process = nodes[0].popen(*PYTHON, "import os; print(os.getpid())", stdout=subprocess.PIPE)
 
-        assert int(process.communicate()[0]) == process.pid
+        assert int(process.communicate(timeout=DEADLINE_S)[0]) == process.pid
 
 
 def test_a_node_has_shared_memory_of_its_own() -> None:
@@ -211,8 +211,8 @@ def test_a_node_that_lost_its_power_is_silent_where_a_killed_process_is_heard() 
         nodes[1].power_off()
         other.kill()
 
-        assert of_victim.communicate()[0] == "silence\n"
-        assert of_other.communicate()[0] in ("closed\n", "reset\n")
+        assert of_victim.communicate(timeout=DEADLINE_S)[0] == "silence\n"
+        assert of_other.communicate(timeout=DEADLINE_S)[0] in ("closed\n", "reset\n")
         assert victim.wait() == -signal.SIGKILL
 
 
@@ -289,7 +289,7 @@ def test_what_a_killed_run_has_left_goes_with_the_next_run() -> None:
     assert all(is_alive(int(pid)) for pid in pids), "a living run's nodes are not leftovers"
 
     killed.kill()
-    killed.wait()
+    killed.wait(DEADLINE_S)
 
     wait_for(lambda: not is_alive(holders[0]), "the namespaces' end")
     assert any(is_alive(int(pid)) for pid in pids), "nothing is left; the test proves nothing"

@@ -15,7 +15,7 @@ import pytest
 from tests.faults.cluster import PRELOAD, REDUCER
 from tests.faults.processes import LIGHT
 from tests.faults.test_signals import STUBBORN
-from tests.harness import RUN_LIMIT_S, script, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, script, wait_for
 from tests.manifests import K8S, Object, rendered, the
 from tests.nodes import Node, needs_nodes
 from tests.pods import NAMESPACE, JobPod, Pods
@@ -83,7 +83,7 @@ def test_a_job_whose_first_pod_is_deleted_begins_anew_in_new_pods(tmp_path: Path
         pods.meeting(head, other)
 
         assert pods.delete(head) == 143
-        assert other.process.wait() == 3
+        assert other.process.wait(DEADLINE_S) == 3
         # Start the pod that waits for the head first: the head's name cannot be resolved until the head is back.
         again = pods.run(job, 1, *program)
         again.process.wait_for_output("elaunch:")
@@ -180,7 +180,7 @@ def test_the_pods_of_a_cluster_with_ipv6_alone_meet_over_the_etcd_and_at_the_fir
             for pod in both:
                 pod.process.wait_for_output(rf"met at {re.escape(both[0].address)} \d+ of 2$")
             (tmp_path / "end").touch()
-            assert [pod.process.wait() for pod in both] == [0, 0], pods.story()
+            assert [pod.process.wait(DEADLINE_S) for pod in both] == [0, 0], pods.story()
 
 
 def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_reaches_nobody(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_rea
         pods.nodes.heal()
         assert all(connects(stranger, *place) for place in places)
         (tmp_path / "end").touch()
-        assert [pod.process.wait() for pod in both] == [0, 0], pods.story()
+        assert [pod.process.wait(DEADLINE_S) for pod in both] == [0, 0], pods.story()
 
 
 def test_a_pod_whose_workers_do_not_end_is_gone_within_its_grace(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import LIGHT, SAY, TAG, Light, Watched, is_alive, library
-from tests.harness import COMMAND, environment, script, slow, wait_for
+from tests.harness import COMMAND, DEADLINE_S, environment, script, slow, wait_for
 from tests.standin import WITHOUT_TORCH
 
 # A program that prints the signal that came, "saves", and exits with 0.
@@ -493,5 +493,5 @@ print("bye", flush=True)
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
             process.kill()
-            process.wait()
+            process.wait(DEADLINE_S)
         os.close(ours)

@@ -16,7 +16,7 @@ from tests.faults.cluster import REDUCER
 from tests.faults.meetings import Meeting, Records
 from tests.faults.processes import described
 from tests.faults.trainings import Training
-from tests.harness import COMMAND, REPOSITORY, slow, wait_for
+from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, slow, wait_for
 from tests.slurm import Batch, Slurm, needs_slurm
 from tests.standin import WITHOUT_TORCH
 
@@ -274,7 +274,7 @@ def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path,
             os.kill(first.pid(1), signal.SIGKILL)
             second = met(records, 2, first)
             (tmp_path / "end").touch()
-            output, _ = job.communicate()
+            output, _ = job.communicate(timeout=DEADLINE_S)
 
     assert job.returncode == 0, output
     assert (second.generation, second.restarts) == (1, 1)

@@ -15,7 +15,7 @@ from elaunch.rendezvous.server import arrivals
 from elaunch.rendezvous.server import server as server_module
 from elaunch.rendezvous.server.connection import Connection
 from elaunch.rendezvous.server.server import Server
-from tests.harness import wait_for
+from tests.harness import joined, wait_for
 from tests.served import TOKEN, Gateway, bound_socket, thread_serving
 
 STRANGERS = 200
@@ -49,7 +49,7 @@ def running(server: Server) -> Iterator[None]:
         yield
     finally:
         server.stop()
-        thread.join()
+        joined(thread)
 
 
 def test_an_agent_comes_in_before_the_strangers_of_one_address_that_came_before_it(

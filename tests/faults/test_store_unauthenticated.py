@@ -19,7 +19,7 @@ from elaunch.rendezvous.server import server as server_module
 from elaunch.rendezvous.server import unauthenticated
 from elaunch.rendezvous.server.connection_limits import slots_for
 from elaunch.rendezvous.server.unauthenticated import PER_ADDRESS
-from tests.harness import wait_for
+from tests.harness import joined, wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
 OPEN_FILES = 60
@@ -243,8 +243,7 @@ def test_three_clients_without_the_token_that_pipeline_get_an_answer_each_connec
         wait_for(lambda: len(answers) >= 6, "the answers")
         took_s = [gets_in(process.port, secret) for _ in range(10)]
         over.set()
-        for thread in threads:
-            thread.join()
+        joined(*threads)
 
     assert max(answer.count(b"HTTP/1.1 ") for answer in answers) == 1
     assert any(answer.startswith(b"HTTP/1.1 401 ") for answer in answers)
@@ -283,7 +282,7 @@ def test_an_agent_that_sends_many_requests_together_does_not_delay_the_others(se
         asking.start()
         wait_for(lambda: unread(process.port) >= 2, "both have sent")
         process.process.send_signal(signal.SIGCONT)
-        asking.join()
+        joined(asking)
 
     # The answer came after a few of the eager client's requests, not after all.
     assert answered[0] < count // 2

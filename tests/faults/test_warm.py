@@ -569,9 +569,9 @@ def test_nothing_of_a_job_holds_the_output_open(tmp_path: Path, place: Path) -> 
     words = [*COMMAND, *WARM, "train.py"]
     with subprocess.Popen(
         words, cwd=tmp_path, env=environment(options()), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as job:
+    ) as process:
         # A process that stays with this pipe would keep its reader for a quarter of an hour.
-        said, _ = job.communicate(timeout=30)
+        said, _ = process.communicate(timeout=30)
 
     assert b"a fork server stays" in said
     assert stayed()

@@ -12,7 +12,7 @@ from elaunch.agent.core import crash
 from elaunch.agent.core.stack_groups import full_text
 from elaunch.agent.workers import stacks
 from elaunch.threads import OWN, is_own, only_listens
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 HOME = "/venv/lib/python3.11"
 BOOTSTRAP = (f"{HOME}/threading.py", f"{HOME}/threading.py")
@@ -71,7 +71,7 @@ def test_neither_kind_of_stacks_shows_what_only_listens_and_both_have_elaunchs_o
         (taken,) = stacks.take({0: worker.pid})
     finally:
         worker.kill()
-        worker.communicate()
+        worker.communicate(timeout=DEADLINE_S)
 
     first, *threads = [line for line in by_itself.splitlines() if not line.startswith("  ")]
     assert first == "elaunch: what this worker's threads are doing"

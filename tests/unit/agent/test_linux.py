@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from elaunch.agent.linux import catches, children, is_pending, is_stopped, state
-from tests.harness import RUN_LIMIT_S, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
 _WAITS = """
 import signal, sys
@@ -36,7 +36,7 @@ def test_who_has_a_handler_and_who_has_a_signal_waiting_shows() -> None:
         process.send_signal(signal.SIGCONT)
         wait_for(lambda: not is_stopped(process.pid), "its going on")
 
-        process.communicate()
+        process.communicate(timeout=DEADLINE_S)
     assert not catches(process.pid, signal.SIGUSR1)
     assert not is_stopped(process.pid)
 

@@ -119,7 +119,7 @@ class _Terminal:
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.wait(DEADLINE_S)
         os.close(self._ours)
 
     def type(self, keys: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.secret import TOKEN_CHARACTERS_MIN, Secret, new_token
-from tests.harness import RUN_LIMIT_S
+from tests.harness import RUN_LIMIT_S, joined
 
 TOKEN = "0123456789abcdef"
 OTHER = "0123456789abcdeg"
@@ -42,9 +42,9 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> list[object]:
             channel.sendall(b"from the client")
     except (ssl.SSLError, OSError) as error:
         ours.close()
-        thread.join()
+        joined(thread)
         return [error]
-    thread.join()
+    joined(thread)
     return [word, *heard]
 
 

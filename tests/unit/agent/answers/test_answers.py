@@ -14,7 +14,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.questions import Question, Topic, ask
 from elaunch.rendezvous.rules.reports import RankReport, read_node_report
 from elaunch.rendezvous.store import Put, Txn
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 from tests.unit.agent.driver import KEYS, Driver, started
 
 QUESTION = Question("0123456789abcdef", Topic.STATUS, 4711)
@@ -142,7 +142,7 @@ def _until(fact: Callable[[], bool], act: Callable[[], None]) -> None:
 def test_an_answer_has_the_memory_of_a_rank_and_of_its_host() -> None:
     driver = started()
     ended = subprocess.Popen(["true"])
-    ended.wait()
+    ended.wait(DEADLINE_S)
     seen = WorkersSeen(0, 1.0, (RankReport(0, 0, os.getpid()), RankReport(1, 1, -1), RankReport(2, 2, ended.pid)))
     offered: list[Txn] = []
     answers = Answers(lambda: driver.agent, lambda now_s: seen, offered.append, "", time.monotonic())

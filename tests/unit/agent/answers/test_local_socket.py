@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.answers.local_socket import LocalSocket, credentials
-from tests.harness import RUN_LIMIT_S, wait_for
+from tests.harness import RUN_LIMIT_S, joined, wait_for
 
 NOBODY = 65534
 
@@ -37,7 +37,7 @@ class Desk:
 
     def close(self) -> None:
         os.write(self._end_w, b"x")
-        self._thread.join()
+        joined(self._thread)
         self.socket.close()
         os.close(self._end_r)
         os.close(self._end_w)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from elaunch.agent.forkserver import written_pages
+from tests.harness import DEADLINE_S
 
 # A process forks one that writes to every second page of its memory, and then one that copies these pages ahead. Prints
 # how many pages were found in that memory, how many page faults the second one's writes to them took, without and with
@@ -63,6 +64,6 @@ def test_a_process_that_waits_has_copies_of_the_pages_that_a_worker_wrote_to() -
 
 def test_a_process_that_is_gone_has_written_to_no_page() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+    gone.wait(DEADLINE_S)
 
     assert written_pages.written_by(gone.pid) == []

@@ -70,7 +70,7 @@ class Spawned:
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.kill()
-            process.communicate()
+            process.communicate(timeout=DEADLINE_S)
 
 
 @pytest.fixture

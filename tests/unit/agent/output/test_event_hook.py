@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.agent.output import event_hook
 from elaunch.agent.output.event_hook import EventHook
-from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
 
 
 class Said(list[str]):
@@ -109,7 +109,7 @@ def test_events_that_come_faster_than_the_command_are_dropped_with_a_line_each_a
     (tmp_path / "go").touch()
     assert 4 <= sum("events wait for the command already" in line for line in said) <= 5
     runs.close(0.01)
-    runs._thread.join()  # type: ignore[union-attr]
+    joined(runs._thread)  # type: ignore[union-attr]
 
 
 def test_much_output_is_cut_and_costs_no_memory(said: Said) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from elaunch.agent.session.process_identity import is_dead_here, this_process
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 WORD = "from elaunch.agent.session.process_identity import this_process; print(this_process(), flush=True); input()"
 
@@ -33,12 +33,12 @@ def test_a_process_that_lives_is_not_dead() -> None:
         assert not is_dead_here(this_process())
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=DEADLINE_S)
 
 
 def test_a_process_that_has_ended_is_dead() -> None:
     process, name = other_process()
-    process.communicate("\n")
+    process.communicate("\n", timeout=DEADLINE_S)
 
     assert is_dead_here(name)
 
@@ -50,7 +50,7 @@ def test_a_zombie_is_dead() -> None:
         wait_for(lambda: is_dead_here(name), "the killed process to be dead, though nobody has waited for it")
         assert process.returncode is None
     finally:
-        process.communicate()
+        process.communicate(timeout=DEADLINE_S)
 
 
 def test_another_process_that_got_the_same_pid_is_not_taken_for_it() -> None:

@@ -27,7 +27,7 @@ from elaunch.agent.session.session import Session
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Absent, Answer, Delete, Denied, Put, Txn, Unavailable
 from elaunch.rendezvous.times import Times
-from tests.harness import wait_for
+from tests.harness import joined, wait_for
 from tests.unit.rendezvous.flaky_store import FlakyStore
 
 KEYS = Keys("job")
@@ -372,4 +372,4 @@ def test_a_store_that_ends_with_this_agent_stays_for_the_other_members_but_not_f
         assert waited
 
     assert closed.wait(FLUSH_S)
-    closing.join()
+    joined(closing)

@@ -16,6 +16,7 @@ import pytest
 
 from elaunch.agent.workers import held_files
 from elaunch.agent.workers.build_locks import free_locks, remove_free
+from tests.harness import DEADLINE_S
 
 
 def _baton() -> str:
@@ -70,7 +71,7 @@ def test_the_lock_of_a_builder_that_was_killed_is_removed_and_named(
 ) -> None:
     said: list[str] = []
     builder.kill()
-    builder.wait()
+    builder.wait(DEADLINE_S)
     assert lock.exists()
 
     look(tmp_path, said.append)

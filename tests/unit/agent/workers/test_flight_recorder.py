@@ -127,7 +127,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
     yield found
     for process in found.processes:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=DEADLINE_S)
     for link in found.links.values():
         link.forget_recorder()
         link.socket.close()

@@ -6,12 +6,13 @@ import os
 import subprocess
 
 from elaunch.agent.workers.leftovers import of_workers
+from tests.harness import DEADLINE_S
 
 
 def test_a_process_that_has_ended_meanwhile_is_not_left_behind() -> None:
     with subprocess.Popen(["sleep", "600"]) as living:
         ended = subprocess.Popen(["true"])
-        ended.wait()
+        ended.wait(DEADLINE_S)
 
         left = of_workers([ended.pid, living.pid], [])
         own = of_workers([living.pid], [os.getpid()])

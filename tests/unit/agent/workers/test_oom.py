@@ -15,7 +15,7 @@ from elaunch.agent.linux import descendants
 from elaunch.agent.workers import oom
 from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.oom import OutOfMemoryWatch, are_counted, held_text
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 COUNTED = "its memory cgroup counted an out-of-memory kill at that time"
 # The pid of no process: the kernel log says nothing about it.
@@ -72,7 +72,7 @@ def family() -> Iterator[int]:
     assert process.stdout.readline() == "ready\n"
     yield process.pid
     os.killpg(process.pid, 9)
-    process.wait()
+    process.wait(DEADLINE_S)
     process.stdout.close()
 
 

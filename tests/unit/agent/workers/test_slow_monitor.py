@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent.workers import slow_monitor
 from elaunch.agent.workers.slow_monitor import read_traits
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 SPIN = "while True: pass"
 LOADER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{SPIN}'])"
@@ -29,7 +29,7 @@ def pids(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, int]]:
     yield {rank: worker.pid for rank, worker in enumerate(workers)}
     for worker in workers:
         os.killpg(worker.pid, 9)
-        worker.communicate()
+        worker.communicate(timeout=DEADLINE_S)
 
 
 def test_the_facts_are_those_of_each_process(pids: dict[int, int]) -> None:

@@ -19,7 +19,7 @@ from elaunch.agent.core.stack_groups import Stack
 from elaunch.agent.core.waits import Doing, doing
 from elaunch.agent.workers import stacks
 from elaunch.agent.workers.stacks import NO_TOOL, take
-from tests.harness import script, wait_for
+from tests.harness import DEADLINE_S, script, wait_for
 
 PROGRAM = """
 import os, sys, threading, time
@@ -66,7 +66,7 @@ class Programs:
     def end(self) -> None:
         for program in self._running:
             os.killpg(program.pid, signal.SIGKILL)
-            program.communicate()
+            program.communicate(timeout=DEADLINE_S)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_a_process_that_sigstop_holds_is_read_all_the_same(programs: Programs) -
 
 def test_a_process_that_cannot_be_read_says_why() -> None:
     gone = subprocess.Popen(["true"])
-    gone.wait()
+    gone.wait(DEADLINE_S)
     with subprocess.Popen(["sleep", "600"]) as other:
         wait_for(lambda: Path(f"/proc/{other.pid}/comm").read_text() == "sleep\n", "exec", 10.0)
         troubles = [stack.trouble for stack in take({0: gone.pid, 1: other.pid})]
@@ -204,7 +204,7 @@ def test_a_py_spy_that_does_not_even_end_when_it_is_killed_is_not_waited_for(mon
     never = threading.Event()
 
     def hangs(command: list[str], timeout: float, **_: object) -> None:
-        never.wait()
+        never.wait(DEADLINE_S)
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(stacks.subprocess, "run", hangs)

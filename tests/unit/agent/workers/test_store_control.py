@@ -11,6 +11,7 @@ import pytest
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.workers.store_control import StoreControl
+from tests.harness import joined
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_at_its_end_a_store_says_whether_a_rank_had_used_it(
     thread = threading.Thread(target=reply)
     thread.start()
     said = control.end()
-    thread.join()
+    joined(thread)
 
     assert (said, orders) == (used, [{"op": "end"}])
 

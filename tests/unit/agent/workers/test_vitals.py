@@ -14,7 +14,7 @@ import pytest
 
 from elaunch.agent.core.standstill import Sort, Standstill, Window, after_windows
 from elaunch.agent.workers.vitals import Vitals
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 PROGRAMS = {
     "idle": "threading.Lock().acquire(); lock = threading.Lock(); lock.acquire(); ready(); lock.acquire()",
@@ -45,7 +45,7 @@ def running() -> Iterator[dict[str, int]]:
     yield {name: program.pid for name, program in programs.items()}
     for program in programs.values():
         os.killpg(program.pid, signal.SIGKILL)
-        program.communicate()
+        program.communicate(timeout=DEADLINE_S)
 
 
 def sort_of(window: Window) -> Sort | None:
@@ -90,7 +90,7 @@ def test_the_window_before_the_first_whole_one_is_told_with_it() -> None:
     with subprocess.Popen(["sleep", "600"]) as worker:
         # One that is held may stand still in each window, whatever it did before.
         worker.send_signal(signal.SIGSTOP)
-        os.waitpid(worker.pid, os.WUNTRACED)
+        wait_for(lambda: os.waitpid(worker.pid, os.WUNTRACED | os.WNOHANG)[0], "it is stopped")
         looks = [vitals.look({0: worker.pid}, now_s) for now_s in (1000.0, 1004.0, 1007.0, 1009.0)]
         worker.kill()
 

@@ -142,7 +142,7 @@ def stranger(deed: str, *names: str) -> Iterator[None]:
         assert other.stdout
         assert other.stdout.readline() == "done\n"
         yield
-        other.communicate()
+        other.communicate(timeout=DEADLINE_S)
 
 
 def guessed(job: str) -> str:

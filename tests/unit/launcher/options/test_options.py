@@ -498,7 +498,7 @@ def test_the_other_settings_reach_the_agent() -> None:
 
 def test_defaults_that_differ_from_torchruns_are_one_note() -> None:
     assert config_of("t.py", host=GPU_HOST).notes == (
-        "8 workers, one per GPU; OMP_NUM_THREADS=8; max_restarts is 3 (torchrun's is 0, a plain launch)",
+        "8 workers, one per GPU; OMP_NUM_THREADS=8; max_restarts is 3 (torchrun's default is 0)",
     )
 
 

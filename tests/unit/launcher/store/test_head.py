@@ -29,7 +29,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Absent, Denied, Put, Txn, Unavailable
 from elaunch.rendezvous.times import Times
 from tests.etcd import QUICK, VERSIONS, Etcd
-from tests.harness import RUN_LIMIT_S, free_ports, slow, wait_for
+from tests.harness import RUN_LIMIT_S, free_ports, joined, slow, wait_for
 
 KINDS = pytest.mark.parametrize(
     "kind",
@@ -379,7 +379,7 @@ def test_a_server_that_ends_while_it_is_asked_is_tried_again() -> None:
         thread.start()
         with pytest.raises(Unavailable):
             client(endpoint, "the token of the job").check()
-        thread.join()
+        joined(thread)
 
 
 def test_an_etcd_whose_agent_ended_before_it_named_a_token_is_not_started(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from elaunch.launcher.store import munge, token_handover
 from elaunch.launcher.store.head import START_S
 from elaunch.launcher.store.token_handover import AnotherJob, Meeting, Offer, fetch
 from elaunch.rendezvous.endpoint import Endpoint
-from tests.harness import DEADLINE_S, free_ports
+from tests.harness import DEADLINE_S, free_ports, joined
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # Stand-ins for munge and unmunge with their real output, and a cipher that hides nothing. $MAKER is the user of the
@@ -208,7 +208,7 @@ def impostor(meeting: Meeting, speak: Callable[[socket.socket], None]) -> Iterat
             yield
         finally:
             over.set()
-            serving.join()
+            joined(serving)
 
 
 @pytest.mark.parametrize("before", [b"", b'["test-7.0.0 train 20000", "print"]\n'], ids=["first word", "credential"])
@@ -329,7 +329,7 @@ def test_an_etcd_at_the_endpoint_needs_no_secret(meeting: Meeting) -> None:
         with pytest.raises(SiteError, match="Connection refused"):
             fetch(replace(meeting, may_be_etcd=False), 5, said)
         etcd.shutdown(socket.SHUT_RDWR)
-        answering.join()
+        joined(answering)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.watch.local import ANSWER_S, NoAnswer, status_of
+from tests.harness import joined
 
 
 def test_control_characters_of_an_agents_error_reach_no_terminal(tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_control_characters_of_an_agents_error_reach_no_terminal(tmp_path: Path)
 
         with pytest.raises(NoAnswer, match="busy") as refused:
             status_of(tmp_path / "agent")
-        answering.join()
+        joined(answering)
 
     assert str(refused.value).isprintable()
 

@@ -116,7 +116,7 @@ def test_a_refusal_is_also_one_of_what_the_host_did_not_hear_before(listeners: l
         begun = polls["begun"]
 
         with pytest.raises(ConnectionRefusedError):
-            dialled.result()
+            dialled.result(DEADLINE_S)
 
     assert polls["begun"] <= begun + 1, "the kernel's repetition of the first was waited for"
 
@@ -143,7 +143,7 @@ def test_who_is_silent_is_asked_again_by_another_socket(listeners: list[Listener
 
         other.wake()
 
-        with dialled.result() as connected:
+        with dialled.result(DEADLINE_S) as connected:
             assert connected.getpeername() == other.address[1]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elaunch.rendezvous.http.resolve import resolve
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 REAL = socket.getaddrinfo
 
@@ -26,7 +26,7 @@ class Resolver:
         if flags & socket.AI_NUMERICHOST:
             return REAL(host, *args, flags=flags, **kwargs)
         self.asked += 1
-        self.answers.wait()
+        self.answers.wait(DEADLINE_S)
         return REAL("127.0.0.1", *args, flags=flags, **kwargs)
 
 

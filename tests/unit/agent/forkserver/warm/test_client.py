@@ -13,6 +13,7 @@ import pytest
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.warm import client
+from tests.harness import joined
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_a_fork_may_take_longer_for_its_checks_than_the_server_for_its_answer(
         timer.start()
 
         borrowed = client._answered(ours)
-        timer.join()
+        joined(timer)
         borrowed.kill()
 
         assert borrowed.pid == forked[0]

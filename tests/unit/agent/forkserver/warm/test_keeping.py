@@ -14,6 +14,7 @@ from elaunch.agent.forkserver.warm.client import Cold
 from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
 from elaunch.agent.forkserver.warm.keeping import stop
 from elaunch.agent.guardian.guardian import VARIABLE
+from tests.harness import DEADLINE_S
 
 
 def test_one_that_hangs_before_it_has_its_name_is_ended(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_one_that_hangs_before_it_has_its_name_is_ended(tmp_path: Path) -> None:
         code = hanging.wait(5)
     finally:
         hanging.kill()
-        hanging.wait()
+        hanging.wait(DEADLINE_S)
 
     assert was_there
     assert code == -signal.SIGKILL
