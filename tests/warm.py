@@ -18,7 +18,7 @@ import pytest
 from elaunch.agent.forkserver.learned import NOTHING
 from elaunch.agent.forkserver.warm.client import Cold, WarmKind, connected, greeted
 from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, stop
-from elaunch.agent.forkserver.warm.place import folder
+from elaunch.agent.forkserver.warm.place import NoPlace, folder
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from tests.harness import COMMAND, DEADLINE_S, environment, script, wait_for
 from tests.standin import WITH_TORCH
@@ -106,10 +106,13 @@ def shared_start(place: Path, *modules: str) -> Iterator[SharedStart]:
     env = {**{name: os.fspath(path) for name, path in folders.items()}, "OMP_NUM_THREADS": "1", **WITH_TORCH}
     with _alone_in(place):
         kind = WarmKind(Program(ProgramKind.SCRIPT, "any.py", (), sys.executable), modules)
-        leave_behind(kind, environment(env), NOTHING, _IDLE_S, in_place=False)
+        # Without a place each job starts cold.
+        with suppress(NoPlace, OSError):
+            leave_behind(kind, environment(env), NOTHING, _IDLE_S, in_place=False)
         for path in servers():
             _wait_for_imports(path)
         # As long as a process of the run has this lock, no job leaves a fork server behind.
+        folder(os.environ).mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (folder(os.environ) / "lock").open("a")
         fcntl.flock(lock, fcntl.LOCK_SH)
     try:
@@ -125,9 +128,17 @@ def shared_start(place: Path, *modules: str) -> Iterator[SharedStart]:
 def _alone_in(place: Path) -> Iterator[None]:
     """This process looks for fork servers in `place`. No other process of the run does so meanwhile."""
     with (place / "turn").open("w") as turn, pytest.MonkeyPatch.context() as patched:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+        wait_for(lambda: _is_locked(turn.fileno()), f"this process's turn in {place}")
         patched.setenv("XDG_RUNTIME_DIR", os.fspath(place))
         yield
+
+
+def _is_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _wait_for_imports(path: Path) -> None:

@@ -172,6 +172,11 @@ class ForkServer:
         return self._process.pid
 
     @property
+    def server_pids(self) -> tuple[int, ...]:
+        """With that of the successor."""
+        return (self.pid, *(self._successor.server_pids if self._successor else ()))
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """With those of processes that it has forked ahead, and of the successor."""
         return (self.pid, *self._ahead, *(self._successor.pids if self._successor else ()))

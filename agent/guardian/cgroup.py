@@ -3,21 +3,24 @@
 The cgroup holds every process that a worker starts, also one that has cleared or overwritten its environment. One write
 ends all of them. No controller is switched on: limits and accounting stay as they are.
 
-The kernel takes 10 to 30 ms to move a process to another cgroup (Linux 6.18: it waits until all CPUs have seen it), and
+The kernel takes 8 to 30 ms to move a process to another cgroup (Linux 6.18: it waits until all CPUs have seen it), and
 none for a child that is born there. So it is the fork server that moves, before it has to fork and while nobody waits.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.guardian.guardian import kill_cgroup
 
-# The kernel lets a move wait for so long at most, as far as is known. What has not moved then is ended with the rest.
-_MOVE_S_MAX = 5.0
+# A move takes longer where the kernel is short of memory, or others change cgroups all the time. It is not waited for
+# longer than this at the end of a generation.
+_MOVE_S_MAX = 1.0
+_SLICE_S = 0.005
 
 
 class JobCgroup:
@@ -59,37 +62,57 @@ class JobCgroup:
         except (OSError, ValueError):
             return []
 
-    def move(self, pids: Collection[int], generation: int) -> None:
-        """Move processes to a generation's cgroup, and do not wait for it: what they fork is born there then."""
-        self.wait()
-        folder = self.generation(generation)
-        if folder and (outside := set(pids).difference(self.pids(generation))):
-            moving = threading.Thread(target=_move, args=(outside, folder), name="elaunch-cgroup", daemon=True)
-            # Where the system gives no thread (`pids.max`), the workers move themselves.
-            with suppress(RuntimeError):
-                moving.start()
-                self._moving = moving
+    @property
+    def is_moving(self) -> bool:
+        """Whether processes are still on their way."""
+        return self._moving is not None and self._moving.is_alive()
 
-    def wait(self) -> None:
-        """Wait until the processes have moved, if some do."""
-        moving, self._moving = self._moving, None
-        if moving:
-            moving.join(_MOVE_S_MAX)
+    def move(self, pids: Collection[int], generation: int) -> bool:
+        """Move processes to a generation's cgroup, and do not wait for it: what they fork is born there then.
+
+        Returns whether they are there or on their way. Nothing moves while others do.
+        """
+        folder = self.generation(generation)
+        if self.is_moving or not folder:
+            return False
+        if outside := set(pids).difference(self.pids(generation)):
+            moving = threading.Thread(target=_move, args=(outside, folder), name="elaunch-cgroup", daemon=True)
+            try:
+                moving.start()
+            except RuntimeError:
+                # The system gives no thread (`pids.max`).
+                return False
+            self._moving = moving
+        return True
 
     def end(self, generation: int, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
-        """End all processes of a generation. Those in `spare` move to the next; `meanwhile` as in `kill_cgroup`."""
-        if not self.path:
-            return
-        self.wait()
-        if inside := set(spare).intersection(self.pids(generation)):
-            _move(inside, self.generation(generation + 1) or self.path)
-        kill_cgroup(str(Path(self.path, f"generation_{generation}")), meanwhile)
+        """End all processes of a generation. Those in `spare` move to the next; `meanwhile` as in `kill_cgroup`.
+
+        One that does not get out within a second ends with the generation, as a fork server that was killed.
+        """
+        if self.path:
+            self._move_out(generation, spare, meanwhile)
+            kill_cgroup(str(Path(self.path, f"generation_{generation}")), meanwhile)
+
+    def _move_out(self, generation: int, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
+        until_s = time.monotonic() + _MOVE_S_MAX
+        while time.monotonic() < until_s:
+            if not self.is_moving:
+                inside = set(spare).intersection(self.pids(generation))
+                if not inside:
+                    return
+                if not self.move(inside, generation + 1):
+                    _move(inside, self.path)
+                    return
+            meanwhile()
+            if self._moving:
+                self._moving.join(_SLICE_S)
 
 
 def _move(pids: Collection[int], folder: str) -> None:
     there = Path(folder, "cgroup.procs")
     for pid in pids:
-        # It has ended, or may not be moved. Then the processes that it forks move themselves.
+        # One that has ended needs no move. What another one forks moves itself.
         with suppress(OSError):
             there.write_text(str(pid))
 

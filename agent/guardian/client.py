@@ -60,6 +60,7 @@ class GuardianClient:
                     sys.executable,
                     "-I",
                     "-S",
+                    *_bytecode_options(),
                     str(script),
                     self._kin.text(),
                     str(theirs),
@@ -90,15 +91,11 @@ class GuardianClient:
         """`inherited` for a command that the agent runs: it ends with the agent, but not with a generation."""
         return _marked(inherited, marker_beside(self.marker))
 
-    def all_forked(self, pids: Collection[int], generation: int) -> None:
-        """All workers of a generation are forked: this is the time for what would have kept them waiting.
-
-        `pids` are the fork servers. They go to the next generation's cgroup, in which its workers are to be born.
-        """
+    def wake(self) -> None:
+        """Let the guardian import what it needs: no worker's start has to wait for that any more."""
         # Whether there is a guardian to hear it is found out elsewhere.
         with suppress(OSError):
             os.write(self._fd, b"\0")
-        self.cgroup.move(pids, generation + 1)
 
     def left_of(self, generation: int, spare: Collection[int]) -> list[int]:
         """The processes of a generation that live, except fork servers (`spare`) and helpers that end by themselves.
@@ -132,6 +129,12 @@ class GuardianClient:
         os.close(self._fd)
         if self._process.wait() != 0:
             clean_up(self._kin, self.cgroup.path, self._run_dirs)
+
+
+def _bytecode_options() -> list[str]:
+    """Where this interpreter keeps bytecode, if anywhere. The guardian gets no variables that say so."""
+    prefix = sys.pycache_prefix
+    return [*(["-B"] if sys.dont_write_bytecode else []), *(["-X", f"pycache_prefix={prefix}"] if prefix else [])]
 
 
 def _marked(inherited: Mapping[str, str], marker: str) -> dict[str, str]:

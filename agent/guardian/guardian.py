@@ -212,11 +212,7 @@ def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] =
     busy: set[int] = set()
     cleaners = _Cleaners()
     start_s = now_s = time.monotonic()
-    found: list[int] = []
-    # While killed ones still live, the other processes of the host need no look.
-    while (found := [pid for pid in found if pid not in busy and kin.has(pid)] or living(kin, spare)) and (
-        now_s < start_s + SWEEP_S_MAX or busy.issuperset(found)
-    ):
+    while (found := living(kin, spare)) and (now_s < start_s + SWEEP_S_MAX or busy.issuperset(found)):
         busy = cleaners.busy(found, now_s)
         if not seen.issuperset(found):
             theirs |= sockets_in_folders(set(found) - seen)

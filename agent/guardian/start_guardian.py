@@ -1,7 +1,7 @@
 """The guardian's first file, run as `python -I -S start_guardian.py KIN FD CGROUP`: see guardian.py.
 
-A job starts now, and on few CPUs its workers would wait for this process's imports. So it waits until the agent says
-that they are forked. A script is compiled at each start besides, and a module is not.
+On few CPUs the workers of a job that starts would wait for the guardian's imports. So the guardian imports when the
+agent says that all workers are forked, or after a minute. Python compiles a script at each start, a module only once.
 """
 
 import importlib
@@ -10,8 +10,17 @@ import select
 import signal
 import sys
 
-# For the case that the workers come late: Python's own files may be gone at the agent's end.
-_LATER_MS = 1000
+# Not only at the agent's end: Python's own files may be gone then.
+_LATER_MS = 60_000
+
+
+def _is_nested() -> bool:
+    """Whether the cgroup is that of another job of elaunch, whose end leaves this process only a moment to clean up."""
+    try:
+        with open("/proc/self/cgroup", "rb") as file:  # noqa: PTH123
+            return b"/elaunch-" in file.read()
+    except OSError:
+        return False
 
 
 def main() -> None:
@@ -19,10 +28,11 @@ def main() -> None:
     # A scheduler signals all of a job's processes. The guardian ends only when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    news = select.poll()
-    news.register(int(sys.argv[2]), select.POLLIN)
-    # The agent has a word, or is gone.
-    news.poll(_LATER_MS)
+    if not _is_nested():
+        news = select.poll()
+        news.register(int(sys.argv[2]), select.POLLIN)
+        # The agent has a word, or is gone.
+        news.poll(_LATER_MS)
     # At the end: the standard library's modules come first.
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120
     importlib.import_module("guardian").main()

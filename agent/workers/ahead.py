@@ -1,4 +1,4 @@
-"""Decides when the next generation's workers are forked ahead, and by which fork server."""
+"""Decides what is done for the next generation while this one runs: who forks its workers ahead, when and where."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.preload_learner import PreloadLearner
 
+# A fork server moves to another cgroup within this time, on most hosts.
+_MOVE_S = 0.05
 # The program's own start has the CPUs first.
 _AFTER_S = 1.0
 # Two workers are forked within 20 ms, and processes that wait would be half of the launcher's memory.
@@ -18,8 +20,8 @@ _WORKERS_MIN = 3
 class ForksAhead:
     """Orders processes that wait for the next generation of `server`'s workers. The agent's loop calls all methods.
 
-    `guardian` hears when all workers of a generation are forked. Without `is_wanted` there is no next generation to
-    wait for, and the order is that none is to wait.
+    Once all workers of a generation are forked, `server` moves to the next one's cgroup, and `guardian` may use the
+    CPUs. Without `is_wanted` there is no next generation to wait for, and the order is that none is to wait.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class ForksAhead:
         is_forked = group is not None and len(group.pids) >= group.slots
         if group and is_forked and not self._is_forked:
             self._is_forked = True
-            self._guardian.all_forked(self._server.pids, group.generation)
+            self._guardian.wake()
+            self._move(group)
         if group is None or self._server.preload is None:
             self._due_s = None
             return
@@ -57,15 +60,17 @@ class ForksAhead:
             # Else the fork server still imports.
             self._due_s = None if is_forked else now_s + _AFTER_S
             if is_forked:
-                self._order(group)
+                self._order(group, now_s)
         elif self._due_s is None and self._learner.has_successor and not self._is_successor_asked:
-            self._order(group)
+            self._order(group, now_s)
 
-    def _order(self, group: WorkerGroup) -> None:
+    def _order(self, group: WorkerGroup, now_s: float) -> None:
+        # A successor is still in the agent's cgroup. What it forks ahead is to be born in the next generation's.
+        self._move(group)
+        if self._guardian.cgroup.is_moving:
+            self._due_s = now_s + _MOVE_S
+            return
         count = self._count(group)
-        # A successor is not there yet. What is forked ahead is to be born in the next generation's cgroup.
-        self._guardian.cgroup.move(self._server.pids, group.generation + 1)
-        self._guardian.cgroup.wait()
         # A fork server that is gone is replaced, and the workers are forked when they are needed.
         with suppress(OSError):
             if self._learner.has_successor:
@@ -73,6 +78,9 @@ class ForksAhead:
                 self._server.fork_ahead_in_successor(count)
             else:
                 self._server.fork_ahead(count)
+
+    def _move(self, group: WorkerGroup) -> None:
+        self._guardian.cgroup.move(self._server.server_pids, group.generation + 1)
 
     def _count(self, group: WorkerGroup) -> int:
         """One for each worker, and one for the worker store, which is likely to stay on this node."""

@@ -29,7 +29,8 @@ else:
 
     # The value of a field that is not given, and has no default.
     MISSING = type("Missing", (), {"__repr__": lambda _: "<missing>"})()
-    # Compiling an `__init__` takes as long as filling in a hundred records.
+    # To compile an `__init__` takes as long as to fill in a hundred records. Few classes have more than ten in a short
+    # job, and one that has many loses a tenth of that time.
     _FILLED_IN = 10
     # These texts are what a class's annotations hold: all of elaunch's are texts.
     _NO_FIELDS = ("ClassVar", "InitVar", "KW_ONLY")

@@ -22,13 +22,22 @@ def import_ahead() -> None:
     """
     # No daemon: if an interpreter ends while a thread runs Python code for C++, the process may abort.
     thread = threading.Thread(target=_import, name="imports")
+    standing: list[int] = []
 
     def wait() -> None:
-        if threading.current_thread() is not thread:
-            wait_while_it_goes_on(thread)
+        standing.clear()
+        if threading.current_thread() is thread:
+            return
+        wait_while_it_goes_on(thread)
+        if thread.is_alive() and thread.ident:
+            standing.append(thread.ident)
+
+    def break_off() -> None:
+        for ident in standing:
+            break_off_imports(ident)
 
     # A module is best imported once: a library may not bear a second half of an import.
-    os.register_at_fork(before=wait, after_in_child=break_off_imports)
+    os.register_at_fork(before=wait, after_in_child=break_off)
     thread.start()
 
 
@@ -40,17 +49,17 @@ def wait_while_it_goes_on(thread: threading.Thread) -> None:
         thread.join(_FORK_WAIT_S)
 
 
-def break_off_imports() -> None:
-    """In a forked child: let it import anew what other threads were importing, which are not in the child.
+def break_off_imports(thread: int) -> None:
+    """In a forked child: let it import anew what the thread with that number imports, which is not in the child.
 
-    A module's lock would be theirs for ever, and the child would wait for it for ever. What is half imported is
+    A module's lock would be that thread's for ever, and the child would wait for it for ever. What is half imported is
     removed, as Python removes a module whose import fails.
     """
     system: Any = importlib._bootstrap
     locks = getattr(system, "_module_locks", {})
     for name, reference in [*locks.items()]:
         lock = reference()
-        if lock is None or lock.owner in (None, threading.get_ident()):
+        if lock is None or lock.owner != thread:
             continue
         del locks[name]
         module = sys.modules.get(name)

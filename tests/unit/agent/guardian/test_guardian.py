@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
+from elaunch.agent.linux import thread_call
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -442,3 +444,30 @@ def test_the_folder_of_a_loader_that_ends_with_its_signalled_worker_is_removed(
 
     client.finish()
     assert folders(short_folder) == []
+
+
+def test_the_guardian_imports_when_it_is_woken_and_waits_for_the_agents_end_then() -> None:
+    """It waits for the word in `poll`, and in `read` for the agent's end. Without the word it would wait a minute."""
+    guard = GuardianClient((), {})
+    pid = guard.pid
+    try:
+        wait_for(lambda: thread_call(pid, pid) == "poll", "the guardian to wait for its agent's word")
+        before = Path(f"/proc/{pid}/statm").read_text().split()[1]
+        woken_s = time.monotonic()
+        guard.wake()
+        wait_for(lambda: thread_call(pid, pid) == "read", "the guardian to wait for its agent's end")
+        after = Path(f"/proc/{pid}/statm").read_text().split()[1]
+
+        assert time.monotonic() - woken_s < 50
+        assert int(before) < int(after)
+    finally:
+        guard.finish()
+
+
+def test_the_guardian_that_was_not_woken_cleans_up_all_the_same(spawned: Spawned) -> None:
+    guard = GuardianClient((), {})
+    mine = spawned.pid(READY, markers=guard.marker)
+
+    guard.finish()
+
+    wait_until_gone(mine)

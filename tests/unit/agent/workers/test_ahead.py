@@ -19,7 +19,7 @@ from elaunch.rendezvous.types import RankTable, Seat
 class Server:
     preload: tuple[str, ...] | None = ("torch",)
     said: list[tuple[str, int]] = field(default_factory=list)
-    pids: tuple[int, ...] = (5,)
+    server_pids: tuple[int, ...] = (5,)
 
     def fork_ahead(self, count: int) -> None:
         self.said.append(("first", count))
@@ -33,19 +33,17 @@ class Guardian:
     """Also its cgroup."""
 
     said: list[tuple[tuple[int, ...], int] | str] = field(default_factory=list)
+    is_moving: bool = False
 
     @property
     def cgroup(self) -> Guardian:
         return self
 
-    def all_forked(self, pids: tuple[int, ...], generation: int) -> None:
-        self.said.append(f"{pids} forked all of {generation}")
+    def wake(self) -> None:
+        self.said.append("woken")
 
     def move(self, pids: tuple[int, ...], generation: int) -> None:
         self.said.append((pids, generation))
-
-    def wait(self) -> None:
-        self.said.append("waited")
 
 
 @dataclass
@@ -123,7 +121,7 @@ def test_a_fork_server_that_has_imported_nothing_is_told_nothing() -> None:
     assert (server.said, forks.due_s) == ([], None)
 
 
-def test_the_last_fork_is_told_and_what_forks_ahead_has_moved_before() -> None:
+def test_at_the_last_fork_the_guardian_is_woken_and_the_fork_server_moves() -> None:
     server, workers, guardian = Server(), group(), Guardian()
     forks = ahead(server, Learner(), guardian=guardian)
 
@@ -134,11 +132,24 @@ def test_the_last_fork_is_told_and_what_forks_ahead_has_moved_before() -> None:
     workers.pids[2] = 73
     forks.tick(10.2)
     forks.tick(10.3)
-    at_last_fork = [*guardian.said]
-    forks.tick(11.0)
 
-    assert (before, at_last_fork) == ([], ["(5,) forked all of 0"])
-    assert guardian.said[1:] == [((5,), 1), "waited"]
+    assert (before, guardian.said) == ([], ["woken", ((5,), 1)])
+
+
+def test_a_fork_server_that_is_on_its_way_forks_ahead_when_it_is_there() -> None:
+    server, workers, guardian = Server(), group(), Guardian(is_moving=True)
+    forks = ahead(server, Learner(), guardian=guardian)
+
+    forks.begin(workers, 10.0)
+    workers.pids.update({0: 71, 1: 72, 2: 73})
+    forks.tick(11.0)
+    while_moving, due_s = [*server.said], forks.due_s
+    guardian.is_moving = False
+    forks.tick(11.1)
+
+    assert while_moving == []
+    assert due_s is not None
+    assert 11.0 < due_s < 11.1
     assert server.said == [("first", 3)]
 
 
@@ -150,4 +161,4 @@ def test_the_last_fork_of_a_server_without_preloads_is_told_too() -> None:
     workers.pids.update({0: 71, 1: 72, 2: 73})
     forks.tick(10.1)
 
-    assert guardian.said == ["(5,) forked all of 0"]
+    assert guardian.said == ["woken", ((5,), 1)]
