@@ -137,9 +137,15 @@ class _Choosing:
         self._import_all()
         plans = [each.plan for each in among]
         room, taken = self._room()
+        meter = PeakMeter(self._device)
         worker = worker_speed(self._config, self._device, self._peers, plans, free=room.bytes - taken)
-        # With what was imported to measure.
-        room, taken = self._room()
+        if self._device.type == "cuda":
+            # NCCL's buffers are not among what the meter sees.
+            room, taken = self._room()
+        else:
+            # What was imported to measure. A second fork server, which may have come meanwhile, counts already.
+            meter.start()
+            taken += self._peers.largest([meter.left])[0]
         worker = replace(worker, base_bytes=taken)
         meter = PeakMeter(self._device)
         options = self._options(among, worker)
