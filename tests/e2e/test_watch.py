@@ -95,7 +95,7 @@ def two_nodes(folder: Path, run_id: str, ranks: int = 1) -> Iterator[tuple[Job, 
     place = f"127.0.0.1:{port}"
     words = ("--nnodes", "2", "--rdzv-endpoint", place, "--run-id", run_id, "--local-addr", "127.0.0.1")
     # A node that a test stops is not to be lost before it was asked for.
-    words = (*words, "--rdzv-conf", "lease_ttl=30")
+    words = (*words, "--rdzv-conf", "lease_ttl=180")
     env = {"ELAUNCH_TOKEN": TOKEN, "HOME": str(folder)}
     with ExitStack() as stack:
         one, two = (stack.enter_context(running(folder, *words, ranks=ranks, env=env)) for _ in range(2))
