@@ -31,8 +31,8 @@ _DESCRIPTION = (
     "An option can be written with _ for -, and shortened while it stays unambiguous. It can also be given as a"
     " variable, or in the job file of --config. The command line wins over variables, and variables over the file.",
     "A script called - is read from stdin.",
-    "elaunch status, top and stacks show a running job of this host: once, refreshed each second, and where each rank is."
-    " For a job of other hosts they take --rdzv-endpoint, --run-id, --token-file and --rdzv-conf as the job does.",
+    "elaunch status, top and stacks show a running job of this host: once, refreshed each second, and where each rank"
+    " is. For a job of other hosts they take --rdzv-endpoint, --run-id, --token-file and --rdzv-conf as the job does.",
 )
 _VARIABLES = (
     ("PET_NAME", "The value of the option --name, as under torchrun: PET_MAX_RESTARTS=1."),
