@@ -13,6 +13,7 @@ from elaunch.agent.forkserver.learned import NOTHING
 from elaunch.agent.forkserver.learned_file import read
 from elaunch.agent.forkserver.selection import together
 from elaunch.agent.forkserver.warm.client import Cold, WarmKind, why_useless
+from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, state, stop
 from elaunch.agent.forkserver.warm.place import NoPlace as NoPlace
 from elaunch.agent.forkserver.warm.place import folder
@@ -107,7 +108,9 @@ def _looked_at(path: Path) -> Stayed:
     try:
         said = WarmState(**decode_fields(_HINTS, state(path)))
     except Cold as error:
-        return Stayed(path, None, trouble=str(error) or "it has ended", is_gone=error.is_gone)
+        # On a busy host it may live and answer late.
+        is_gone = error.is_gone and not holders(path)
+        return Stayed(path, None, trouble=str(error) or "it has ended", is_gone=is_gone)
     except (KeyError, TypeError, ValueError, OSError) as error:
         return Stayed(path, None, trouble=plain(str(error)))
     return Stayed(path, said, _pss_bytes(said.pid))

@@ -212,6 +212,8 @@ def check_script(target: str) -> None:
         if not (script / "__main__.py").is_file():
             raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
         return
+    if script.is_symlink() and not script.exists():
+        raise UsageError(f"{target} is a link to {script.readlink()}, which does not exist; correct the link")
     if not script.exists():
         raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(target)}")
     if not script.is_file():

@@ -34,6 +34,12 @@ _SYNTAX_ERROR = re.compile(
     re.MULTILINE,
 )
 
+# Python 3.11 names no place above this one.
+_NOT_UTF_8 = re.compile(
+    r"^(?P<type>SyntaxError): (?P<message>Non-UTF-8 code .* in file (?P<file>.+) on line (?P<line>\d+), .*)$",
+    re.MULTILINE,
+)
+
 # The last words of `python -m` about a module that is not there; they come without a traceback.
 _NO_MODULE = re.compile(
     r"\S+: (?P<message>(?:No module named|Error while finding module specification for"
@@ -271,7 +277,7 @@ def _parse_plain(text: str) -> Raised | None:
         if module := _NO_MODULE.fullmatch(text.rstrip().rpartition("\n")[2]):
             return Raised("ModuleNotFoundError", module["message"], "", module[0])
         # An error in the program's own text has no frames, and so no such line.
-        syntax = list(_SYNTAX_ERROR.finditer(text))
+        syntax = [*_SYNTAX_ERROR.finditer(text)] or [*_NOT_UTF_8.finditer(text)]
         if not syntax:
             return None
         last = syntax[-1]

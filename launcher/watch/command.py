@@ -227,7 +227,7 @@ def _nothing_found(request: LookRequest, found: Found) -> str:
         why += f"; jobs of {', '.join(users)} may run here, which only their users and root can see"
     if found.agents:
         names = ", ".join(_call(run_id, group) for (run_id, _), group in _jobs(found.agents).items())
-        return f"{which} runs on this host; there is {names}{why}"
+        return f"{which} runs on this host; these run: {names}{why}"
     return f"{which} runs on this host{why}; for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
 
 

@@ -203,6 +203,19 @@ def test_an_error_in_the_programs_own_text_is_a_start_up_failure_with_its_place(
     assert failed.traceback.splitlines()[0] == f'  File "{tmp_path}/train.py", line {line}'
 
 
+def test_a_program_in_another_encoding_is_a_start_up_failure_with_its_place() -> None:
+    said = (
+        "SyntaxError: Non-UTF-8 code starting with '\\xe9' in file /data/my job/train.py on line 7, but no encoding"
+        " declared; see https://peps.python.org/pep-0263/ for details"
+    )
+
+    failed = failure(1, tail=f"{said}\n")
+
+    assert failed.kind is FailureKind.STARTUP
+    assert (failed.exception, failed.frame) == ("SyntaxError", "/data/my job/train.py:7")
+    assert failed.traceback == said
+
+
 def test_a_syntax_error_in_an_imported_file_is_found_there(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("x = (\n")
 

@@ -624,6 +624,19 @@ def test_a_folder_that_was_removed_is_said_to_be_so(tmp_path: Path, monkeypatch:
             check_program(options_of(script), {})
 
 
+@pytest.mark.parametrize("leads_to", ["gone/train.py", "train.py"], ids=["nowhere", "itself"])
+def test_a_script_that_is_a_broken_link_is_said_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads_to: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").symlink_to(leads_to)
+
+    with pytest.raises(UsageError) as caught:
+        check_program(options_of("train.py"), {})
+
+    assert str(caught.value) == f"train.py is a link to {leads_to}, which does not exist; correct the link"
+
+
 def test_a_missing_script_is_named_with_its_directory_and_a_near_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,68 @@
+"""`elaunch warm` where a fork server is there that does not answer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.forkserver.warm import client
+from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
+from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.launcher.warm_command import main
+from tests.harness import DEADLINE_S
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A fork server, as it is before it has its name, whose Python waits for its files."""
+    path = tmp_path / "socket"
+    monkeypatch.setattr("elaunch.agent.warm.servers", lambda: [path])
+    monkeypatch.setattr(client, "_IMPORT_S", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        process = subprocess.Popen(
+            ["sleep", "600"], env={**os.environ, VARIABLE: "-" * MARKER_ROOM}, pass_fds=[listener.fileno()]
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+
+
+@pytest.mark.usefixtures("silent")
+def test_one_that_lives_and_does_not_answer_cannot_be_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["--status"])
+
+    assert code == 3
+    assert capsys.readouterr().out == (
+        f"{tmp_path}/socket: the warm fork server does not answer; elaunch warm --stop ends it\n"
+    )
+
+
+def test_one_that_does_not_answer_is_ended_and_said_to_be(
+    silent: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["--stop"])
+
+    assert code == 0
+    assert capsys.readouterr().out == f"ended: {tmp_path}/socket\n"
+    assert silent.wait(DEADLINE_S) != 0
+
+
+def test_one_that_was_killed_is_gone(silent: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    silent.kill()
+    silent.wait(DEADLINE_S)
+
+    code = main(["--status"])
+
+    assert code == 0
+    assert capsys.readouterr().out.endswith("elaunch --warm script.py leaves another one\n")
