@@ -10,6 +10,7 @@ first, before the destructors of C++.
 
 from __future__ import annotations
 
+import _io
 import _socket
 import atexit
 import gc
@@ -194,7 +195,9 @@ def _flush_files() -> bool:
     # Each flush goes through all files below it.
     looked_at = {key for key, kind in kinds.items() if kind is GeneratorType or issubclass(kind, _BUFFERED)}
     is_alone, is_all = len(sys._current_frames()) == 1, True
-    for each in compress(objects, map(looked_at.__contains__, numbers)):
+    # By place: a look at each object again would take as long as the first one.
+    for place in compress(range(len(objects)), map(looked_at.__contains__, numbers)):
+        each = objects[place]
         if type(each) is GeneratorType:
             is_all = is_all and not _may_go_on(each)
             continue
@@ -224,7 +227,8 @@ def _may_block(file: Any) -> bool:
 
 def _writes_at_end(kind: type) -> bool:
     """Whether objects of that class may write at their end: files of a kind of their own, and what has a finalizer."""
-    if issubclass(kind, io.IOBase):
+    # `issubclass` would ask each class of files there is whether it knows this one: 0.1 ms for a class.
+    if _io._IOBase in kind.__mro__:
         return kind.__module__ != "_io"
     for each in kind.__mro__:
         if isinstance(vars(each).get("__del__"), FunctionType):
