@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,8 +18,10 @@ import pytest
 
 from elaunch.agent.forkserver.learned import NOTHING
 from elaunch.agent.forkserver.warm.client import Cold, WarmKind, connected, greeted
+from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
 from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, stop
 from elaunch.agent.forkserver.warm.place import NoPlace, folder
+from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from tests.harness import COMMAND, DEADLINE_S, environment, script, wait_for
 from tests.standin import WITH_TORCH
@@ -80,6 +83,22 @@ def own_place(place: Path) -> Iterator[Path]:
             yield place / "elaunch_warm"
         finally:
             command("--stop")
+
+
+@contextmanager
+def silent_server(path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A fork server at `path`, as it is before it has its name, whose Python waits for its files."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        process = subprocess.Popen(
+            ["sleep", "600"], env={**os.environ, VARIABLE: "-" * MARKER_ROOM}, pass_fds=[listener.fileno()]
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from elaunch.trainer.parallel.estimate import WorkerSpeed
 from elaunch.trainer.parallel.schedules import known
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.tuning.passes import finish_device, slowest_s
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _REPEATS = 3
 # After so many seconds nothing is repeated again.
@@ -57,23 +61,19 @@ class BlockTimes:
     def sharded(self) -> float:
         """A block with its parameters in shards on all workers."""
         # Imported here, since the import takes long, and a run with a known plan does not measure.
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self._device.type, (self._peers.world_size,), mesh_dim_names=("fsdp",))
         block = self._block()
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, mesh=self._mesh(fsdp=self._peers.world_size), reshard_after_forward=True)
         return self._seconds(block, self._shape.context)
 
     def divided(self, tp: int) -> float:
         """A block with its matrices divided among `tp` workers, as `build` does it."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         from elaunch.trainer.parallel.tensor import divide_block
 
-        axes = {"dp": self._peers.world_size // tp, "fsdp": 1, "tp": tp}
-        mesh = init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = self._mesh(dp=self._peers.world_size // tp, fsdp=1, tp=tp)
         block = self._block()
         divide_block(block, mesh["tp"])
         fully_shard(block, mesh=mesh["dp", "fsdp"], reshard_after_forward=True)
@@ -81,14 +81,12 @@ class BlockTimes:
 
     def piped(self, pp: int, blocks: int, many: int) -> float:
         """A stage of so many blocks on each of `pp` workers, as `build` makes it: for `many` micro-batches."""
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         from elaunch.trainer.parallel.stages import GptStage, ModelPart
 
-        axes = {"pp": pp, "dp": self._peers.world_size // pp, "fsdp": 1}
-        mesh = init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        mesh = self._mesh(pp=pp, dp=self._peers.world_size // pp, fsdp=1)
         shape, number, layers = self._shape, mesh.get_local_rank("pp"), range(blocks)
         gpt = GPT(layers=blocks, heads=shape.heads, width=shape.width, context=shape.context, dropout=0.0)
         inner = {"is_first": False, "is_last": False}
@@ -136,6 +134,12 @@ class BlockTimes:
             finish_device(self._device)
             times_s.append(slowest_s(time.perf_counter() - begun_s, self._peers))
         return min(times_s[1:])
+
+    def _mesh(self, **axes: int) -> DeviceMesh:
+        """All workers, with so many along each axis."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(self._device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def _chain(self, blocks: int) -> nn.Sequential:
         return nn.Sequential(*(self._block() for _ in range(blocks)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,29 +9,18 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.forkserver.warm import client
-from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
-from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.launcher.warm_command import main
 from tests.harness import DEADLINE_S
+from tests.warm import silent_server
 
 
 @pytest.fixture
 def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """A fork server, as it is before it has its name, whose Python waits for its files."""
     path = tmp_path / "socket"
     monkeypatch.setattr("elaunch.agent.warm.servers", lambda: [path])
     monkeypatch.setattr(client, "_IMPORT_S", 0.1)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(os.fspath(path))
-        listener.listen()
-        process = subprocess.Popen(
-            ["sleep", "600"], env={**os.environ, VARIABLE: "-" * MARKER_ROOM}, pass_fds=[listener.fileno()]
-        )
-    try:
+    with silent_server(path) as process:
         yield process
-    finally:
-        process.kill()
-        process.wait(DEADLINE_S)
 
 
 @pytest.mark.usefixtures("silent")

@@ -5,34 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from elaunch.agent.forkserver.warm.client import Cold
-from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
 from elaunch.agent.forkserver.warm.keeping import stop
-from elaunch.agent.guardian.guardian import VARIABLE
-from tests.harness import DEADLINE_S
+from tests.warm import silent_server
 
 
 def test_one_that_hangs_before_it_has_its_name_is_ended(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(os.fspath(path))
-        listener.listen()
-        # As a Python that waits for its files.
-        hanging = subprocess.Popen(
-            ["sleep", "60"], env={**os.environ, VARIABLE: "-" * MARKER_ROOM}, pass_fds=[listener.fileno()]
-        )
 
-    try:
+    with silent_server(path) as hanging:
         was_there = stop(path)
         code = hanging.wait(5)
-    finally:
-        hanging.kill()
-        hanging.wait(DEADLINE_S)
 
     assert was_there
     assert code == -signal.SIGKILL
