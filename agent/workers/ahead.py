@@ -33,7 +33,7 @@ class ForksAhead:
         self._is_wanted = is_wanted
         self._group: WorkerGroup | None = None
         self._due_s: float | None = None
-        self._is_forked = self._is_successor_asked = False
+        self._is_told = self._is_successor_asked = False
 
     @property
     def due_s(self) -> float | None:
@@ -42,15 +42,15 @@ class ForksAhead:
 
     def begin(self, group: WorkerGroup, now_s: float) -> None:
         """A generation begins. Its workers take the processes that wait."""
-        self._group, self._is_forked, self._is_successor_asked = group, False, False
+        self._group, self._is_told, self._is_successor_asked = group, False, False
         self._due_s = now_s + _AFTER_S
 
     def tick(self, now_s: float) -> None:
         """Order processes, some time after all workers of the generation were forked."""
         group = self._group
         is_forked = group is not None and len(group.pids) >= group.slots
-        if group and is_forked and not self._is_forked:
-            self._is_forked = True
+        if group and is_forked and not self._is_told:
+            self._is_told = True
             self._guardian.wake()
             self._move(group)
         if group is None or self._server.preload is None:

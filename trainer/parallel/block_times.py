@@ -14,7 +14,7 @@ from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT, Block
 from elaunch.trainer.parallel import gradients
 from elaunch.trainer.parallel.checks import Shape
-from elaunch.trainer.parallel.estimate import WorkerSpeed
+from elaunch.trainer.parallel.estimate import WorkerSpeed, operations_of_position
 from elaunch.trainer.parallel.schedules import known
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.tuning.passes import finish_device, slowest_s
@@ -42,8 +42,7 @@ class BlockTimes:
     @property
     def operations(self) -> float:
         """What the estimate counts for a block."""
-        width, context = self._shape.width, self._shape.context
-        return self._shape.micro_batch * context * (6 * 12 * width**2 + 12 * context * width)
+        return self._shape.micro_batch * self._shape.context * operations_of_position(1, self._shape, 0)
 
     @property
     def bytes_sharded(self) -> float:

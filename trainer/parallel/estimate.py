@@ -234,7 +234,7 @@ def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpee
     passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
     blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))
     # A pipeline is as fast as its slowest worker: the last one has the most layers, and the scores.
-    operations = _operations_of_position(blocks, shape, vocabulary) / plan.tp
+    operations = operations_of_position(blocks, shape, vocabulary) / plan.tp
     computing = passes * shape.micro_batch * shape.context * operations / worker.flops_per_s
     many = microbatches(plan, sizes, shape) if plan.pp > 1 else 1
     turns, computed = turns_of_pipeline(plan.pp, many, plan.stages_per_worker), many * plan.stages_per_worker
@@ -262,7 +262,7 @@ def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpee
     return Duration(computing, waiting, sending, updated * worker.update_s_per_byte + norm_s)
 
 
-def _operations_of_position(blocks: int, shape: Shape, vocabulary: int) -> int:
+def operations_of_position(blocks: int, shape: Shape, vocabulary: int) -> int:
     """Those of so many blocks and of the scores, forward and backward.
 
     Six for each weight that is multiplied, and attention's (Chowdhery et al., "PaLM", 2022, appendix B).
