@@ -143,7 +143,7 @@ class _Choosing:
             # NCCL's buffers are not among what the meter sees.
             room, taken = self._room()
         else:
-            # The imports for measuring come on top. A second fork server, which may have come meanwhile, counts already.
+            # The imports for measuring come on top. A second fork server that came meanwhile counts already.
             meter.start()
             taken += self._peers.largest([meter.left])[0]
         worker = replace(worker, base_bytes=taken)
