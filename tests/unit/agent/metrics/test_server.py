@@ -62,7 +62,8 @@ def test_connections_that_say_nothing_keep_no_scrape_from_its_answer(place: str)
         assert "elaunch_generation" in get(place)
 
         assert silent[-8].recv(1) == b"", "the oldest made room"
-        assert threads() <= 8
+        # The socket of the oldest is closed before its thread has ended.
+        wait_for(lambda: threads() <= 8, "the server holds no more than it takes")
     finally:
         for connection in silent:
             connection.close()
