@@ -154,6 +154,17 @@ class Cluster:
         while time.monotonic() < until_s:
             self.goes_on(meeting)
 
+    def wait_for_leaders_output(self, text: str) -> None:
+        """Wait until an agent has said what only a leader says. Any agent may become the next leader."""
+
+        def is_said() -> bool:
+            return any(text in agent.stderr for agent in self.agents.values())
+
+        try:
+            wait_for(is_said, f"an agent says {text!r}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.story()}") from None
+
     def ask(self, what: str, *, moment: str = "step", generation: int, rank: int) -> None:
         """Make a rank fail at a moment: see reducer.py."""
         partial = self.folder / f".{moment}-{generation}-{rank}"

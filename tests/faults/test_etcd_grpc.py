@@ -131,6 +131,8 @@ def test_where_the_gateway_is_off_the_check_changes_to_grpc(version: str) -> Non
         etcd.members[0].kill()
         assert store.check().startswith(version)
 
+        # Calls are refused while the others elect a leader.
+        etcd.leader()
         store.watch(KEY, store.read(KEY).revision, told.append)
         store.commit(Txn((), (Put(KEY, ""),)))
         wait_for(lambda: told, "word of the write")

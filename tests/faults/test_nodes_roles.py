@@ -22,7 +22,7 @@ def test_a_spare_of_another_role_leaves_a_lost_nodes_seat_to_a_node_of_its_role(
         cluster.agents[2].wait_for_output("waiting as a spare")
         cluster.nodes[1].power_off()
 
-        cluster.agents[0].wait_for_output("waiting for a node with the role trainer, which no other node has")
+        cluster.wait_for_leaders_output("waiting for a node with the role trainer, which no other node has")
         cluster.start(3, nnodes="2", options=("--role", "trainer"))
 
         second = cluster.meeting(2, after=first)
