@@ -80,9 +80,6 @@ class OutputPlan:
     show_all_tracebacks: bool = False
 
 
-# What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
-DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
-
 _TIMES = Times()
 
 
@@ -93,7 +90,8 @@ class AgentConfig:
     `worker_env` are variables that each worker gets over these, whatever its rank: what options and the network say.
     `store_prefix` is what all keys of the job in the store begin with.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
-    `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter.
+    `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter. `needless`
+    are those of DEFAULT_PRELOAD that the program, by its text, does not use.
     `warm_s` is how long a fork server may stay idle after the job, for the next one; 0 if none is to stay.
     `shares_cores` says that the workers share the cores: OMP_NUM_THREADS in `environment` follows from their number.
     `imports_file` remembers what the program imports, so that the fork server imports that too; without it nothing is.
@@ -122,6 +120,7 @@ class AgentConfig:
     ignored: tuple[int, ...] = ()
     on_hang: OnHang = OnHang.OFF
     preload: tuple[str, ...] | None = None
+    needless: tuple[str, ...] = ()
     warm_s: float = 0.0
     shares_cores: bool = False
     imports_file: Path | None = None

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.agent.config import DEFAULT_PRELOAD
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.learned_file import read, state_of_command
 from elaunch.agent.guardian.client import GuardianClient
@@ -88,14 +88,28 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
 
 
 def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkServer:
-    program, preload = config.spec.program, config.preload
+    program, preload, needless = config.spec.program, config.preload, config.needless
     learned = read(config.imports_file)
-    if preload == DEFAULT_PRELOAD and learned.without_torch == state_of_command(program):
+    if learned.seen and learned.seen == state_of_command(program):
+        # That comes before what the program's text shows.
+        needless = learned.unused
+    if preload != DEFAULT_PRELOAD:
+        needless = ()
+    elif len(needless) == len(preload):
+        # No warm fork server is of use either.
         preload = ()
     sharers = config.slots if config.shares_cores else 0
     say = partial(_say_now, config)
     return ForkServer(
-        program, preload, environment, config.ignored, learned, warm_s=config.warm_s, sharers=sharers, say=say
+        program,
+        preload,
+        environment,
+        config.ignored,
+        learned,
+        needless=needless,
+        warm_s=config.warm_s,
+        sharers=sharers,
+        say=say,
     )
 
 

@@ -1,7 +1,7 @@
-"""Whether a program may import torch, from the text of the program: if it cannot, its workers do not wait for torch.
+"""What of the default preload a program cannot use, from the text of the program: its workers do not wait for that.
 
 Nothing is imported or run. A program that cannot be read, or that imports in a way that its text does not show, may
-import torch. A wrong answer costs time, and nothing else: a worker imports what is not preloaded.
+use all of it. A wrong answer costs time, and nothing else: a worker imports what is not preloaded.
 """
 
 from __future__ import annotations
@@ -14,26 +14,34 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.rendezvous.job_spec import ProgramKind
 
 # These import modules by names that a text need not show.
 _HIDING = {"importlib", "pickle", "pkgutil", "runpy", "__import__", "exec", "eval"}
-# Packages that are not of the standard library, and are known not to import torch.
-_WITHOUT_TORCH = {"numpy"}
+# Packages that are not of the standard library, and are known to import nothing else that matters here.
+_KNOWN = {"torch", "numpy"}
 _IMPORTS_TORCH = re.compile(rb"^[ \t]*(import|from)[ \t]+torch\b", re.MULTILINE)
+_WITHOUT_DYNAMO = tuple(name for name in DEFAULT_PRELOAD if name != "torch._dynamo")
+# The parts of torch that import torch._dynamo, at their own import or when they are called.
+_USES_DYNAMO = re.compile(
+    rb"(?i)optim|compile|dynamo|parallel|fsdp|shard|replicate|pipelin|checkpoint|mesh|dtensor|distribute_|export|onnx"
+    rb"|flex|attention.bias|varlen|sparse|nested|library|debug|composable|prims|\b(fx|func|jit|ao|hub)\b"
+)
 # A larger program pays less by waiting.
 _FILES_MAX = 50
 
 
-def may_import_torch(kind: ProgramKind, target: str) -> bool:
-    """Whether the program or one of the modules beside it names torch, or something that may import torch."""
+def needless_imports(kind: ProgramKind, target: str) -> tuple[str, ...]:
+    """The modules of DEFAULT_PRELOAD that neither the program nor one of the modules beside it can use."""
     try:
-        return _search(kind, target)
+        used = _used(kind, target)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return True
+        return ()
+    return tuple(name for name in DEFAULT_PRELOAD if name not in used)
 
 
-def _search(kind: ProgramKind, target: str) -> bool:
+def _used(kind: ProgramKind, target: str) -> tuple[str, ...]:
     if kind is ProgramKind.MODULE:
         root = Path.cwd()
         files = list(_files(root, target)) + list(_files(root, f"{target}.__main__"))
@@ -41,7 +49,8 @@ def _search(kind: ProgramKind, target: str) -> bool:
         script = Path(os.path.realpath(target))
         root, files = (script, [script / "__main__.py"]) if script.is_dir() else (script.parent, [script])
     if not files or os.environ.get("PYTHONSAFEPATH"):
-        return True
+        return DEFAULT_PRELOAD
+    uses_torch = uses_dynamo = False
     seen: set[Path] = set()
     while files:
         file = files.pop()
@@ -50,25 +59,25 @@ def _search(kind: ProgramKind, target: str) -> bool:
         seen.add(file)
         if not file.is_file():
             # A pipe can be read only once, and the program needs it.
-            return True
+            return DEFAULT_PRELOAD
         text = file.read_bytes()
-        # Most programs import it in so many words, and need not be parsed.
-        if len(seen) > _FILES_MAX or _IMPORTS_TORCH.search(text):
-            return True
+        uses_torch = uses_torch or bool(_IMPORTS_TORCH.search(text))
+        uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
+        # Most programs that train say so in so many words, and need not be parsed.
+        if len(seen) > _FILES_MAX or (uses_torch and uses_dynamo):
+            return DEFAULT_PRELOAD
         tree = _parsed(text, file)
-        if b"torch" in text and _names_torch(tree):
-            return True
+        uses_torch = uses_torch or (b"torch" in text and _names_torch(tree))
         for name in _asked(tree, file, root):
             own = list(_files(root, name))
             files += own
-            if not own and not _is_harmless(name):
-                return True
-    return False
-
-
-def _is_harmless(name: str) -> bool:
-    first = name.partition(".")[0]
-    return first not in _HIDING and (first in sys.stdlib_module_names or first in _WITHOUT_TORCH)
+            first = name.partition(".")[0]
+            uses_torch = uses_torch or (first == "torch" and not own)
+            if not own and (first in _HIDING or first not in sys.stdlib_module_names | _KNOWN):
+                return DEFAULT_PRELOAD
+    if uses_torch:
+        return DEFAULT_PRELOAD if uses_dynamo else _WITHOUT_DYNAMO
+    return ()
 
 
 def _parsed(text: bytes, file: Path) -> object:

@@ -41,7 +41,8 @@ class Home:
 class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
-    `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
+    `learned` is what earlier starts have shown. `needless` are those of `preload` that the program does not use: only a
+    fork server that belongs to no job has them. With `is_paced` it imports slowly and silently beside a job that runs.
     With `warm_s` it is forked from a fork server that an earlier job has left behind, if that fits; `cold` says why it
     was not, `began_from` which one it was. The one that is left may be idle for so long. `sharers` as in `Boot`. `say`
     tells the user, while this object is made, what takes its time.
@@ -57,6 +58,7 @@ class ForkServer:
         ignored: tuple[int, ...] = (),
         learned: Learned = NOTHING,
         *,
+        needless: tuple[str, ...] = (),
         is_paced: bool = False,
         warm_s: float = 0.0,
         sharers: int = 0,
@@ -67,7 +69,8 @@ class ForkServer:
         self._ignored = ignored
         self._is_paced = is_paced
         self.sharers = sharers
-        self.preload = preload
+        self._kind = preload or ()
+        self.preload = None if preload is None else tuple(name for name in preload if name not in needless)
         self.learned = learned
         self._successor: ForkServer | None = None
         self._ended_before: list[Process] = []
@@ -76,7 +79,7 @@ class ForkServer:
         self._ahead: set[int] = set()
         self.cold: Cold | None = None
         self.began_from: Origin | None = None
-        self._socket, self._process = self._borrow(warm_s, say) if warm_s and preload else self._start()
+        self._socket, self._process = self._borrow(warm_s, say) if warm_s and self._kind else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
@@ -121,7 +124,7 @@ class ForkServer:
 
         ours, theirs = wire.pair()
         try:
-            process = borrow(self._boot(theirs), self._environment, theirs, warm_s, say)
+            process = borrow(self._boot(theirs, self._kind), self._environment, theirs, warm_s, say)
         except Cold as error:
             self.cold = error
             ours.close()
@@ -132,12 +135,12 @@ class ForkServer:
         ours.setblocking(False)
         return ours, process
 
-    def _boot(self, control: socket.socket) -> Boot:
+    def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> Boot:
         return Boot(
             os.getpid(),
             control.fileno(),
             self._program,
-            self.preload,
+            preload,
             self._environment.get("PYTHONPATH"),
             self._ignored,
             learned=self.learned,
@@ -148,7 +151,7 @@ class ForkServer:
     def _start(self) -> tuple[socket.socket, Process]:
         environment, preload = self._environment, self.preload
         ours, theirs = wire.pair()
-        boot_fd = self._boot(theirs).memfd()
+        boot_fd = self._boot(theirs, preload).memfd()
         try:
             process = subprocess.Popen(
                 bare_command("server", "bare", str(boot_fd)) if preload is None else self._program.argv,

@@ -11,6 +11,7 @@ import sys
 import threading
 from _frozen_importlib_external import PathFinder
 
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
 
 # `typing` itself is not imported: a fresh worker imports this before its program.
@@ -74,9 +75,9 @@ def _report(link: int) -> None:
         # An import may run code by eval, after which Python has forgotten that it is to die of SIGINT (exit_sigint).
         if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
             _record(error)
-        facts = (error is not None, _reached_store(), "torch" in sys.modules)
-        raised, reached, torch = ("true" if is_so else "false" for is_so in facts)
-        said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, "torch": {torch}}}'
+        raised, reached = ("true" if is_so else "false" for is_so in (error is not None, _reached_store()))
+        unused = ", ".join(f'"{name}"' for name in DEFAULT_PRELOAD if name not in sys.modules)
+        said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, "unused": [{unused}]}}'
         _send(link, said, last=True)
 
 

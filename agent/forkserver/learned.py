@@ -23,7 +23,8 @@ class Learned:
     """`named` are selections for names of --preload, `program` is that for the program's own imports.
 
     `variables` are those that the program sets itself: no module that keeps the value of one may be preloaded.
-    `without_torch` is the `state_of_command` in which the program has ended without having imported torch, or empty.
+    `unused` are the modules of DEFAULT_PRELOAD that no worker had imported when the program last ended well, and `seen`
+    is the `state_of_command` of that run.
     `packages` is the state of the installed packages in which all this was seen. `is_tried` says that a fork server has
     imported `program`; without it, only a process that tried the imports has.
     """
@@ -31,7 +32,8 @@ class Learned:
     named: tuple[Named, ...] = ()
     program: Selection = Selection()
     variables: tuple[str, ...] = ()
-    without_torch: str = ""
+    unused: tuple[str, ...] = ()
+    seen: str = ""
     packages: str = ""
     is_tried: bool = False
 

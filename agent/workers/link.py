@@ -25,6 +25,7 @@ from elaunch.agent.core.events import (
     WorkerStopped,
 )
 from elaunch.agent.core.messages import GroupBroken, Message, PeerFailed, ShowStacks, StopAtStepBoundary
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.workers.step_times import StepTimes
 from elaunch.records import dataclass, field
@@ -58,11 +59,11 @@ class Link:
 
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
-    ended by an exception. `reached_store` says whether its program had made its process group, `imported_torch` whether
-    it had imported torch; both are None until the program has ended. `refused` is why it cannot do what is asked of it,
-    if it has said so. `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still
-    taken. `news` are events for the agent's core. `recorder` asks the worker about its collectives, while it has a
-    process group.
+    ended by an exception. `reached_store` says whether its program had made its process group, `unused` are the modules
+    of DEFAULT_PRELOAD that it has not imported; both are None until the program has ended. `refused` is why it cannot
+    do what is asked of it, if it has said so. `notes` are sentences for the log, `marks` are for the timeline, of which
+    `marks_left` are still taken. `news` are events for the agent's core. `recorder` asks the worker about its
+    collectives, while it has a process group.
     """
 
     generation: int
@@ -75,7 +76,7 @@ class Link:
     step_times: StepTimes = field(default_factory=StepTimes)
     raised: bool = False
     reached_store: bool | None = None
-    imported_torch: bool | None = None
+    unused: frozenset[str] | None = None
     refused: str = ""
     notes: list[str] = field(default_factory=list)
     marks: list[StartMark] = field(default_factory=list)
@@ -165,7 +166,8 @@ class Link:
                 if self.reached_store is None:
                     self.news.append(WorkerRaised(*where) if raised else WorkerReturned(*where))
                 self.raised, self.reached_store = raised, reached_store
-                self.imported_torch = message.get("torch") is not False
+                unused = message.get("unused")
+                self.unused = frozenset(name for name in DEFAULT_PRELOAD if isinstance(unused, list) and name in unused)
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""

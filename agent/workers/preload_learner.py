@@ -119,12 +119,13 @@ class PreloadLearner:
             self._begin_probe(group, text)
 
     def end(self, group: WorkerGroup) -> None:
-        """At a generation's end: note whether the program has imported torch, if all its workers have returned."""
+        """At a generation's end: note what of the default preload nobody has used, if all its workers have returned."""
         self._since_s, self._ended = None, group.generation
-        said = {link.imported_torch if link.has_returned else None for link in group.links.values()}
-        if said and None not in said:
-            without_torch = "" if True in said else state_of_command(self._program)
-            self._remember(replace(self._learned, without_torch=without_torch))
+        links = group.links.values()
+        said = [link.unused for link in links if link.has_returned and link.unused is not None]
+        if said and len(said) == len(links):
+            unused = tuple(sorted(frozenset.intersection(*said)))
+            self._remember(replace(self._learned, unused=unused, seen=state_of_command(self._program)))
 
     def _begin_probe(self, group: WorkerGroup, text: bytes) -> None:
         known = self._learned

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.harness import finished, script
+from tests.standin import WITHOUT_TORCH
 
 # Notes who imports it. The worker store does so when no rank has come for a while, as on a busy host.
 TORCH = """
@@ -75,3 +77,46 @@ def test_a_job_ends_although_what_it_has_learned_cannot_be_written(tmp_path: Pat
     assert "done" in job.stdout
     # It has tried.
     assert len(list((tmp_path / "cache" / "elaunch" / "imports").iterdir())) == 1
+
+
+# Notes who imports it.
+DYNAMO = 'import os\nopen(f"dynamo.{os.getpid()}", "w").close()\n'
+# What a fork server asks of torch.
+ASKED = """
+from types import SimpleNamespace
+cuda = SimpleNamespace(is_initialized=lambda: False)
+default_generator = SimpleNamespace(seed=lambda: 0)
+get_num_threads = lambda: 1
+"""
+IN_WORKER = "import pydoc, torch\npydoc.locate('torch._dyn' + 'amo')\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "counts"),
+    [
+        ("import torch, harmless", [1, 1]),
+        ("import torch", [0, 0]),
+        (IN_WORKER, [2, 3]),
+    ],
+    ids=["its text does not say it", "its text says it", "its text is wrong"],
+)
+def test_torch_is_imported_without_dynamo_for_a_program_that_does_not_use_it(
+    tmp_path: Path, program: str, counts: list[int]
+) -> None:
+    lib = tmp_path / "lib"
+    shutil.copytree(WITHOUT_TORCH["PYTHONPATH"], lib)
+    with (lib / "torch" / "__init__.py").open("a") as package:
+        package.write(ASKED)
+    script(lib / "torch", DYNAMO, "_dynamo.py")
+    script(lib, "", "harmless.py")
+    script(tmp_path, program)
+    env = {"PYTHONPATH": os.fspath(tmp_path / "lib"), "XDG_CACHE_HOME": os.fspath(tmp_path / "cache")}
+    seen = []
+
+    for _ in counts:
+        job = finished(tmp_path, "--nproc-per-node", "2", "train.py", env=env)
+        assert job.code == 0, job.stderr
+        assert "interpreter" not in job.stderr
+        seen.append(len(list(tmp_path.glob("dynamo.*"))))
+
+    assert seen == counts

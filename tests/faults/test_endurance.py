@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elaunch.agent.config import DEFAULT_PRELOAD
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from tests.faults.census import Census, alive, cgroups_named, shared_memory_of
 from tests.faults.processes import Watched
 from tests.faults.storm import Moment, Storm, seeded

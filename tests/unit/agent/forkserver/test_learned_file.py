@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def known() -> Learned:
-    return Learned((Named("a", SELECTION),), SELECTION, ("HF_HOME",), "", state_of_packages())
+    return Learned((Named("a", SELECTION),), SELECTION, ("HF_HOME",), ("torch",), "a state", state_of_packages())
 
 
 def test_what_is_written_is_read_and_nobody_else_can_read_it(file: Path) -> None:

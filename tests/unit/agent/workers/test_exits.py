@@ -55,7 +55,7 @@ def three(tmp_path: Path) -> Iterator[tuple[WorkerGroup, list[socket.socket]]]:
 
 
 def ends_its_program(worker: socket.socket, *, raised: bool) -> None:
-    said = {"event": "ended", "raised": raised, "reached_store": True, "torch": True}
+    said = {"event": "ended", "raised": raised, "reached_store": True, "unused": []}
     worker.send(f"\n{json.dumps(said)}\n".encode())
     worker.shutdown(socket.SHUT_WR)
 

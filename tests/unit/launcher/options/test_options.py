@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.config import DEFAULT_PRELOAD, AgentConfig, NumaBinding, StreamChoice, Streams
+from elaunch.agent.config import AgentConfig, NumaBinding, StreamChoice, Streams
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.options.help import help_text, markdown
 from elaunch.launcher.options.options import HelpRequested, Options, UsageError, parse
