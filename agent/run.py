@@ -110,7 +110,14 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
         warm_s=config.warm_s,
         sharers=sharers,
         say=say,
+        meanwhile=_import_agent,
     )
+
+
+def _import_agent() -> None:
+    """Import what an agent needs to run its loop."""
+    import elaunch.agent.loop
+    import elaunch.agent.session.job_store  # noqa: F401
 
 
 def _say_now(config: AgentConfig, line: str) -> None:

@@ -56,7 +56,10 @@ def become(child: Child) -> None:
         from elaunch.agent.forkserver import worker_store
 
         # The store's signals stay blocked: it ends when the agent says so, or with its parent.
-        worker_store.serve(child.order["host"], child.order["port"], whole=child.order["whole"])
+        distributed = child.preloaded and child.preloaded.module("torch.distributed")
+        worker_store.serve(
+            child.order["host"], child.order["port"], whole=child.order["whole"], distributed=distributed
+        )
     if child.order["op"] == "probe":
         from elaunch.agent.forkserver.probe import probe_for_agent
 

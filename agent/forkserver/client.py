@@ -45,7 +45,8 @@ class ForkServer:
     fork server that belongs to no job has them. With `is_paced` it imports slowly and silently beside a job that runs.
     With `warm_s` it is forked from a fork server that an earlier job has left behind, if that fits; `cold` says why it
     was not, `began_from` which one it was. The one that is left may be idle for so long. `sharers` as in `Boot`. `say`
-    tells the user, while this object is made, what takes its time.
+    tells the user, while this object is made, what takes its time; `meanwhile` is what can be done in the time that a
+    warm one takes.
     Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
     wait in the socket. `fileno` is readable when `receive` has news.
     """
@@ -63,6 +64,7 @@ class ForkServer:
         warm_s: float = 0.0,
         sharers: int = 0,
         say: Callable[[str], None] = lambda _: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._program = program
         self._environment = environment
@@ -79,7 +81,7 @@ class ForkServer:
         self._ahead: set[int] = set()
         self.cold: Cold | None = None
         self.began_from: Origin | None = None
-        self._socket, self._process = self._borrow(warm_s, say) if warm_s and self._kind else self._start()
+        self._socket, self._process = self._borrow(warm_s, say, meanwhile) if warm_s and self._kind else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
@@ -118,13 +120,15 @@ class ForkServer:
         """From now on a worker store imports the whole of torch, as programs do."""
         self._whole_store = True
 
-    def _borrow(self, warm_s: float, say: Callable[[str], None]) -> tuple[socket.socket, Process]:
+    def _borrow(
+        self, warm_s: float, say: Callable[[str], None], meanwhile: Callable[[], None]
+    ) -> tuple[socket.socket, Process]:
         # Imported here: most jobs have no use for it.
         from elaunch.agent.forkserver.warm.client import Cold, borrow
 
         ours, theirs = wire.pair()
         try:
-            process = borrow(self._boot(theirs, self._kind), self._environment, theirs, warm_s, say)
+            process = borrow(self._boot(theirs, self._kind), self._environment, theirs, warm_s, say, meanwhile)
         except Cold as error:
             self.cold = error
             ours.close()

@@ -143,10 +143,11 @@ def borrow(
     control: socket.socket,
     idle_s: float,
     say: Callable[[str], None],
+    meanwhile: Callable[[], None],
 ) -> Borrowed:
     """Have a warm fork server fork one for `boot`, whose end of the socket is `control`. Raises Cold.
 
-    `say` is called with a sentence for the user if that takes time.
+    `say` is called with a sentence for the user if that takes time, `meanwhile` while the fork looks at its files.
     """
     kind = WarmKind(boot.program, boot.preload or ())
     with connected(_path(kind, environment)) as connection:
@@ -164,6 +165,7 @@ def borrow(
         finally:
             for fd in fds:
                 os.close(fd)
+        meanwhile()
         return _answered(connection)
 
 
