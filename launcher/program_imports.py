@@ -30,6 +30,7 @@ _USES_DYNAMO = re.compile(
 )
 # A larger program pays less by waiting.
 _FILES_MAX = 50
+_BYTES_MAX = 200_000
 
 
 def needless_imports(kind: ProgramKind, target: str) -> tuple[str, ...]:
@@ -61,13 +62,18 @@ def _used(kind: ProgramKind, target: str) -> tuple[str, ...]:
             # A pipe can be read only once, and the program needs it.
             return DEFAULT_PRELOAD
         text = file.read_bytes()
-        uses_torch = uses_torch or bool(_IMPORTS_TORCH.search(text))
-        uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
-        # Most programs that train say so in so many words, and need not be parsed.
-        if len(seen) > _FILES_MAX or (uses_torch and uses_dynamo):
+        if len(seen) > _FILES_MAX or len(text) > _BYTES_MAX:
             return DEFAULT_PRELOAD
-        tree = _parsed(text, file)
-        uses_torch = uses_torch or (b"torch" in text and _names_torch(tree))
+        try:
+            tree = _parsed(text, file)
+        except SyntaxError:
+            # Python refuses the program itself before any import. A zip file is a program too.
+            return () if len(seen) == 1 and b"\0" not in text else DEFAULT_PRELOAD
+        uses_torch = uses_torch or (b"torch" in text and (bool(_IMPORTS_TORCH.search(text)) or _names_torch(tree)))
+        uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
+        # Most programs that train say so in so many words, and need not be searched.
+        if uses_torch and uses_dynamo:
+            return DEFAULT_PRELOAD
         for name in _asked(tree, file, root):
             own = list(_files(root, name))
             files += own

@@ -44,14 +44,23 @@ def tree(folder: Path, files: dict[str, str]) -> None:
         "import torch, package.deep",
         "import torch\nfrom package import deep",
         "import no_such_module",
-        "not python at all",
         "from .. import above",
-        "\0",
+        "not python: \0",
+        "import torch\n" + 20_000 * "# a long text",
+        "import torch, broken",
     ],
 )
 def test_a_program_that_may_use_all(tmp_path: Path, text: str) -> None:
     tree(tmp_path, {"t.py": text, "helper.py": "import second", "second.py": "make = optim"})
-    tree(tmp_path, {"package/__init__.py": "", "package/deep.py": "net = compiled()", "model.py": "DDP = 'parallel'"})
+    tree(
+        tmp_path,
+        {
+            "package/__init__.py": "",
+            "package/deep.py": "net = compiled()",
+            "model.py": "DDP = 'parallel'",
+            "broken.py": ")",
+        },
+    )
 
     assert needless_imports(ProgramKind.SCRIPT, str(tmp_path / "t.py")) == ALL
 
@@ -86,6 +95,7 @@ def test_a_program_of_torch_without_an_optimizer(tmp_path: Path, text: str) -> N
         "from package import deep, NAME",
         "import package.deep",
         "optimizer, parallel = 'SGD', 8",
+        "import torch\ntorch.optim.SGD(",
         "s = '\\d'",
         "'A program without torch.'\n# No torch here.\ndef f():\n    'Nor torch here.'",
     ],
