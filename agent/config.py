@@ -84,14 +84,29 @@ _TIMES = Times()
 
 
 @dataclass(frozen=True)
+class ProgramText:
+    """What the program's text shows of its imports, before it runs.
+
+    `unused` are the modules of DEFAULT_PRELOAD that it cannot use. Without `is_clear` it imports modules of which that
+    is not known. `state` is another word when its text or its arguments have changed; it is empty where an earlier run
+    is not to be asked. `is_refused` says that Python refuses the text.
+    """
+
+    unused: tuple[str, ...] = ()
+    state: str = ""
+    is_clear: bool = True
+    is_refused: bool = False
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """One agent's settings. `environment` is what workers inherit, without the rank variables.
 
     `worker_env` are variables that each worker gets over these, whatever its rank: what options and the network say.
     `store_prefix` is what all keys of the job in the store begin with.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
-    `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter. `needless`
-    are those of DEFAULT_PRELOAD that the program, by its text, does not use.
+    `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter. It does not
+    import those that the program does not use by its `text`, or as its last run has shown.
     `warm_s` is how long a fork server may stay idle after the job, for the next one; 0 if none is to stay.
     `shares_cores` says that the workers share the cores: OMP_NUM_THREADS in `environment` follows from their number.
     `imports_file` remembers what the program imports, so that the fork server imports that too; without it nothing is.
@@ -120,7 +135,7 @@ class AgentConfig:
     ignored: tuple[int, ...] = ()
     on_hang: OnHang = OnHang.OFF
     preload: tuple[str, ...] | None = None
-    needless: tuple[str, ...] = ()
+    text: ProgramText = ProgramText()
     warm_s: float = 0.0
     shares_cores: bool = False
     imports_file: Path | None = None

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.forkserver.learned_file import read, state_of_command
+from elaunch.agent.forkserver.learned import first_imports
+from elaunch.agent.forkserver.learned_file import read
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.run_dir import Places, RunDir, new_places
 from elaunch.records import replace
@@ -88,25 +88,16 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
 
 
 def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkServer:
-    program, preload, needless = config.spec.program, config.preload, config.needless
-    learned = read(config.imports_file)
-    if learned.seen and learned.seen == state_of_command(program):
-        # That comes before what the program's text shows.
-        needless = learned.unused
-    if preload != DEFAULT_PRELOAD:
-        needless = ()
-    elif len(needless) == len(preload):
-        # No warm fork server is of use either.
-        preload = ()
+    first = first_imports(config.preload, config.text, read(config.imports_file))
     sharers = config.slots if config.shares_cores else 0
     say = partial(_say_now, config)
     return ForkServer(
-        program,
-        preload,
+        config.spec.program,
+        first.preload,
         environment,
         config.ignored,
-        learned,
-        needless=needless,
+        first.learned,
+        warm_preload=first.warm_preload,
         warm_s=config.warm_s,
         sharers=sharers,
         say=say,

@@ -33,10 +33,10 @@ def how_it_began(fork_server: ForkServer) -> str:
 
 def leave(config: AgentConfig, fork_server: ForkServer) -> str:
     """Let a fork server stay, if none is there that the next job can use. Returns a sentence for the log, if any."""
-    program, preload = config.spec.program, config.preload
-    if not preload or not fork_server.preload or why_useless(program, config.environment):
+    program, preload = config.spec.program, fork_server.warm_preload
+    if not preload or why_useless(program, config.environment):
         return ""
-    learned = replace(read(config.imports_file), unused=(), seen="")
+    learned = replace(read(config.imports_file), unused=(), unused_in="")
     cold, origin = fork_server.cold, fork_server.began_from
     if cold and not (cold.is_gone or cold.is_outdated or cold.is_stuck):
         # The one that is there serves other programs, or nobody could use one here.

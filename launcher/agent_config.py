@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, StreamChoice, Streams
+from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
@@ -16,7 +16,7 @@ from elaunch.launcher.imports_file import imports_file
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
-from elaunch.launcher.program_imports import needless_imports
+from elaunch.launcher.program_imports import program_text
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.rendezvous_plan import Planned
 from elaunch.records import replace
@@ -59,7 +59,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         environment.setdefault("TQDM_NCOLS", str(width))
     signals, notices, has_named_signals = _signals(options)
     interpreter = environ.get("PYTHON_EXEC") or host.python
-    preload, needless = _preload(options, interpreter, host)
+    preload, text = _preload(options, interpreter, host)
     warm_s, cannot = warm_seconds(options, preload, cluster, environment)
     # Who names all modules gets these.
     learns = preload is not None and options.preload_only is None
@@ -86,7 +86,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         has_named_signals=has_named_signals,
         ignored=() if has_named_signals else _ignored(options, cluster, notices),
         preload=preload,
-        needless=needless,
+        text=text,
         warm_s=warm_s,
         shares_cores=threads is not None,
         imports_file=imports_file(options, environ, host) if learns else None,
@@ -265,15 +265,15 @@ def master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
     return (port,) if port else ()
 
 
-def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """`AgentConfig.preload` and `AgentConfig.needless`."""
+def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[tuple[str, ...] | None, ProgramText]:
+    """`AgentConfig.preload` and `AgentConfig.text`. What the user names is preloaded whatever the text shows."""
     if options.no_preload or options.kind is ProgramKind.COMMAND or interpreter != host.python:
-        return None, ()
+        return None, ProgramText()
     if options.preload_only is not None:
-        return options.preload_only, ()
+        return options.preload_only, ProgramText()
     if options.preload is None:
-        return DEFAULT_PRELOAD, needless_imports(options.kind, options.target)
-    return tuple(dict.fromkeys((*DEFAULT_PRELOAD, *options.preload))), ()
+        return DEFAULT_PRELOAD, program_text(options.kind, options.target, options.args)
+    return tuple(dict.fromkeys((*DEFAULT_PRELOAD, *options.preload))), ProgramText()
 
 
 def warm_seconds(

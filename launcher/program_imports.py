@@ -1,4 +1,4 @@
-"""What of the default preload a program cannot use, from the text of the program: its workers do not wait for that.
+"""What of the default preload a program does not use, from the text of the program: its workers do not wait for that.
 
 Nothing is imported or run. A program that cannot be read, or that imports in a way that its text does not show, may
 use all of it. A wrong answer costs time, and nothing else: a worker imports what is not preloaded.
@@ -7,6 +7,7 @@ use all of it. A wrong answer costs time, and nothing else: a worker imports wha
 from __future__ import annotations
 
 import _ast
+import json
 import os
 import re
 import sys
@@ -14,76 +15,95 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from elaunch.agent.config import ProgramText
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.digests import sha256
 from elaunch.rendezvous.job_spec import ProgramKind
 
 # These import modules by names that a text need not show.
 _HIDING = {"importlib", "pickle", "pkgutil", "runpy", "__import__", "exec", "eval"}
-# Packages that are not of the standard library, and are known to import nothing else that matters here.
+# Packages that are not of the standard library, and import no module of the default preload but torch's own.
 _KNOWN = {"torch", "numpy"}
 _IMPORTS_TORCH = re.compile(rb"^[ \t]*(import|from)[ \t]+torch\b", re.MULTILINE)
-_WITHOUT_DYNAMO = tuple(name for name in DEFAULT_PRELOAD if name != "torch._dynamo")
+_WITHOUT_DYNAMO = ("torch._dynamo",)
 # The parts of torch that import torch._dynamo, at their own import or when they are called.
 _USES_DYNAMO = re.compile(
     rb"(?i)optim|compile|dynamo|parallel|fsdp|shard|replicate|pipelin|checkpoint|mesh|dtensor|distribute_|export|onnx"
-    rb"|flex|attention.bias|varlen|sparse|nested|library|debug|composable|prims|\b(fx|func|jit|ao|hub)\b"
+    rb"|flex|attention.bias|varlen|sparse|nested|library|debug|composable|prims|dispatch|flop_counter|while_loop"
+    rb"|\b(cond|fx|func|jit|ao|hub)\b"
 )
-# A larger program pays less by waiting.
+# Reading and parsing more would itself delay the start.
 _FILES_MAX = 50
 _BYTES_MAX = 200_000
 
+_UNKNOWN = ProgramText()
 
-def needless_imports(kind: ProgramKind, target: str) -> tuple[str, ...]:
-    """The modules of DEFAULT_PRELOAD that neither the program nor one of the modules beside it can use."""
+
+def program_text(kind: ProgramKind, target: str, args: tuple[str, ...]) -> ProgramText:
+    """What the texts of the program and of the modules beside it show."""
     try:
-        used = _used(kind, target)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return ()
-    return tuple(name for name in DEFAULT_PRELOAD if name not in used)
+        files, root = _program_files(kind, target)
+        if files and not os.environ.get("PYTHONSAFEPATH"):
+            return _shown(files, root, args, is_script=kind is ProgramKind.SCRIPT)
+        # The program is an installed module, or elaunch's own that runs a function.
+        return ProgramText(state=_digest([target, *args]), is_clear=False)
+    except (OSError, ValueError, RecursionError, MemoryError):
+        return _UNKNOWN
 
 
-def _used(kind: ProgramKind, target: str) -> tuple[str, ...]:
+def _program_files(kind: ProgramKind, target: str) -> tuple[list[Path], Path]:
+    """The files that run first, and the folder of the modules beside the program."""
     if kind is ProgramKind.MODULE:
         root = Path.cwd()
-        files = list(_files(root, target)) + list(_files(root, f"{target}.__main__"))
-    else:
-        script = Path(os.path.realpath(target))
-        root, files = (script, [script / "__main__.py"]) if script.is_dir() else (script.parent, [script])
-    if not files or os.environ.get("PYTHONSAFEPATH"):
-        return DEFAULT_PRELOAD
+        return [*_files(root, target), *_files(root, f"{target}.__main__")], root
+    script = Path(os.path.realpath(target))
+    return ([script / "__main__.py"], script) if script.is_dir() else ([script], script.parent)
+
+
+def _shown(files: list[Path], root: Path, args: tuple[str, ...], *, is_script: bool) -> ProgramText:
     uses_torch = uses_dynamo = False
-    seen: set[Path] = set()
+    is_clear = True
+    texts: dict[Path, bytes] = {}
     while files:
         file = files.pop()
-        if file in seen:
+        if file in texts:
             continue
-        seen.add(file)
         if not file.is_file():
             # A pipe can be read only once, and the program needs it.
-            return DEFAULT_PRELOAD
-        text = file.read_bytes()
-        if len(seen) > _FILES_MAX or len(text) > _BYTES_MAX:
-            return DEFAULT_PRELOAD
+            return _UNKNOWN
+        text = texts[file] = file.read_bytes()
+        if len(texts) > _FILES_MAX or sum(map(len, texts.values())) > _BYTES_MAX:
+            return _UNKNOWN
+        uses_torch = uses_torch or bool(_IMPORTS_TORCH.search(text))
+        uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
+        is_first = len(texts) == 1
+        if uses_torch and uses_dynamo and not is_first:
+            return _UNKNOWN
         try:
             tree = _parsed(text, file)
         except SyntaxError:
-            # Python refuses the program itself before any import. A zip file is a program too.
-            return () if len(seen) == 1 and b"\0" not in text else DEFAULT_PRELOAD
-        uses_torch = uses_torch or (b"torch" in text and (bool(_IMPORTS_TORCH.search(text)) or _names_torch(tree)))
-        uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
-        # Most programs that train say so in so many words, and need not be searched.
+            # A zip file is a program too. Of a module, its package runs first.
+            return ProgramText(is_refused=is_script and is_first and b"\0" not in text)
+        uses_torch = uses_torch or (b"torch" in text and _names_torch(tree))
         if uses_torch and uses_dynamo:
-            return DEFAULT_PRELOAD
+            # Most programs that train say so in so many words.
+            return _UNKNOWN
         for name in _asked(tree, file, root):
             own = list(_files(root, name))
             files += own
             first = name.partition(".")[0]
             uses_torch = uses_torch or (first == "torch" and not own)
-            if not own and (first in _HIDING or first not in sys.stdlib_module_names | _KNOWN):
-                return DEFAULT_PRELOAD
-    if uses_torch:
-        return DEFAULT_PRELOAD if uses_dynamo else _WITHOUT_DYNAMO
-    return ()
+            is_clear = is_clear and (bool(own) or (first not in _HIDING and first in sys.stdlib_module_names | _KNOWN))
+    state = _digest([*args, *(sha256(texts[file]).hexdigest() for file in sorted(texts))])
+    if not is_clear:
+        return ProgramText(state=state, is_clear=False)
+    if uses_torch and uses_dynamo:
+        return _UNKNOWN
+    return ProgramText(_WITHOUT_DYNAMO if uses_torch else DEFAULT_PRELOAD, state)
+
+
+def _digest(seen: list[str]) -> str:
+    return sha256(json.dumps(seen).encode()).hexdigest()
 
 
 def _parsed(text: bytes, file: Path) -> object:

@@ -57,8 +57,9 @@ def become(child: Child) -> None:
 
         # The store's signals stay blocked: it ends when the agent says so, or with its parent.
         distributed = child.preloaded and child.preloaded.module("torch.distributed")
+        store_class = getattr(distributed, "TCPStore", None)
         worker_store.serve(
-            child.order["host"], child.order["port"], whole=child.order["whole"], distributed=distributed
+            child.order["host"], child.order["port"], whole=child.order["whole"], store_class=store_class
         )
     if child.order["op"] == "probe":
         from elaunch.agent.forkserver.probe import probe_for_agent

@@ -41,9 +41,9 @@ class Home:
 class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
-    `learned` is what earlier starts have shown. `needless` are those of `preload` that the program does not use: only a
-    fork server that belongs to no job has them. With `is_paced` it imports slowly and silently beside a job that runs.
-    With `warm_s` it is forked from a fork server that an earlier job has left behind, if that fits; `cold` says why it
+    `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
+    With `warm_s` it is forked from a fork server that an earlier job has left behind and that has imported
+    `warm_preload`, if that fits; `cold` says why it
     was not, `began_from` which one it was. The one that is left may be idle for so long. `sharers` as in `Boot`. `say`
     tells the user, while this object is made, what takes its time; `meanwhile` is what can be done in the time that a
     warm one takes.
@@ -59,7 +59,7 @@ class ForkServer:
         ignored: tuple[int, ...] = (),
         learned: Learned = NOTHING,
         *,
-        needless: tuple[str, ...] = (),
+        warm_preload: tuple[str, ...] = (),
         is_paced: bool = False,
         warm_s: float = 0.0,
         sharers: int = 0,
@@ -71,8 +71,8 @@ class ForkServer:
         self._ignored = ignored
         self._is_paced = is_paced
         self.sharers = sharers
-        self._kind = preload or ()
-        self.preload = None if preload is None else tuple(name for name in preload if name not in needless)
+        self.preload = preload
+        self.warm_preload = warm_preload
         self.learned = learned
         self._successor: ForkServer | None = None
         self._ended_before: list[Process] = []
@@ -81,7 +81,7 @@ class ForkServer:
         self._ahead: set[int] = set()
         self.cold: Cold | None = None
         self.began_from: Origin | None = None
-        self._socket, self._process = self._borrow(warm_s, say, meanwhile) if warm_s and self._kind else self._start()
+        self._socket, self._process = self._borrow(warm_s, say, meanwhile) if warm_s and warm_preload else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
@@ -114,7 +114,7 @@ class ForkServer:
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
-        self.preload = None
+        self.preload, self.warm_preload = None, ()
 
     def distrust_native_code(self) -> None:
         """From now on a worker store imports the whole of torch, as programs do."""
@@ -128,14 +128,14 @@ class ForkServer:
 
         ours, theirs = wire.pair()
         try:
-            process = borrow(self._boot(theirs, self._kind), self._environment, theirs, warm_s, say, meanwhile)
+            process = borrow(self._boot(theirs, self.warm_preload), self._environment, theirs, warm_s, say, meanwhile)
         except Cold as error:
             self.cold = error
             ours.close()
             return self._start()
         finally:
             theirs.close()
-        self.began_from = process.origin
+        self.began_from, self.preload = process.origin, self.warm_preload
         ours.setblocking(False)
         return ours, process
 

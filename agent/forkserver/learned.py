@@ -6,6 +6,8 @@ that does not hold any more costs time, and nothing else.
 
 from __future__ import annotations
 
+from elaunch.agent.config import ProgramText
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.selection import Selection
 from elaunch.records import dataclass
 
@@ -23,8 +25,8 @@ class Learned:
     """`named` are selections for names of --preload, `program` is that for the program's own imports.
 
     `variables` are those that the program sets itself: no module that keeps the value of one may be preloaded.
-    `unused` are the modules of DEFAULT_PRELOAD that no worker had imported when the program last ended well, and `seen`
-    is the `state_of_command` of that run.
+    `unused` are the modules of DEFAULT_PRELOAD that no worker had imported when the program last ended well, and
+    `unused_in` is the `ProgramText.state` of that run.
     `packages` is the state of the installed packages in which all this was seen. `is_tried` says that a fork server has
     imported `program`; without it, only a process that tried the imports has.
     """
@@ -33,7 +35,7 @@ class Learned:
     program: Selection = Selection()
     variables: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    seen: str = ""
+    unused_in: str = ""
     packages: str = ""
     is_tried: bool = False
 
@@ -48,3 +50,29 @@ class Learned:
 
 
 NOTHING = Learned()
+
+
+@dataclass(frozen=True)
+class FirstImports:
+    """What a job's first fork server imports: `preload`, and what is `learned`.
+
+    `warm_preload` is what a fork server has that stays for several jobs; empty if this job needs none.
+    """
+
+    preload: tuple[str, ...] | None
+    warm_preload: tuple[str, ...]
+    learned: Learned
+
+
+def first_imports(preload: tuple[str, ...] | None, text: ProgramText, learned: Learned) -> FirstImports:
+    """Leave out of `preload` what the program does not use. In a clear text the last run only finds what was missed."""
+    if preload is None:
+        return FirstImports(None, (), learned)
+    if text.is_refused:
+        return FirstImports((), preload, Learned(packages=learned.packages))
+    unused = {*text.unused}
+    if text.state and text.state == learned.unused_in:
+        last = {*learned.unused} & {*DEFAULT_PRELOAD}
+        unused = unused & last if text.is_clear else last
+    left = tuple(name for name in preload if name not in unused)
+    return FirstImports(left, preload if left else (), learned)

@@ -14,8 +14,8 @@ from pathlib import Path
 from elaunch import user_cache
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.digests import sha256
+from elaunch.records import replace
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.job_spec import Program
 
 _BYTES_MAX = 4 << 20
 _FILES_MAX = 200
@@ -31,15 +31,6 @@ def state_of_packages() -> str:
         with suppress(OSError):
             # Not the folder's time: Python's own caches change that.
             seen.append(sorted(name for name in os.listdir(place) if name.endswith(_RECORDS)))  # noqa: PTH208
-    return sha256(json.dumps(seen).encode()).hexdigest()
-
-
-def state_of_command(program: Program) -> str:
-    """A word that is another one when the program's text or its arguments have changed."""
-    seen: list[object] = [program.args]
-    with suppress(OSError):
-        status = os.stat(program.target)  # noqa: PTH116
-        seen += [status.st_mtime_ns, status.st_size]
     return sha256(json.dumps(seen).encode()).hexdigest()
 
 
@@ -72,3 +63,8 @@ def write(file: Path, learned: Learned) -> None:
                 Path(draft.name).unlink()
                 raise
         user_cache.remove_oldest(file.parent, _FILES_MAX)
+
+
+def write_unused(file: Path, unused: tuple[str, ...], unused_in: str) -> None:
+    """Remember these fields of `Learned`. Another job of the program may have written the others meanwhile."""
+    write(file, replace(read(file), unused=unused, unused_in=unused_in))

@@ -30,23 +30,23 @@ def serve_whole(host: str, port: str) -> NoReturn:
     serve(host, int(port), whole=True)
 
 
-def serve(host: str, port: int, *, whole: bool, distributed: Any = None) -> NoReturn:
+def serve(host: str, port: int, *, whole: bool, store_class: Any = None) -> NoReturn:
     """Host the store until the agent asks for the number of its keys, or is gone. `whole`: import all of torch.
 
-    `distributed` is the module `torch.distributed`, if this process has it. A program's import of it would also start
-    the threads of OpenBLAS, which spin for 0.1 s.
+    `store_class` is torch's TCPStore, if this process has it. To import it as a program does would also start the
+    threads of OpenBLAS, which spin for 0.1 s.
     """
     set_command_line(("elaunch: worker store",), "elaunch-store")
     control = socket.socket(fileno=CONTROL_FD)
     try:
         # A bare fork server has not looked for installed packages.
         is_bare = sys.flags.no_site
-        if not whole and not distributed and (is_bare or not has_torch()):
+        if not whole and not store_class and (is_bare or not has_torch()):
             _wait_for_a_rank(control)
         if is_bare:
             site.main()
-        store_class = distributed.TCPStore if distributed else _class(host, port, whole=whole)
-        store = store_class(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
+        made = store_class or _class(host, port, whole=whole)
+        store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
     except Exception as error:
         wire.send(control, {"error": f"{type(error).__name__}: {error}"})
         os._exit(1)

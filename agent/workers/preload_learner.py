@@ -1,9 +1,9 @@
-"""Learns from the first workers what their program imports, and prepares a fork server that has imported it.
+"""Learns from workers what their program imports, and prepares a fork server that has imported it.
 
 Once the workers have run for some seconds, one of them lists its modules. A process of the lowest priority tries which
 of these can be preloaded, and what that saves. If it is worth it, it is kept for the next start, and a second fork
 server imports them beside the job, and takes the place of the first one before the next generation. All of it happens
-once. If it fails, all is as before.
+once. If it fails, all is as before. What of the default preload no worker has used is noted at their end.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elaunch.agent.config import ProgramText
 from elaunch.agent.core.entries import NO_GENERATION
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.imported import candidates
 from elaunch.agent.forkserver.learned import Learned, Named
-from elaunch.agent.forkserver.learned_file import state_of_command, write
+from elaunch.agent.forkserver.learned_file import write, write_unused
 from elaunch.agent.forkserver.selection import ProbeAnswer, Selection, Wanted, together
 from elaunch.agent.linux import memory_file
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.records import replace
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.job_spec import Program
 
 # A program imports more in its first steps, which come after its process group.
 _SETTLED_S = 5.0
@@ -40,8 +40,8 @@ _READ_BYTES = 1 << 16
 
 
 class PreloadLearner:
-    """`file` keeps what is learned for the next start; without it nothing is learned. `later` calls a function in
-    another thread, and waits a moment for it.
+    """`text` is what the program's text shows. `file` keeps what is learned for the next start; without it nothing is
+    learned. `later` calls a function in another thread, and waits a moment for it.
 
     The agent's loop calls all methods.
     """
@@ -49,7 +49,7 @@ class PreloadLearner:
     def __init__(
         self,
         server: ForkServer,
-        program: Program,
+        text: ProgramText,
         current: CurrentGroup,
         reporter: Reporter,
         selector: selectors.BaseSelector,
@@ -57,7 +57,7 @@ class PreloadLearner:
         later: Callable[[Callable[[], object]], None],
     ) -> None:
         self._server = server
-        self._program = program
+        self._text = text
         self._current = current
         self._reporter = reporter
         self._selector = selector
@@ -119,13 +119,17 @@ class PreloadLearner:
             self._begin_probe(group, text)
 
     def end(self, group: WorkerGroup) -> None:
-        """At a generation's end: note what of the default preload nobody has used, if all its workers have returned."""
+        """At a generation's end: note what of the default preload no worker has used, if all have returned."""
         self._since_s, self._ended = None, group.generation
-        links = group.links.values()
+        links, text = group.links.values(), self._text
         said = [link.unused for link in links if link.has_returned and link.unused is not None]
-        if said and len(said) == len(links):
-            unused = tuple(sorted(frozenset.intersection(*said)))
-            self._remember(replace(self._learned, unused=unused, seen=state_of_command(self._program)))
+        if not (self._file and text.state and said and len(said) == len(links)):
+            return
+        known, unused = self._learned, tuple(sorted(frozenset.intersection(*said)))
+        # Most runs show what the text has shown.
+        if (known.unused if known.unused_in == text.state else text.unused) != unused:
+            self._learned = replace(known, unused=unused, unused_in=text.state)
+            self._later(partial(write_unused, self._file, unused, text.state))
 
     def _begin_probe(self, group: WorkerGroup, text: bytes) -> None:
         known = self._learned

@@ -66,8 +66,8 @@ class Workers:
         self._log, self._kill_counters = KernelLog(), counter_files()
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
         self._exits = ExitReader(socket.gethostname(), oom, keeps_files=run_dir.logs is not None)
-        program, file = config.spec.program, config.imports_file
-        self._learner = PreloadLearner(fork_server, program, self._current, reporter, selector, file, _within_reason)
+        text, file = config.text, config.imports_file
+        self._learner = PreloadLearner(fork_server, text, self._current, reporter, selector, file, _within_reason)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
         is_wanted = config.spec.max_restarts > 0
         self._ahead = ForksAhead(fork_server, self._guardian, self._learner, is_wanted=is_wanted)

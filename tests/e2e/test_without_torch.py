@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.harness import finished, script
-from tests.standin import WITHOUT_TORCH
+from tests.standin import with_dynamo
 
 # Notes who imports it. The worker store does so when no rank has come for a while, as on a busy host.
 TORCH = """
@@ -56,6 +55,21 @@ def test_a_program_that_has_not_imported_torch_is_known_by_that_at_its_next_star
     assert counts[2] > 1
 
 
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_a_syntax_error_of_a_program_is_said_before_torch_is_imported(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "lib").mkdir()
+    script(tmp_path / "lib", TORCH, "torch.py")
+    script(tmp_path, "import torch\ntorch.optim.SGD(")
+    command = {"script": ["train.py"], "module": ["-m", "train"]}[kind]
+
+    job = finished(tmp_path, *command, env={"PYTHONPATH": os.fspath(tmp_path / "lib")})
+
+    assert job.code == 1
+    assert "SyntaxError: '(' was never closed" in job.stderr
+    # The package of a module would run before it.
+    assert len(list(tmp_path.glob("imported.*"))) == (0 if kind == "script" else 1)
+
+
 # A stand-in for a home whose disk hangs: what is remembered of this program is never written.
 HANGS = """
 import os, time
@@ -79,15 +93,6 @@ def test_a_job_ends_although_what_it_has_learned_cannot_be_written(tmp_path: Pat
     assert len(list((tmp_path / "cache" / "elaunch" / "imports").iterdir())) == 1
 
 
-# Notes who imports it.
-DYNAMO = 'import os\nopen(f"dynamo.{os.getpid()}", "w").close()\n'
-# What a fork server asks of torch.
-ASKED = """
-from types import SimpleNamespace
-cuda = SimpleNamespace(is_initialized=lambda: False)
-default_generator = SimpleNamespace(seed=lambda: 0)
-get_num_threads = lambda: 1
-"""
 IN_WORKER = "import pydoc, torch\npydoc.locate('torch._dyn' + 'amo')\n"
 
 
@@ -104,10 +109,7 @@ def test_torch_is_imported_without_dynamo_for_a_program_that_does_not_use_it(
     tmp_path: Path, program: str, counts: list[int]
 ) -> None:
     lib = tmp_path / "lib"
-    shutil.copytree(WITHOUT_TORCH["PYTHONPATH"], lib)
-    with (lib / "torch" / "__init__.py").open("a") as package:
-        package.write(ASKED)
-    script(lib / "torch", DYNAMO, "_dynamo.py")
+    with_dynamo(lib)
     script(lib, "", "harmless.py")
     script(tmp_path, program)
     env = {"PYTHONPATH": os.fspath(tmp_path / "lib"), "XDG_CACHE_HOME": os.fspath(tmp_path / "cache")}

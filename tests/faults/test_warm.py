@@ -23,6 +23,7 @@ import pytest
 from tests.faults.processes import is_alive
 from tests.faults.test_preload_learned import LEARNED, installed
 from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, script, wait_for
+from tests.standin import with_dynamo
 from tests.warm import command, leave_one, own_place, run, states, stayed
 
 WARM = ("--preload-only", "json,heavy", "--warm")
@@ -115,6 +116,24 @@ def test_what_nobody_has_read_of_the_first_jobs_environment_does_not_stay(tmp_pa
     assert "HEAVY=read" in kept
     assert "warm start:" in ended.stderr, ended.stderr
     assert "s3cret" not in ended.stdout
+
+
+@pytest.mark.parametrize("text", ["import torch", "import torch\nand a mistake"])
+def test_one_of_a_program_that_does_not_use_all_of_the_default_serves_one_that_does(
+    tmp_path: Path, place: Path, text: str
+) -> None:
+    with_dynamo(tmp_path / "lib" / "site-packages")
+    script(tmp_path, text)
+    script(tmp_path, "import torch._dynamo, os\nprint('told', torch._dynamo.BY != os.getpid())", "optimizes.py")
+    ended = run(tmp_path, "--warm", "train.py", env=options())
+    assert "a fork server stays" in ended.stderr, ended.stderr
+    stayed()
+
+    small, large = (run(tmp_path, "--warm", name, env=options()) for name in ("train.py", "optimizes.py"))
+
+    for job in (small, large):
+        assert "warm start: from the fork server that stayed since" in job.stderr
+    assert told(large) == ["True"]
 
 
 @pytest.mark.slow

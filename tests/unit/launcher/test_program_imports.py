@@ -7,15 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
-from elaunch.launcher.program_imports import needless_imports
+from elaunch.launcher.program_imports import program_text
 from elaunch.rendezvous.job_spec import ProgramKind
 
-ALL, NO_DYNAMO, NOTHING = (), ("torch._dynamo",), DEFAULT_PRELOAD
+USES_ALL, USES_TORCH, USES_NOTHING = (), ("torch._dynamo",), DEFAULT_PRELOAD
 # Hundreds of processes.
 WALK_S = 800
 PACKAGE = {"app/__init__.py": "", "app/__main__.py": "from . import model\nfrom .data import load", "app/data.py": ""}
@@ -25,6 +26,10 @@ def tree(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+
+
+def unused(kind: ProgramKind, target: str) -> tuple[str, ...]:
+    return program_text(kind, target, ()).unused
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,7 @@ def test_a_program_that_may_use_all(tmp_path: Path, text: str) -> None:
         },
     )
 
-    assert needless_imports(ProgramKind.SCRIPT, str(tmp_path / "t.py")) == ALL
+    assert unused(ProgramKind.SCRIPT, str(tmp_path / "t.py")) == USES_ALL
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,7 @@ def test_a_program_of_torch_without_an_optimizer(tmp_path: Path, text: str) -> N
     tree(tmp_path, {"t.py": text, "helper.py": "import second", "second.py": "import torch"})
     tree(tmp_path, {"package/__init__.py": "", "package/deep.py": "import torch"})
 
-    assert needless_imports(ProgramKind.SCRIPT, str(tmp_path / "t.py")) == NO_DYNAMO
+    assert unused(ProgramKind.SCRIPT, str(tmp_path / "t.py")) == USES_TORCH
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,6 @@ def test_a_program_of_torch_without_an_optimizer(tmp_path: Path, text: str) -> N
         "from package import deep, NAME",
         "import package.deep",
         "optimizer, parallel = 'SGD', 8",
-        "import torch\ntorch.optim.SGD(",
         "s = '\\d'",
         "'A program without torch.'\n# No torch here.\ndef f():\n    'Nor torch here.'",
     ],
@@ -104,11 +108,11 @@ def test_a_program_without_torch(tmp_path: Path, text: str, recwarn: pytest.Warn
     tree(tmp_path, {"t.py": text, "helper.py": "import t, subprocess", "package/__init__.py": "NAME = 1"})
     tree(tmp_path, {"package/deep.py": "from . import NAME"})
 
-    assert needless_imports(ProgramKind.SCRIPT, str(tmp_path / "t.py")) == NOTHING
+    assert unused(ProgramKind.SCRIPT, str(tmp_path / "t.py")) == USES_NOTHING
     assert not recwarn
 
 
-@pytest.mark.parametrize(("model", "needless"), [("import torch", NO_DYNAMO), ("import math", NOTHING)])
+@pytest.mark.parametrize(("model", "needless"), [("import torch", USES_TORCH), ("import math", USES_NOTHING)])
 def test_a_package_is_searched_as_a_module_and_as_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, needless: tuple[str, ...]
 ) -> None:
@@ -116,9 +120,56 @@ def test_a_package_is_searched_as_a_module_and_as_a_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
 
-    assert needless_imports(ProgramKind.MODULE, "app") == needless
-    assert needless_imports(ProgramKind.MODULE, "app.model") == needless
-    assert needless_imports(ProgramKind.MODULE, "json.tool") == ALL
+    assert unused(ProgramKind.MODULE, "app") == needless
+    assert unused(ProgramKind.MODULE, "app.model") == needless
+    assert unused(ProgramKind.MODULE, "json.tool") == USES_ALL
+
+
+@pytest.mark.parametrize("text", ["import torch\ntorch.optim.SGD(", "not python at all"])
+def test_a_text_that_python_refuses(tmp_path: Path, text: str) -> None:
+    tree(tmp_path, {"t.py": text, "works.py": "import t", "app/__init__.py": "import torch", "app/__main__.py": text})
+
+    assert program_text(ProgramKind.SCRIPT, str(tmp_path / "t.py"), ()).is_refused
+    assert not program_text(ProgramKind.SCRIPT, str(tmp_path / "works.py"), ()).is_refused
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path)
+        # The package runs before it.
+        assert not program_text(ProgramKind.MODULE, "app", ()).is_refused
+
+
+def test_a_zip_file_is_no_text(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "t.pyz", "w") as file:
+        file.writestr("__main__.py", "print(1)")
+
+    assert not program_text(ProgramKind.SCRIPT, str(tmp_path / "t.pyz"), ()).is_refused
+
+
+def test_a_state_changes_with_the_arguments_and_with_each_module_beside_the_program(tmp_path: Path) -> None:
+    tree(tmp_path, {"t.py": "import lightning, helper", "helper.py": "", "other.py": ""})
+    target = str(tmp_path / "t.py")
+
+    def state(*args: str) -> str:
+        return program_text(ProgramKind.SCRIPT, target, args).state
+
+    first = state("prepare")
+    tree(tmp_path, {"other.py": "changed"})
+    again, of_other_arguments = state("prepare"), state("train")
+    tree(tmp_path, {"helper.py": "import math"})
+
+    assert first == again
+    assert len({first, of_other_arguments, state("prepare"), ""}) == 4
+
+
+def test_the_last_run_is_asked_of_programs_whose_text_does_not_show_all(tmp_path: Path) -> None:
+    texts = {"hidden": "import lightning", "known": "import torch", "all": "import torch\ntorch.optim.SGD"}
+    tree(tmp_path, {f"{name}.py": text for name, text in texts.items()})
+    shown = {name: program_text(ProgramKind.SCRIPT, str(tmp_path / f"{name}.py"), ()) for name in texts}
+
+    assert {name: (bool(text.state), text.is_clear) for name, text in shown.items()} == {
+        "hidden": (True, False),
+        "known": (True, True),
+        "all": (False, True),
+    }
 
 
 # Imports each of torch's public modules in a process of its own, and says which of them ask for torch._dynamo.
@@ -165,13 +216,13 @@ def test_no_public_module_of_torch_imports_dynamo_without_such_a_word_in_its_nam
     for name in importing:
         script = tmp_path / "t.py"
         script.write_text(f"import {name}")
-        assert needless_imports(ProgramKind.SCRIPT, str(script)) == ALL, name
+        assert unused(ProgramKind.SCRIPT, str(script)) == USES_ALL, name
 
 
 def test_what_cannot_be_read_may_use_all(tmp_path: Path) -> None:
-    assert needless_imports(ProgramKind.SCRIPT, "-") == ALL
-    assert needless_imports(ProgramKind.SCRIPT, str(tmp_path / "no.py")) == ALL
-    assert needless_imports(ProgramKind.SCRIPT, str(tmp_path)) == ALL
+    assert unused(ProgramKind.SCRIPT, "-") == USES_ALL
+    assert unused(ProgramKind.SCRIPT, str(tmp_path / "no.py")) == USES_ALL
+    assert unused(ProgramKind.SCRIPT, str(tmp_path)) == USES_ALL
 
 
 def test_a_program_in_a_pipe_is_not_read(tmp_path: Path) -> None:
@@ -182,7 +233,7 @@ def test_a_program_in_a_pipe_is_not_read(tmp_path: Path) -> None:
     os.write(writer, b"print(1)")
     os.close(writer)
 
-    assert needless_imports(ProgramKind.SCRIPT, str(pipe)) == ALL
+    assert unused(ProgramKind.SCRIPT, str(pipe)) == USES_ALL
 
     assert os.read(reader, 100) == b"print(1)"
     os.close(reader)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elaunch.agent.forkserver import learned_file
 from elaunch.agent.forkserver.learned import Learned, Named
-from elaunch.agent.forkserver.learned_file import read, state_of_command, state_of_packages, write
+from elaunch.agent.forkserver.learned_file import read, state_of_packages, write
 from elaunch.agent.forkserver.selection import Cost, Selection
-from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 SELECTION = Selection(("a", "b.c"), ("d",), ("d starts a thread",), 0.5, (Cost("a", 1.5),))
 
@@ -113,17 +111,3 @@ def test_the_oldest_files_go(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     write(file, known())
 
     assert {path.name for path in file.parent.iterdir()} == {"3", "0123"}
-
-
-def test_a_program_without_torch_is_known_by_its_text_and_arguments(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("print(1)")
-    program = Program(ProgramKind.SCRIPT, str(script), ("prepare",), sys.executable)
-    first = state_of_command(program)
-
-    other_arguments = state_of_command(replace(program, args=("train",)))
-    again = state_of_command(program)
-    script.write_text("import torch")
-
-    assert first == again
-    assert len({first, other_arguments, state_of_command(program)}) == 3

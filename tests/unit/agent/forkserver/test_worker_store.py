@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,25 +24,34 @@ for fd, number in zip(map(int, sys.argv[1:]), (worker_store.LISTEN_FD, worker_st
     os.dup2(fd, number)
 worker_store._IDLE_S = 60.0
 worker_store._class = lambda *_, **__: os._exit(7)
-worker_store.serve("127.0.0.1", 0, whole=False)
+worker_store.serve("127.0.0.1", 0, whole=False, store_class=STORE_CLASS)
 """
+CLASS = "(lambda *_, **__: type('Store', (), {'num_keys': lambda _: 3})())"
 
 
-@pytest.fixture
-def store() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, socket.socket]]:
-    """A store that says that it is idle; the socket at which it listens, and the agent's end of its control socket."""
+@contextmanager
+def started(store_class: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, socket.socket]]:
+    """A store; the socket at which it listens, and the agent's end of its control socket."""
+    program = PROGRAM.replace("STORE_CLASS", store_class)
     control, theirs = wire.pair()
     with socket.create_server(("127.0.0.1", 0)) as listener, control, theirs:
         # Above the numbers that they get.
         fds = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (listener, theirs)]
-        with subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, fds)], cwd=REPOSITORY, pass_fds=fds) as process:
+        with subprocess.Popen([sys.executable, "-c", program, *map(str, fds)], cwd=REPOSITORY, pass_fds=fds) as process:
             for end in fds:
                 os.close(end)
             theirs.close()
             control.settimeout(60.0)
-            assert wire.receive(control) == ({"idle": True}, ())
             yield process, listener, control
             process.kill()
+
+
+@pytest.fixture
+def store() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, socket.socket]]:
+    """A store that says that it is idle."""
+    with started("None") as made:
+        assert wire.receive(made[2]) == ({"idle": True}, ())
+        yield made
 
 
 def test_a_store_that_ends_before_a_rank_connects_has_no_keys_and_imports_nothing(
@@ -65,3 +75,12 @@ def test_a_store_starts_when_a_rank_connects(
 
         assert said == ({"idle": False}, ())
         assert process.wait(180) == 7
+
+
+def test_a_store_that_has_its_class_imports_nothing_and_waits_for_nobody() -> None:
+    with started(CLASS) as (process, _, control):
+        assert wire.receive(control) == ({"up": True}, ())
+        wire.send(control, {"op": "end"})
+
+        assert wire.receive(control) == ({"keys": 3}, ())
+        assert process.wait(180) == 0

@@ -14,14 +14,17 @@ from typing import Any, cast
 
 import pytest
 
+from elaunch.agent.config import ProgramText
 from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.forkserver.learned_file import state_of_packages
 from elaunch.agent.forkserver.selection import Cost, ProbeAnswer, Selection
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.preload_learner import PreloadLearner
 from elaunch.records import replace
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.types import RankTable, Seat
+
+TEXT = ProgramText(("torch._dynamo",), "a state")
 
 
 class Successor:
@@ -108,13 +111,13 @@ def server() -> Server:
 @contextmanager
 def loop_with(server: Server, folder: Path) -> Iterator[Loop]:
     said: list[str] = []
-    current, program = CurrentGroup(), Program(ProgramKind.SCRIPT, "train.py", (), ("python", "train.py"))
+    current = CurrentGroup()
     events: list[dict[str, object]] = []
     timeline = SimpleNamespace(stamp=lambda generation, event, **fields: events.append({"event": event, **fields}))
     reporter = cast(Any, SimpleNamespace(say=said.append, timeline=timeline))
     with selectors.DefaultSelector() as selector:
         file = folder / "learned"
-        learner = PreloadLearner(cast(Any, server), program, current, reporter, selector, file, lambda work: work())
+        learner = PreloadLearner(cast(Any, server), TEXT, current, reporter, selector, file, lambda work: work())
         yield Loop(learner, selector, current, said, events, file)
 
 
@@ -210,3 +213,44 @@ def test_imports_that_no_fork_server_has_made_yet_are_kept_once_one_has_made_the
         loop.learner.ready({"tried": encode(Learned()), "has_programs": True})
 
         assert loop.kept == replace(SLOW, is_tried=True)
+
+
+def returned(*unused: str) -> Any:
+    return SimpleNamespace(recorder=None, has_returned=True, unused=frozenset(unused))
+
+
+RAISED = SimpleNamespace(recorder=None, has_returned=False, unused=frozenset({"torch._dynamo"}))
+ALL = ("torch", "torch.distributed", "torch._dynamo")
+
+
+@pytest.mark.parametrize(
+    ("links", "noted"),
+    [
+        ((returned("torch._dynamo"), returned("torch._dynamo")), None),
+        ((returned("torch._dynamo"), returned()), ()),
+        ((returned(*ALL), returned(*ALL)), tuple(sorted(ALL))),
+        ((returned(), RAISED), None),
+    ],
+    ids=["as its text says", "one rank has used it", "nothing was used", "one rank raised"],
+)
+def test_what_no_worker_has_used_is_noted_where_the_text_did_not_show_it(
+    loop: Loop, links: tuple[Any, ...], noted: tuple[str, ...] | None
+) -> None:
+    group = loop.begin(0)
+    group.links.update(enumerate(links))
+
+    loop.learner.end(group)
+
+    assert ((loop.kept.unused, loop.kept.unused_in) if loop.file.exists() else None) == (
+        None if noted is None else (noted, "a state")
+    )
+
+
+def test_what_another_job_of_the_program_has_learned_meanwhile_stays(loop: Loop) -> None:
+    group = loop.begin(0)
+    group.links.update({0: returned(*ALL)})
+    loop.file.write_text(encode(replace(SLOW, packages=state_of_packages())))
+
+    loop.learner.end(group)
+
+    assert (loop.kept.program, loop.kept.unused_in) == (SLOW.program, "a state")
