@@ -45,7 +45,7 @@ def program_text(kind: ProgramKind, target: str, args: tuple[str, ...]) -> Progr
         files, root = _program_files(kind, target)
         if files and not os.environ.get("PYTHONSAFEPATH"):
             return _shown(files, root, args, is_script=kind is ProgramKind.SCRIPT)
-        # The program is an installed module, or elaunch's own that runs a function.
+        # An installed module, or elaunch's own that runs a function: its text is not read.
         return ProgramText(state=_digest([target, *args]), is_clear=False)
     except (OSError, ValueError, RecursionError, MemoryError):
         return _UNKNOWN

@@ -64,12 +64,14 @@ KNOWN = ("import_hooks", "torch_loggers")
 FACTS = [n for n in (*probe_process.FACTS, *probe.FACTS, *_marked("fact")) if n not in (*WORK, *KNOWN)]
 
 
+# With other threads torch is preloaded without torch._dynamo, as for a program that does not use it.
+@pytest.mark.parametrize("threads", ["by default", slow("OMP 2")])
 @pytest.mark.parametrize("name", FACTS)
-def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, name: str) -> None:
-    for worker in seen.worker(FORKED, "by default"):
+def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, name: str, threads: str) -> None:
+    for worker in seen.worker(FORKED, threads):
         ours = without_launchers(worker[name]) if name.startswith(("environ", "torch_var")) else worker[name]
 
-        assert ours == with_crash_stack(name, seen.fresh("by default")[name])
+        assert ours == with_crash_stack(name, seen.fresh(threads)[name])
 
 
 def test_the_gate_stays_as_long_as_something_is_hidden_behind_it(seen: Seen) -> None:
