@@ -15,14 +15,16 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.store import Changes, Update
+from elaunch.rendezvous.store import Changes, Unavailable, Update
 from tests.certificates import Certificates
 from tests.harness import DEADLINE_S, free_ports, wait_for
 
+Answered = TypeVar("Answered")
 VERSIONS = ("3.4", "3.5")
 TRANSPORTS = ("gateway", "grpc")
 READY = b"ready to serve client requests"
@@ -52,6 +54,17 @@ def client(
 
         return EtcdStore(endpoints, access, deadline_s, GrpcTransport(access))
     return EtcdStore(endpoints, access, deadline_s, JsonTransport(access.tls, access.bearer))
+
+
+def answered(call: Callable[[], Answered]) -> Answered:
+    """The answer to a call, which is made again while etcd refuses it: several members may elect a leader any time."""
+
+    def asked() -> tuple[Answered] | None:
+        with suppress(Unavailable):
+            return (call(),)
+        return None
+
+    return wait_for(asked, "an answer of etcd")[0]
 
 
 def writes(told: Sequence[Update]) -> int:
@@ -195,15 +208,22 @@ class Etcd:
         """The endpoints that a user would type: the members' addresses, with https:// if that is needed."""
         return ",".join(f"https://{member.endpoint}" if self.tls else member.endpoint for member in self.members)
 
-    def ctl(self, *args: str, endpoints: str = "") -> str:
-        """Run etcdctl, as root if there are users. Returns its output."""
-        command = [*self._prefix(0), binary(self.version, "etcdctl"), f"--endpoints={endpoints or self.endpoints}"]
+    def ctl(self, *args: str, endpoints: str = "", text: str = "") -> str:
+        """Run etcdctl, as root if there are users; it reads `text`. Returns its output."""
+        # Its own limits are 2 s and 5 s, which a busy machine needs at times.
+        command = [*self._prefix(0), binary(self.version, "etcdctl"), "--dial-timeout=60s", "--command-timeout=60s"]
+        command += [f"--endpoints={endpoints or self.endpoints}"]
         if self.tls:
             command += [f"--cacert={self.tls.ca}", f"--cert={self.tls.client}", f"--key={self.tls.client_key}"]
         if self._users:
             command += [f"--user=root:{ROOT_PASSWORD}"]
         done = subprocess.run(
-            [*command, *args], env={**os.environ, "ETCDCTL_API": "3"}, capture_output=True, text=True, timeout=60
+            [*command, *args],
+            env={**os.environ, "ETCDCTL_API": "3"},
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
         assert done.returncode == 0, f"etcdctl {' '.join(args)}: {done.stderr}"
         return done.stdout
@@ -228,6 +248,16 @@ class Etcd:
 
         # Each look starts a process, so look seldom.
         return wait_for(agreed, "etcd has a leader", every_s=0.2)
+
+    def term(self) -> int:
+        """The number of the election that the present leader has won."""
+        member = self.leader()
+        (answer,) = json.loads(self.ctl("endpoint", "status", "-w", "json", endpoints=member.endpoint))
+        return int(answer["Status"]["raftTerm"])
+
+    def forget_tokens(self, user: str) -> None:
+        """The user's tokens count no more, as if they had run out: etcd forgets them when the password is set."""
+        self.ctl("user", "passwd", user, "--interactive=false", text=self._users[user])
 
     def _start(self, count: int) -> None:
         for attempt in range(3):

@@ -136,6 +136,7 @@ class Job:
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue
         self.process.wait(DEADLINE_S)
+        self._read_to_the_end()
 
     @property
     def code(self) -> int | None:
@@ -178,8 +179,7 @@ class Job:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {deadline_s:g} s:\n{self.output}") from None
-        for reader in self._readers:
-            reader.join(5)
+        self._read_to_the_end()
         return code
 
     def signal(self, signum: signal.Signals) -> None:
@@ -219,6 +219,11 @@ class Job:
             return [c.environ()[VARIABLE].split(",")[-1] for c in children if VARIABLE in c.environ()]
         except psutil.Error:
             return []
+
+    def _read_to_the_end(self) -> None:
+        """The process has ended: wait until its output is read. A process that it has left may hold its pipes open."""
+        for reader in self._readers:
+            reader.join(5)
 
     def _read(self, name: str, pipe: object) -> None:
         for line in iter(lambda: os.read(pipe.fileno(), 65536), b""):  # type: ignore[attr-defined]
@@ -299,5 +304,6 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         port = random.SystemRandom().randrange(lowest // 3, lowest)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe, suppress(OSError):
             probe.bind((host, port))
-            found.append(port)
+            if port not in found:
+                found.append(port)
     return found

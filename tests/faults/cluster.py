@@ -21,6 +21,8 @@ from tests.nodes import Node, Nodes
 from tests.standin import WITHOUT_TORCH
 
 REDUCER = Path(__file__).with_name("reducer.py")
+# For jobs of which no node is lost: on a busy machine a node may be silent for longer than the default of 3 s.
+PATIENT = ("--rdzv-conf", "lease_ttl=60")
 # Only torch: its optimizers are not used here, and each node imports for itself, all on the same two cores.
 PRELOAD = ("--preload-only", "torch")
 PORT = 2379

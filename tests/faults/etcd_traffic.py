@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Absent, Changes, LeaseGone, Present, Put, Txn, Unavailable, Update
+from tests.etcd import answered
 from tests.harness import joined, wait_for
 
 PREFIX = "/elaunch/traffic/"
 LEASED = f"{PREFIX}leased"
 LEASE = 4711
 KEEPALIVE_S = 0.5
-
-Answered = TypeVar("Answered")
 
 
 class Traffic:
@@ -33,10 +30,12 @@ class Traffic:
         self.unavailable: list[str] = []
         self.written = 0
         self.lease_gone = False
-        self.started = store.read(PREFIX).revision
+        self.started = answered(lambda: store.read(PREFIX)).revision
         self._stop = threading.Event()
-        store.grant(LEASE, ttl_s)
-        assert store.commit(Txn((Absent(LEASED),), (Put(LEASED, "", LEASE),))).held
+        answered(lambda: store.grant(LEASE, ttl_s))
+        # A lost answer may be that of a write that was done.
+        answered(lambda: store.commit(Txn((Absent(LEASED),), (Put(LEASED, "", LEASE),))))
+        assert LEASED in answered(lambda: store.read(LEASED)).entries
         self._watch = store.watch(PREFIX, self.started, self.told.append)
         self._threads = [threading.Thread(target=self._write)]
         if keep_alive:
@@ -65,7 +64,7 @@ class Traffic:
 
     def wait_until_told(self) -> None:
         """Wait until the watch has reported all writes up to now."""
-        revision = self._now(lambda: self.store.read(PREFIX)).entries
+        revision = answered(lambda: self.store.read(PREFIX)).entries
         newest = max(entry.mod_revision for entry in revision.values())
         wait_for(lambda: self._told_until() >= newest, f"word of revision {newest}; told until {self._told_until()}")
 
@@ -83,10 +82,10 @@ class Traffic:
 
     def assert_the_lease_is_kept(self) -> None:
         assert not self.lease_gone
-        assert self._now(lambda: self.store.commit(Txn((Present(LEASED),)))).held
+        assert answered(lambda: self.store.commit(Txn((Present(LEASED),)))).held
         first = self.told[0]
         assert isinstance(first, Changes)
-        entry = self._now(lambda: self.store.read(LEASED)).entries[LEASED]
+        entry = answered(lambda: self.store.read(LEASED)).entries[LEASED]
         assert entry.create_revision == first.revision, "the key was made anew"
 
     def _told_until(self) -> int:
@@ -115,14 +114,3 @@ class Traffic:
                     self.lease_gone = True
             except (Unavailable, LeaseGone) as error:
                 self.unavailable.append(str(error))
-
-    def _now(self, call: Callable[[], Answered]) -> Answered:
-        """The answer to the call, which is made again until it succeeds."""
-
-        def asked() -> tuple[Answered] | None:
-            try:
-                return (call(),)
-            except Unavailable:
-                return None
-
-        return wait_for(asked, "an answer")[0]

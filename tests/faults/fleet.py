@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.processes import Watched, is_alive
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 from tests.standin import WITHOUT_TORCH
 
 LIVELY = Path(__file__).with_name("lively.py")
+# An agent says a trouble within seconds, and on a busy machine within this time.
+SAID_S = 60.0
 OPTIONS = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1000", "--rdzv-backend", "etcd")
 
 
@@ -60,7 +62,7 @@ class Fleet:
         life = self.life(node)
         return life is not None and is_alive(life.pid)
 
-    def run(self, generation: int, deadline_s: float = 60.0) -> None:
+    def run(self, generation: int, deadline_s: float = DEADLINE_S) -> None:
         """Wait until a worker of that generation, or of a newer one, lives on each node."""
 
         def all_live() -> bool:
@@ -82,14 +84,14 @@ class Fleet:
 
         self.wait_for(stepped, f"the worker of node {node} goes on")
 
-    def says(self, node: int, pattern: str, deadline_s: float, after: int = 0) -> None:
+    def says(self, node: int, pattern: str, after: int = 0) -> None:
         """Wait until that node's agent has printed a line like `pattern`, after its first `after` characters."""
         agent = self.agents[node]
         self.wait_for(
-            lambda: re.search(pattern, agent.stderr[after:], re.MULTILINE), f"node {node} says {pattern!r}", deadline_s
+            lambda: re.search(pattern, agent.stderr[after:], re.MULTILINE), f"node {node} says {pattern!r}", SAID_S
         )
 
-    def wait_for(self, fact: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+    def wait_for(self, fact: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
         """Wait for a fact. The failure message has the agents' output."""
         try:
             wait_for(fact, what, deadline_s)

@@ -85,7 +85,8 @@ class Run(Recorded):
     def start(self, workers: int, *options: str, steps: int = STEPS, launch: Iterable[str] = ()) -> None:
         """Type the command, for the first time or again. `launch` are options of elaunch."""
         start, env = (self._shared.options, self._shared.env) if self._shared else (PRELOAD, {"OMP_NUM_THREADS": "1"})
-        words = [*start, "--nproc-per-node", str(workers), "--max-restarts", "30", *launch]
+        # The default is 2 s to begin to save. A busy machine may need longer.
+        words = [*start, "--nproc-per-node", str(workers), "--max-restarts", "30", "--failure-grace", "60", *launch]
         program = (str(KEPT), str(self.folder), str(steps))
         self.job = Job(self.folder, *words, *program, *options, env=env)
 

@@ -14,6 +14,7 @@ SIGKILL there. Moments:
     piece         half of this rank's own part of that step is in memory (a state in parts, or with a hook)
     crash         not a kill: an exception before the forward pass
     hold          not a kill: wait there until the file is gone
+    settle        not a kill: wait there until the snapshots that were sent have arrived
     freeze        not a kill: stopped when half of a copy of that step is in memory
     corrupt       not a kill: before the forward pass, a byte of the newest copy in this node's memory is changed
     mirror        not a kill: the threads that exchange snapshots do not receive what other nodes send
@@ -235,6 +236,8 @@ def train(step: int, keeper: Keeper, model: nn.Module, optimizer: Any, scheduler
         record("held", step=step)
     while is_asked("hold", step):
         time.sleep(0.01)
+    if is_asked("settle", step):
+        keeper._copies.wait()
     if is_asked("crash", step):
         (FOLDER / f"crash-{GENERATION}-{step}-{RANK}").unlink()
         raise ValueError(f"asked for by the test, in generation {GENERATION}")

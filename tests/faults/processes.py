@@ -109,7 +109,7 @@ class Watched(Job):
         assert self.process.wait(DEADLINE_S) == -signal.SIGKILL
         return killed_at_s
 
-    def assert_nothing_is_left(self, pids: Collection[int] = ()) -> None:
+    def assert_nothing_is_left(self, pids: Collection[psutil.Process | int] = ()) -> None:
         """No process, run directory or memory of the job is left, or soon none (test_kill_agent.py: how soon)."""
         until_s = time.monotonic() + DEADLINE_S
         while True:

@@ -46,9 +46,10 @@ def record(event: str, **fields: object) -> None:
             **fields,
         }
     )
+    # What the test has read is in the log too: a signal may come between the two.
+    print("record", line, flush=True)
     with (FOLDER / "records").open("a") as file:
         file.write(line + "\n")
-    print("record", line, flush=True)
 
 
 def moment(name: str) -> None:

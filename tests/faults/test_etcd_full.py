@@ -15,7 +15,6 @@ from tests.faults.fleet import Fleet
 from tests.harness import slow
 
 QUOTA_BYTES = 4 << 20
-SAID_S = 5.0
 # One line with etcd's own name of the trouble, and the three things to do about it.
 WAY_OUT = "^" + "".join(f"(?=.*{word})" for word in ("NOSPACE", "compact", "defrag", "disarm"))
 
@@ -62,7 +61,7 @@ def test_a_full_etcd_is_said_with_the_way_out_and_the_job_goes_on_when_it_is_men
 
     assert fleet.kill_worker(1)
 
-    fleet.says(1, WAY_OUT, SAID_S, after=said)
+    fleet.says(1, WAY_OUT, after=said)
     # The failure cannot be written, so the other node does not learn of it. Its worker is healthy and goes on.
     fleet.goes_on(0)
     assert fleet.life(0).generation == 0, fleet.story()  # type: ignore[union-attr]
@@ -82,7 +81,7 @@ def test_a_job_whose_workers_end_while_etcd_is_full_ends_well_when_it_is_mended(
     fleet.end()
 
     for node in (0, 1):
-        fleet.says(node, WAY_OUT, 10, after=said[node])
+        fleet.says(node, WAY_OUT, after=said[node])
     mend(etcd)
     assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
 
@@ -93,7 +92,7 @@ def test_a_job_that_finds_a_full_etcd_says_so_and_starts_when_it_is_mended(tmp_p
         fill(etcd)
         with Fleet(tmp_path / "job", [etcd.endpoints] * 2) as fleet:
             for node in (0, 1):
-                fleet.says(node, WAY_OUT, 10)
+                fleet.says(node, WAY_OUT)
 
             mend(etcd)
 

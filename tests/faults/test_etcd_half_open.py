@@ -20,7 +20,7 @@ import sys
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.etcd import client
 
-store = client([Endpoint("node0", 2379)], sys.argv[1], deadline_s=5)
+store = client([Endpoint("node0", 2379)], sys.argv[1], deadline_s=60)
 store.watch("/elaunch/", store.read("/elaunch/").revision, lambda update: print(*update.entries, flush=True))
 print("watching", flush=True)
 sys.stdin.read()

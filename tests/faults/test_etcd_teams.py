@@ -16,7 +16,7 @@ from elaunch.rendezvous.store import Denied, Put, Txn
 from tests.certificates import Certificates
 from tests.etcd import Etcd
 from tests.faults.processes import Light, Watched
-from tests.harness import REPOSITORY, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, wait_for
 
 TEAMS = ("vision", "nlp")
 # The commands that an administrator types for each team, from docs/operations.md.
@@ -74,7 +74,7 @@ class Teams:
     def store(self, team: str) -> EtcdStore:
         files = self._certificates
         tls = Tls(str(files.ca), str(files.client), str(files.client_key))
-        return EtcdStore(self.etcd.addresses, Access(tls, Login(team, f"word-of-{team}")), 10)
+        return EtcdStore(self.etcd.addresses, Access(tls, Login(team, f"word-of-{team}")), DEADLINE_S)
 
 
 @pytest.fixture

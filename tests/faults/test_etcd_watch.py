@@ -19,7 +19,7 @@ from elaunch.rendezvous.etcd import watch as watching_module
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Changes, Delete, KeyEntry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
-from tests.harness import slow, wait_for
+from tests.harness import DEADLINE_S, slow, wait_for
 from tests.relay import Listener, relay, silent
 
 PREFIX = "/elaunch/watch/"
@@ -62,8 +62,14 @@ def watching(way: Listener, transport: str) -> Iterator[EtcdStore]:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No watch begins anew because etcd is slow to say that it has begun."""
+    monkeypatch.setattr(watching_module, "_BEGUN_S", DEADLINE_S)
+
+
+@pytest.fixture
 def direct(etcd: Etcd) -> Iterator[EtcdStore]:
-    with closing(EtcdStore(etcd.addresses, deadline_s=10)) as store:
+    with closing(EtcdStore(etcd.addresses, deadline_s=DEADLINE_S)) as store:
         store.commit(Txn((), (Delete(PREFIX, PREFIX[:-1] + "0"),)))
         yield store
 
@@ -84,6 +90,11 @@ def in_thread(call: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def watch_threads() -> list[threading.Thread]:
+    """The threads of watches that live. `close` waits for one only for a moment."""
+    return [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
 
 
 class Told:
@@ -236,8 +247,8 @@ def test_closing_a_watch_ends_its_thread_and_its_connection(watching: EtcdStore,
 
     watch.close()
 
-    wait_for(lambda: threading.active_count() <= before + 2, "the end of the thread")
-    assert not [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
+    wait_for(lambda: threading.active_count() <= before + 2, "the end of its connection")
+    wait_for(lambda: not watch_threads(), "the end of its thread")
 
 
 def test_a_watch_that_waits_for_its_server_is_closed_at_once(watching: EtcdStore, way: Listener) -> None:
@@ -248,7 +259,7 @@ def test_a_watch_that_waits_for_its_server_is_closed_at_once(watching: EtcdStore
 
     watch.close()
 
-    assert not [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
+    wait_for(lambda: not watch_threads(), "the end of its thread")
 
 
 def test_a_watch_from_now_that_cannot_begin_says_so_and_leaves_no_thread(watching: EtcdStore, way: Listener) -> None:
@@ -258,11 +269,12 @@ def test_a_watch_from_now_that_cannot_begin_says_so_and_leaves_no_thread(watchin
     with pytest.raises(Unavailable):
         watching.watch(PREFIX, None, told).begun()
 
+    wait_for(lambda: not watch_threads(), "the end of its thread")
     assert not told.updates
     assert not watching._watches
-    assert not [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_watch_from_now_goes_on_where_its_connection_broke(
     watching: EtcdStore, direct: EtcdStore, way: Listener
 ) -> None:
@@ -279,18 +291,20 @@ def test_a_watch_from_now_goes_on_where_its_connection_broke(
     assert told.entries == direct.read(PREFIX).entries
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_watch_that_begins_at_a_member_that_never_answers_is_closed_at_once_by_another_thread(transport: str) -> None:
-    with silent() as mute, closing(client([mute.endpoint], transport, deadline_s=30)) as store:
+    with silent() as mute, closing(client([mute.endpoint], transport, deadline_s=10 * DEADLINE_S)) as store:
         watch = store.watch(PREFIX, None, Told())
         wait_for(lambda: mute.accepted, "its connection")
 
         begun = in_thread(watch.begun)
-        in_thread(store.close).result(5)
+        in_thread(store.close).result(DEADLINE_S)
 
-        assert str(begun.exception(5)) == "the watch was closed"
+        assert str(begun.exception(DEADLINE_S)) == "the watch was closed"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_watch_whose_first_read_is_never_answered_says_so_though_its_stream_is_there(
     etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,22 +313,23 @@ def test_a_watch_whose_first_read_is_never_answered_says_so_though_its_stream_is
             raise Unavailable(f"no answer about {prefixes}")
 
     monkeypatch.setattr(watching_module, "_SETTLED_S", 0.0)
-    with closing(Slow(etcd.addresses, deadline_s=10)) as store:
+    with closing(Slow(etcd.addresses, deadline_s=DEADLINE_S)) as store:
         begun = in_thread(store.watch(PREFIX, None, Told()).begun)
 
-        assert str(begun.exception(5)) == f"no answer about {(PREFIX,)}"
+        assert str(begun.exception(DEADLINE_S)) == f"no answer about {(PREFIX,)}"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_fault_of_the_client_ends_a_watch_and_leaves_nobody_waiting(etcd: Etcd) -> None:
     class Faulty(EtcdStore):
         def read(self, *prefixes: str) -> View:
             raise ZeroDivisionError("of ours")
 
     told: list[Update] = []
-    with closing(Faulty(etcd.addresses, deadline_s=10)) as store:
+    with closing(Faulty(etcd.addresses, deadline_s=DEADLINE_S)) as store:
         begun = in_thread(store.watch(PREFIX, None, told.append).begun)
 
-        assert str(begun.exception(5)) == "the store's client failed (ZeroDivisionError: of ours)"
+        assert str(begun.exception(DEADLINE_S)) == "the store's client failed (ZeroDivisionError: of ours)"
 
 
 def test_a_watch_that_was_good_does_not_hammer_a_store_that_is_away(
@@ -335,6 +350,7 @@ def test_a_watch_that_was_good_does_not_hammer_a_store_that_is_away(
     told.wait_for(put(direct, A, "again"))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("moment", ["open", "read"])
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_watch_from_now_misses_nothing_that_is_written_while_it_begins(
@@ -356,7 +372,7 @@ def test_a_watch_from_now_misses_nothing_that_is_written_while_it_begins(
     setattr(Interrupted, moment, interrupted)
     written: list[int] = []
     told = Told()
-    with closing(Interrupted(etcd.addresses, deadline_s=10)) as store:
+    with closing(Interrupted(etcd.addresses, deadline_s=DEADLINE_S)) as store:
         store.watch(PREFIX, None, told).begun()
 
         told.wait_for(written[-1])
@@ -370,7 +386,7 @@ from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.store import Put, Txn
 
-store = EtcdStore([Endpoint("127.0.0.1", int(sys.argv[1]))], deadline_s=10)
+store = EtcdStore([Endpoint("127.0.0.1", int(sys.argv[1]))], deadline_s=60)
 told = []
 store.watch("/elaunch/watch/", store.read("/elaunch/watch/").revision, told.append)
 for turn in range(20):

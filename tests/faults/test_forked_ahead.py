@@ -103,6 +103,8 @@ def test_one_that_is_gone_or_was_signalled_or_stopped_is_no_worker(tmp_path: Pat
         os.kill(signalled, signal.SIGUSR1)
         os.kill(stopped, signal.SIGSTOP)
         wait_for(lambda: not is_alive(gone), "the end of one that was killed")
+        # It stops when it gets a processor.
+        wait_for(lambda: psutil.Process(stopped).status() == psutil.STATUS_STOPPED, "the stop of another one")
         os.kill(first[0]["pid"], signal.SIGKILL)
         second = facts(tmp_path, 1)
         wait_for(lambda: not is_alive(signalled), "the end of one that was signalled")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import PATIENT, Cluster
 from tests.faults.keeper_runs import KEPT, PRELOAD, Calm, Recorded, assert_same
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
@@ -28,9 +28,12 @@ class Nodes(Recorded):
         super().__init__(folder)
         self.cluster = nodes
 
-    def start(self, *indices: int, nnodes: str, steps: int = 40, options: tuple[str, ...] = ()) -> None:
+    def start(
+        self, *indices: int, nnodes: str, steps: int = 40, options: tuple[str, ...] = (), launch: tuple[str, ...] = ()
+    ) -> None:
+        """`options` are the program's, `launch` elaunch's."""
         words = [*PRELOAD, "--nnodes", nnodes, "--rdzv-endpoint", self.cluster.endpoints, "--max-restarts", "9"]
-        words += [str(KEPT), str(self.folder), str(steps), "snapshot_every=1000", *options]
+        words += [*launch, str(KEPT), str(self.folder), str(steps), "snapshot_every=1000", *options]
         for index in indices:
             self.cluster.type(index, *words, env=TOKEN)
 
@@ -67,7 +70,8 @@ def mend(folder: Path, *, replaces: bool) -> Mended:
     with nodes_of(folder, 3 if replaces else 2) as nodes:
         for name in ("forward-0-20-1", *(["hold-1-33-0"] if replaces else [])):
             (nodes.folder / name).touch()
-        nodes.start(0, 1, nnodes="2")
+        # A node that is killed has to be lost soon.
+        nodes.start(0, 1, nnodes="2", launch=() if replaces else (*PATIENT, "--failure-grace", "60"))
         if replaces:
             nodes.wait_for("held")
             nodes.cluster.agents.pop(1).kill_agent()

@@ -161,7 +161,7 @@ def test_a_child_without_environment_or_session_ends_with_its_generation_and_wit
 
     with Job(tmp_path, "--preload-only", "json", "--max-restarts", "1", "train.py") as job:
         job.wait_for_output(r"^elaunch: generation 1:")
-        first = job.pids("hidden")[0]
+        first = wait_for(lambda: job.pids("hidden"), "the first hidden child")[0]
         assert not alive(first)
         second = wait_for(lambda: job.pids("hidden")[1:], "the second hidden child")[0]
         assert alive(second)

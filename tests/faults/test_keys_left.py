@@ -125,8 +125,10 @@ def left(etcd: Etcd, name: str) -> dict[str, int]:
 def test_a_job_that_has_ended_leaves_its_outcome_and_few_bytes_under_a_lease_of_days(tmp_path: Path) -> None:
     with Etcd("3.4") as etcd, ExitStack() as stack:
         names = [f"small-{number}" for number in range(2)]
+        # A longer lease allows each request more time. An agent's lease stays where etcd is too slow to revoke it.
         jobs = [
-            stack.enter_context(Job(tmp_path, *job_words(etcd, name), FAILS_ONCE, env=WITHOUT_TORCH)) for name in names
+            stack.enter_context(Job(tmp_path, *job_words(etcd, name, "lease_ttl=60"), FAILS_ONCE, env=WITHOUT_TORCH))
+            for name in names
         ]
         assert [job.wait() for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster, LightCluster
+from tests.faults.cluster import PATIENT, Cluster, LightCluster
 from tests.faults.meetings import Meeting
 from tests.harness import wait_for
 from tests.nodes import Node, needs_nodes
@@ -56,7 +56,7 @@ class Job:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     with LightCluster(tmp_path_factory.mktemp("job"), 3) as cluster:
-        start = partial(cluster.start, nnodes="2:3", program=LISTENER, options=("--nproc-per-node", "2"))
+        start = partial(cluster.start, nnodes="2:3", program=LISTENER, options=("--nproc-per-node", "2", *PATIENT))
         start(0, 1)
         two_nodes = cluster.meeting(4)
         trained(cluster, two_nodes)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import REDUCER, Cluster, LightCluster, Shared
+from tests.faults.cluster import PATIENT, REDUCER, Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
+from tests.faults.test_signals import stop_all
 from tests.harness import slow, wait_for
 from tests.nodes import needs_nodes
 
@@ -23,7 +24,7 @@ pytestmark = needs_nodes
 def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path, kind: type[Cluster]) -> None:
     """On hosts whose own names mean loopback to themselves, as Debian installs them."""
     with kind(tmp_path, 2, own_name_is_loopback=True) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--nproc-per-node", "2"))
+        cluster.start(0, 1, nnodes="2", options=("--nproc-per-node", "2", *PATIENT))
         first = cluster.meeting(4)
         assert first.master_addr == cluster.node(first.hosts[0]).ipv4
         victim = first.ranks_on(cluster.nodes[0])[1]
@@ -38,12 +39,14 @@ def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path,
         said = (
             rf"rank {victim} \(local rank 1 on node0, pid {first.pid(victim)}\) was killed by SIGKILL in generation 0"
         )
-        assert re.search(said, cluster.agents[0].stderr)
-        assert re.search(said, cluster.agents[1].stderr), "the other node says the cause, too"
+        # The other node says the cause, too.
+        for agent in cluster.agents.values():
+            agent.wait_for_output(said)
         cluster.end()
 
 
-PAIR = ("--max-restarts", "100", "--master-port", "29511")
+# A lost node is waited for in one test alone. In the others no node is to be lost on a busy machine.
+PAIR = ("--max-restarts", "100", "--master-port", "29511", "--rdzv-conf", "lease_ttl=10")
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +71,13 @@ def test_nodes_that_were_all_given_one_master_port_come_back_after_a_failure(pai
 def test_two_workers_that_fail_at_once_are_one_restart(pair: Shared) -> None:
     cluster, first = pair.job()
 
-    # The first one's end stops the second one within milliseconds. It is held, so that it does not see that.
+    # The first one's end would stop the second one within milliseconds, by itself or by its agent. All are held.
+    stop_all([agent.process.pid for agent in cluster.agents.values()])
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for rank in (0, 1):
             os.kill(first.pid(rank), signum)
+    for agent in cluster.agents.values():
+        agent.signal(signal.SIGCONT)
 
     second = cluster.meeting(2, after=first)
     assert second.generation == first.generation + 1
@@ -87,8 +93,8 @@ def test_a_fork_server_killed_on_one_node_restarts_the_workers_of_all(pair: Shar
 
     second = cluster.meeting(2, after=first)
     assert second.generation == first.generation + 1
-    said = cluster.agents[0].stderr[other:]
-    assert "fork server was killed by SIGKILL" in said, "the other node says the cause, too"
+    said = "fork server was killed by SIGKILL"
+    wait_for(lambda: said in cluster.agents[0].stderr[other:], "the other node says the cause, too")
     cluster.goes_on(second)
 
 
@@ -107,7 +113,7 @@ def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(pair: Shared)
     second = cluster.meeting(2, after=first)
     assert [r["rank"] for r in cluster.records.of("ended", generation)] == [0]
     why = rf"running again: rank 1 .* was killed by SIGKILL in generation {generation}"
-    assert re.search(why, cluster.agents[cluster.node(first.hosts[0]).index].stderr), cluster.story()
+    cluster.agents[cluster.node(first.hosts[0]).index].wait_for_output(why)
     assert second.restarts == first.restarts + 1
     cluster.goes_on(second)
 
@@ -181,7 +187,7 @@ def test_two_nodes_lost_at_once_are_one_new_generation_of_the_others(tmp_path: P
 
 def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_failure(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "1"))
+        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "1", *PATIENT))
         first = cluster.meeting(2)
         os.kill(first.pid(0), signal.SIGKILL)
         second = cluster.meeting(2, after=first)
@@ -351,7 +357,7 @@ def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Pat
 
 def test_sigterm_to_all_agents_ends_the_job(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
+        cluster.start(0, 1, nnodes="2", options=PATIENT)
         cluster.meeting(2)
 
         for agent in cluster.agents.values():
@@ -375,7 +381,9 @@ SAVER = """
 import os, pathlib, signal, sys, time
 
 def save(*_):
-    time.sleep(1)
+    # Until every agent has its Ctrl-C.
+    while not pathlib.Path(sys.argv[1], "go").exists():
+        time.sleep(0.01)
     pathlib.Path(sys.argv[1], "saved-" + os.environ["RANK"]).touch()
     sys.exit()
 
@@ -392,16 +400,18 @@ def test_a_ctrl_c_that_every_agent_gets_lets_all_workers_save(tmp_path: Path) ->
     program = tmp_path / "saver.py"
     program.write_text(SAVER)
     with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", program=program)
+        # All that the test waits for has to come within the grace.
+        cluster.start(0, 1, nnodes="2", program=program, options=("--stop-grace", "600", *PATIENT))
         wait_for(lambda: len([*cluster.folder.glob("ready-*")]) == 2, "both workers")
 
         cluster.agents[1].signal(signal.SIGINT)
         wait_for(lambda: "the job has ended" in cluster.agents[0].stderr, "word of it on the other node")
         cluster.agents[0].signal(signal.SIGINT)
+        cluster.agents[0].wait_for_output("SIGINT: stopping already, SIGKILL in")
+        (cluster.folder / "go").touch()
 
         cluster.ended({0: 130, 1: 130})
         assert {path.name for path in cluster.folder.glob("saved-*")} == {"saved-0", "saved-1"}
-        assert "SIGINT: stopping already, SIGKILL in" in cluster.agents[0].stderr
 
 
 @pytest.mark.slow

@@ -150,6 +150,8 @@ def test_a_head_that_is_started_again_has_no_history_and_the_others_end(tmp_path
         first = cluster.meeting(2)
 
         cluster.agents[0].kill_agent()
+        # The old store has its port until then.
+        cluster.agents[0].assert_nothing_is_left()
         cluster.start(0, nnodes="2", env=TOKEN)
 
         assert cluster.agents[1].wait() == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster, LightCluster
+from tests.faults.cluster import PATIENT, Cluster, LightCluster
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
 from tests.standin import WITHOUT_TORCH
@@ -102,10 +102,10 @@ def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Pa
         (tmp_path / "node0").mkdir()
         (tmp_path / "node0" / "of_node0.py").touch()
         path = {"PYTHONPATH": os.pathsep.join((".", *WITHOUT_TORCH.values()))}
-        cluster.start(0, nnodes="1:2", program=program, env=path)
+        cluster.start(0, nnodes="1:2", program=program, options=PATIENT, env=path)
         first = cluster.meeting(1)
 
-        cluster.start(1, nnodes="1:2", program=program, env=path)
+        cluster.start(1, nnodes="1:2", program=program, options=PATIENT, env=path)
 
         assert cluster.agents[1].wait() == 1
         assert "No module named 'of_node0'" in cluster.agents[1].stderr

@@ -27,7 +27,7 @@ def test_a_spare_of_another_role_leaves_a_lost_nodes_seat_to_a_node_of_its_role(
 
         second = cluster.meeting(2, after=first)
         assert second.hosts == ["node0", "node3"]
-        assert "2 workers on 2 nodes (1 ps, 1 trainer; node1 was lost" in cluster.agents[3].stderr
+        cluster.agents[3].wait_for_output(r"2 workers on 2 nodes \(1 ps, 1 trainer; node1 was lost")
         cluster.end(0, 2, 3)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import LightCluster
+from tests.faults.cluster import PATIENT, LightCluster
 from tests.faults.processes import LIGHT, SAY, Light, Watched
 from tests.harness import script, slow, wait_for
 from tests.nodes import needs_nodes
@@ -91,7 +91,7 @@ def test_a_node_that_hears_of_it_from_another_first_tells_its_workers_the_same(
         meet = ("--nnodes", "2", "--rdzv-endpoint", cluster.endpoints, "--rdzv-id", "job")
         for node in range(2):
             # This program's arguments are its own, so type the command here.
-            cluster.type(node, *meet, *LIGHT, "--max-restarts", max_restarts, str(program), name, env=SLURM)
+            cluster.type(node, *meet, *LIGHT, *PATIENT, "--max-restarts", max_restarts, str(program), name, env=SLURM)
         first, second = cluster.agents[0], cluster.agents[1]
         wait_for(lambda: first.pids("worker") and second.pids("worker"), "2 workers")
 

@@ -114,7 +114,7 @@ def assert_both_met(head: Watched, other: Watched, master_addr: str) -> None:
 def assert_both_succeed(two: Two, head: Watched, other: Watched) -> None:
     two.end.touch()
     assert (head.wait(), other.wait()) == (0, 0), f"{head.output}\n{other.output}"
-    assert two.nodes.processes() == []
+    wait_for(lambda: not two.nodes.processes(), "nothing is left")
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def test_a_store_in_the_foreground_serves_the_jobs_of_a_team(two: Two) -> None:
     assert (one.wait(), other.wait()) == (0, 0)
     store.signal(signal.SIGINT)
     assert store.wait() == 0
-    assert two.nodes.processes() == []
+    wait_for(lambda: not two.nodes.processes(), "nothing is left")
 
 
 def test_ipv6_alone_is_enough(two: Two) -> None:

@@ -93,6 +93,7 @@ def test_a_restart_and_the_next_start_have_what_is_slow_to_import(tmp_path: Path
     env = installed(tmp_path)
     with Watched(tmp_path, "--nproc-per-node", "2", "train.py", env=env) as job:
         job.wait_for_output(LEARNED, LEARNING_S)
+        job.wait_for_output(r"(?s)(found \{.*){2}")
         first = facts(job)
         os.kill(first[0]["pid"], signal.SIGKILL)
         job.wait_for_output(r"(?s)(found \{.*){4}")

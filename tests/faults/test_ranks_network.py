@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.trainer.ranks.tcp import SILENT_S
 from tests.harness import environment, script
 from tests.nodes import Node, Nodes, needs_nodes
 
 pytestmark = needs_nodes
 
-# Two ranks, whose store is a folder. Seconds of silence after which a host is lost are few, for a quick test.
+# Two ranks, whose store is a folder. The last argument are the seconds of silence after which a host is lost.
 RANK = """
 import pathlib, sys, time
 from elaunch.trainer.ranks import connections, tcp
@@ -28,7 +29,7 @@ class Folder:
         path = pathlib.Path(f"contact-{rank}")
         return path.read_bytes() if path.exists() else None
 
-tcp.SILENT_S = connections.SILENT_S = 4
+tcp.SILENT_S = connections.SILENT_S = int(sys.argv[3])
 connections._LOOK_S = 0.2
 rank, region = int(sys.argv[1]), bytearray(int(sys.argv[2]))
 channel = Channel("test", rank, 2, Folder(), timeout_s=60)
@@ -52,12 +53,15 @@ except connections.PeerLost as error:
 SMALL, LARGE = 1000, 64 << 20
 
 
-def started(nodes: Nodes, folder: Path, size: int) -> list[subprocess.Popen[str]]:
+def started(nodes: Nodes, folder: Path, size: int, silent_s: int) -> list[subprocess.Popen[str]]:
     """A rank on each of two nodes; they have met."""
     program = str(script(folder, RANK))
     env = environment({"GLOO_SOCKET_IFNAME": "eth0"})
     ends = {"cwd": folder, "env": env, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    found = [node.popen(sys.executable, program, str(rank), str(size), **ends) for rank, node in enumerate(nodes)]
+    found = [
+        node.popen(sys.executable, program, *map(str, (rank, size, silent_s)), **ends)
+        for rank, node in enumerate(nodes)
+    ]
     for each in found:
         assert each.stdout
         assert each.stdout.readline() == "ready\n"
@@ -67,7 +71,8 @@ def started(nodes: Nodes, folder: Path, size: int) -> list[subprocess.Popen[str]
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
 def test_a_host_that_is_lost_with_data_on_its_way_is_noticed_in_time(tmp_path: Path, size: int) -> None:
     with Nodes(2) as nodes:
-        sends, _ = started(nodes, tmp_path, size)
+        # Few, for a quick test.
+        sends, _ = started(nodes, tmp_path, size, silent_s=4)
 
         nodes[1].unplug()
         said, _ = sends.communicate("go\n", timeout=180)
@@ -78,7 +83,8 @@ def test_a_host_that_is_lost_with_data_on_its_way_is_noticed_in_time(tmp_path: P
 
 def test_a_link_that_drops_packets_is_no_lost_host(tmp_path: Path) -> None:
     with Nodes(2) as nodes:
-        ranks = started(nodes, tmp_path, 16 << 20)
+        # A packet may be lost several times in a row.
+        ranks = started(nodes, tmp_path, 16 << 20, silent_s=SILENT_S)
         nodes.lose(10)
 
         for each in ranks:

@@ -16,8 +16,6 @@ from tests.faults.fleet import Fleet
 from tests.faults.refusing import Refusing
 from tests.harness import slow
 
-# The agent logs a request's trouble after a second or two. A refused safety read may come up to a lease time later.
-SAID_S = 8.0
 AWAY = r"the store (is away|is too slow|refuses what this node asks): .*the workers go on"
 BACK = r"the store (is back|does as asked again) after"
 # Answers that the agent handles without a word: it repeats the request, or sends another one, which succeeds.
@@ -82,13 +80,13 @@ def test_a_running_job_trains_on_under_each_refusal_says_it_and_goes_on_when_it_
     for answer in table:
         heard = len(fleet.agents[1].stderr)
         rule = proxies[1].refuse(Rpc.TXN, answer)
-        fleet.says(1, AWAY, SAID_S, after=heard)
+        fleet.says(1, AWAY, after=heard)
         fleet.goes_on(1)
         assert proxies[1].strikes(Rpc.TXN, answer), answer
 
         rule.end()
         proxies[1].heal()
-        fleet.says(1, BACK, SAID_S, after=heard)
+        fleet.says(1, BACK, after=heard)
 
     assert fleet.life(1).generation == generation, fleet.story()  # type: ignore[union-attr]
     fleet.goes_on(1)
@@ -102,7 +100,7 @@ def test_a_worker_that_fails_while_its_node_is_denied_is_started_again_when_the_
 
     fleet.kill_worker(1)
     said = r"the store refuses what this node asks: .* no worker can start before it does as asked"
-    fleet.says(1, said, SAID_S, after=heard)
+    fleet.says(1, said, after=heard)
     proxies[1].heal()
 
     fleet.run(generation + 1)
@@ -115,7 +113,7 @@ def test_a_node_whose_watch_is_refused_says_so_once_and_hears_of_failures_by_ask
     proxies[0].refuse(Rpc.WATCH, answers.BAD_GATEWAY)
     proxies[0].cut_streams()
     said = r"the store refuses to tell of changes: .*HTTP status 502.*; they are read every 3 s"
-    fleet.says(0, said, SAID_S, after=heard)
+    fleet.says(0, said, after=heard)
 
     fleet.kill_worker(1)
 

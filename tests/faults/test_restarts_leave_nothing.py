@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.faults.census import Holdings, holdings, shared_memory_of
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
 from tests.harness import script, slow, wait_for
 
@@ -37,13 +38,19 @@ def zombies_of(*parents: psutil.Process) -> list[int]:
     return found
 
 
+def holds(*processes: psutil.Process) -> list[Holdings]:
+    """What they hold, but for what a generation that lasts on a busy machine needs more."""
+    return [holdings(each.pid).of_each_generation for each in processes]
+
+
 @pytest.mark.parametrize("how", [LIGHT, slow(("--no-preload",))], ids=["forked", "no-preload"])
 def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, CRASHES_ON_DEMAND)
     shared_before = {path.name for path in Path("/dev/shm").iterdir()}
     names = ("sleep", "setsid", "daemon")
-    counts: list[tuple[int, int, int]] = []
-    older: list[int] = []
+    # Not their pids, which other processes may get.
+    older: list[psutil.Process] = []
+    first: list[Holdings] = []
     with Watched(tmp_path, *how, "--nproc-per-node", "2", "--max-restarts", str(RESTARTS), "train.py") as job:
         agent, template = psutil.Process(job.process.pid), job.fork_server()
 
@@ -51,31 +58,27 @@ def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path:
             wait_for(
                 lambda n=generation: len(job.pids(f"generation {n} worker")) == 2, f"generation {generation}'s workers"
             )
-            now = job.pids(f"generation {generation} worker") + [p for n in names for p in job.pids(n)[-2:]]
-            assert all(is_alive(pid) for pid in now)
-            assert not [pid for pid in older if is_alive(pid)], f"alive in generation {generation}"
+            pids = job.pids(f"generation {generation} worker") + [p for n in names for p in job.pids(n)[-2:]]
+            now = [psutil.Process(pid) for pid in pids]
+            assert all(map(is_alive, now))
+            assert not [each for each in older if is_alive(each)], f"alive in generation {generation}"
             wait_for(lambda: not zombies_of(agent, template), "zombies are reaped")
             wait_for(lambda: job.child("elaunch: worker store"), "the worker store")
-            if counts:
-                # A closing pipe may still need a moment.
-                last = counts[-1]
-                wait_for(
-                    lambda: (agent.num_fds(), agent.num_threads(), template.num_fds()) == last,  # noqa: B023
-                    f"(agent's fds, its threads, the fork server's fds) are {last} again in generation {generation}",
-                )
-            counts.append((agent.num_fds(), agent.num_threads(), template.num_fds()))
+            # A closing pipe may still need a moment. For two workers nothing is forked ahead.
+            first.extend([] if first else holds(agent, template))
+            wait_for(
+                lambda: holds(agent, template) == first,
+                f"agent and fork server hold {first} again in generation {generation}",
+            )
             older += now
             (tmp_path / f"go{generation}").touch()
 
         assert job.wait() == 0
         assert f"generation {RESTARTS}: 2 workers" in job.stderr, "the faults did not strike"
         assert len(older) == len(set(older)) == 8 * (RESTARTS + 1)
-        job.assert_nothing_is_left(pids=older)
+        job.assert_nothing_is_left(older)
         assert not list(job.tmp.iterdir())
-        made = {path.name for path in Path("/dev/shm").iterdir()} - shared_before
-        # Another test's job may have made a memory folder. assert_nothing_is_left has looked for this job's.
-        ours = [name for name in made if not name.endswith("_memory")]
-        assert not [name for name in ours if "elaunch" in name or any(str(pid) in name for pid in older)]
+        assert not set(shared_memory_of(each.pid for each in older)) - shared_before
 
 
 SHARES_MEMORY = """

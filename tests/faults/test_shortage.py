@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.processes import LIGHT, Watched
 
-# Nobody's: the kernel counts the processes of a user.
+# Nobody's, and another one for each limit: the kernel counts the processes of a user.
 USER = 54_321
 # The files of this checkout may be closed to others. Not CAP_SYS_RESOURCE, to which the limit does not apply.
 RIGHTS = "+dac_override"
@@ -20,7 +20,7 @@ _TOOLS = all(map(shutil.which, ("setpriv", "prlimit")))
 @pytest.mark.skipif(os.geteuid() != 0 or not _TOOLS, reason="another user's limit needs root, setpriv and prlimit")
 @pytest.mark.parametrize("most", range(1, 8))
 def test_a_limit_of_processes_is_a_sentence_wherever_it_strikes(most: int, tmp_path: Path) -> None:
-    user = ("setpriv", f"--reuid={USER}", "--clear-groups", f"--inh-caps={RIGHTS}", f"--ambient-caps={RIGHTS}")
+    user = ("setpriv", f"--reuid={USER + most}", "--clear-groups", f"--inh-caps={RIGHTS}", f"--ambient-caps={RIGHTS}")
 
     with Watched(tmp_path, *LIGHT, "-m", "this", prefix=(*user, "prlimit", f"--nproc={most}")) as job:
         code = job.wait()

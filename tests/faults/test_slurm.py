@@ -209,7 +209,9 @@ def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm
     words = ("sbatch", *here, "other.sh") if how == "sbatch" else (*COMMAND, *by_elaunch, "./other.sh")
     command = " ".join((*COMMAND, "--preload-only", "json", "train.py", *words))
     job = batch_of(slurm, command, options=("-N1", "-c1", "-wnode0", f"--chdir={home}"))
-    wait_for(lambda: (home / "given").exists(), "the job that was handed in")
+    # That job may begin before its worker knows that it has handed it in.
+    both = (home / "given", home / "worker.0")
+    wait_for(lambda: all(path.exists() for path in both), "the job that was handed in")
     given = (home / "given").read_text()
 
     os.kill(int((home / "worker.0").read_text()), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import threading
@@ -81,12 +82,11 @@ def test_connections_of_one_byte_each_do_not_shut_an_agent_out_and_a_line_names_
     with told.open("wb") as stderr, ServerProcess(open_files=OPEN_FILES, stderr=stderr) as process:
         own = psutil.Process(process.process.pid).num_fds()
         with crowd(process.port, OPEN_FILES) as them:
-            took_s = gets_in(process.port, secret)
+            gets_in(process.port, secret)
             still = sum(map(is_open, them))
             descriptors = psutil.Process(process.process.pid).num_fds() - own
 
-    # Else it waits until a stranger's twenty seconds are over.
-    assert took_s < 15
+    # It did not wait until the strangers' twenty seconds were over: they would have been closed.
     assert 0 < still <= UNAUTHENTICATED
     assert descriptors <= UNAUTHENTICATED + 1
     lines = told.read_text().splitlines()
@@ -299,7 +299,8 @@ def unread(port: int) -> int:
 
 
 def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STALLED_S", 0.5)
+    # A reader without a processor for a while is not closed: nobody is before the other one has read everything.
+    monkeypatch.setattr(server_module, "STALLED_S", math.inf)
     with thread_serving() as (server, port):
         gateway = Gateway("127.0.0.1", port)
         read, unread = gateway.watch(EVERYTHING), gateway.watch(EVERYTHING)
@@ -310,10 +311,10 @@ def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -
             _, answer = gateway.call("/v3/kv/put", {"key": "YQ==", "value": value})
             revision = int(answer["header"]["revision"])
             read.events_until(revision)
+        assert sum(bool(client.watcher) for client in server._clients) == 2
 
-        wait_for(
-            lambda: sum(bool(client.watcher) for client in server._clients) == 1, "the unread one to be closed", 15
-        )
+        monkeypatch.setattr(server_module, "STALLED_S", 0.5)
+        wait_for(lambda: sum(bool(client.watcher) for client in server._clients) == 1, "the unread one to be closed")
         assert len(read.events_until(revision + 1) if put_again(gateway) else []) == 1
         unread.close()
 

@@ -22,7 +22,7 @@ import pytest
 
 from tests.faults.processes import is_alive
 from tests.faults.test_preload_learned import LEARNED, installed
-from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, script, wait_for
+from tests.harness import COMMAND, DEADLINE_S, RUN_LIMIT_S, Job, environment, script, wait_for
 from tests.standin import with_dynamo
 from tests.warm import command, leave_one, own_place, run, states, stayed
 
@@ -590,7 +590,7 @@ def test_nothing_of_a_job_holds_the_output_open(tmp_path: Path, place: Path) -> 
         words, cwd=tmp_path, env=environment(options()), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         # A process that stays with this pipe would keep its reader for a quarter of an hour.
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=DEADLINE_S)
 
     assert b"a fork server stays" in said
     assert stayed()

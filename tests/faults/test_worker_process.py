@@ -79,8 +79,10 @@ facts = {
                 and (p := os.readlink(f)).startswith("/dev/nvidia")],
 }
 generation = os.environ["ELAUNCH_GENERATION"]
-with open(f"{generation}.{os.environ['RANK']}", "w") as file:
+name = f"{generation}.{os.environ['RANK']}"
+with open(f"{name}.part", "w") as file:
     json.dump(facts, file)
+os.rename(f"{name}.part", name)
 if generation == "0":
     while not (os.path.exists("0.0") and os.path.exists("0.1")):
         time.sleep(0.01)
