@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.forkserver import wire
+from tests.harness import DEADLINE_S
 
 REPOSITORY = Path(__file__).parents[4]
 # Idle until somebody does something. Who then imports torch ends with that code.
@@ -21,7 +22,7 @@ import os, sys
 from elaunch.agent.forkserver import worker_store
 for fd, number in zip(map(int, sys.argv[1:]), (worker_store.LISTEN_FD, worker_store.CONTROL_FD)):
     os.dup2(fd, number)
-worker_store._IDLE_S = 60.0
+worker_store._IDLE_S = 600.0
 worker_store._class = lambda *_, **__: os._exit(7)
 worker_store.serve("127.0.0.1", 0, whole=False)
 """
@@ -38,7 +39,7 @@ def store() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, socket.soc
             for end in fds:
                 os.close(end)
             theirs.close()
-            control.settimeout(60.0)
+            control.settimeout(DEADLINE_S)
             assert wire.receive(control) == ({"idle": True}, ())
             yield process, listener, control
             process.kill()
@@ -52,7 +53,7 @@ def test_a_store_that_ends_before_a_rank_connects_has_no_keys_and_imports_nothin
     wire.send(control, {"op": "end"})
 
     assert wire.receive(control) == ({"keys": 0}, ())
-    assert process.wait(180) == 0
+    assert process.wait(DEADLINE_S) == 0
 
 
 def test_a_store_starts_when_a_rank_connects(
@@ -64,4 +65,4 @@ def test_a_store_starts_when_a_rank_connects(
         said = wire.receive(control)
 
         assert said == ({"idle": False}, ())
-        assert process.wait(180) == 7
+        assert process.wait(DEADLINE_S) == 7
