@@ -115,9 +115,11 @@ def trains(run_id: str, ranks: int, **options: Any) -> dict[str, Any]:
 
 def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budget(tmp_path: Path) -> None:
     run_id = name_of(tmp_path)
+    began_s = time.monotonic()
     with running(tmp_path, "--run-id", run_id, fails=True) as job:
         job.wait_for_output("generation 1")
         status = trains(run_id, 2)
+        took_s = time.monotonic() - began_s
         text = asked("status", run_id[:-1]).stdout
 
     assert (status["run_id"], status["state"], status["world_size"]) == (run_id, "running", 2)
@@ -125,9 +127,11 @@ def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budge
     assert status["restarts"] == {"used": 1, "max": 3, "left": 2, "window_s": None}
     assert status["last_failure"]["rank"] == 1
     assert status["last_failure"]["code"] == 7
-    assert 0 <= status["last_failure"]["ago_s"] < 60
+    assert 0 <= status["last_failure"]["ago_s"] < took_s + 1
     assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
-    assert all(0.08 < rank["step_s"] < 5 and rank["state"] == "running" for rank in status["ranks"]), status["ranks"]
+    assert all(0.08 < rank["step_s"] < took_s and rank["state"] == "running" for rank in status["ranks"]), status[
+        "ranks"
+    ]
     assert text.startswith(f"job {run_id}: running, generation 1 for ")
     for words in (
         "1 node, 2 ranks",
@@ -408,7 +412,9 @@ def test_top_says_one_line_a_second_where_nobody_looks_at_a_screen_and_ends_with
 
     assert read.stdout.startswith(f"job {run_id}: running")
     assert read.stderr == ""
-    assert all(re.match(rf"job {run_id}: running, generation 0 for \d+ s; step \d+, ", line) for line in lines), lines
+    assert all(
+        re.match(rf"job {run_id}: running, generation 0 for (\d+ min )?\d+ s; step \d+, ", line) for line in lines
+    ), lines
     assert piped.returncode == 0
     assert rest.endswith(f"job {run_id}: its elaunch on this host has ended\n")
 
