@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import random
@@ -226,8 +227,10 @@ class Job:
             reader.join(5)
 
     def _read(self, name: str, pipe: object) -> None:
-        for line in iter(lambda: os.read(pipe.fileno(), 65536), b""):  # type: ignore[attr-defined]
-            self._pieces.append((name, line.decode(errors="replace")))
+        # A letter may come in two pieces.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for piece in iter(lambda: os.read(pipe.fileno(), 65536), b""):  # type: ignore[attr-defined]
+            self._pieces.append((name, decoder.decode(piece)))
 
 
 def in_whole_lines(pieces: Iterable[tuple[str, str]]) -> str:

@@ -14,7 +14,10 @@ from elaunch.agent.output.live_rows import live_rows_of
 from elaunch.records import dataclass
 
 TAIL_BYTES_MAX = 64 << 10
-PARTIAL_LINE_WAIT_S = 0.1
+# A person at a terminal waits for a prompt. Elsewhere a line is to stay whole, also where its writer has to wait for a
+# CPU: `print(a, b)` of an unbuffered worker is four writes, and the line of another rank between two of them ends it.
+TERMINAL_WAIT_S = 0.1
+PARTIAL_LINE_WAIT_S = 1.0
 # The mode of log files, less what the umask takes away. Output may show paths, arguments and data, so others may not
 # read it.
 MODE = 0o640
@@ -24,7 +27,7 @@ class Console:
     """One of this process's standard streams, shared by the ranks: no rank's line is cut by another's.
 
     `gone` is called once if nothing can be written any more: its reader is gone, or the disk is full. Later output of
-    that stream is dropped.
+    that stream is dropped. A partial line is shown when it has waited for `partial_line_wait_s`.
     """
 
     def __init__(self, fd: int, gone: Callable[[OSError], None]) -> None:
@@ -32,6 +35,7 @@ class Console:
         self._gone = gone
         self._open_line_of: WorkerStream | None = None
         self._live = live_rows_of(fd)
+        self.partial_line_wait_s = TERMINAL_WAIT_S if os.isatty(fd) else PARTIAL_LINE_WAIT_S
 
     @property
     def is_terminal(self) -> bool:
@@ -176,8 +180,10 @@ class WorkerStream:
         self._pass(whole, now_s)
         if self._splitter.pending and self._route.console and self._route.console.is_moving(self):
             self._pass(self._splitter.rest(), now_s)
-        waits_s = None if whole else self._partial_at_s
-        self._partial_at_s = (waits_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
+        due_s = None if whole else self._partial_at_s
+        console = self._route.console
+        wait_s = console.partial_line_wait_s if console else PARTIAL_LINE_WAIT_S
+        self._partial_at_s = (due_s or now_s + wait_s) if self._splitter.pending else None
 
     def flush(self, now_s: float) -> None:
         """Give out what has been held back long enough: a partial line, a traceback."""

@@ -46,8 +46,9 @@ class Leftovers:
         if self.due_s is None or now_s < self.due_s:
             return
         is_due = now_s >= self._idleness.due_s
-        # A host has many processes, and few of them are known: all are listed only now and then.
-        if is_due or not any(linux.state(pid) not in ("", "Z", "X") for pid in self._pids):
+        # A host has many processes, and few of them are known: all are listed only now and then. One that was
+        # seen before its program had begun may be a helper.
+        if is_due or not any(linux.state(pid) not in ("", "Z", "X") and not _is_helper(pid) for pid in self._pids):
             self._pids = self._find()
         is_over = not self._pids or (is_due and self._idleness.is_over(now_s, _uses(self._pids)))
         self.due_s = None if is_over else now_s + _LOOK_S

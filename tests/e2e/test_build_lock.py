@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import patience
 from tests.harness import finished, script
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -41,7 +42,8 @@ def test_the_next_generation_does_not_wait_for_the_lock_of_a_killed_builder(tmp_
     folder.mkdir(parents=True)
     script(tmp_path, TRAIN)
 
-    job = finished(
+    job = patience.finished(
+        patience.DISK,
         tmp_path,
         *("--preload-only", "json", "--nproc-per-node", "2", "train.py"),
         str(Path(torch.origin).parent / "utils" / "file_baton.py"),
@@ -75,8 +77,11 @@ def test_the_next_generation_does_not_load_the_empty_library_of_a_killed_compile
     folder.mkdir(parents=True)
     script(tmp_path, LOAD)
 
-    job = finished(
-        tmp_path, *("--preload-only", "json", "train.py"), env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    job = patience.finished(
+        patience.DISK,
+        tmp_path,
+        *("--preload-only", "json", "train.py"),
+        env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")},
     )
 
     assert job.code == 0, job.stderr

@@ -336,6 +336,8 @@ def test_the_commands_for_an_etcd_work_on_one(tmp_path: Path) -> None:
     with Etcd() as etcd:
         settings = {
             "ETCDCTL_ENDPOINTS": etcd.endpoints,
+            # Of its own, it gives up after 5 s.
+            "ETCDCTL_COMMAND_TIMEOUT": "120s",
             "PATH": f"{Path(binary('3.5', 'etcdctl')).parent}:/usr/bin:/bin",
         }
         job = ("--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0.1", "--run-id", "night", "--rdzv-endpoint")

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("without_torch")
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
 LIGHT = ("--preload-only", "json")
 EXEC = ("--no-preload",)
+# For survivors that say something when they get SIGTERM, and may have to wait for a CPU.
+PATIENT = ("--failure-grace", "300")
 
 # Rank 1 fails in each generation with a different error. Rank 0 dies of the agent's SIGTERM, and rank 2 raises at it.
 THREE_RANKS = """
@@ -48,7 +50,7 @@ if rank == "1":
         print("reading shard", shard, file=sys.stderr)
     load(29)
 while True:
-    signal.pause()
+    signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """
 
 # Rank 0 fails first, and says only that it lost its peer. The peer ends later, by the real cause. Each generation has a
@@ -140,7 +142,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
     return finished(
         folder,
-        *("--nproc-per-node", "3", "--max-restarts", "1", "--log-dir", "logs", *LIGHT, "train.py"),
+        *("--nproc-per-node", "3", "--max-restarts", "1", "--log-dir", "logs", *LIGHT, *PATIENT, "train.py"),
         env={"TORCHELASTIC_ERROR_FILE": str(folder / "error.json"), "FOLDER": str(folder)},
     )
 
@@ -438,7 +440,7 @@ def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     name, start = request.param
     ways = IN_TURN[name]
     script(folder, PEER_FIRST)
-    options = ("--nproc-per-node", "2", "--max-restarts", str(len(ways) - 1))
+    options = (*PATIENT, "--nproc-per-node", "2", "--max-restarts", str(len(ways) - 1))
 
     return ways, finished(folder, *start, *options, "train.py", *ways)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, on_two_nodes, script, slow
+from tests import patience
+from tests.harness import on_two_nodes, script, slow
 from tests.standin import WITH_TORCH, WITHOUT_TORCH
 
 # One rank leaves the group. It raises when all that have lost it are gone and its agent, by SIGTERM, has shown that it
@@ -47,15 +47,8 @@ dist.destroy_process_group()
 OPTIONS = ("--preload-only", "torch.distributed", "--failure-grace", "300")
 
 
-class Patient(Job):
-    """A job whose agents wait so long for the cause that no machine is too slow to tell it."""
-
-    command = (
-        sys.executable,
-        "-c",
-        "from elaunch.agent.core import first_cause; first_cause.WAIT_S = 300.0\n"
-        "from elaunch.launcher.cli import main; main()",
-    )
+# The agents wait so long for the cause that no machine is too slow to tell it.
+PATIENT = patience.patient({"elaunch.agent.core.first_cause.WAIT_S": 300.0})
 
 
 # The stand-in's ranks fail in gloo's words, and two nodes need not import torch.
@@ -68,7 +61,7 @@ def test_both_nodes_name_the_rank_that_failed_before_those_that_lost_it(
     monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
     script(tmp_path, PROGRAM)
 
-    jobs = on_two_nodes(tmp_path, *OPTIONS, "train.py", str(one), kind=Patient)
+    jobs = on_two_nodes(tmp_path, *OPTIONS, "train.py", str(one), kind=PATIENT)
 
     for job in jobs:
         named = re.findall(r"^elaunch: (?:the cause: |stopping: )?rank (\d) \(.* in generation 0", job.stderr, re.M)

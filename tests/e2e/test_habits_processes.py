@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,11 +158,10 @@ else:
 
 @dataclass(frozen=True)
 class Left:
-    """The output and duration of a job of four ranks, each of which succeeded and left something."""
+    """The output of a job of four ranks, each of which succeeded and left something."""
 
     run: Run
     folder: Path
-    took_s: float
 
     def lines(self, rank: int) -> list[str]:
         return re.findall(rf"^\[{rank}\] (.*)$", self.run.out.decode(), re.MULTILINE)
@@ -173,18 +171,17 @@ class Left:
 def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
     folder = tmp_path_factory.mktemp("left")
     script(folder, LEAVES)
-    began_s = time.monotonic()
 
+    # What is left would hold the job for longer than a run may take.
     run = worker(folder, "train.py", how=(*request.param, "--children-grace", "0.5", "--nproc-per-node", "4"))
 
     assert run.code == 0, str(run)
-    return Left(run, folder, time.monotonic() - began_s)
+    return Left(run, folder)
 
 
 def test_a_grandchild_that_is_alive_at_the_workers_end_neither_holds_the_job_nor_outlives_it(left: Left) -> None:
     (line,) = left.lines(0)
 
-    assert left.took_s < 60
     wait_for(lambda: not any(_alive(int(pid)) for pid in line.split()), "the children's end")
 
 
@@ -255,8 +252,10 @@ HOOKS = {
     "stack": "def f(): return [(f.filename, f.name) for f in traceback.extract_stack()]\nprint(f())",
     "faulthandler.dump_traceback": "faulthandler.enable()\nfaulthandler.dump_traceback()",
     "faulthandler on a signal": "faulthandler.register(signal.SIGUSR1)\nos.kill(os.getpid(), signal.SIGUSR1)",
-    "handlers at import": "signal.signal(signal.SIGALRM, lambda s, f: print('alarm in', f.f_code.co_name, f.f_back))\n"
-    "signal.setitimer(signal.ITIMER_REAL, 0.01)\nsignal.pause()\nprint(signal.getsignal(signal.SIGTERM))",
+    "handlers at import": "seen = []\ndef handle(s, f): seen.append(print('alarm in', f.f_code.co_name, f.f_back))\n"
+    "signal.signal(signal.SIGALRM, handle)\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\n"
+    # Not pause(): it would miss a signal that comes just before it.
+    "while not seen: signal.sigtimedwait([], 0.1)\nprint(signal.getsignal(signal.SIGTERM))",
     "help": "sys.argv[1:] = ['--help']\n"
     "parser = argparse.ArgumentParser(); parser.add_argument('--lr', type=float)\nparser.parse_args()",
     "recursion": "def f(n): return 1 + f(n + 1)\ntry: f(0)\nexcept RecursionError: print('deep enough')\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.habits import LIGHT, NO_PRELOAD, Run, fresh, worker
-from tests.harness import script, slow
+from tests.harness import RUN_LIMIT_S, script, slow
 
 PLACES = ("/var/tmp", "/dev/shm")
 
@@ -25,7 +25,7 @@ def _namespace() -> tuple[str, ...] | None:
         probe = [*command, "sh", "-c", "mount -t tmpfs none /mnt"]
         if (
             shutil.which("unshare")
-            and subprocess.run(probe, capture_output=True, check=False, timeout=30).returncode == 0
+            and subprocess.run(probe, capture_output=True, check=False, timeout=RUN_LIMIT_S).returncode == 0
         ):
             return command
     return None

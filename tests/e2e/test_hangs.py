@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Job, on_two_nodes, script
+from tests.harness import DEADLINE_S, Job, on_two_nodes, script
 from tests.warm import SharedStart
 
 # A second is the shortest time between two looks at a worker.
@@ -96,7 +96,7 @@ def runs(folder: Path, start: SharedStart, *cases: str) -> Job:
     script(folder, PROGRAM)
     restarts = ("--on-hang", "restart", "--max-restarts", str(len(cases)))
     with Job(folder, *start.options, *OPTIONS, *restarts, "train.py", ",".join(cases), env=start.env) as job:
-        job.wait(60 + 15 * len(cases))
+        job.wait(DEADLINE_S + 15 * len(cases))
     return job
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.harness import REPOSITORY, Job, finished, joined, script, wait_for
+from tests import patience
+from tests.harness import REPOSITORY, finished, joined, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -23,6 +24,8 @@ import os, sys
 sys.exit(3 if os.environ["ELAUNCH_GENERATION"] == "0" else 0)
 """
 LIGHT = ("--no-preload", "--nproc-per-node", "2")
+# A run of the command may take as long as a busy host needs for it.
+SLOWLY = {f"elaunch.agent.output.event_hook.{name}": 600.0 for name in ("RUN_S_MAX", "FAREWELL_S")}
 
 
 @pytest.fixture
@@ -57,7 +60,8 @@ def test_the_script_of_the_page_posts_what_happened_and_the_job_does_not_wait_fo
     script(tmp_path, FAILS_ONCE)
     env = {"CHAT_WEBHOOK": f"http://127.0.0.1:{chat.server_port}/", "no_proxy": "127.0.0.1"}
 
-    job = finished(tmp_path, "--on-event", "./notify.sh", "--run-id", "night", *LIGHT, "train.py", env=env)
+    options = ("--on-event", "./notify.sh", "--run-id", "night", *LIGHT)
+    job = patience.finished(SLOWLY, tmp_path, *options, "train.py", env=env)
 
     assert job.code == 0, job.output
     texts = [posted["text"] for posted in chat.posted]  # type: ignore[attr-defined]
@@ -74,16 +78,17 @@ def test_the_command_has_no_secret_outlives_its_generation_and_ends_with_its_age
     facts = """
 import os, subprocess, time
 from pathlib import Path
-child = subprocess.Popen(["sleep", "60"])
+child = subprocess.Popen(["sleep", "600"])
 has = sorted({"ELAUNCH_TOKEN", "ELAUNCH_LINK", "RANK"} & set(os.environ))
 Path("new").write_text(f"{os.getpid()},{child.pid} {has}")
 Path("new").rename("facts")
-time.sleep(60)
+time.sleep(600)
 """
     script(tmp_path, facts, "hook.py")
     hook = f"{sys.executable} -S hook.py"
 
-    with Job(tmp_path, "--on-event", hook, "--no-preload", "train.py", env={"ELAUNCH_TOKEN": "0" * 16}) as job:
+    options = ("--on-event", hook, "--no-preload")
+    with patience.patient(SLOWLY)(tmp_path, *options, "train.py", env={"ELAUNCH_TOKEN": "0" * 16}) as job:
         wait_for((tmp_path / "facts").exists, "the command")
         pids, has = (tmp_path / "facts").read_text().split(" ", 1)
         job.wait_for_output("^train.py FAILED$")

@@ -9,7 +9,6 @@ import os
 import pty
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import patience
 from tests.harness import (
     COMMAND,
     DEADLINE_S,
@@ -208,13 +208,8 @@ class TestPrefix:
         assert "generation 1" not in job.stderr
 
 
-# The same command, in which a line is never taken for a prompt because its writer has waited for a CPU.
-PATIENT = """
-from elaunch.agent.output import streams
-from elaunch.launcher.cli import main
-streams.PARTIAL_LINE_WAIT_S = 600.0
-main()
-"""
+# A line is never taken for a prompt because its writer has waited for a CPU.
+PATIENT = patience.command({"elaunch.agent.output.streams.PARTIAL_LINE_WAIT_S": 600.0})
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +235,7 @@ for line in lines:
     )
 
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-        command = [sys.executable, "-c", PATIENT, *LIGHT, "--nproc-per-node", "4", "train.py"]
+        command = [*PATIENT, *LIGHT, "--nproc-per-node", "4", "train.py"]
         subprocess.run(command, cwd=folder, env=environment(), stdout=out, stderr=err, check=True, timeout=DEADLINE_S)
 
     return {name: (folder / name).read_text().splitlines() for name in ("stdout", "stderr")}
@@ -362,7 +357,7 @@ else:
     )
 
     process = subprocess.Popen(
-        [*COMMAND, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "train.py"],
+        [*PATIENT, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "train.py"],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -764,7 +759,9 @@ class TestReaderGone:
             killed_at_deadline(process),
         ):
             os.close(terminal)
-            assert b"first" in os.read(leader, 100)
+            shown = b""
+            while b"first" not in shown:
+                shown += os.read(leader, 100)
             os.close(leader)
             (tmp_path / "gone").touch()
             assert process.stderr

@@ -165,7 +165,8 @@ def test_a_port_that_was_asked_for_is_the_jobs_between_generations_too(tmp_path:
     )
 
     with Job(tmp_path, "--preload-only", "json", "--master-port", str(port), "train.py") as job:
-        job.wait_for_output(rf"generation 1: [^$]*port {port}\n")
+        job.wait_for_output("^elaunch: generation 1:")
+        wait_for(lambda: job.stdout.count("\n") == 2, "a line of each generation")
         agent = psutil.Process(job.process.pid)
         held = [c.laddr.port for c in agent.net_connections() if c.status == psutil.CONN_LISTEN]
 

@@ -15,9 +15,10 @@ from tests.harness import finished, script
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-# The survivor waits to be stopped.
+# The survivor waits to be stopped. The other one dies when the survivor has come so far.
 ONE_DIES_ONCE = """
 import os, signal, time
+from pathlib import Path
 from elaunch.trainer import link
 
 link.mark("restored")
@@ -27,7 +28,10 @@ if os.environ["ELAUNCH_GENERATION"] == "0":
     time.sleep(0.06)
     link.report(4 + int(os.environ["RANK"]))
     if os.environ["RANK"] == "1":
+        while not Path("survivor").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+    Path("survivor").touch()
     signal.pause()
 """
 RAISES = "raise ValueError('the loss is NaN')"

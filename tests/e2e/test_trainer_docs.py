@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import described
-from tests.harness import REPOSITORY, Job, environment, script
+from tests.harness import REPOSITORY, Job, environment, script, wait_for
 from tests.s3 import s3_server
 from tests.warm import SharedStart
 
@@ -33,10 +33,14 @@ def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Pat
 def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart) -> None:
     path = kept(tmp_path, steps=300)
 
-    with Job(tmp_path, *keeper_start.options, "--nproc-per-node", "2", str(path), env=keeper_start.env) as job:
-        job.wait_for_output(r"step 50: loss")
+    def a_worker() -> psutil.Process | None:
         named = [p for p in psutil.process_iter() if described(p).endswith(f" {path}") and p.pid != job.process.pid]
-        victim = next(p for p in named if p.num_threads() > 1)
+        return next((p for p in named if p.num_threads() > 1), None)
+
+    with Job(tmp_path, *keeper_start.options, "--nproc-per-node", "2", str(path), env=keeper_start.env) as job:
+        # Before it is time to kill it: the training may be at its end before all of a busy host's processes are read.
+        victim = wait_for(a_worker, "a worker with threads")
+        job.wait_for_output(r"step 50: loss")
         victim.kill()
         assert job.wait() == 0, job.output
 

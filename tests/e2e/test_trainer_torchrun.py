@@ -237,15 +237,34 @@ def test_a_wrong_request_is_one_sentence_and_exit_code_2(start: Start, tmp_path:
     assert not (tmp_path / "runs").exists()
 
 
-def test_of_several_workers_only_rank_0_refuses_and_exits_first(start: Start) -> None:
+# The trainer, whose waits end when the test has seen the end of rank 0, however late that one has started.
+WAITS = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from elaunch.trainer import __main__ as command
+
+def wait(seconds):
+    Path(f"rank waits for {seconds:g} s").touch()
+    while not Path("rank 0 has ended").exists():
+        time.sleep(0.01)
+
+command.time = SimpleNamespace(sleep=wait)
+sys.exit(command.main())
+"""
+
+
+def test_of_several_workers_only_rank_0_refuses_and_exits_first(start: Start, tmp_path: Path) -> None:
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     wrong = ("--global-batch", "7", "--micro-batch", "3")
-    second = start(*TRAINER, *wrong, **environ, RANK="1")
-    first = start(*TRAINER, *wrong, **environ, RANK="0")
+    second = start("-c", WAITS, *wrong, **environ, RANK="1")
+    wait_for(lambda: second.poll() is not None or list(tmp_path.iterdir()), "rank 1 is at its end")
+    first = start("-c", WAITS, *wrong, **environ, RANK="0")
 
     said = finish(first)
 
-    assert second.poll() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["rank waits for 3 s"]
+    (tmp_path / "rank 0 has ended").touch()
     assert said[0] == 2
     assert said[2].startswith("--global-batch (7) is not divisible by --micro-batch (3)")
     assert finish(second) == (2, "", "")

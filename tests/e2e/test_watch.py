@@ -52,11 +52,15 @@ def as_user(uid: int) -> tuple[str, ...]:
 
 
 def asked(
-    *words: str, env: Mapping[str, str] | None = None, prefix: Sequence[str] = (), **popen: Any
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    patience_s: float = 0.0,
+    **popen: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """One call of the command, to its end."""
+    """One call of the command, to its end. It waits for answers by the store for `patience_s` if that is given."""
     return subprocess.run(
-        [*prefix, *COMMAND, *words],
+        [*prefix, *(patient(patience_s) if patience_s else COMMAND), *words],
         capture_output=True,
         text=True,
         timeout=180,
@@ -64,6 +68,13 @@ def asked(
         check=False,
         **popen,
     )
+
+
+def patient(seconds: float) -> tuple[str, ...]:
+    """The command, in which a node that is well has time for its answer however busy the host is."""
+    module = "elaunch.launcher.watch.asking"
+    settings = f"import {module}\n{module}.patience_s.__defaults__ = ({seconds},)"
+    return (sys.executable, "-c", f"{settings}\nfrom elaunch.launcher.cli import main\nmain()")
 
 
 def status_of(run_id: str, **options: Any) -> dict[str, Any]:
@@ -115,9 +126,11 @@ def trains(run_id: str, ranks: int, **options: Any) -> dict[str, Any]:
 
 def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budget(tmp_path: Path) -> None:
     run_id = name_of(tmp_path)
+    began_s = time.monotonic()
     with running(tmp_path, "--run-id", run_id, fails=True) as job:
         job.wait_for_output("generation 1")
         status = trains(run_id, 2)
+        took_s = time.monotonic() - began_s
         text = asked("status", run_id[:-1]).stdout
 
     assert (status["run_id"], status["state"], status["world_size"]) == (run_id, "running", 2)
@@ -125,9 +138,11 @@ def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budge
     assert status["restarts"] == {"used": 1, "max": 3, "left": 2, "window_s": None}
     assert status["last_failure"]["rank"] == 1
     assert status["last_failure"]["code"] == 7
-    assert 0 <= status["last_failure"]["ago_s"] < 60
+    assert 0 <= status["last_failure"]["ago_s"] < took_s + 1
     assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
-    assert all(0.08 < rank["step_s"] < 5 and rank["state"] == "running" for rank in status["ranks"]), status["ranks"]
+    assert all(0.08 < rank["step_s"] < took_s and rank["state"] == "running" for rank in status["ranks"]), status[
+        "ranks"
+    ]
     assert text.startswith(f"job {run_id}: running, generation 1 for ")
     for words in (
         "1 node, 2 ranks",
@@ -144,22 +159,24 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
     elsewhere.mkdir()
     with two_nodes(tmp_path, run_id) as (one, two, place):
         there = ("--rdzv-endpoint", place)
+        patiently: dict[str, Any] = {"patience_s": DEADLINE_S}
         with_token = {"ELAUNCH_TOKEN": TOKEN, "HOME": str(elsewhere)}
         without = {"HOME": str(elsewhere)}
         one.wait_for_output("generation 0")
         # From the job's host nothing needs to be typed, not even the token.
         near = trains(run_id, 2, env=without)
 
-        far = json.loads(asked("status", *there, "--run-id", run_id, "--json", env=with_token, cwd=elsewhere).stdout)
+        named = (*there, "--run-id", run_id, "--json")
+        far = json.loads(asked("status", *named, env=with_token, cwd=elsewhere, **patiently).stdout)
         refused = asked("status", *there, run_id, env=without)
         unknown = asked("status", *there, "another", env=with_token)
-        stacks = asked("stacks", *there, run_id, env=with_token)
+        stacks = asked("stacks", *there, run_id, env=with_token, **patiently)
         # One question stands at a time; the others wait for their turn.
         with ThreadPoolExecutor(2) as pool:
-            at_once = list(pool.map(lambda _: asked("status", *there, run_id, "--json", env=with_token), range(2)))
+            at_once = list(pool.map(lambda _: asked("status", *named, env=with_token, **patiently), range(2)))
         two.signal(signal.SIGSTOP)
         began_s = time.monotonic()
-        partly = json.loads(asked("status", *there, run_id, "--json", env=with_token).stdout)
+        partly = json.loads(asked("status", *named, env=with_token, patience_s=10.0).stdout)
         took_s = time.monotonic() - began_s
         # Where its pid means something, the user hears what to do.
         beside = asked("status", run_id, "--json", env=without)
@@ -182,9 +199,9 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         )
         assert "(train.py:" in stacks.stdout
         (silent,) = [node for node in partly["nodes"] if node["silent"]]
-        assert "did not answer within 3 s; its lease still holds" in silent["silent"]
+        assert "did not answer within 10 s; its lease still holds" in silent["silent"]
         assert [node["pid"] for node in partly["nodes"] if not node["silent"]] == [one.process.pid]
-        assert took_s < 60
+        assert took_s < DEADLINE_S
         assert f"the elaunch with pid {two.process.pid} is stopped, by SIGSTOP or a debugger" in beside.stderr
         # The questions left nothing in the store, and the job did not notice them.
         assert asked("status", *there, run_id, env=with_token).returncode == 0
@@ -199,7 +216,7 @@ def test_an_etcd_with_a_prefix_is_asked_with_the_options_of_the_job(tmp_path: Pa
         with running(tmp_path, *words, *alone, ranks=1) as job:
             job.wait_for_output("generation 0: 1 worker")
 
-            status = json.loads(asked("status", *words, "night", "--json").stdout)
+            status = json.loads(asked("status", *words, "night", "--json", patience_s=DEADLINE_S).stdout)
             elsewhere = asked("status", *words[:2], "night")
 
         assert [rank["rank"] for rank in status["ranks"]] == [0]
@@ -227,7 +244,12 @@ def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: 
             roots = asked("status", run_id, env=env)
             with running(folder / "two", "--run-id", "second", env=env, prefix=one) as second:
                 second.wait_for_output("generation 0")
-                both = json.loads(asked("status", "--json", env=env, prefix=one).stdout)
+
+                def several() -> dict[str, Any]:
+                    found: dict[str, Any] = json.loads(asked("status", "--json", env=env, prefix=one).stdout)
+                    return found if "jobs" in found else {}
+
+                both = wait_for(several, "the user finds both jobs")
                 top = asked("top", env=env, prefix=one)
                 chosen = asked("status", "sec", env=env, prefix=one)
     finally:
@@ -408,7 +430,9 @@ def test_top_says_one_line_a_second_where_nobody_looks_at_a_screen_and_ends_with
 
     assert read.stdout.startswith(f"job {run_id}: running")
     assert read.stderr == ""
-    assert all(re.match(rf"job {run_id}: running, generation 0 for \d+ s; step \d+, ", line) for line in lines), lines
+    assert all(
+        re.match(rf"job {run_id}: running, generation 0 for (\d+ min )?\d+ s; step \d+, ", line) for line in lines
+    ), lines
     assert piped.returncode == 0
     assert rest.endswith(f"job {run_id}: its elaunch on this host has ended\n")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import patience
 from tests.harness import finished, script
 from tests.standin import with_dynamo
 
@@ -46,7 +47,7 @@ def test_a_program_that_has_not_imported_torch_is_known_by_that_at_its_next_star
     counts = []
 
     for arguments in ([], [], ["with torch"]):
-        job = finished(tmp_path, "train.py", *arguments, env=env)
+        job = patience.finished(patience.DISK, tmp_path, "train.py", *arguments, env=env)
         assert job.code == 0, job.stderr
         counts.append(len(list(tmp_path.glob("imported.*"))))
 
@@ -116,7 +117,7 @@ def test_torch_is_imported_without_dynamo_for_a_program_that_does_not_use_it(
     seen = []
 
     for _ in counts:
-        job = finished(tmp_path, "--nproc-per-node", "2", "train.py", env=env)
+        job = patience.finished(patience.DISK, tmp_path, "--nproc-per-node", "2", "train.py", env=env)
         assert job.code == 0, job.stderr
         assert "interpreter" not in job.stderr
         seen.append(len(list(tmp_path.glob("dynamo.*"))))

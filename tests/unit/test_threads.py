@@ -68,7 +68,7 @@ def test_neither_kind_of_stacks_shows_what_only_listens_and_both_have_elaunchs_o
     try:
         wait_for(lambda: "elaunch's own" in errors.read_text(), "the worker shows its stacks")
         by_itself = errors.read_text()
-        (taken,) = stacks.take({0: worker.pid})
+        (taken,) = stacks.take({0: worker.pid}, within_s=DEADLINE_S)
     finally:
         worker.kill()
         worker.communicate(timeout=DEADLINE_S)

@@ -1,5 +1,6 @@
 # The survivor fails first, by its peer's death; the report names the peer alone.
 # workers: 2
+# options: --no-preload --failure-grace 300
 # headline: rank 1 .* raised ValueError: shard 3 is torn
 # next: none
 # not: ^rank 0 \(

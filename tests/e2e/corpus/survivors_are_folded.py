@@ -1,4 +1,5 @@
 # workers: 3
+# options: --no-preload --failure-grace 300
 # headline: rank 1 .* was killed by SIGKILL in generation 0
 # next: look for .*sender: .*kill -9
 # not: Connection closed by peer

@@ -15,10 +15,14 @@ def backward():
 
 
 if os.environ["RANK"] == "1":
+    Path("peer").symlink_to(str(os.getpid()))
     while not Path("waits").exists():
         time.sleep(0.01)
     backward()
-# The survivor says that its peer is gone, as gloo does, as soon as it hears of it.
+while not Path("peer").is_symlink():
+    time.sleep(0.01)
 Path("waits").touch()
-time.sleep(1.0)
+# The survivor says that its peer is gone, as gloo does, when its parent knows that too.
+while Path("/proc", Path("peer").readlink()).exists():
+    time.sleep(0.01)
 raise RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711")

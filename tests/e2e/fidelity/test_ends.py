@@ -30,9 +30,14 @@ def outer():
         return helper.divide(x)
     return inner(0)
 """
-THREAD = (
-    "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('from the thread'))).start()\n"
-)
+# It speaks when the main thread has come to its end.
+THREAD = """
+import threading
+def speak():
+    threading.main_thread().join()
+    print('from the thread')
+threading.Thread(target=speak).start()
+"""
 ENDS = {
     "plain": DEEP + "outer()",
     "chained": DEEP + "try:\n    outer()\nexcept ZeroDivisionError as error:\n    raise ValueError('wörds') from error",

@@ -18,6 +18,8 @@ from tests.harness import RUN_LIMIT_S, finished, script
 # Python frees memory by itself where ctypes is not there.
 FORKED = ("--preload-only", "ctypes")
 OPTIONS = ("--nproc-per-node", "2", "--max-restarts", "1", "--show-all-tracebacks", "--log-dir", "logs")
+# What it does at its end may have to wait for a CPU.
+OPTIONS += ("--failure-grace", "300")
 # Rank 1 fails. In the first generation rank 0's handler ends the program, in the second one its collective.
 PROGRAM = """
 import atexit, ctypes, gc, gzip, json, os, signal, sys, time, weakref

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.fidelity.ways import End, fresh
-from tests.harness import Job, environment, script
+from tests.harness import DEADLINE_S, Job, environment, script
 
 # Finds the program to run: a single worker has rank 0, and many ranks have only generation 0, so the sum is the index.
 # It reports progress, since a program that fails without progress is not started again. A program that execs itself has
@@ -87,7 +87,8 @@ def taken(
         order = {"TURNS": " ".join(str(names.index(name)) for name in group), **common}
         words = (*how, *options, "--log-dir", str(logs), "-r", "3", program, *args)
         with stdin.open("rb") as typed, Job(folder, *words, env=_own(folder, order), stdin=typed) as job:
-            job.wait()
+            # Those that fail run one after the other.
+            job.wait(DEADLINE_S + 10.0 * len(group))
         said += job.output
         workers.update(_ends(logs, group))
     return Turns(alone, workers, said)

@@ -19,7 +19,7 @@ def test_each_work_has_its_place_and_no_more_threads_run_than_asked() -> None:
             running.release()
         return number * number, has_room
 
-    assert at_once([partial(work, n) for n in range(50)], 60.0, "test", 2) == {n: (n * n, True) for n in range(50)}
+    assert at_once([partial(work, n) for n in range(50)], 180.0, "test", 2) == {n: (n * n, True) for n in range(50)}
     assert at_once([], 60.0, "test", 2) == {}
 
 

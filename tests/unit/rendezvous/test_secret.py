@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.secret import TOKEN_CHARACTERS_MIN, Secret, new_token
+from tests.descriptors import opened
 from tests.harness import RUN_LIMIT_S, joined
 
 TOKEN = "0123456789abcdef"
@@ -118,14 +119,14 @@ def test_a_short_token_is_refused_with_a_sentence_that_does_not_show_it() -> Non
 def test_nothing_stays_on_disk_or_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    before = opened()
 
     secret = Secret(TOKEN)
     secret.server_context()
     secret.client_context()
 
     assert list(tmp_path.iterdir()) == []
-    assert len(list(Path("/proc/self/fd").iterdir())) == open_before
+    assert not opened() - before
 
 
 def test_importing_it_loads_no_cryptography() -> None:

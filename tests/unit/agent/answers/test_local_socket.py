@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.answers.local_socket import LocalSocket, credentials
-from tests.harness import RUN_LIMIT_S, joined, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
 
 NOBODY = 65534
 
@@ -49,7 +49,7 @@ class Desk:
 
     def connected(self) -> socket.socket:
         made = socket.socket(socket.AF_UNIX)
-        made.settimeout(10)
+        made.settimeout(DEADLINE_S)
         made.connect(self.path)
         return made
 
@@ -142,7 +142,7 @@ def test_another_user_gets_nothing_even_if_somebody_opened_the_folder(tmp_path: 
             ask = (
                 "import os, socket, sys\n"
                 f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
-                "s = socket.socket(socket.AF_UNIX); s.settimeout(10)\n"
+                f"s = socket.socket(socket.AF_UNIX); s.settimeout({DEADLINE_S})\n"
                 "try:\n"
                 f'    s.connect({open_desk.path!r}); s.sendall(b\'{{"ask":"status"}}\\n\'); print(s.recv(100))\n'
                 "except OSError as error: print(type(error).__name__)\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.forkserver import wire
+from tests.harness import DEADLINE_S
 
 REPOSITORY = Path(__file__).parents[4]
 # Idle until somebody does something. Who then imports torch ends with that code.
@@ -22,7 +23,7 @@ import os, sys
 from elaunch.agent.forkserver import worker_store
 for fd, number in zip(map(int, sys.argv[1:]), (worker_store.LISTEN_FD, worker_store.CONTROL_FD)):
     os.dup2(fd, number)
-worker_store._IDLE_S = 60.0
+worker_store._IDLE_S = 600.0
 worker_store._class = lambda *_, **__: os._exit(7)
 worker_store.serve("127.0.0.1", 0, whole=False, store_class=STORE_CLASS)
 """
@@ -41,7 +42,7 @@ def started(store_class: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.
             for end in fds:
                 os.close(end)
             theirs.close()
-            control.settimeout(60.0)
+            control.settimeout(DEADLINE_S)
             yield process, listener, control
             process.kill()
 
@@ -62,7 +63,7 @@ def test_a_store_that_ends_before_a_rank_connects_has_no_keys_and_imports_nothin
     wire.send(control, {"op": "end"})
 
     assert wire.receive(control) == ({"keys": 0}, ())
-    assert process.wait(180) == 0
+    assert process.wait(DEADLINE_S) == 0
 
 
 def test_a_store_starts_when_a_rank_connects(
@@ -74,7 +75,7 @@ def test_a_store_starts_when_a_rank_connects(
         said = wire.receive(control)
 
         assert said == ({"idle": False}, ())
-        assert process.wait(180) == 7
+        assert process.wait(DEADLINE_S) == 7
 
 
 def test_a_store_that_has_its_class_imports_nothing_and_waits_for_nobody() -> None:
@@ -83,4 +84,4 @@ def test_a_store_that_has_its_class_imports_nothing_and_waits_for_nobody() -> No
         wire.send(control, {"op": "end"})
 
         assert wire.receive(control) == ({"keys": 3}, ())
-        assert process.wait(180) == 0
+        assert process.wait(DEADLINE_S) == 0

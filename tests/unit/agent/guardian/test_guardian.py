@@ -111,6 +111,7 @@ def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(spawned: Spa
 
 def test_all_of_a_job_are_ended_at_once(spawned: Spawned) -> None:
     pids = [spawned.pid(source) for source in (READY, SETSID, DOUBLE_FORK, READY)]
+    wait_for(lambda: sorted(living(spawned.kin)) == sorted(pids), "them alone, the parents of one gone")
 
     ended = sweep(spawned.kin)
 

@@ -35,6 +35,7 @@ from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 from elaunch.trainer.link import _Link as WorkersLink
+from tests.descriptors import opened
 from tests.fuzzing import EXAMPLES, NESTED, PLAIN, TEXTS, VALUES, bounded
 
 EVENTS = ("progress", "phase", "listens", "saving", "saved", "stopped", "note", "ended", "peer_failed", "stacks", "?")
@@ -103,10 +104,6 @@ def test_a_worker_goes_on_hearing_its_agent_whatever_that_said_before(said: list
     assert heard[-1] == {"event": "progress", "step": 41}
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 @given(MESSAGES, st.integers(0, 3))
 def test_a_packet_of_the_fork_servers_wire_is_a_message_or_the_end(data: bytes, count: int) -> None:
     ours, theirs = wire.pair()
@@ -115,12 +112,12 @@ def test_a_packet_of_the_fork_servers_wire_is_a_message_or_the_end(data: bytes, 
         socket.send_fds(theirs, [data or b" "], fds)
         for fd in fds:
             os.close(fd)
-        before = open_files()
+        before = opened()
         with bounded():
             packet = wire.receive(ours)
         kept = packet[1] if packet else ()
         assert packet is None or isinstance(packet[0], dict)
-        assert open_files() == before + len(kept)
+        assert (opened() - before).total() == len(kept)
         for fd in kept:
             os.close(fd)
 

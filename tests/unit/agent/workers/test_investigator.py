@@ -15,7 +15,7 @@ from elaunch.agent.workers import investigator
 from elaunch.agent.workers.investigator import Investigator
 from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.rendezvous.types import Failure, FailureKind
-from tests.harness import wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 NOW = Failure(FailureKind.EXCEPTION, 0, "a-1", "a", 0, 0, 17, 1, "raised ValueError: bad", exception="ValueError")
 
@@ -34,16 +34,19 @@ def no_room(path: Path) -> Failure:
 
 def test_a_failure_that_asks_nothing_is_answered_at_once_and_without_a_thread() -> None:
     found: list[dict[int, Facts]] = []
-    before = threading.active_count()
+    before = set(threading.enumerate())
 
     Investigator(KernelLog(), []).look_into({0: NOW}, found.append)
     Investigator(KernelLog(), []).look_into({}, found.append)
 
     assert found == [{}, {}]
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
-def test_the_space_of_a_path_that_is_not_there_is_that_of_the_folder_above(tmp_path: Path) -> None:
+def test_the_space_of_a_path_that_is_not_there_is_that_of_the_folder_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(investigator, "_LIMIT_S", DEADLINE_S)
     missing = tmp_path / "no" / "such" / "model.pt"
 
     (space,) = facts_about(no_room(missing)).spaces.values()

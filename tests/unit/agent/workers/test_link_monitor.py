@@ -78,7 +78,7 @@ def test_a_step_was_reported_when_its_report_was_read_not_when_the_loop_woke(lin
     linked.says(event="progress", step=1)
     said_s = time.monotonic()
 
-    linked.monitor.tick(woke_s + 2)
+    linked.monitor.tick(woke_s + 3600)
 
     assert linked.link.step_times.reported_s is not None
-    assert said_s <= linked.link.step_times.reported_s < woke_s + 2
+    assert said_s <= linked.link.step_times.reported_s < woke_s + 3600

@@ -12,7 +12,7 @@ import pytest
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.workers.master_port import MasterPort, NoPort, reserve
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-from tests.harness import free_ports
+from tests.harness import DEADLINE_S, free_ports
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
 
@@ -43,7 +43,7 @@ def test_without_a_wish_a_free_port_is_taken_a_fresh_one_each_time() -> None:
 
 
 def test_a_reserved_port_answers_before_anybody_serves_it() -> None:
-    with reserve(config()) as listener, socket.create_connection(("127.0.0.1", port_of(listener)), timeout=5):
+    with reserve(config()) as listener, socket.create_connection(("127.0.0.1", port_of(listener)), timeout=DEADLINE_S):
         pass
 
 
@@ -74,7 +74,7 @@ def test_the_first_free_port_of_a_range_is_taken(taken: list[int]) -> None:
 def test_a_port_can_be_had_again_while_old_connections_linger() -> None:
     listener = reserve(config())
     port = port_of(listener)
-    client = socket.create_connection(("127.0.0.1", port), timeout=5)
+    client = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
     served, _ = listener.accept()
     # The side that closes first keeps the connection in TIME_WAIT.
     served.close()
@@ -137,7 +137,7 @@ def test_a_name_that_is_loopback_to_this_host_alone_is_reached_at_every_address(
     )
     several = replace(config(addr="me"), spec=replace(SPEC, nodes_min=2, nodes_max=2))
 
-    with reserve(several) as listener, socket.create_connection(("127.0.0.2", port_of(listener)), timeout=5):
+    with reserve(several) as listener, socket.create_connection(("127.0.0.2", port_of(listener)), timeout=DEADLINE_S):
         pass
     with reserve(config(addr="me")) as listener:
         assert listener.getsockname()[0] == "127.0.1.1"

@@ -64,7 +64,7 @@ def test_a_counter_says_that_there_was_no_kill_and_its_absence_says_nothing(coun
 @pytest.fixture
 def family() -> Iterator[int]:
     """A process that holds 40 MiB and has a child that holds 60 MiB."""
-    child = f"import time; x = b'x' * {60 << 20}; print('ready', flush=True); time.sleep(100)"
+    child = f"import time; x = b'x' * {60 << 20}; print('ready', flush=True); time.sleep(600)"
     code = f"import subprocess, sys; x = b'x' * {40 << 20}; subprocess.run([sys.executable, '-Sc', {child!r}])"
     # A group of its own: both are ended together.
     process = subprocess.Popen([sys.executable, "-Sc", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -85,6 +85,7 @@ def held(text: str) -> float:
 def test_a_worker_holds_what_its_children_hold_and_a_busy_host_is_not_waited_for(
     family: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(oom, "_LOOK_S", DEADLINE_S)
     whole = held(held_text({5: family, 6: 0}))
     monkeypatch.setattr(oom, "_LOOK_S", -1.0)
     own = held(held_text({5: family}))

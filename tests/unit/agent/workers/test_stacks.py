@@ -76,14 +76,15 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
     programs.end()
 
 
-def settled(pid: int, *expected: Doing) -> Stack:
-    """The process's stack once it has come to where it stays."""
+def settled(pid: int, expected: Doing, others_call: str = "") -> Stack:
+    """The process's stack once it has come to where it stays. Its other threads then are in that system call."""
 
     def found() -> Stack | None:
-        (stack,) = take({0: pid})
-        return stack if doing(stack) in expected else None
+        (stack,) = take({0: pid}, within_s=DEADLINE_S)
+        calls = {thread.syscall for thread in stack.threads if not thread.is_main}
+        return stack if doing(stack) is expected and calls == {*filter(None, [others_call])} else None
 
-    return wait_for(found, f"pid {pid} does {expected}", 10.0)
+    return wait_for(found, f"pid {pid} does {expected}")
 
 
 def test_the_stack_says_where_a_process_is_and_what_it_waits_for(programs: Programs) -> None:
@@ -91,7 +92,7 @@ def test_the_stack_says_where_a_process_is_and_what_it_waits_for(programs: Progr
     for rank, what in enumerate((Doing.LOCK, Doing.RUNS, Doing.SLEEP, Doing.OTHER)):
         settled(pids[rank], what)
 
-    taken = take(pids)
+    taken = take(pids, within_s=DEADLINE_S)
 
     assert [(stack.rank, stack.pid) for stack in taken] == list(pids.items())
     mains = [stack.main for stack in taken]
@@ -125,7 +126,7 @@ def test_a_moment_in_which_another_thread_has_the_gil_does_not_count(
 
 
 def test_other_threads_and_children_are_there_too(programs: Programs) -> None:
-    with_thread = settled(programs.start("a_thread_sleeps"), Doing.LOCK)
+    with_thread = settled(programs.start("a_thread_sleeps"), Doing.LOCK, "clock_nanosleep")
     with_child = settled(programs.start("a_child_sleeps"), Doing.LOCK)
 
     (helper,) = (thread for thread in with_thread.threads if not thread.is_main)
@@ -149,8 +150,8 @@ def test_a_process_that_cannot_be_read_says_why() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait(DEADLINE_S)
     with subprocess.Popen(["sleep", "600"]) as other:
-        wait_for(lambda: Path(f"/proc/{other.pid}/comm").read_text() == "sleep\n", "exec", 10.0)
-        troubles = [stack.trouble for stack in take({0: gone.pid, 1: other.pid})]
+        wait_for(lambda: Path(f"/proc/{other.pid}/comm").read_text() == "sleep\n", "exec")
+        troubles = [stack.trouble for stack in take({0: gone.pid, 1: other.pid}, within_s=DEADLINE_S)]
         other.kill()
 
     assert troubles == ["the process is gone", "it runs no Python, or Python is only just starting"]

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from elaunch.agent.forkserver import wire
+from elaunch.agent.workers import store_control
 from elaunch.agent.workers.store_control import StoreControl
-from tests.harness import joined
+from tests.harness import DEADLINE_S, joined
 
 
 @pytest.fixture
-def store() -> Iterator[tuple[StoreControl, socket.socket]]:
-    """The agent's end, and the socket of the worker store's process."""
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreControl, socket.socket]]:
+    """The agent's end, which waits for an answer as long as it takes, and the socket of the worker store."""
+    monkeypatch.setattr(store_control, "_ANSWER_S", DEADLINE_S)
     ours, theirs = wire.pair()
     ours.setblocking(False)
     with ours, theirs:

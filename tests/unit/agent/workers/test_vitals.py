@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from elaunch.agent.core.standstill import Sort, Standstill, Window, after_windows
 from elaunch.agent.workers.vitals import Vitals
+from tests.descriptors import opened
 from tests.harness import DEADLINE_S, wait_for
 
 PROGRAMS = {
@@ -100,14 +100,14 @@ def test_the_window_before_the_first_whole_one_is_told_with_it() -> None:
 
 
 def test_the_open_files_are_closed_with_the_generation() -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = opened()
     vitals = Vitals(every_s=0.0)
     vitals.look({0: os.getpid(), 1: -1, 2: 0}, 1.0)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
+    assert (opened() - before).total() == 2
 
     vitals.forget()
 
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not opened() - before
     assert vitals.due_s is None
 
 

@@ -29,7 +29,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Absent, Denied, Put, Txn, Unavailable
 from elaunch.rendezvous.times import Times
 from tests.etcd import QUICK, VERSIONS, Etcd
-from tests.harness import RUN_LIMIT_S, free_ports, joined, slow, wait_for
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, free_ports, joined, slow, wait_for
 
 KINDS = pytest.mark.parametrize(
     "kind",
@@ -40,7 +40,7 @@ KINDS = pytest.mark.parametrize(
         ),
     ],
 )
-CALL_S = 5.0
+CALL_S = DEADLINE_S
 # A process that does what another agent on this host would do, and then waits to be killed.
 SERVE = """
 import sys
@@ -121,7 +121,7 @@ def test_each_kind_of_store_serves_leases_at_an_address_of_each_family(kind: Ser
     with served(kind, endpoint) as process:
         store = client(endpoint, process.token)
         store.check()
-        store.grant(7, 5.0)
+        store.grant(7, 600.0)
         store.commit(Txn((), (Put("/a", "1", lease=7),)))
         store.revoke(7)
 

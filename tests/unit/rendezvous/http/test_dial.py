@@ -15,6 +15,7 @@ import pytest
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial
 from elaunch.rendezvous.http.resolve import HostAddress
+from tests.descriptors import opened
 from tests.harness import DEADLINE_S, wait_for
 
 # The kernel's numbers of a connection that is asked for and not answered, and of who listens (net/tcp_states.h).
@@ -74,10 +75,6 @@ def refusing() -> Iterator[list[HostAddress]]:
         yield [(socket.AF_INET, each.getsockname()) for each in (one, other)]
 
 
-def descriptors() -> set[str]:
-    return {path.name for path in Path("/proc/self/fd").iterdir()}
-
-
 def test_who_listens_is_connected(listeners: list[Listener]) -> None:
     with dial([listeners[0].address], Deadline(DEADLINE_S).left) as connected:
         assert connected.getpeername() == listeners[0].address[1]
@@ -92,13 +89,13 @@ def test_after_one_that_refuses_and_one_that_is_not_to_be_reached_the_next_is_ta
 
 
 def test_when_all_refuse_the_first_ones_error_is_told(refusing: list[HostAddress]) -> None:
-    before = descriptors()
+    before = opened()
 
     with pytest.raises(ConnectionRefusedError) as caught:
         dial([*refusing, NOWHERE], Deadline(DEADLINE_S).left)
 
     assert caught.value.errno == errno.ECONNREFUSED
-    assert descriptors() <= before
+    assert not opened() - before
 
 
 def test_a_refusal_is_also_one_of_what_the_host_did_not_hear_before(listeners: list[Listener]) -> None:
@@ -124,12 +121,12 @@ def test_a_refusal_is_also_one_of_what_the_host_did_not_hear_before(listeners: l
 def test_a_silent_one_does_not_keep_from_the_next(listeners: list[Listener]) -> None:
     silent, other = listeners
     silent.fall_silent()
-    before = descriptors()
+    before = opened()
 
     with dial([silent.address, other.address], Deadline(DEADLINE_S).left) as connected:
         assert connected.getpeername() == other.address[1]
 
-    assert descriptors() <= before
+    assert not opened() - before
 
 
 def test_who_is_silent_is_asked_again_by_another_socket(listeners: list[Listener]) -> None:
@@ -151,7 +148,7 @@ def test_all_are_tried_however_little_time_there_is(listeners: list[Listener]) -
     silent, other = Listener("0.0.0.0"), listeners[0]
     silent.fall_silent()
     everywhere: list[HostAddress] = [(socket.AF_INET, (f"127.0.0.{i}", silent.address[1][1])) for i in range(1, 31)]
-    deadline = Deadline(5)
+    deadline = Deadline(DEADLINE_S)
 
     def left() -> float:
         return min(deadline.left(), 0.3)
@@ -162,14 +159,14 @@ def test_all_are_tried_however_little_time_there_is(listeners: list[Listener]) -
 
 def test_nobody_is_waited_for_longer_than_there_is_time(listeners: list[Listener]) -> None:
     listeners[0].fall_silent()
-    before = descriptors()
+    before = opened()
 
     # The error keeps what was open then.
     with pytest.raises(TimeoutError) as caught:
         dial([listeners[0].address], Deadline(0.5).left)
 
     assert str(caught.value) == "timed out"
-    assert descriptors() <= before
+    assert not opened() - before
     assert not listeners[0].asking()
 
 

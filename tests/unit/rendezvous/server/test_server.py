@@ -24,6 +24,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server import connection, server, unauthenticated
 from elaunch.rendezvous.server.connected_client import OUTGOING_BYTES_MAX
 from elaunch.rendezvous.server.server import Server
+from tests.descriptors import opened
 from tests.harness import RUN_LIMIT_S, wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, bound_socket, thread_serving
 
@@ -529,10 +530,10 @@ def test_a_thousand_agents_with_two_connections_each_are_served(process: ServerP
 
 
 def test_nothing_is_left_open(secret: Secret) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = opened()
     with thread_serving(secret) as (_, port):
         gateway = Gateway("127.0.0.1", port, secret)
         keys(gateway)
         gateway.close()
 
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not opened() - before

@@ -13,6 +13,7 @@ from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.train import Windows
+from tests.descriptors import opened
 
 CPU = torch.device("cpu")
 ALONE = DataShare(0, 1, leads=True)
@@ -22,10 +23,6 @@ def write_files(folder: Path, sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(bytes((i * 7 + len(name)) % 251 for i in range(size)))
-
-
-def open_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def config_for(folder: Path | None, context: int = 8, global_batch: int = 4) -> TrainConfig:
@@ -78,11 +75,11 @@ def test_a_read_across_files_is_a_slice_of_all_of_them(tmp_path: Path) -> None:
 def test_no_file_stays_open(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": 500, "b": 500})
     corpus = Corpus.open(config_for(tmp_path))
-    before = open_files()
+    before = opened()
 
     corpus.read(0, corpus.size)
 
-    assert open_files() == before
+    assert not opened() - before
 
 
 def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from elaunch.trainer.ranks import connections, group_member
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.group_member import GroupMember
 from elaunch.trainer.ranks.peers import Peers
+from tests.descriptors import opened
 from tests.forked import Child
 
 
@@ -34,10 +35,6 @@ def forked(folder: Path, call: Callable[[int], bool]) -> list[int]:
         return [child.end() for child in children]
 
 
-def descriptors() -> int:
-    return len([*Path("/proc/self/fd").iterdir()])
-
-
 def test_ranks_meet_whose_nodes_have_restarted_their_workers_unequally_often(tmp_path: Path) -> None:
     def meets(rank: int) -> bool:
         # torchrun counts the restarts of each node by itself.
@@ -49,17 +46,17 @@ def test_ranks_meet_whose_nodes_have_restarted_their_workers_unequally_often(tmp
 
 def test_no_socket_is_left_when_ranks_are_closed_with_those_apart(tmp_path: Path) -> None:
     def closes(rank: int) -> bool:
-        open_before = descriptors()
+        open_before = opened()
         peers = Peers()
         apart = peers.apart("mirror")
         apart.meet()
         assert peers.largest([rank]) == [1]
-        assert descriptors() > open_before
+        assert opened() - open_before
 
         # The other one has its answer too.
         peers.from_all(None)
         peers.close()
-        return descriptors() == open_before
+        return not opened() - open_before
 
     assert forked(tmp_path, closes) == [0, 0]
 

@@ -115,7 +115,7 @@ def test_a_rank_that_is_turned_away_tries_again(kind: str) -> None:
 def test_a_rank_that_is_turned_away_for_too_long_says_by_whom_why_and_how_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "_TRIES_S", 0.3)
+    monkeypatch.setattr(connections, "_TRIES_S", 3.0)
     with Listener(resets) as turning_away:
         book = Book()
         port = turning_away.endpoint.port

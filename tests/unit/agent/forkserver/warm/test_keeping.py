@@ -11,6 +11,7 @@ import pytest
 
 from elaunch.agent.forkserver.warm.client import Cold
 from elaunch.agent.forkserver.warm.keeping import stop
+from tests.harness import DEADLINE_S
 from tests.warm import silent_server
 
 
@@ -19,7 +20,7 @@ def test_one_that_hangs_before_it_has_its_name_is_ended(tmp_path: Path) -> None:
 
     with silent_server(path) as hanging:
         was_there = stop(path)
-        code = hanging.wait(5)
+        code = hanging.wait(DEADLINE_S)
 
     assert was_there
     assert code == -signal.SIGKILL
