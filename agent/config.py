@@ -87,9 +87,9 @@ _TIMES = Times()
 class ProgramText:
     """What the program's text shows of its imports, before it runs.
 
-    `unused` are the modules of DEFAULT_PRELOAD that it cannot use. Without `is_clear` it imports modules of which that
-    is not known. `state` is another word when its text or its arguments have changed; it is empty where an earlier run
-    is not to be asked. `is_refused` says that Python refuses the text.
+    `unused` are the modules of DEFAULT_PRELOAD that it cannot use. `is_clear` says that all its imports are known.
+    `state` changes when its text or its arguments change; if it is empty, the last run does not count. `is_refused`
+    says that Python refuses the text.
     """
 
     unused: tuple[str, ...] = ()

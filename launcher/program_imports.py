@@ -22,7 +22,7 @@ from elaunch.rendezvous.job_spec import ProgramKind
 
 # These import modules by names that a text need not show.
 _HIDING = {"importlib", "pickle", "pkgutil", "runpy", "__import__", "exec", "eval"}
-# Packages that are not of the standard library, and import no module of the default preload but torch's own.
+# Packages that do not import torch or torch._dynamo by themselves. What torch imports, `_USES_DYNAMO` finds.
 _KNOWN = {"torch", "numpy"}
 _IMPORTS_TORCH = re.compile(rb"^[ \t]*(import|from)[ \t]+torch\b", re.MULTILINE)
 _WITHOUT_DYNAMO = ("torch._dynamo",)
@@ -43,10 +43,13 @@ def program_text(kind: ProgramKind, target: str, args: tuple[str, ...]) -> Progr
     """What the texts of the program and of the modules beside it show."""
     try:
         files, root = _program_files(kind, target)
-        if files and not os.environ.get("PYTHONSAFEPATH"):
-            return _shown(files, root, args, is_script=kind is ProgramKind.SCRIPT)
-        # An installed module, or elaunch's own that runs a function: its text is not read.
-        return ProgramText(state=_digest([target, *args]), is_clear=False)
+        if not files:
+            # An installed module, or elaunch's own that runs a function: its text is not read.
+            return ProgramText(state=_digest([target, *args]), is_clear=False)
+        if os.environ.get("PYTHONSAFEPATH"):
+            # Modules beside the program are not found then, but elsewhere.
+            return _UNKNOWN
+        return _shown(files, root, args, is_script=kind is ProgramKind.SCRIPT)
     except (OSError, ValueError, RecursionError, MemoryError):
         return _UNKNOWN
 
@@ -78,6 +81,7 @@ def _shown(files: list[Path], root: Path, args: tuple[str, ...], *, is_script: b
         uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
         is_first = len(texts) == 1
         if uses_torch and uses_dynamo and not is_first:
+            # Most programs that train say so in so many words.
             return _UNKNOWN
         try:
             tree = _parsed(text, file)
@@ -85,20 +89,17 @@ def _shown(files: list[Path], root: Path, args: tuple[str, ...], *, is_script: b
             # A zip file is a program too. Of a module, its package runs first.
             return ProgramText(is_refused=is_script and is_first and b"\0" not in text)
         uses_torch = uses_torch or (b"torch" in text and _names_torch(tree))
-        if uses_torch and uses_dynamo:
-            # Most programs that train say so in so many words.
-            return _UNKNOWN
         for name in _asked(tree, file, root):
             own = list(_files(root, name))
             files += own
             first = name.partition(".")[0]
             uses_torch = uses_torch or (first == "torch" and not own)
             is_clear = is_clear and (bool(own) or (first not in _HIDING and first in sys.stdlib_module_names | _KNOWN))
+    if uses_torch and uses_dynamo:
+        return _UNKNOWN
     state = _digest([*args, *(sha256(texts[file]).hexdigest() for file in sorted(texts))])
     if not is_clear:
         return ProgramText(state=state, is_clear=False)
-    if uses_torch and uses_dynamo:
-        return _UNKNOWN
     return ProgramText(_WITHOUT_DYNAMO if uses_torch else DEFAULT_PRELOAD, state)
 
 

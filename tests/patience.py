@@ -13,8 +13,8 @@ DISK = {"elaunch.agent.workers.dead_builds.DISK_S": 300.0, "elaunch.agent.worker
 
 
 def command(limits: Mapping[str, float]) -> tuple[str, ...]:
-    """elaunch with these limits (s), by their full names."""
-    settings = [f"import {name.rpartition('.')[0]}\n{name} = {limit_s}" for name, limit_s in limits.items()]
+    """elaunch with these limits (s), by their full names. A name that does not exist ends it."""
+    settings = [f"import {name.rpartition('.')[0]}\n{name}\n{name} = {limit_s}" for name, limit_s in limits.items()]
     return (sys.executable, "-c", "\n".join([*settings, "from elaunch.launcher.cli import main", "main()"]))
 
 

@@ -65,7 +65,7 @@ class FirstImports:
 
 
 def first_imports(preload: tuple[str, ...] | None, text: ProgramText, learned: Learned) -> FirstImports:
-    """Leave out of `preload` what the program does not use. In a clear text the last run only finds what was missed."""
+    """Leave out of `preload` what the program does not use. If the text is clear, the last run only adds modules."""
     if preload is None:
         return FirstImports(None, (), learned)
     if text.is_refused:

@@ -51,10 +51,11 @@ class EventHook:
         except queue.Full:
             self._say(f"--on-event: {QUEUED_MAX} events wait for the command already; {event['event']} is not told")
 
-    def close(self, wait_s: float = FAREWELL_S) -> None:
-        """Let the runs that are left come to an end, `wait_s` at the longest."""
+    def close(self, wait_s: float | None = None) -> None:
+        """Let the runs that are left come to an end, `wait_s` (else FAREWELL_S) at the longest."""
         if self._thread is None:
             return
+        wait_s = FAREWELL_S if wait_s is None else wait_s
         self._until_s = time.monotonic() + wait_s
         # If the queue is full, the thread finds out by the time.
         with suppress(queue.Full):

@@ -145,7 +145,11 @@ class Pump:
         except OSError:
             data = b""
         if data:
-            stream.feed(data, time.monotonic())
+            now_s = time.monotonic()
+            for other in self._streams:
+                if other is not stream and other.is_beside(stream):
+                    other.give_way(now_s)
+            stream.feed(data, now_s)
         else:
             self._finish(stream)
         return len(data)

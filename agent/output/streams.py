@@ -188,10 +188,19 @@ class WorkerStream:
     def flush(self, now_s: float) -> None:
         """Give out what has been held back long enough: a partial line, a traceback."""
         if self._partial_at_s is not None and now_s >= self._partial_at_s:
-            self._partial_at_s = None
-            self._pass(self._splitter.rest(), now_s)
+            self.give_way(now_s)
         if self._fold and self._fold.due_s is not None and now_s >= self._fold.due_s:
             self._show_on_console(self._fold.look(now_s))
+
+    def is_beside(self, other: WorkerStream) -> bool:
+        """Whether both belong to one worker."""
+        return (self.generation, self.local_rank) == (other.generation, other.local_rank)
+
+    def give_way(self, now_s: float) -> None:
+        """Give out a partial line at once: its worker has gone on to its other stream."""
+        if self._partial_at_s is not None:
+            self._partial_at_s = None
+            self._pass(self._splitter.rest(), now_s)
 
     def tail(self) -> str:
         """The end of what was written, at most TAIL_BYTES_MAX."""

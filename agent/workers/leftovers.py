@@ -46,13 +46,15 @@ class Leftovers:
         if self.due_s is None or now_s < self.due_s:
             return
         is_due = now_s >= self._idleness.due_s
+        is_said_now = self._say_s is not None and now_s >= self._say_s
         # A host has many processes, and few of them are known: all are listed only now and then. One that was
         # seen before its program had begun may be a helper.
-        if is_due or not any(linux.state(pid) not in ("", "Z", "X") and not _is_helper(pid) for pid in self._pids):
+        lives = any(linux.state(pid) not in ("", "Z", "X") and not _is_helper(pid) for pid in self._pids)
+        if is_due or is_said_now or not lives:
             self._pids = self._find()
         is_over = not self._pids or (is_due and self._idleness.is_over(now_s, _uses(self._pids)))
         self.due_s = None if is_over else now_s + _LOOK_S
-        if self._say_s is not None and now_s >= self._say_s and self._pids:
+        if is_said_now and self._pids:
             self._say_s = None
             self._reporter.say(
                 f"the job has ended well; still running: {named(self._pids)}; waiting until they end, or have done"

@@ -18,6 +18,7 @@ from typing import Any
 
 from elaunch.agent.config import ProgramText
 from elaunch.agent.core.entries import NO_GENERATION
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.forkserver.imported import candidates
 from elaunch.agent.forkserver.learned import Learned, Named
@@ -125,7 +126,7 @@ class PreloadLearner:
         said = [link.unused for link in links if link.has_returned and link.unused is not None]
         if not (self._file and text.state and said and len(said) == len(links)):
             return
-        known, unused = self._learned, tuple(sorted(frozenset.intersection(*said)))
+        known, unused = self._learned, tuple(n for n in DEFAULT_PRELOAD if all(n in each for each in said))
         # Most runs show what the text has shown.
         if (known.unused if known.unused_in == text.state else text.unused) != unused:
             self._learned = replace(known, unused=unused, unused_in=text.state)

@@ -83,7 +83,9 @@ os.replace = lambda source, to: time.sleep(600) if "/imports/" in str(to) else r
 def test_a_job_ends_although_what_it_has_learned_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     script(tmp_path / "lib", HANGS, "sitecustomize.py")
-    script(tmp_path, "print('done')")
+    script(tmp_path / "lib", TORCH, "torch.py")
+    script(tmp_path / "lib", "", "harmless.py")
+    script(tmp_path, "import harmless\nprint('done')")
     env = {"PYTHONPATH": os.fspath(tmp_path / "lib"), "XDG_CACHE_HOME": os.fspath(tmp_path / "cache")}
 
     job = finished(tmp_path, "train.py", env=env)

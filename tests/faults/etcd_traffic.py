@@ -33,7 +33,7 @@ class Traffic:
         self.started = answered(lambda: store.read(PREFIX)).revision
         self._stop = threading.Event()
         answered(lambda: store.grant(LEASE, ttl_s))
-        # A lost answer may be that of a write that was done.
+        # The write may have been done although its answer was lost.
         answered(lambda: store.commit(Txn((Absent(LEASED),), (Put(LEASED, "", LEASE),))))
         assert LEASED in answered(lambda: store.read(LEASED)).entries
         self._watch = store.watch(PREFIX, self.started, self.told.append)

@@ -148,7 +148,7 @@ for n in range(200):
     if os.fork() == 0:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # They end when nobody else wants the processor: not all of them before the test has seen the first end.
+        # Idle priority, so that the sweep is not over before the test sees the first of them end.
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         while True:
             signal.pause()

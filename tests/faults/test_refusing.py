@@ -103,7 +103,7 @@ def test_no_answer_of_the_table_passes_for_a_good_one(
     store: EtcdStore, hasty: EtcdStore, proxy: Refusing, answer: object
 ) -> None:
     asked = hasty if answer in SLOW else store
-    # Whoever is hasty may be too hasty: then it has no kept connection.
+    # This call may time out too. No connection is kept then.
     with suppress(TimedOut):
         put(asked, "/a")
     # If a kept connection ends, the client tries once more.

@@ -22,7 +22,7 @@ DIFFERENCES = {
     "rank": "RANK" in os.environ,
     "link": os.environ.get("ELAUNCH_LINK"),
 }
-# Of the processor: on a busy host each of them waits as long as chance will have it.
+# CPU time: on a busy host the wall time is chance.
 START_S = time.process_time()
 
 import numpy

@@ -161,7 +161,12 @@ def test_a_state_changes_with_the_arguments_and_with_each_module_beside_the_prog
 
 
 def test_the_last_run_is_asked_of_programs_whose_text_does_not_show_all(tmp_path: Path) -> None:
-    texts = {"hidden": "import lightning", "known": "import torch", "all": "import torch\ntorch.optim.SGD"}
+    texts = {
+        "hidden": "import lightning",
+        "known": "import torch",
+        "all": "import torch\ntorch.optim.SGD",
+        "all hidden": "import os, torch, lightning\ntorch.optim.SGD",
+    }
     tree(tmp_path, {f"{name}.py": text for name, text in texts.items()})
     shown = {name: program_text(ProgramKind.SCRIPT, str(tmp_path / f"{name}.py"), ()) for name in texts}
 
@@ -169,6 +174,7 @@ def test_the_last_run_is_asked_of_programs_whose_text_does_not_show_all(tmp_path
         "hidden": (True, False),
         "known": (True, True),
         "all": (False, True),
+        "all hidden": (False, True),
     }
 
 

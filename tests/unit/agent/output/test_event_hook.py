@@ -92,9 +92,9 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
 def test_at_the_end_of_the_job_all_runs_that_are_left_have_one_time_together(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The time of the run that has begun by then.
-    monkeypatch.setattr(event_hook, "RUN_S_MAX", 3.0)
-    runs = hook(said, f"touch {tmp_path}/runs; sleep 600")
+    # `close` may not wait for the run that has begun by then.
+    monkeypatch.setattr(event_hook, "RUN_S_MAX", 2 * DEADLINE_S)
+    runs = hook(said, f"touch {tmp_path}/runs; while [ ! -e {tmp_path}/closed ]; do sleep 0.05; done; exit 1")
     for event in ("failure", "restart", "end"):
         runs.tell({"event": event})
     wait_for((tmp_path / "runs").exists, "the first run")
@@ -103,6 +103,7 @@ def test_at_the_end_of_the_job_all_runs_that_are_left_have_one_time_together(
     runs.close(0.3)
 
     assert time.monotonic() - start_s < DEADLINE_S
+    (tmp_path / "closed").touch()
     wait_for(lambda: len(said) == 2, "the thread's last word")
     assert said[1] == "--on-event: there is no time left to tell restart"
 

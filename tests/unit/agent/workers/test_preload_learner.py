@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from elaunch.agent.config import ProgramText
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.learned_file import state_of_packages
 from elaunch.agent.forkserver.selection import Cost, ProbeAnswer, Selection
@@ -109,7 +110,7 @@ def server() -> Server:
 
 
 @contextmanager
-def loop_with(server: Server, folder: Path) -> Iterator[Loop]:
+def loop_with(server: Server, folder: Path, text: ProgramText = TEXT) -> Iterator[Loop]:
     said: list[str] = []
     current = CurrentGroup()
     events: list[dict[str, object]] = []
@@ -117,7 +118,7 @@ def loop_with(server: Server, folder: Path) -> Iterator[Loop]:
     reporter = cast(Any, SimpleNamespace(say=said.append, timeline=timeline))
     with selectors.DefaultSelector() as selector:
         file = folder / "learned"
-        learner = PreloadLearner(cast(Any, server), TEXT, current, reporter, selector, file, lambda work: work())
+        learner = PreloadLearner(cast(Any, server), text, current, reporter, selector, file, lambda work: work())
         yield Loop(learner, selector, current, said, events, file)
 
 
@@ -220,7 +221,6 @@ def returned(*unused: str) -> Any:
 
 
 RAISED = SimpleNamespace(recorder=None, has_returned=False, unused=frozenset({"torch._dynamo"}))
-ALL = ("torch", "torch.distributed", "torch._dynamo")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ ALL = ("torch", "torch.distributed", "torch._dynamo")
     [
         ((returned("torch._dynamo"), returned("torch._dynamo")), None),
         ((returned("torch._dynamo"), returned()), ()),
-        ((returned(*ALL), returned(*ALL)), tuple(sorted(ALL))),
+        ((returned(*DEFAULT_PRELOAD), returned(*DEFAULT_PRELOAD)), DEFAULT_PRELOAD),
         ((returned(), RAISED), None),
     ],
     ids=["as its text says", "one rank has used it", "nothing was used", "one rank raised"],
@@ -248,9 +248,19 @@ def test_what_no_worker_has_used_is_noted_where_the_text_did_not_show_it(
 
 def test_what_another_job_of_the_program_has_learned_meanwhile_stays(loop: Loop) -> None:
     group = loop.begin(0)
-    group.links.update({0: returned(*ALL)})
+    group.links.update({0: returned(*DEFAULT_PRELOAD)})
     loop.file.write_text(encode(replace(SLOW, packages=state_of_packages())))
 
     loop.learner.end(group)
 
     assert (loop.kept.program, loop.kept.unused_in) == (SLOW.program, "a state")
+
+
+def test_a_run_of_a_program_without_torch_notes_nothing_that_its_text_shows(tmp_path: Path) -> None:
+    with loop_with(Server(), tmp_path, ProgramText(DEFAULT_PRELOAD, "a state")) as loop:
+        group = loop.begin(0)
+        group.links.update({0: returned(*DEFAULT_PRELOAD)})
+
+        loop.learner.end(group)
+
+        assert not loop.file.exists()

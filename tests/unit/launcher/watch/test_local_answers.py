@@ -41,7 +41,7 @@ def _answer(listener: socket.socket, answer: dict[str, str]) -> None:
 
 
 def test_an_agent_that_is_stopped_is_said_to_be_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It would be waited for so long.
+    # Without the check the call would wait this long.
     monkeypatch.setattr(local._ask, "__defaults__", (2 * DEADLINE_S,))
     listens = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(tmp_path / 'agent')!r}); s.listen()"
     waits = "print('listens', flush=True); input()"
