@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import socket
@@ -129,6 +130,14 @@ def test_more_strangers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pyte
             stack.enter_context(dial(book))
 
 
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
@@ -137,9 +146,9 @@ def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None
         strangers = [stack.enter_context(socket.socket()) for _ in range(8)]
         rank_1 = stack.enter_context(socket.socket())
         rank_1.settimeout(DEADLINE_S)
-        unused = os.dup(rank_1.fileno())
-        os.close(unused)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (unused + 3, hard))
+        # Earlier tests may have left any numbers in use.
+        unused = itertools.islice((fd for fd in itertools.count() if not is_open(fd)), 3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(unused) + 1, hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
 
         for each in (*strangers, rank_1):
