@@ -79,22 +79,22 @@ def _shown(files: list[Path], root: Path, args: tuple[str, ...], *, is_script: b
             return _UNKNOWN
         uses_torch = uses_torch or bool(_IMPORTS_TORCH.search(text))
         uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
-        is_first = len(texts) == 1
-        if uses_torch and uses_dynamo and not is_first:
-            # Most programs that train say so in so many words.
-            return _UNKNOWN
         try:
             tree = _parsed(text, file)
         except SyntaxError:
             # A zip file is a program too. Of a module, its package runs first.
-            return ProgramText(is_refused=is_script and is_first and b"\0" not in text)
+            return ProgramText(is_refused=is_script and len(texts) == 1 and b"\0" not in text)
         uses_torch = uses_torch or (b"torch" in text and _names_torch(tree))
+        if uses_torch and uses_dynamo:
+            # Most programs that train say so in so many words, and need not be searched.
+            return _UNKNOWN
         for name in _asked(tree, file, root):
             own = list(_files(root, name))
             files += own
             first = name.partition(".")[0]
             uses_torch = uses_torch or (first == "torch" and not own)
-            is_clear = is_clear and (bool(own) or (first not in _HIDING and first in sys.stdlib_module_names | _KNOWN))
+            is_known = first in _KNOWN or (first in sys.stdlib_module_names and first not in _HIDING)
+            is_clear = is_clear and (bool(own) or is_known)
     if uses_torch and uses_dynamo:
         return _UNKNOWN
     state = _digest([*args, *(sha256(texts[file]).hexdigest() for file in sorted(texts))])

@@ -43,10 +43,9 @@ class ForkServer:
 
     `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
     With `warm_s` it is forked from a fork server that an earlier job has left behind and that has imported
-    `warm_preload`, if that fits; `cold` says why it
-    was not, `began_from` which one it was. The one that is left may be idle for so long. `sharers` as in `Boot`. `say`
-    tells the user, while this object is made, what takes its time; `meanwhile` is what can be done in the time that a
-    warm one takes.
+    `warm_preload`, if that fits; `preload` is that then. `cold` says why it was not, `began_from` which one it was. The
+    one that is left may be idle for so long. `sharers` as in `Boot`. `say` tells the user, while this object is made,
+    what takes its time; `meanwhile` is what can be done in the time that a warm one takes.
     Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
     wait in the socket. `fileno` is readable when `receive` has news.
     """

@@ -147,8 +147,7 @@ class Pump:
         if data:
             now_s = time.monotonic()
             for other in self._streams:
-                if other is not stream and other.is_beside(stream):
-                    other.give_way(now_s)
+                other.give_way(stream, now_s)
             stream.feed(data, now_s)
         else:
             self._finish(stream)

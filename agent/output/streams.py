@@ -188,19 +188,17 @@ class WorkerStream:
     def flush(self, now_s: float) -> None:
         """Give out what has been held back long enough: a partial line, a traceback."""
         if self._partial_at_s is not None and now_s >= self._partial_at_s:
-            self.give_way(now_s)
+            self._give_out(now_s)
         if self._fold and self._fold.due_s is not None and now_s >= self._fold.due_s:
             self._show_on_console(self._fold.look(now_s))
 
-    def is_beside(self, other: WorkerStream) -> bool:
-        """Whether both belong to one worker."""
-        return (self.generation, self.local_rank) == (other.generation, other.local_rank)
-
-    def give_way(self, now_s: float) -> None:
-        """Give out a partial line at once: its worker has gone on to its other stream."""
-        if self._partial_at_s is not None:
-            self._partial_at_s = None
-            self._pass(self._splitter.rest(), now_s)
+    def give_way(self, other: WorkerStream, now_s: float) -> None:
+        """Give out a partial line at once if its worker has gone on to its `other` stream."""
+        # Few streams hold one back, and all are asked at each read.
+        if self._partial_at_s is None or other is self:
+            return
+        if (self.generation, self.local_rank) == (other.generation, other.local_rank):
+            self._give_out(now_s)
 
     def tail(self) -> str:
         """The end of what was written, at most TAIL_BYTES_MAX."""
@@ -216,6 +214,10 @@ class WorkerStream:
         for file in (self._route.file, self._route.needle_file):
             if file:
                 file.close()
+
+    def _give_out(self, now_s: float) -> None:
+        self._partial_at_s = None
+        self._pass(self._splitter.rest(), now_s)
 
     def _pass(self, data: bytes, now_s: float) -> None:
         """Copy `data` to its places; the console gets it later if it is held back."""
