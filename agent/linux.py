@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elaunch.records import dataclass
+
 if TYPE_CHECKING:
     from socket import socket
 
@@ -68,6 +70,32 @@ def catches(pid: int, signum: int) -> bool:
     return _is_in(pid, "SigCgt", signum)
 
 
+@dataclass(frozen=True)
+class Readiness:
+    """What a process would do with a signal, from /proc/PID/status: its state there, and masks of signals.
+
+    The state is empty where the process is gone. `others` are the signals that it ignores or blocks.
+    """
+
+    state: str
+    caught: int
+    others: int
+
+    @classmethod
+    def of(cls, pid: int) -> Readiness:
+        fields = _fields(pid)
+        caught, ignored, blocked = (int(fields.get(name) or "0", 16) for name in ("SigCgt", "SigIgn", "SigBlk"))
+        return cls(fields.get("State", "")[:1], caught, ignored | blocked)
+
+    def catches(self, signum: int) -> bool:
+        """Whether it has a handler for the signal."""
+        return bool(self.caught >> (signum - 1) & 1)
+
+    def ends_by(self, signum: int) -> bool:
+        """Whether the signal ends it before anything of it runs again, or it has ended."""
+        return not (self.caught | self.others) >> (signum - 1) & 1
+
+
 def is_pending(pid: int, signum: int) -> bool:
     """Whether that process was sent the signal and blocks it."""
     return _is_in(pid, "ShdPnd", signum)
@@ -75,7 +103,8 @@ def is_pending(pid: int, signum: int) -> bool:
 
 def is_as_forked(pid: int) -> bool:
     """Whether that process runs or sleeps, and no signal waits for it; not, where it is gone."""
-    return _status(pid, "State")[:1] in ("R", "S") and not int(_status(pid, "ShdPnd") or "1", 16)
+    fields = _fields(pid)
+    return fields.get("State", "")[:1] in ("R", "S") and not int(fields.get("ShdPnd") or "1", 16)
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread | None:
@@ -201,12 +230,19 @@ def _is_in(pid: int, field: str, signum: int) -> bool:
 
 def _status(pid: int, field: str) -> str:
     """The words of that field of /proc/PID/status; empty where the process is gone."""
+    return _fields(pid).get(field, "")
+
+
+def _fields(pid: int) -> dict[str, str]:
+    """The fields of /proc/PID/status; none where the process is gone."""
     try:
-        # A process's own name in this file is cut at 15 bytes, perhaps in the middle of a character.
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        # Without pathlib, which takes longer than the kernel: a restart looks at each worker.
+        with open(f"/proc/{pid}/status", "rb", 0) as file:  # noqa: PTH123
+            # A process's own name in this file is cut at 15 bytes, perhaps in the middle of a character.
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")
+        return {}
+    return {name: words.strip() for name, _, words in (line.partition(":") for line in lines)}
 
 
 def stat_fields(pid: int | str) -> list[bytes]:

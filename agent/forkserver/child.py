@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -45,6 +46,7 @@ def prepare(preloaded: Preloaded, written: list[int]) -> None:
 
     after_fork.refresh(preloaded)
     written_pages.copy(written)
+    _own_cgroups()
 
 
 def become(child: Child) -> None:
@@ -108,10 +110,16 @@ def _enter(cgroup: str) -> None:
     if cgroup:
         with suppress(OSError):
             place = Path(cgroup)
-            own = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
             # The last line is that of cgroup v2. A move takes 8 to 30 ms, also one to where the process already is.
-            if not own.rstrip("\n").endswith(f"/{place.parent.name}/{place.name}"):
+            if not _own_cgroups().endswith(f"/{place.parent.name}/{place.name}"):
                 (place / "cgroup.procs").write_text("0")
+
+
+@cache
+def _own_cgroups() -> str:
+    """Where this process was when it first asked. Not for the fork server, whose forks would believe the same."""
+    with open("/proc/self/cgroup", errors="surrogateescape") as file:  # noqa: PTH123
+        return file.read().rstrip("\n")
 
 
 def take_fds(fds: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Process = subprocess.Popen[bytes] | Borrowed
 
 _ORDER_WAIT_S = 60.0
-_END_AHEAD_S = 0.2
+_REAPS_S = 0.2
 
 
 Fds = tuple[int, ...]
@@ -75,6 +75,7 @@ class ForkServer:
         self.learned = learned
         self._successor: ForkServer | None = None
         self._ended_before: list[Process] = []
+        self._has_forked = False
         self._whole_store = False
         # Of processes that it has forked ahead, which wait for an order.
         self._ahead: set[int] = set()
@@ -85,7 +86,7 @@ class ForkServer:
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
         self._socket, self._process = self._start()
-        self._ahead = set()
+        self._ahead, self._has_forked = set(), False
 
     def prepare_successor(self, learned: Learned) -> ForkServer:
         """Start another fork server beside this one, to take its place between two generations. Raises OSError."""
@@ -104,12 +105,12 @@ class ForkServer:
         """End this fork server, none of whose workers lives, and be the successor."""
         successor, self._successor = self._successor, None
         assert successor is not None
+        # It ends by that. The user waits for a restart, so the end of this process, which has much memory, is not
+        # waited for.
         self._socket.close()
-        # The user waits for a restart. So the end of this process, which has much memory, is not waited for.
-        self._process.kill()
         self._ended_before.append(self._process)
         self._socket, self._process, self.learned = successor._socket, successor._process, successor.learned
-        self._ahead = successor._ahead
+        self._ahead, self._has_forked = successor._ahead, successor._has_forked
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
@@ -219,9 +220,12 @@ class ForkServer:
         order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
         self._send({**order, **details}, fds)
 
-    def signal(self, generation: int, local_rank: int, signum: int, *, group: bool) -> None:
-        """Signal a worker, or its process group, if it still lives."""
-        self._send({"op": "signal", "key": local_rank, "generation": generation, "signum": int(signum), "group": group})
+    def signal(self, generation: int, keys: Sequence[int | str], signum: int, *, group: bool) -> None:
+        """Signal those that still live, one right after the other, or their process groups.
+
+        `keys` are local ranks, or "store" for the worker store.
+        """
+        self._send({"op": "signal", "keys": keys, "generation": generation, "signum": int(signum), "group": group})
 
     def ping(self) -> None:
         """Ask the fork server for the answer "here"."""
@@ -245,23 +249,24 @@ class ForkServer:
             self._ahead.add(news["pid"])
         elif news["event"] in ("forked", "exited"):
             self._ahead.discard(news["pid"])
+        self._has_forked |= news["event"] == "forked"
         return news
 
     def stop(self) -> None:
         """End the fork server and, by the kernel, all its children."""
-        self._end_ahead()
-        self._process.kill()
+        if self._has_forked:
+            self._let_reap()
         for process in (self._process, *self._ended_before):
+            process.kill()
             process.wait()
         self._socket.close()
 
-    def _end_ahead(self) -> None:
-        """Let it end and reap what it has forked ahead: in a container there may be nobody else to reap them."""
-        until_s = time.monotonic() + _END_AHEAD_S
+    def _let_reap(self) -> None:
+        """Let it reap its dead, and what it has forked ahead, and end."""
+        until_s = time.monotonic() + _REAPS_S
         with suppress(OSError):
-            if self._ahead:
-                self.fork_ahead(0)
-            while self._ahead and select.select([self._socket], [], [], max(until_s - time.monotonic(), 0.0))[0]:
+            self._socket.shutdown(socket.SHUT_WR)
+            while select.select([self._socket], [], [], max(until_s - time.monotonic(), 0.0))[0]:
                 if self.receive() is None:
                     return
 

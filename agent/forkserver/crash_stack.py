@@ -8,6 +8,20 @@ from __future__ import annotations
 import os
 import sys
 
+_module = None
+
+
+def load() -> None:
+    """Import in the fork server what `enable` needs, and leave nothing of it for a program to see."""
+    global _module
+    is_loaded = "faulthandler" in sys.modules
+    import faulthandler
+
+    _module = faulthandler
+    if not is_loaded:
+        # The program imports it itself, if it wants it.
+        del sys.modules["faulthandler"]
+
 
 def enable(fd: int) -> None:
     """Have the stack written to `fd` at SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT; the signal then has its effect.
@@ -17,12 +31,9 @@ def enable(fd: int) -> None:
     """
     if fd < 0:
         return
-    is_loaded = "faulthandler" in sys.modules
-    import faulthandler
-
+    if _module is None:
+        load()
+    assert _module is not None
     os.set_inheritable(fd, False)
-    if not faulthandler.is_enabled():
-        faulthandler.enable(fd)
-    if not is_loaded:
-        # The program imports it itself, if it wants it.
-        del sys.modules["faulthandler"]
+    if not _module.is_enabled():
+        _module.enable(fd)

@@ -58,6 +58,8 @@ def load() -> None:
 
     from elaunch.agent.forkserver import collectives, crash_stack  # noqa: F401
 
+    crash_stack.load()
+
 
 def tell(link: int, said: dict[str, Any]) -> None:
     """Send a message on the link, the socket with that inode, if fd 3 is still that socket.

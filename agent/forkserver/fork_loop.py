@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot
@@ -99,7 +99,7 @@ class ForkLoop:
             return self._work_ahead() if self._prepare and self._standbys.wait_s == 0 else None
         packet = wire.receive(self._control)
         if packet is None:
-            os._exit(0)
+            self._end()
         order, fds = packet
         match order["op"]:
             case "ask":
@@ -107,7 +107,8 @@ class ForkLoop:
             case "ahead":
                 self._begin_ahead(order["count"])
             case "signal":
-                self._children.signal((order["generation"], order["key"]), order["signum"], order["group"])
+                names = {(order["generation"], key) for key in order["keys"]}
+                self._children.signal(names, order["signum"], order["group"])
             case _:
                 return self._fork(order, fds)
         return None
@@ -128,6 +129,12 @@ class ForkLoop:
         for fd in fds:
             os.close(fd)
         return None
+
+    def _end(self) -> NoReturn:
+        """End, with all children by the kernel. In a container there may be nobody else to reap those that are dead."""
+        self._standbys.want(0)
+        self._children.finish({(_NO_GENERATION, _AHEAD)})
+        os._exit(0)
 
     def _begin_ahead(self, count: int) -> None:
         """Have so many processes that wait. The workers run, and nobody waits for this one."""

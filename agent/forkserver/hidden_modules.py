@@ -23,6 +23,7 @@ from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
 from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
+from elaunch.records import dataclass
 
 # What a module may have imported that has imported torch.
 _OF_TORCH = ("torch", "torch.distributed")
@@ -38,25 +39,26 @@ class Gate(LeavingFinder):
 
     def __init__(self, brought: Sequence[Brought]) -> None:
         packages = hidden_packages([*(each.name for each in brought), *(n for each in brought for n in each.ranks)])
-        self._where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
+        where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
+        self._hidden = [_Hidden(b, {n: b.modules[n] for n, each in where.items() if each is b}) for b in brought]
         # What other threads were importing when its package came back: they will put it back.
         self._awaited: dict[str, ModuleType] = {}
         # When the program imports one of these packages, all modules that came with its preload come back too.
         self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
         # In the order of their imports: what one of them has imported comes before it.
-        self._learned = [each for each in brought if each.is_learned]
+        self._learned = [each for each in self._hidden if each.brought.is_learned]
         self._environment = dict(os.environ)
         self._link = 0
         self._is_moved = False
         self._told: set[str] = set()
-        if not self._where:
+        if not where:
             return
         for each in brought:
             for statement in each.ranks.values():
                 statement.forget(each.modules[statement.module])
-        for name, each in self._where.items():
+        for name, each in where.items():
             _unbind(name, each.modules[name])
-        for name in self._where:
+        for name in where:
             del sys.modules[name]
         added = [f for each in brought for f in each.filters]
         _set_filters([f for f in warnings.filters if f not in added])
@@ -64,11 +66,12 @@ class Gate(LeavingFinder):
 
     def lift(self) -> None:
         """Hide nothing any more, and apply nothing: this process imports more, and is not going to run the program."""
-        for name, each in self._where.items():
-            sys.modules[name] = each.modules[name]
-            _bind(name, each.modules[name])
-            _find_out_again(name, each)
-        self._where = {}
+        for hidden in self._hidden:
+            for name, module in hidden.modules.items():
+                sys.modules[name] = module
+                _bind(name, module)
+                _find_out_again(name, hidden.brought)
+        self._hidden = []
         with ImportLock():
             self._leave()
 
@@ -82,11 +85,10 @@ class Gate(LeavingFinder):
         self._link = link
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        brought = self._where.get(name)
-        module = brought.modules[name] if brought else self._awaited.get(name)
+        hidden = self._where(name)
+        module = hidden.modules[name] if hidden else self._awaited.get(name)
         if module is None or module.__spec__ is None:
-            is_empty = not self._where and not self._awaited
-            return self._find_behind(name, path, target) if is_empty and self._leave() else None
+            return self._find_behind(name, path, target) if self._is_empty and self._leave() else None
         known = module.__spec__
         loader: Any = _Handover(self, module)
         spec = ModuleSpec(name, loader, origin=known.origin)
@@ -97,13 +99,13 @@ class Gate(LeavingFinder):
     def open(self, name: str) -> None:
         """Put the module back, with all that came when its package was imported, and what they have imported."""
         with ImportLock():
-            brought = self._where.get(name)
-            if brought is None:
+            hidden = self._where(name)
+            if hidden is None:
                 # Its package came back while this thread was importing the module.
                 self._awaited.pop(name, None)
                 self._leave_if_empty()
                 return
-            opened = [(each, self._put_back(name, each)) for each in self._taken(brought)]
+            opened = [(each.brought, self._put_back(name, each)) for each in self._taken(hidden)]
             self._leave_if_empty()
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
         for each, back in opened:
@@ -112,21 +114,25 @@ class Gate(LeavingFinder):
             self._set_own(each, changed)
             for known in back if each.ranks or each.handlers else ():
                 _find_out_again(known, each)
-        modules = {known: module for _, back in opened for known, module in back.items()}
+        modules = opened[0][1] if len(opened) == 1 else {n: module for _, back in opened for n, module in back.items()}
         after_fork.set_threads(changed, modules)
         for each, back in opened:
             moved = {FOLDER} & each.readers.keys() if self._is_moved else set()
-            self._tell(name if each is brought else each.name, replay(changed | moved, each.readers, back) - {FOLDER})
-        if brought.is_learned and any(map(_has_torch, modules.values())):
+            whose = name if each is hidden.brought else each.name
+            self._tell(whose, replay(changed | moved, each.readers, back) - {FOLDER})
+        if hidden.brought.is_learned and any(map(_has_torch, modules.values())):
             # The program may never import it by itself.
             for of_torch in _OF_TORCH:
                 self.open(of_torch)
 
-    def _taken(self, brought: Brought) -> list[Brought]:
+    def _where(self, name: str) -> _Hidden | None:
+        return next((each for each in self._hidden if name in each.modules), None)
+
+    def _taken(self, hidden: _Hidden) -> list[_Hidden]:
         """What comes back with it, which is itself the last one. Of learned ones each comes back once, and whole."""
-        if not brought.is_learned:
-            return [brought]
-        count = next(number for number, each in enumerate(self._learned, 1) if each is brought)
+        if not hidden.brought.is_learned:
+            return [hidden]
+        count = next(number for number, each in enumerate(self._learned, 1) if each is hidden)
         taken, self._learned = self._learned[:count], self._learned[count:]
         return taken
 
@@ -139,26 +145,32 @@ class Gate(LeavingFinder):
     def _comes_whole(self, name: str, brought: Brought) -> bool:
         return brought.is_learned or name.partition(".")[0] in self._named
 
-    def _put_back(self, name: str, brought: Brought) -> dict[str, ModuleType]:
-        package, whole = name.partition(".")[0], self._comes_whole(name, brought)
-        back = {
-            n: module
-            for n, module in brought.modules.items()
-            if self._where.get(n) is brought and (whole or n.partition(".")[0] == package)
-        }
+    def _put_back(self, name: str, hidden: _Hidden) -> dict[str, ModuleType]:
+        if self._comes_whole(name, hidden.brought):
+            # All workers of a restart do this at the same time, so there is no loop over a thousand modules.
+            back, hidden.modules = hidden.modules, {}
+        else:
+            package = name.partition(".")[0]
+            back = {n: module for n, module in hidden.modules.items() if n.partition(".")[0] == package}
+            for known in back:
+                del hidden.modules[known]
         # A thread that has not found a module in sys.modules would load it from its file if the module were there by
         # the time that the thread asks the finders.
         awaited = _imported_by_other_threads() & back.keys()
         self._awaited |= {n: back[n] for n in awaited}
         # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
-        sys.modules.update({n: m for n, m in back.items() if n not in awaited and n not in sys.modules})
-        for known in back:
-            # Not another dictionary in its place: that would write to 300 pages more.
-            del self._where[known]
+        if left := awaited | (back.keys() & sys.modules.keys()):
+            sys.modules.update({n: module for n, module in back.items() if n not in left})
+        else:
+            sys.modules.update(back)
         return back
 
+    @property
+    def _is_empty(self) -> bool:
+        return not self._awaited and not any(each.modules for each in self._hidden)
+
     def _leave_if_empty(self) -> None:
-        if not self._where and not self._awaited:
+        if self._is_empty:
             self._leave()
 
     def _tell(self, name: str, late: set[str]) -> None:
@@ -167,6 +179,14 @@ class Gate(LeavingFinder):
             which = " and ".join(sorted(new))
             text = f"{which}: set by the program when {name} had been imported already, without effect there"
             exit_report.tell(self._link, {"event": "note", "text": f"{text}; set it in the shell, or use --no-preload"})
+
+
+@dataclass
+class _Hidden:
+    """What an import has brought, and those of its modules that are still hidden, by name."""
+
+    brought: Brought
+    modules: dict[str, ModuleType]
 
 
 class _Handover:

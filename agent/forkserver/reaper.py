@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 _GROUP_LOOK_S = 0.02
+_REAP_AFTER_S = 0.02
 
 Name = tuple[int, int | str]
 News = dict[str, Any]
@@ -20,6 +22,9 @@ class Children:
 
     Only this process reaps them, so a pid belongs to its child until `ended` has reported its exit. A child makes a
     process group of its own when it starts.
+
+    An exit is reported at once, and the child reaped a little later. Until the child's last thread has left /proc, the
+    kernel lets the call that reaps spin, and that thread often waits for the same CPU: 2 ms of each restart, or more.
     """
 
     def __init__(self) -> None:
@@ -28,11 +33,14 @@ class Children:
         # ended before their groups: a shell ends at once, while the program that it started may be saving.
         self._asked: set[int] = set()
         self._held: dict[int, News] = {}
+        self._dead: set[int] = set()
+        self._reap_s = 0.0
 
     @property
     def look_s(self) -> float | None:
         """After how many seconds `ended` must be called again although no child ends. None: it need not be."""
-        return _GROUP_LOOK_S if self._held else None
+        reap_s = max(self._reap_s - time.monotonic(), 0.0) if self._dead else None
+        return min((s for s in (reap_s, _GROUP_LOOK_S if self._held else None) if s is not None), default=None)
 
     def a_worker(self) -> int | None:
         """The pid of a worker of the newest generation. None without one."""
@@ -43,11 +51,14 @@ class Children:
         self._names[pid] = name
 
     def ended(self) -> Iterator[News]:
-        """The news of exits, in the kernel's order."""
-        for pid, code in self._reap():
-            if pid not in self._names:
-                # A preloaded module started this process.
+        """The news of exits; of those since the last call, in the order of the children's starts."""
+        if time.monotonic() >= self._reap_s:
+            self.reap()
+        for pid in [*self._names]:
+            if (code := _exit_code(pid)) is None:
                 continue
+            self._dead.add(pid)
+            self._reap_s = time.monotonic() + _REAP_AFTER_S
             generation, key = self._names.pop(pid)
             news = {"event": "exited", "generation": generation, "key": key, "pid": pid, "code": code}
             if pid in self._asked:
@@ -59,10 +70,10 @@ class Children:
                 self._asked.discard(pid)
                 yield self._held.pop(pid)
 
-    def signal(self, name: Name, signum: int, group: bool) -> None:
-        """Signal the child of that name, or its whole process group. After SIGKILL nothing waits for the group."""
-        living = [pid for pid, known in self._names.items() if known == name]
-        held = [pid for pid, news in self._held.items() if (news["generation"], news["key"]) == name]
+    def signal(self, names: Collection[Name], signum: int, group: bool) -> None:
+        """Signal the children of these names, or their process groups. After SIGKILL nothing waits for a group."""
+        living = [pid for pid, known in self._names.items() if known in names]
+        held = [pid for pid, news in self._held.items() if (news["generation"], news["key"]) in names]
         if signum == signal.SIGKILL:
             self._asked.difference_update(living, held)
         elif group:
@@ -77,12 +88,30 @@ class Children:
             with suppress(PermissionError):
                 _signal_group(pid, signum)
 
-    def _reap(self) -> Iterator[tuple[int, int]]:
-        while self._names:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            yield pid, os.waitstatus_to_exitcode(status)
+    def finish(self, names: Collection[Name]) -> None:
+        """Wait for the ends of these children, which were killed, and reap all that have ended."""
+        for pid in [pid for pid, name in self._names.items() if name in names]:
+            os.waitpid(pid, 0)
+            del self._names[pid]
+        self.reap()
+
+    def reap(self) -> None:
+        """Reap the children whose exits were reported, and processes that a preloaded module has started."""
+        while self._dead:
+            os.waitpid(self._dead.pop(), 0)
+        with suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in self._names:
+                    return
+                os.waitpid(found.si_pid, 0)
+
+
+def _exit_code(pid: int) -> int | None:
+    """A child's exit code, negative for a signal; None while it lives. The child is left to be reaped."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _signal_group(leader: int, signum: int) -> bool:

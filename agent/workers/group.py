@@ -72,6 +72,11 @@ class WorkerGroup:
         return any(link.step >= 0 for link in links) or (any(known) if known else bool(self.reached_store))
 
     @property
+    def has_used_store(self) -> bool:
+        """Whether a worker of this node is known to have made its process group, or to have it."""
+        return any(link.reached_store or link.recorder for link in self.links.values())
+
+    @property
     def lasted(self) -> bool:
         """Whether the workers ran so long that they must have done something, even if the program reports nothing."""
         return time.monotonic() - self.started_s >= LASTING_S

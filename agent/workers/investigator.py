@@ -1,6 +1,6 @@
 """Finds out what the rules about causes ask: free space, files, GPU errors, limits.
 
-Each of these may hang: a file system whose server is gone, a driver that has crashed. So a thread asks, and nobody
+Most of these may hang: a file system whose server is gone, a driver that has crashed. So a thread asks, and nobody
 waits for it longer than the limit.
 """
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.types import Failure
 
 _LIMIT_S = 2.0
+# What the kernel answers by itself, without a disk or a driver.
+_OF_KERNEL = (KernelKills, KillCounters, MemoryLimits)
 # How /proc/mounts writes spaces and the like.
 _OCTAL = re.compile(r"\\(\d{3})")
 # File systems that are on no device of their own, and that programs fill. Network ones have a colon: host:/path.
@@ -55,9 +57,13 @@ class Investigator:
     def look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
         """Call `found` with the facts about these failures, by local rank: now, or soon, in another thread."""
         asked = {local_rank: questions_about(failure) for local_rank, failure in failures.items()}
-        if any(asked.values()) and start_thread(lambda: self._wait(asked, found), "elaunch-facts"):
-            return
-        found({})
+        if all(isinstance(question, _OF_KERNEL) for questions in asked.values() for question in questions):
+            # As after each kill. A restart would wait for two threads.
+            facts: dict[int, Facts] = {}
+            self._look(asked, facts)
+            found(facts)
+        elif not start_thread(lambda: self._wait(asked, found), "elaunch-facts"):
+            found({})
 
     def _wait(self, asked: Mapping[int, frozenset[Question]], found: Callable[[dict[int, Facts]], None]) -> None:
         facts: dict[int, Facts] = {}

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 
 from elaunch.agent import environment
 from elaunch.agent.config import AgentConfig
@@ -37,6 +38,11 @@ class Spawner:
         # The store runs in this interpreter. Another interpreter's torch may use another version of its protocol.
         self.has_store = ours and importlib.util.find_spec("torch") is not None
 
+    @property
+    def signals_groups(self) -> bool:
+        """Whether a worker is signalled with its process group, also with signals that it can handle."""
+        return self._config.spec.program.kind is ProgramKind.COMMAND
+
     def start(self, group: WorkerGroup, listener: socket.socket | None) -> None:
         """Order all workers, and a worker store for `listener`. Raises OSError where the fork server is gone."""
         if listener:
@@ -46,24 +52,27 @@ class Spawner:
         # The files of the last failure were kept until now: the job might have ended with it.
         self._run_dir.forget_before(group.generation)
 
-    def signal(self, group: WorkerGroup, local_rank: int, signum: int) -> None:
-        """Signal one worker.
+    def signal(self, group: WorkerGroup, local_ranks: Iterable[int], signum: int) -> None:
+        """Signal workers. Raises OSError where the fork server is gone.
 
         A Python program gets the signal alone, so that its data loaders live until its last save. A command gets it
         with its process group, since a shell does not pass it on. A scheduler's notice goes only to a worker that has a
         handler for it; another worker gets SIGTERM.
         """
+        others = sorted(local_ranks)
         if signum in self._config.notices and not self._config.has_named_signals:
-            pid = group.pids.get(local_rank, 0)
-            if pid and catches(pid, signum):
-                # Some schedulers signal all processes. If the notice is pending in the fork server, which blocks it,
-                # this worker has got it too.
-                if not is_pending(self._server.pid, signum):
-                    self._server.signal(group.generation, local_rank, signum, group=False)
-                return
-            signum = signal.SIGTERM
-        whole_group = self._config.spec.program.kind is ProgramKind.COMMAND or signum == signal.SIGKILL
-        self._server.signal(group.generation, local_rank, signum, group=whole_group)
+            noticing = [rank for rank in others if (pid := group.pids.get(rank, 0)) and catches(pid, signum)]
+            # Some schedulers signal all processes. If the notice is pending in the fork server, which blocks it,
+            # these workers have got it too.
+            if noticing and not is_pending(self._server.pid, signum):
+                self._server.signal(group.generation, noticing, signum, group=False)
+            others, signum = [rank for rank in others if rank not in noticing], signal.SIGTERM
+        if others:
+            self._server.signal(group.generation, others, signum, group=self.signals_groups or signum == signal.SIGKILL)
+
+    def end_store(self, group: WorkerGroup) -> None:
+        """Have the worker store killed after the signals that were ordered before. Raises OSError as `signal` does."""
+        self._server.signal(group.generation, ("store",), signal.SIGKILL, group=False)
 
     def _start_store(self, group: WorkerGroup, listener: socket.socket) -> None:
         ours, theirs = wire.pair()

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
@@ -191,22 +190,42 @@ class Workers:
         if is_broken and order.signum == signal.SIGTERM:
             self._links.say_broken(self._current.group, order.local_ranks)
         self._guardian.note_folders(self._fork_server.pids)
+        # Before the signal: who asks about a process that ends waits for a CPU, behind all of them.
+        workers = self._readiness()
         # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
         signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
-        for signum, local_rank in product(signals, order.local_ranks):
-            try:
-                self._spawner.signal(self._current.group, local_rank, signum)
-            except OSError:
-                return
+        try:
+            for signum in signals:
+                self._spawner.signal(self._current.group, order.local_ranks, signum)
+            if is_broken and order.signum == signal.SIGTERM:
+                self._end_store_with(workers, order.local_ranks)
+        except OSError:
+            return
         if order.signum != signal.SIGKILL:
-            self._let_go_on(order.local_ranks)
+            self._let_go_on(workers, order.local_ranks)
         if is_broken and order.signum == signal.SIGTERM:
-            self._watch_survivors(order.local_ranks)
+            self._watch_survivors([rank for rank in order.local_ranks if workers[rank].catches(order.signum)])
 
-    def _watch_survivors(self, local_ranks: Collection[int]) -> None:
-        """Look at those of them that have a handler. Others end by SIGTERM itself, or ignore it on purpose."""
-        pids = self._current.group.pids
-        watched = [rank for rank in local_ranks if linux.catches(pids.get(rank, -1), signal.SIGTERM)]
+    def _readiness(self) -> dict[int, linux.Readiness]:
+        group = self._current.group
+        return {rank: linux.Readiness.of(group.pids.get(rank, -1)) for rank in range(group.slots)}
+
+    def _end_store_with(self, workers: Mapping[int, linux.Readiness], local_ranks: Collection[int]) -> None:
+        """End the worker store now, if nobody can use it any more: a restart would wait for its end after theirs.
+
+        `local_ranks` have got SIGTERM. Raises OSError where the fork server is gone.
+        """
+        group = self._current.group
+        # Other nodes' workers use the store too, and so do the processes that a shell has started.
+        if not group.store or not group.has_used_store or len(group.table.seats) > 1 or self._spawner.signals_groups:
+            return
+        living = {rank: worker for rank, worker in workers.items() if worker.state not in ("", "Z", "X")}
+        if all(rank in local_ranks and worker.ends_by(signal.SIGTERM) for rank, worker in living.items()):
+            self._spawner.end_store(group)
+            group.store.is_killed = True
+
+    def _watch_survivors(self, watched: Collection[int]) -> None:
+        """Look at those, which have a handler. Others end by SIGTERM itself, or ignore it on purpose."""
         if not watched:
             return
         # Not imported before the first failure: see needed_later.py.
@@ -222,18 +241,16 @@ class Workers:
             self._prompts.interrupt(self._current.group, order.local_ranks)
         self._links.tell(order)
         if not isinstance(order.message, ShowStacks):
-            self._let_go_on(order.local_ranks)
+            self._let_go_on(self._readiness(), order.local_ranks)
 
-    def _let_go_on(self, local_ranks: Iterable[int]) -> None:
+    def _let_go_on(self, workers: Mapping[int, linux.Readiness], local_ranks: Iterable[int]) -> None:
         """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor take a signal before."""
-        group = self._current.group
-        stopped = sorted(rank for rank in local_ranks if linux.state(group.pids.get(rank, -1)) == "T")
-        for local_rank in stopped:
+        stopped = sorted(rank for rank in local_ranks if workers[rank].state == "T")
+        if stopped:
             try:
-                self._spawner.signal(group, local_rank, signal.SIGCONT)
+                self._spawner.signal(self._current.group, stopped, signal.SIGCONT)
             except OSError:
                 return
-        if stopped:
             numbers = ", ".join(map(str, stopped))
             self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
 
@@ -273,8 +290,7 @@ class Workers:
         self._monitor.unwatch_store(group)
         if group.store:
             # A restart would wait for the store's answer, on the CPUs on which old workers end.
-            is_used = any(link.reached_store for link in group.links.values())
-            group.reached_store, group.store = group.store.end(is_used=is_used), None
+            group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
         self._links.end(group)
         self._learner.end(group)
         self._observers.end()

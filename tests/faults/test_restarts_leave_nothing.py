@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from tests.faults.census import Holdings, holdings, shared_memory_of
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
-from tests.harness import script, slow, wait_for
+from tests.harness import RUN_LIMIT_S, script, slow, wait_for
 
 RESTARTS = 10
 
@@ -110,3 +112,27 @@ def test_what_a_killed_worker_has_shared_is_removed_by_its_own_tracker(tmp_path:
 
         job.assert_nothing_is_left()
     assert not [name for name in names if Path("/dev/shm", name).exists()]
+
+
+# Whoever started the job inherits what its processes leave unreaped, as does process 1 of a container.
+INHERITS = """
+import ctypes, os, subprocess, sys
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+code = subprocess.run([sys.executable, "-m", "elaunch", *sys.argv[1:]]).returncode
+try:
+    left = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+except ChildProcessError:
+    left = None
+sys.exit(f"left unreaped: {left}" if left else code)
+"""
+
+
+@pytest.mark.parametrize("workers", ["2", "3"], ids=["none ahead", "some ahead"])
+def test_a_jobs_last_workers_are_reaped_before_it_ends(tmp_path: Path, workers: str) -> None:
+    # With three workers some are forked ahead, after a second.
+    script(tmp_path, "import os, time\ntime.sleep(1.5 if os.environ['WORLD_SIZE'] == '3' else 0)")
+    command = (sys.executable, "-c", INHERITS, *LIGHT, "--nproc-per-node", workers, "train.py")
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_LIMIT_S)
+
+    assert done.returncode == 0, done.stderr

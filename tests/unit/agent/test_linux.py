@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from elaunch.agent.linux import catches, children, is_pending, is_stopped, state
+from elaunch.agent.linux import Readiness, catches, children, is_pending, is_stopped, state
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
 _WAITS = """
@@ -61,3 +61,20 @@ def test_a_process_may_name_its_tracer_whether_or_not_the_kernel_asks_for_that()
     program = "import os; from elaunch.agent.linux import allow_tracer; allow_tracer(os.getppid())"
 
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=RUN_LIMIT_S).returncode == 0
+
+
+def test_what_a_process_would_do_with_a_signal_shows_at_one_look() -> None:
+    with subprocess.Popen([sys.executable, "-c", _WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+
+        seen = Readiness.of(process.pid)
+
+        assert seen.state in ("R", "S")
+        assert (seen.catches(signal.SIGUSR1), seen.ends_by(signal.SIGUSR1)) == (True, False)
+        # It blocks this one, and Python ignores the next one.
+        assert (seen.catches(signal.SIGUSR2), seen.ends_by(signal.SIGUSR2)) == (False, False)
+        assert (seen.catches(signal.SIGPIPE), seen.ends_by(signal.SIGPIPE)) == (False, False)
+        assert (seen.catches(signal.SIGTERM), seen.ends_by(signal.SIGTERM)) == (False, True)
+        process.communicate(timeout=DEADLINE_S)
+    assert Readiness.of(process.pid).state == ""

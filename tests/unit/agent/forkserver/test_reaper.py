@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from elaunch.agent.forkserver.reaper import Children
+from elaunch.agent.linux import state
 from tests.harness import wait_for
 
 # A shell that ends at SIGTERM. The program that it starts saves, and ends when its stdin says so.
@@ -70,7 +71,7 @@ def told(children: Children) -> list[int | str]:
 def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> None:
     """Send SIGTERM to all groups. The shells end, and the programs that they started go on."""
     for worker in workers:
-        children.signal(worker.name, signal.SIGTERM, group=True)
+        children.signal({worker.name}, signal.SIGTERM, group=True)
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
     assert told(children) == []
     assert children.look_s
@@ -82,7 +83,7 @@ def test_a_worker_that_is_killed_does_not_hurry_the_one_that_still_saves(
     killed, saves = two
     asked_and_leaders_gone(children, two)
 
-    children.signal(killed.name, signal.SIGKILL, group=True)
+    children.signal({killed.name}, signal.SIGKILL, group=True)
     after_kill = wait_for(lambda: told(children), "the killed one's end")
     assert (after_kill, told(children)) == ([0], [])
 
@@ -92,9 +93,52 @@ def test_a_worker_that_is_killed_does_not_hurry_the_one_that_still_saves(
 
 def test_a_killed_workers_group_is_not_waited_for(children: Children, two: tuple[Worker, Worker]) -> None:
     first, second = two
-    children.signal(first.name, signal.SIGTERM, group=False)
-    children.signal(first.name, signal.SIGKILL, group=False)
+    children.signal({first.name}, signal.SIGTERM, group=False)
+    children.signal({first.name}, signal.SIGKILL, group=False)
     os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)
 
     assert told(children) == [0]
     asked_and_leaders_gone(children, (second,))
+
+
+def dead(*command: str) -> int:
+    """The pid of a child that has ended, and that nobody has reaped."""
+    process = subprocess.Popen(command)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    # This test's `Children` reaps it.
+    process.returncode = 0
+    return process.pid
+
+
+@pytest.mark.parametrize(("program", "code"), [("exit 3", 3), ("kill -9 $$", -9)], ids=["by itself", "killed"])
+def test_an_end_is_told_at_once_and_reaped_later(children: Children, program: str, code: int) -> None:
+    pid = dead("sh", "-c", program)
+    children.add(pid, (0, 5))
+
+    (news,) = children.ended()
+
+    assert (news["key"], news["pid"], news["code"]) == (5, pid, code)
+    assert state(pid) == "Z"
+    assert children.look_s is not None
+    wait_for(lambda: told(children) == [] and state(pid) == "", "the end of the zombie")
+    assert children.look_s is None
+
+
+def test_what_a_preloaded_module_has_started_is_reaped_too(children: Children, two: tuple[Worker, Worker]) -> None:
+    stranger = dead("true")
+
+    assert told(children) == []
+    assert state(stranger) == ""
+
+
+def test_at_the_end_all_that_are_dead_are_reaped_and_those_that_were_killed_are_waited_for(children: Children) -> None:
+    told_of, killed = dead("true"), subprocess.Popen(["sleep", "600"])
+    children.add(told_of, (0, 0))
+    children.add(killed.pid, (-1, "ahead"))
+    assert told(children) == [0]
+
+    killed.kill()
+    killed.returncode = 0
+    children.finish({(-1, "ahead")})
+
+    assert [state(pid) for pid in (told_of, killed.pid)] == ["", ""]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.core.causes.cause import Facts
+from elaunch.agent.core.explain import questions_about
 from elaunch.agent.workers import investigator
 from elaunch.agent.workers.investigator import Investigator
 from elaunch.agent.workers.kernel_log import KernelLog
@@ -40,6 +41,18 @@ def test_a_failure_that_asks_nothing_is_answered_at_once_and_without_a_thread() 
     Investigator(KernelLog(), []).look_into({}, found.append)
 
     assert found == [{}, {}]
+    assert set(threading.enumerate()) <= before
+
+
+def test_what_only_the_kernel_is_asked_after_a_kill_is_answered_at_once_too() -> None:
+    killed = Failure(FailureKind.SIGNAL, 0, "a-1", "a", 0, 0, 17, -9, "was killed by SIGKILL")
+    found: list[dict[int, Facts]] = []
+    before = set(threading.enumerate())
+
+    Investigator(KernelLog(), []).look_into({0: killed}, found.append)
+
+    assert questions_about(killed)
+    assert [facts.keys() for facts in found] == [{0}]
     assert set(threading.enumerate()) <= before
 
 
