@@ -91,10 +91,9 @@ class ForkLoop:
         ready = [key.fileobj for key, _ in self._selector.select(min(waits_s, default=None))]
         if self._wake_r in ready:
             os.read(self._wake_r, 4096)
-        for news in self._children.ended():
-            if news["key"] == _AHEAD:
-                self._standbys.forget(news["pid"])
-            tell(self._control, news)
+        # Each child is asked for, so not without a reason.
+        if self._wake_r in ready or self._children.look_s is not None:
+            self._tell_ends()
         if self._control not in ready:
             return self._work_ahead() if self._prepare and self._standbys.wait_s == 0 else None
         packet = wire.receive(self._control)
@@ -112,6 +111,12 @@ class ForkLoop:
             case _:
                 return self._fork(order, fds)
         return None
+
+    def _tell_ends(self) -> None:
+        for news in self._children.ended():
+            if news["key"] == _AHEAD:
+                self._standbys.forget(news["pid"])
+            tell(self._control, news)
 
     def _fork(self, order: dict[str, Any], fds: tuple[int, ...]) -> Asked | None:
         """Make a process for the order. Returns the order in that process."""
