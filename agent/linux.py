@@ -87,13 +87,18 @@ class Readiness:
         caught, ignored, blocked = (int(fields.get(name) or "0", 16) for name in ("SigCgt", "SigIgn", "SigBlk"))
         return cls(fields.get("State", "")[:1], caught, ignored | blocked)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is there and no zombie."""
+        return self.state not in ("", "Z", "X")
+
     def catches(self, signum: int) -> bool:
         """Whether it has a handler for the signal."""
         return bool(self.caught >> (signum - 1) & 1)
 
     def ends_by(self, signum: int) -> bool:
-        """Whether the signal ends it before anything of it runs again, or it has ended."""
-        return not (self.caught | self.others) >> (signum - 1) & 1
+        """Whether the signal ends it before anything of it runs again. A debugger may keep the signal from it."""
+        return self.state != "t" and not (self.caught | self.others) >> (signum - 1) & 1
 
 
 def is_pending(pid: int, signum: int) -> bool:

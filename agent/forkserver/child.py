@@ -117,9 +117,13 @@ def _enter(cgroup: str) -> None:
 
 @cache
 def _own_cgroups() -> str:
-    """Where this process was when it first asked. Not for the fork server, whose forks would believe the same."""
-    with open("/proc/self/cgroup", errors="surrogateescape") as file:  # noqa: PTH123
+    """Where this process was when it first asked; empty if the kernel does not say.
+
+    Not for the fork server, whose forks would believe the same.
+    """
+    with suppress(OSError), open("/proc/self/cgroup", errors="surrogateescape") as file:  # noqa: PTH123
         return file.read().rstrip("\n")
+    return ""
 
 
 def take_fds(fds: tuple[int, ...]) -> None:

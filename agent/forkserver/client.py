@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
 from elaunch.agent.forkserver.learned import NOTHING, Learned
+from elaunch.agent.linux import is_stopped
 from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import Program
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     Process = subprocess.Popen[bytes] | Borrowed
 
 _ORDER_WAIT_S = 60.0
-_REAPS_S = 0.2
+_REAPS_S = 1.0
 
 
 Fds = tuple[int, ...]
@@ -254,7 +255,7 @@ class ForkServer:
 
     def stop(self) -> None:
         """End the fork server and, by the kernel, all its children."""
-        if self._has_forked:
+        if self._has_forked and not is_stopped(self.pid):
             self._let_reap()
         for process in (self._process, *self._ended_before):
             process.kill()

@@ -8,19 +8,24 @@ from __future__ import annotations
 import os
 import sys
 
-_module = None
+# `typing` itself is not imported.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_imported: list[Any] = []
 
 
-def load() -> None:
-    """Import in the fork server what `enable` needs, and leave nothing of it for a program to see."""
-    global _module
-    is_loaded = "faulthandler" in sys.modules
-    import faulthandler
+def faulthandler() -> Any:
+    """The module, of which nothing is left for a program to see: the program imports it itself, if it wants it."""
+    if not _imported:
+        is_loaded = "faulthandler" in sys.modules
+        import faulthandler as module
 
-    _module = faulthandler
-    if not is_loaded:
-        # The program imports it itself, if it wants it.
-        del sys.modules["faulthandler"]
+        _imported.append(module)
+        if not is_loaded:
+            del sys.modules["faulthandler"]
+    return _imported[0]
 
 
 def enable(fd: int) -> None:
@@ -31,9 +36,6 @@ def enable(fd: int) -> None:
     """
     if fd < 0:
         return
-    if _module is None:
-        load()
-    assert _module is not None
     os.set_inheritable(fd, False)
-    if not _module.is_enabled():
-        _module.enable(fd)
+    if not faulthandler().is_enabled():
+        faulthandler().enable(fd)

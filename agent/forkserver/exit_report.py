@@ -58,7 +58,7 @@ def load() -> None:
 
     from elaunch.agent.forkserver import collectives, crash_stack  # noqa: F401
 
-    crash_stack.load()
+    crash_stack.faulthandler()
 
 
 def tell(link: int, said: dict[str, Any]) -> None:

@@ -35,12 +35,12 @@ Prepare = Callable[[list[int]], None]
 Asked = tuple[dict[str, Any], tuple[int, ...], int, bool]
 
 
-def tell(control: socket.socket, news: dict[str, Any]) -> None:
-    """Send news to the agent. If the agent is gone, this process and its children end too."""
+def tell(control: socket.socket, news: dict[str, Any], end: Callable[[], object] = lambda: os._exit(1)) -> None:
+    """Send news to the agent. If the agent is gone, this process and its children end too, by `end`."""
     try:
         wire.send(control, news)
     except (BrokenPipeError, ConnectionResetError):
-        os._exit(1)
+        end()
 
 
 class ForkLoop:
@@ -116,13 +116,14 @@ class ForkLoop:
         for news in self._children.ended():
             if news["key"] == _AHEAD:
                 self._standbys.forget(news["pid"])
-            tell(self._control, news)
+            # An agent that uses another fork server now has closed the socket, perhaps before this news.
+            tell(self._control, news, self._end)
 
     def _fork(self, order: dict[str, Any], fds: tuple[int, ...]) -> Asked | None:
         """Make a process for the order. Returns the order in that process."""
         news = {"generation": order["generation"], "key": order["key"]}
         try:
-            pid = (order["op"] != "probe" and self._standbys.give(order, fds)) or os.fork()
+            pid = (order["op"] != "probe" and self._standbys.give(order, fds)) or self._forked()
         except OSError as error:
             tell(self._control, {**news, "event": "unstarted", "why": error.strerror})
         else:
@@ -134,6 +135,14 @@ class ForkLoop:
         for fd in fds:
             os.close(fd)
         return None
+
+    def _forked(self) -> int:
+        try:
+            return os.fork()
+        except OSError:
+            # The dead that were not reaped count as processes too (`pids.max`, `ulimit -u`).
+            self._children.reap()
+            return os.fork()
 
     def _end(self) -> NoReturn:
         """End, with all children by the kernel. In a container there may be nobody else to reap those that are dead."""

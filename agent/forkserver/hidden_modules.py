@@ -86,7 +86,7 @@ class Gate(LeavingFinder):
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         hidden = self._where(name)
-        module = hidden.modules[name] if hidden else self._awaited.get(name)
+        module = hidden.modules.get(name) if hidden else self._awaited.get(name)
         if module is None or module.__spec__ is None:
             return self._find_behind(name, path, target) if self._is_empty and self._leave() else None
         known = module.__spec__

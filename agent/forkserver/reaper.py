@@ -12,6 +12,8 @@ from typing import Any
 
 _GROUP_LOOK_S = 0.02
 _REAP_AFTER_S = 0.02
+# One that waits for a disk ends later. The workers, which end with this process, wait no longer for it.
+_KILLED_S = 1.0
 
 Name = tuple[int, int | str]
 News = dict[str, Any]
@@ -20,8 +22,8 @@ News = dict[str, Any]
 class Children:
     """The children of this process by pid. Each has a name: its generation, and its local rank or "store".
 
-    Only this process reaps them, so a pid belongs to its child until `ended` has reported its exit. A child makes a
-    process group of its own when it starts.
+    Only this process reaps them, so a pid belongs to its child until then. A child makes a process group of its own
+    when it starts.
 
     An exit is reported at once, and the child reaped a little later. Until the child's last thread has left /proc, the
     kernel lets the call that reaps spin, and that thread often waits for the same CPU: 2 ms of each restart, or more.
@@ -89,10 +91,14 @@ class Children:
                 _signal_group(pid, signum)
 
     def finish(self, names: Collection[Name]) -> None:
-        """Wait for the ends of these children, which were killed, and reap all that have ended."""
+        """Wait a moment for the ends of these children, which were killed, and reap all that have ended."""
+        until_s = time.monotonic() + _KILLED_S
         for pid in [pid for pid, name in self._names.items() if name in names]:
-            os.waitpid(pid, 0)
-            del self._names[pid]
+            while _exit_code(pid) is None and time.monotonic() < until_s:
+                time.sleep(0.001)
+            if _exit_code(pid) is not None:
+                del self._names[pid]
+                self._dead.add(pid)
         self.reap()
 
     def reap(self) -> None:

@@ -12,7 +12,7 @@ from elaunch.agent.workers.preload_learner import PreloadLearner
 # A fork server moves to another cgroup within this time, on most hosts.
 _MOVE_S = 0.05
 # The program's own start has the CPUs first.
-_MOVE_AFTER_S, _AFTER_S = 0.2, 1.0
+_AFTER_S = 1.0
 # Two workers are forked within 20 ms, and processes that wait would be half of the launcher's memory.
 _WORKERS_MIN = 3
 
@@ -20,8 +20,8 @@ _WORKERS_MIN = 3
 class ForksAhead:
     """Orders processes that wait for the next generation of `server`'s workers. The agent's loop calls all methods.
 
-    Once all workers of a generation are forked, `guardian` may use the CPUs, and soon after that `server` moves to the
-    next one's cgroup. Without `is_wanted` there is no next generation to wait for: the order is that none is to wait.
+    Once all workers of a generation are forked, `server` moves to the next one's cgroup, and `guardian` may use the
+    CPUs. Without `is_wanted` there is no next generation to wait for, and the order is that none is to wait.
     """
 
     def __init__(
@@ -33,19 +33,17 @@ class ForksAhead:
         self._is_wanted = is_wanted
         self._group: WorkerGroup | None = None
         self._due_s: float | None = None
-        self._begun_s = 0.0
-        self._move_s: float | None = None
         self._is_told = self._is_successor_asked = False
 
     @property
     def due_s(self) -> float | None:
         """When `tick` is due, on the monotonic clock."""
-        return min((at_s for at_s in (self._due_s, self._move_s) if at_s is not None), default=None)
+        return self._due_s
 
     def begin(self, group: WorkerGroup, now_s: float) -> None:
         """A generation begins. Its workers take the processes that wait."""
         self._group, self._is_told, self._is_successor_asked = group, False, False
-        self._begun_s, self._due_s, self._move_s = now_s, now_s + _AFTER_S, None
+        self._due_s = now_s + _AFTER_S
 
     def tick(self, now_s: float) -> None:
         """Order processes, some time after all workers of the generation were forked."""
@@ -54,9 +52,6 @@ class ForksAhead:
         if group and is_forked and not self._is_told:
             self._is_told = True
             self._guardian.wake()
-            self._move_s = max(now_s, self._begun_s + _MOVE_AFTER_S)
-        if group and self._move_s is not None and now_s >= self._move_s:
-            self._move_s = None
             self._move(group)
         if group is None or self._server.preload is None:
             self._due_s = None

@@ -190,7 +190,7 @@ class ForkServerMonitor:
         pid, code = int(news["pid"]), int(news["code"])
         if news["key"] != "store":
             self._reporter.post(self._exits.exited(group, int(news["key"]), pid, code))
-        elif group.store and not group.store.is_killed:
+        elif group.store and not (group.store.is_killed and code == -signal.SIGKILL):
             self.unwatch_store(group)
             group.store.read()
             if code < 0 and group.store.is_starting:

@@ -73,7 +73,7 @@ class WorkerGroup:
 
     @property
     def has_used_store(self) -> bool:
-        """Whether a worker of this node is known to have made its process group, or to have it."""
+        """Whether a worker of this node has a process group, or has said at its end that it had one."""
         return any(link.reached_store or link.recorder for link in self.links.values())
 
     @property

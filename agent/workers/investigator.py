@@ -75,7 +75,7 @@ class Investigator:
         for local_rank, questions in asked.items():
             for question in sorted(questions, key=repr):
                 # What was answered before another question hangs is not lost.
-                with suppress(OSError):
+                with suppress(OSError, ValueError, IndexError):
                     facts[local_rank] = self._answered(facts.get(local_rank, NO_FACTS), question)
 
     def _answered(self, facts: Facts, question: Question) -> Facts:

@@ -213,19 +213,22 @@ class Workers:
     def _end_store_with(self, workers: Mapping[int, linux.Readiness], local_ranks: Collection[int]) -> None:
         """End the worker store now, if nobody can use it any more: a restart would wait for its end after theirs.
 
-        `local_ranks` have got SIGTERM. Raises OSError where the fork server is gone.
+        `local_ranks` have got SIGTERM, a moment after the look at `workers`. Raises OSError where the fork server is
+        gone.
         """
         group = self._current.group
-        # Other nodes' workers use the store too, and so do the processes that a shell has started.
-        if not group.store or not group.has_used_store or len(group.table.seats) > 1 or self._spawner.signals_groups:
+        if not group.store or not group.has_used_store or len(group.pids) < group.slots:
             return
-        living = {rank: worker for rank, worker in workers.items() if worker.state not in ("", "Z", "X")}
+        # Other nodes' workers use the store too, and so do the processes that a shell has started.
+        if len(group.table.seats) > 1 or self._spawner.signals_groups:
+            return
+        living = {rank: worker for rank, worker in workers.items() if worker.is_alive}
         if all(rank in local_ranks and worker.ends_by(signal.SIGTERM) for rank, worker in living.items()):
             self._spawner.end_store(group)
             group.store.is_killed = True
 
     def _watch_survivors(self, watched: Collection[int]) -> None:
-        """Look at those, which have a handler. Others end by SIGTERM itself, or ignore it on purpose."""
+        """Look at workers with a handler. Others end by SIGTERM itself, or ignore it on purpose."""
         if not watched:
             return
         # Not imported before the first failure: see needed_later.py.
@@ -290,7 +293,9 @@ class Workers:
         self._monitor.unwatch_store(group)
         if group.store:
             # A restart would wait for the store's answer, on the CPUs on which old workers end.
-            group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
+            # Workers that are gone say no more of it.
+            is_used = group.has_used_store or group.store.is_killed
+            group.reached_store, group.store = group.store.end(is_used=is_used), None
         self._links.end(group)
         self._learner.end(group)
         self._observers.end()
