@@ -92,7 +92,7 @@ class ForkLoop:
         if self._wake_r in ready:
             os.read(self._wake_r, 4096)
         # Each child is asked for, so not without a reason.
-        if self._wake_r in ready or self._children.look_s is not None:
+        if self._wake_r in ready or self._children.is_due:
             self._tell_ends()
         if self._control not in ready:
             return self._work_ahead() if self._prepare and self._standbys.wait_s == 0 else None

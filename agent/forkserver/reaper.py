@@ -44,6 +44,11 @@ class Children:
         reap_s = max(self._reap_s - time.monotonic(), 0.0) if self._dead else None
         return min((s for s in (reap_s, _GROUP_LOOK_S if self._held else None) if s is not None), default=None)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `ended` must be called now although no child has ended."""
+        return bool(self._held) or (bool(self._dead) and time.monotonic() >= self._reap_s)
+
     def a_worker(self) -> int | None:
         """The pid of a worker of the newest generation. None without one."""
         workers = [(generation, pid) for pid, (generation, key) in self._names.items() if isinstance(key, int)]

@@ -74,7 +74,7 @@ def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> N
         children.signal({worker.name}, signal.SIGTERM, group=True)
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
     assert told(children) == []
-    assert children.look_s
+    assert children.is_due
 
 
 def test_a_worker_that_is_killed_does_not_hurry_the_one_that_still_saves(
@@ -120,8 +120,10 @@ def test_an_end_is_told_at_once_and_reaped_later(children: Children, program: st
     assert (news["key"], news["pid"], news["code"]) == (5, pid, code)
     assert state(pid) == "Z"
     assert children.look_s is not None
-    wait_for(lambda: told(children) == [] and state(pid) == "", "the end of the zombie")
-    assert children.look_s is None
+    wait_for(lambda: children.is_due, "the time to reap it")
+    assert told(children) == []
+    assert state(pid) == ""
+    assert (children.look_s, children.is_due) == (None, False)
 
 
 def test_what_a_preloaded_module_has_started_is_reaped_too(children: Children, two: tuple[Worker, Worker]) -> None:
