@@ -180,6 +180,10 @@ class AgentRun:
             if line := leave(services.config, services.fork_server):
                 self.say(line)
 
+    def where_shown(self, failure: Failure) -> str:
+        """Where the failure's traceback stands on this console, a few lines above; empty if it does not."""
+        return self._services.pump.tracebacks.near(failure.traceback)
+
     def write_report(self, text: str, record: Mapping[str, object]) -> None:
         """Write the report to stderr, as text or as a record, after all that the workers wrote."""
         self._services.pump.write_report(text, record)

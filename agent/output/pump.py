@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from elaunch.agent.output.folding import ShownTracebacks
 from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
 from elaunch.agent.own_lines import OwnLines
 from elaunch.agent.terminal import is_one_terminal
@@ -40,6 +41,8 @@ class Pump:
             if is_one_terminal(1, 2)
             else Console(2, lambda error: self._stdout_gone(error) if is_one_pipe(1, 2) else None)
         )
+        consoles = {self.stdout, self.stderr}
+        self.tracebacks = ShownTracebacks(lambda: sum(console.lines for console in consoles))
         self._when_closed: Callable[[], None] = lambda: None
         self._is_closed = threading.Event()
         self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()

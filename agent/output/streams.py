@@ -27,7 +27,7 @@ class Console:
     """One of this process's standard streams, shared by the ranks: no rank's line is cut by another's.
 
     `gone` is called once if nothing can be written any more: its reader is gone, or the disk is full. Later output of
-    that stream is dropped. A partial line is shown when it has waited for `partial_line_wait_s`.
+    that stream is dropped. A partial line is shown when it has waited for `partial_line_wait_s`. `lines` counts lines.
     """
 
     def __init__(self, fd: int, gone: Callable[[OSError], None]) -> None:
@@ -35,6 +35,7 @@ class Console:
         self._gone = gone
         self._open_line_of: WorkerStream | None = None
         self._live = live_rows_of(fd)
+        self.lines = 0
         self.partial_line_wait_s = TERMINAL_WAIT_S if os.isatty(fd) else PARTIAL_LINE_WAIT_S
 
     @property
@@ -54,6 +55,7 @@ class Console:
         """
         if not data or self._fd < 0:
             return
+        self.lines += data.count(b"\n")
         if self._live:
             self._send(self._live.put(data, writer, prefix, instead_of))
             return
@@ -144,7 +146,7 @@ class WorkerStream:
         self._partial_at_s: float | None = None
         self._route = route
         self._fold = route.fold
-        self._whole_lines = route.whole_lines or bool(route.prefix or route.needles or route.fold or route.frame)
+        self._whole_lines = route.whole_lines or bool(route.prefix or route.needles or route.frame)
         self._splitter = LineSplitter()
         self._keep_tail = keep_tail
         self._tail: deque[bytes] = deque()
