@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elaunch.agent.core import crash
 from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
@@ -63,6 +63,9 @@ _EVEN_STEPS = (
 _DEBUGGER_LEFT = "BdbQuit"
 # Words are looked for in this much of a message.
 _SAID_CHARACTERS_MAX = 64 << 10
+# An exception that was printed so long before a SIGKILL, with so few lines in all, has to do with it. Its output may be
+# read a moment later than that end.
+_LAST_S, _LAST_LINES, _AT_ONCE_S = 5.0, 8, 0.1
 # Two texts with the same last characters, this many, are the same traceback.
 _ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
@@ -200,6 +203,41 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
     whole = failure_of(place, remains, "", failure.failed_at)
     return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
+
+
+def is_sigkill(failure: Failure) -> bool:
+    """Whether SIGKILL ended it, of which nothing else is known."""
+    return failure.kind is FailureKind.SIGNAL and failure.message == "was killed by SIGKILL"
+
+
+def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: Mapping[int, float]) -> Failure | None:
+    """The rank that printed an exception just before a SIGKILL ended the first one of `failures`; None if none did.
+
+    Some frameworks end a rank that fails, and its peers, so that none hangs. `failures` are all of a node's, in the
+    order of their ends; `tails` and `spoke_at` say, by local rank, what came last on their stderr, and when.
+    """
+    if not failures or not is_sigkill(first := failures[0]):
+        return None
+    for each in failures:
+        tail, before_s = tails.get(each.local_rank, ""), first.failed_at - spoke_at.get(each.local_rank, 0.0)
+        # A rank that our own SIGTERM has stopped meanwhile is gone later than those that it has killed.
+        is_killed = is_sigkill(each) or each.code == -_SIGTERM
+        raised = parse_traceback(tail) if is_killed and -_AT_ONCE_S < before_s < _LAST_S else None
+        lines = re.split("[\r\n]", raised.message) if raised else []
+        if raised is None or len(lines) > _LAST_LINES or _is_lost_peer(raised):
+            continue
+        whom = "it" if each is first else f"rank {first.rank}"
+        return replace(
+            each,
+            kind=FailureKind.EXCEPTION,
+            code=each.code if is_sigkill(each) else None,
+            message=f"printed {raised.exception}{_said(lines[0])} just before {whom} was killed by SIGKILL",
+            exception=raised.exception,
+            frame=raised.frame,
+            traceback=raised.traceback,
+            tail=_kept(tail, raised.traceback),
+        )
+    return None
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:

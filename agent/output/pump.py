@@ -21,8 +21,9 @@ from elaunch.agent.terminal import is_one_terminal
 
 _READ_BYTES = 256 << 10
 
-# Gets, by local rank, the end of each stderr, and the number of its lines that were not shown (`TracebackFold`).
-Drained = Callable[[dict[int, str], dict[int, int]], None]
+# Gets, by local rank, the end of each stderr, the number of its lines that were not shown (`TracebackFold`), and when
+# its last ones came (`time.time()`).
+Drained = Callable[[dict[int, str], dict[int, int], dict[int, float]], None]
 
 
 class Pump:
@@ -52,6 +53,7 @@ class Pump:
         self._streams: list[WorkerStream] = []
         self._tails: dict[int, dict[int, str]] = {}
         self._folded: dict[int, dict[int, int]] = {}
+        self._spoke_at: dict[int, dict[int, float]] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elaunch-output", daemon=True)
 
@@ -162,6 +164,8 @@ class Pump:
         stream.close()
         if tail := stream.tail():
             self._tails.setdefault(stream.generation, {})[stream.local_rank] = tail
+            at = time.time() - (time.monotonic() - stream.spoke_s)
+            self._spoke_at.setdefault(stream.generation, {})[stream.local_rank] = at
         if stream.folded:
             self._folded.setdefault(stream.generation, {})[stream.local_rank] = stream.folded
 
@@ -175,4 +179,4 @@ class Pump:
                 if stream in self._streams:
                     self._finish(stream)
         finally:
-            drained(self._tails.pop(generation, {}), self._folded.pop(generation, {}))
+            drained(*(of.pop(generation, {}) for of in (self._tails, self._folded, self._spoke_at)))
