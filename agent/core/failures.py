@@ -71,8 +71,9 @@ _ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
 _SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
-# The signals by which an agent may end a process before Python has returned its exit code for an exception.
-_FROM_AGENT, _EXCEPTION_CODE = (-_SIGKILL, -_SIGTERM), 1
+# The signals by which an agent may end a process before Python has returned its exit code for an exception, and that of
+# C++ for a thread that still runs then.
+_ON_THE_WAY_OUT, _EXCEPTION_CODE = (-_SIGKILL, -_SIGTERM, -_SIGABRT), 1
 _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
 
 
@@ -94,7 +95,8 @@ class Remains:
 
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
     end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
-    that its program was over, by an exception, before a signal ended the process. `crash` is what faulthandler wrote.
+    that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
+    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
     `refused` is why it cannot do what is asked, if it has said so. `step` and `lived_s` as in `Failure`.
     """
 
@@ -105,6 +107,8 @@ class Remains:
     crash: str = ""
     progressed: bool | None = None
     raised: bool = False
+    returned: bool = False
+    own_code: int | None = None
     refused: str = ""
     step: int = -1
     lived_s: float = 0.0
@@ -131,10 +135,13 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
     if remains.code < 0 and not remains.raised and (crashed := crash.parse(remains.crash, remains.code)):
         raised = Raised("", "", crashed.frame, TRACEBACK.of(crashed.stack), not TRACEBACK.fits(crashed.stack))
-    if raised and remains.raised and remains.code in _FROM_AGENT:
+    has_crashed = remains.code in crash.CODES
+    if raised and remains.raised and remains.code in _ON_THE_WAY_OUT:
         # The end of a process may take a second. Its peers have told the agent of a lost one meanwhile.
         remains = replace(remains, code=_EXCEPTION_CODE)
     kind, message = _kind_and_message(remains, raised, signal_name)
+    if raised and remains.raised and has_crashed:
+        message = f"{message}, and was then killed by {signal_name}"
     return Failure(
         kind,
         place.generation,
@@ -372,6 +379,9 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         if remains.raised and code == -_SIGKILL:
             # By its agent, which had waited for the end of it.
             return FailureKind.SIGNAL, f"raised an exception, did not end, and {killed}"
+        if remains.returned:
+            ended = "" if remains.own_code is None else f" with exit code {remains.own_code}"
+            killed = f"{killed} after its program had ended{ended}"
         return FailureKind.SIGNAL, killed + crash.shown(raised.frame if raised and remains.crash else "")
     if remains.refused:
         return FailureKind.REFUSED, f"refused to run{_said(remains.refused)}"

@@ -266,6 +266,13 @@ RULES = (
         codes=frozenset({_SIGILL}),
     ),
     CauseRule(
+        "a thread of native code that still ran at the program's end",
+        "end it before the program ends: call destroy_process_group(), close data loaders, writers and clients, join"
+        " threads, and let no daemon thread call torch",
+        codes=frozenset({_SIGABRT}),
+        pattern=regex(r"terminate called without an active exception"),
+    ),
+    CauseRule(
         "the heap is corrupted",
         "native code has written outside of its memory: update or rebuild the compiled packages that the program uses",
         codes=frozenset({_SIGABRT}),

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from elaunch.agent.core.explain import explained
 from elaunch.agent.core.failures import (
     Place,
     Remains,
@@ -77,7 +79,7 @@ def test_the_kernels_word_makes_a_kill_an_out_of_memory_one() -> None:
     assert killed.message == "was killed by SIGKILL (out of memory, says the kernel log)"
 
 
-@pytest.mark.parametrize(("code", "shown"), [(-15, 1), (-9, 1), (-11, -11), (1, 1)])
+@pytest.mark.parametrize(("code", "shown"), [(-15, 1), (-9, 1), (-6, 1), (-11, -11), (1, 1)])
 def test_an_exception_whose_process_the_agent_ended_on_its_way_out_has_pythons_exit_code(code: int, shown: int) -> None:
     """A peer that lost it may end first. Then the agent stops all workers, also this one."""
     record = record_of("ValueError", "bad batch")
@@ -92,6 +94,21 @@ def test_a_traceback_that_was_printed_before_a_signal_does_not_hide_the_signal()
     tail = "Traceback (most recent call last):\n  File \"/a/train.py\", line 1, in f\nKeyError: 'x'\n"
 
     assert failure(-11, tail=tail).kind is FailureKind.SIGNAL
+
+
+def test_a_crash_on_the_way_out_hides_neither_the_exception_nor_the_exit_code() -> None:
+    tail = "terminate called without an active exception\n"
+    aborts = partial(Remains, -6, tail=tail)
+
+    raised = failure_of(PLACE, aborts(error_record=record_of("ValueError", "nan"), raised=True), "SIGABRT", 1.5)
+    returned = failure_of(PLACE, aborts(returned=True, own_code=7), "SIGABRT", 1.5)
+    unknown = failure_of(PLACE, aborts(returned=True), "SIGABRT", 1.5)
+
+    assert (raised.kind, raised.code) == (FailureKind.EXCEPTION, 1)
+    assert raised.message == "raised ValueError: nan, and was then killed by SIGABRT"
+    assert returned.message == "was killed by SIGABRT after its program had ended with exit code 7"
+    assert unknown.message == "was killed by SIGABRT after its program had ended"
+    assert "destroy_process_group()" in explained(with_tail(returned, tail, reached_store=None)).advice
 
 
 PRINTED = 'Traceback (most recent call last):\n  File "/a/train.py", line 1, in f\nValueError: bad batch 17\n'
