@@ -227,9 +227,9 @@ def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: M
         return None
     for each in failures:
         tail, before_s = tails.get(each.local_rank, ""), first.failed_at - spoke_at.get(each.local_rank, 0.0)
-        # A rank that our own SIGTERM has stopped meanwhile is gone later than those that it has killed.
-        is_killed = is_sigkill(each) or each.code == -_SIGTERM
-        raised = parse_traceback(tail) if is_killed and -_AT_ONCE_S < before_s < _LAST_S else None
+        # Whatever ended it then, as our own SIGTERM. An uncaught exception has a record: it may come of that SIGKILL.
+        is_bare = each.kind in (FailureKind.SIGNAL, FailureKind.EXIT_CODE)
+        raised = parse_traceback(tail) if is_bare and -_AT_ONCE_S < before_s < _LAST_S else None
         lines = re.split("[\r\n]", raised.message) if raised else []
         if raised is None or len(lines) > _LAST_LINES or _is_lost_peer(raised):
             continue
@@ -237,7 +237,7 @@ def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: M
         return replace(
             each,
             kind=FailureKind.EXCEPTION,
-            code=each.code if is_sigkill(each) else None,
+            code=None if each.code == -_SIGTERM else each.code,
             message=f"printed {raised.exception}{_said(lines[0])} just before {whom} was killed by SIGKILL",
             exception=raised.exception,
             frame=raised.frame,

@@ -119,7 +119,7 @@ def killed(rank: int, code: int = -9) -> Failure:
 
 
 @pytest.mark.parametrize("more", ["", "ERROR:root:killing all ranks\n"])
-@pytest.mark.parametrize(("code", "shown"), [(-9, -9), (-15, None)], ids=["itself too", "stopped by the agent"])
+@pytest.mark.parametrize(("code", "shown"), [(-9, -9), (-15, None), (1, 1), (-6, -6)])
 def test_an_exception_that_was_printed_just_before_a_peer_was_killed_is_the_cause(
     code: int, shown: int | None, more: str
 ) -> None:
