@@ -179,4 +179,5 @@ class Pump:
                 if stream in self._streams:
                     self._finish(stream)
         finally:
-            drained(*(of.pop(generation, {}) for of in (self._tails, self._folded, self._spoke_at)))
+            tails, folded = self._tails.pop(generation, {}), self._folded.pop(generation, {})
+            drained(tails, folded, self._spoke_at.pop(generation, {}))
