@@ -73,10 +73,11 @@ class ShownTracebacks:
                 # What a program repeats is its own matter.
                 return traceback
             where = [*([f"rank {other}"] if other != rank else []), f"in generation {before}"]
-            same = " ".join(where if before != generation else where[:1]).encode()
+            same = (rank, " ".join(where if before != generation else where[:1]).encode())
             if raised in (shown, b""):
-                return b"elaunch: the same traceback as %b\n" % same
-            return b"elaunch: the same stack as %b, but:\n%b\n" % (same, raised)
+                return b"elaunch: rank %d: the same traceback as %b\n" % same
+            lines = traceback.splitlines(keepends=True)[-raised.count(b"\n") - 1 :]
+            return b"elaunch: rank %d: the same stack as %b, but:\n%b" % (*same, b"".join(lines))
         if len(self._shown) == _STACKS_MAX:
             del self._shown[next(iter(self._shown))]
         self._shown[stack] = generation, rank, raised, self._lines() + traceback.count(b"\n")

@@ -214,7 +214,9 @@ def test_a_bug_of_all_ranks_in_each_generation_is_one_traceback(tmp_path: Path) 
     shown_all = finished(tmp_path, *LIGHT, "--max-restarts", "0", "--show-all-tracebacks", "train.py")
 
     assert job.stderr.count("Traceback (most recent call last):") == 1, job.output
-    assert re.search(r"^\[\d\] elaunch: the same traceback as (?:rank \d )?in generation 0$", job.stderr, re.MULTILINE)
+    assert re.search(
+        r"^\[\d\] elaunch: rank \d: the same traceback as (?:rank \d )?in generation 0$", job.stderr, re.MULTILINE
+    )
     assert "  traceback : printed above by rank " in _report(job)
     logs = sorted((tmp_path / "logs").glob("latest/attempt_0/*/stderr.log"))
     assert "ValueError: bad batch\n" in logs[0].read_text()

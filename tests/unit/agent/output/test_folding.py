@@ -207,16 +207,19 @@ def test_a_traceback_that_the_console_has_is_a_line(shown: ShownTracebacks, trac
 
     assert shown.once(before + traceback + after, 0, 1) == before + traceback + after
     assert shown.once(traceback, 0, 1) == traceback, "a program that repeats itself does so"
-    assert shown.once(before + of_other + after, 0, 0) == before + b"elaunch: the same traceback as rank 1\n" + after
-    assert shown.once(traceback, 1, 1) == b"elaunch: the same traceback as in generation 0\n"
-    assert shown.once(traceback.rstrip(), 2, 0) == b"elaunch: the same traceback as rank 1 in generation 0\n"
+    assert (
+        shown.once(before + of_other + after, 0, 0)
+        == before + b"elaunch: rank 0: the same traceback as rank 1\n" + after
+    )
+    assert shown.once(traceback, 1, 1) == b"elaunch: rank 1: the same traceback as in generation 0\n"
+    assert shown.once(traceback.rstrip(), 2, 0) == b"elaunch: rank 0: the same traceback as rank 1 in generation 0\n"
 
 
 def test_of_a_traceback_that_ends_otherwise_the_end_is_shown(shown: ShownTracebacks) -> None:
     shown.once(HEAD + FRAME + OWN, 0, 1)
 
     assert shown.once(HEAD + FRAME + b"[rank0]: ValueError: bad shard 3\n", 0, 0) == (
-        b"elaunch: the same stack as rank 1, but:\nValueError: bad shard 3\n"
+        b"elaunch: rank 0: the same stack as rank 1, but:\n[rank0]: ValueError: bad shard 3\n"
     )
     other = HEAD + FRAME.replace(b"line 7", b"line 8") + OWN
     assert shown.once(other, 0, 0) == other
@@ -232,7 +235,7 @@ def test_the_fold_shows_a_traceback_once(shown: ShownTracebacks) -> None:
     other.take(OWN, 1.01)
 
     assert one.look(1.1) == HEAD + FRAME + OWN
-    assert other.end() == b"elaunch: the same traceback as rank 0\n"
+    assert other.end() == b"elaunch: rank 1: the same traceback as rank 0\n"
     assert (one.folded, other.folded) == (0, 0)
 
 
@@ -261,5 +264,5 @@ def test_tracebacks_that_are_remembered_have_a_bound(shown: ShownTracebacks) -> 
 def test_the_begin_of_a_traceback_of_a_worker_that_is_stopped_meanwhile_is_a_line_too(shown: ShownTracebacks) -> None:
     shown.once(HEAD + FRAME + FRAME + OWN, 0, 1)
 
-    assert shown.once(HEAD + FRAME[:-20], 0, 0) == b"elaunch: the same traceback as rank 1\n"
+    assert shown.once(HEAD + FRAME[:-20], 0, 0) == b"elaunch: rank 0: the same traceback as rank 1\n"
     assert shown.once(HEAD + FRAME + OWN, 0, 0) == HEAD + FRAME + OWN
