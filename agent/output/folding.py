@@ -40,7 +40,7 @@ _RANKS_SHOWN = 8
 
 
 class ShownTracebacks:
-    """The tracebacks that the console has. One that comes again, from another rank or in another generation, is a line.
+    """The tracebacks that the console has. One that comes again, from any rank and in any generation, is a line.
 
     `lines` counts what has been written to the console.
     """
@@ -50,9 +50,12 @@ class ShownTracebacks:
         # By the stack: the generation, the rank, what was raised there, and the line of the console.
         self._shown: dict[bytes, tuple[int, int, bytes, int]] = {}
 
-    def once(self, text: bytes, generation: int, rank: int) -> bytes:
-        """The form of `text`, of this rank, that is now written to the console."""
-        return _whole().sub(lambda found: self._once(found[0], generation, rank), text)
+    def once(self, text: bytes, generation: int, rank: int, *, is_alone: bool = False) -> bytes:
+        """The form of `text`, of this rank, that is now written to the console.
+
+        What a worker that `is_alone` repeats in one generation stays, as under Python.
+        """
+        return _whole().sub(lambda found: self._once(found[0], generation, rank, is_alone), text)
 
     def near(self, traceback: str) -> str:
         """Where this traceback stands, if that is a few lines above; empty if it does not."""
@@ -61,7 +64,7 @@ class ShownTracebacks:
         is_near = shown == raised and self._lines() - line <= _NEAR_LINES
         return f"printed above by rank {rank} in generation {generation}" if is_near else ""
 
-    def _once(self, traceback: bytes, generation: int, rank: int) -> bytes:
+    def _once(self, traceback: bytes, generation: int, rank: int, is_alone: bool) -> bytes:
         stack, raised = _parts(traceback)
         if not stack:
             return traceback
@@ -69,11 +72,10 @@ class ShownTracebacks:
         # A worker that is stopped while it prints leaves the begin of one.
         if known := self._shown.get(stack) or next(torn, None):
             before, other, shown, _ = known
-            if (before, other) == (generation, rank):
-                # What a program repeats is its own matter.
+            if is_alone and before == generation:
                 return traceback
-            where = [*([f"rank {other}"] if other != rank else []), f"in generation {before}"]
-            same = (rank, " ".join(where if before != generation else where[:1]).encode())
+            where = [f"rank {other}"] * (other != rank) + [f"in generation {before}"] * (before != generation)
+            same = (rank, " ".join(where or ["before"]).encode())
             if raised in (shown, b""):
                 return b"elaunch: rank %d: the same traceback as %b\n" % same
             lines = traceback.splitlines(keepends=True)[-raised.count(b"\n") - 1 :]

@@ -133,7 +133,7 @@ class Stdio:
         """What holds back tracebacks that tell nothing new."""
         once = partial(self._pump.tracebacks.once, generation=group.generation, rank=group.rank(local_rank))
         if group.table.world_size == 1:
-            return TracebackFold(_is_whole, once=once)
+            return TracebackFold(_is_whole, once=partial(once, is_alone=True))
         return TracebackFold(tells_of_lost_peer, lambda: group.is_interrupted, once)
 
     def _on_console(self, group: WorkerGroup, local_rank: int) -> bool:

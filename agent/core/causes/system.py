@@ -29,6 +29,8 @@ MORE_PROCESSES = (
     " and threads"
 )
 _WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
+_NO_ADDRESS = regex(r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address")
+_CONNECTS = regex(r"\bconnect\(|create_connection")
 _STARTS_PROCESS = regex(r"fork|spawn|subprocess|popen|clone|thread")
 
 
@@ -87,10 +89,19 @@ def _socket_path(evidence: Evidence, _values: Values) -> Values | None:
     return {"step": own} if "AF_UNIX" in evidence.words else None
 
 
+def _connects(evidence: Evidence, _values: Values) -> Values | None:
+    return {} if _CONNECTS.search(_call(evidence)) else None
+
+
+def _call(evidence: Evidence) -> str:
+    """The last lines of the traceback: what has raised it."""
+    return "\n".join(evidence.traceback.splitlines()[-4:])
+
+
 def _no_process(evidence: Evidence, _values: Values) -> Values | None:
     """EAGAIN is also what a lock that is taken and a socket that is not ready say."""
-    call = "\n".join(evidence.traceback.splitlines()[-4:])
-    is_other = "[Errno 11]" in evidence.words and evidence.traceback and not _STARTS_PROCESS.search(call)
+    call = _call(evidence)
+    is_other = "[Errno 11]" in evidence.words and call and not _STARTS_PROCESS.search(call)
     return None if is_other else {}
 
 
@@ -162,10 +173,17 @@ RULES = (
         pattern=regex(r"\[Errno 98\]|EADDRINUSE|address already in use"),
     ),
     CauseRule(
+        "no address or port to connect from",
+        "IPv6 may be off on this node (connect to 127.0.0.1, not to localhost or ::1), or all ports may be in use"
+        " (ss -s; sysctl net.ipv4.ip_local_port_range)",
+        pattern=_NO_ADDRESS,
+        more=_connects,
+    ),
+    CauseRule(
         "an address of another host",
         "no interface of this node has that address (ip -br addr shows them): listen on 0.0.0.0 or on an address of"
         " this node",
-        pattern=regex(r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address"),
+        pattern=_NO_ADDRESS,
     ),
     CauseRule(
         "an address that cannot be reached",

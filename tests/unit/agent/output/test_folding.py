@@ -206,7 +206,8 @@ def test_a_traceback_that_the_console_has_is_a_line(shown: ShownTracebacks, trac
     of_other = traceback.replace(b"[rank0]", b"[rank1]")
 
     assert shown.once(before + traceback + after, 0, 1) == before + traceback + after
-    assert shown.once(traceback, 0, 1) == traceback, "a program that repeats itself does so"
+    assert shown.once(traceback, 0, 1) == b"elaunch: rank 1: the same traceback as before\n"
+    assert shown.once(traceback, 0, 1, is_alone=True) == traceback
     assert shown.once(before + of_other + after, 0, 0) == before + line + after
     assert shown.once(traceback, 1, 1) == b"elaunch: rank 1: the same traceback as in generation 0\n"
     assert shown.once(traceback.rstrip(), 2, 0) == b"elaunch: rank 0: the same traceback as rank 1 in generation 0\n"

@@ -417,6 +417,13 @@ def test_a_long_tmpdir_is_named_where_a_socket_below_it_cannot_be_made(exception
     assert "TMPDIR" not in advice(replace(raised("ValueError", "nan"), tail=thread), Facts(temporary=folder))
 
 
+def test_an_address_that_cannot_be_had_for_a_connection_is_not_one_to_listen_on() -> None:
+    words = "[Errno 99] Cannot assign requested address"
+
+    assert "IPv6 may be off" in advice(raised("OSError", words, FRAME.replace("step()", "sock.connect(address)")))
+    assert "listen on" in advice(raised("OSError", words, FRAME.replace("step()", "sock.bind(address)")))
+
+
 def test_a_lock_that_another_process_has_is_no_lack_of_processes() -> None:
     words, flock = "[Errno 11] Resource temporarily unavailable", FRAME.replace("step()", "fcntl.flock(f, LOCK_NB)")
 
