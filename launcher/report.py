@@ -28,17 +28,10 @@ _LINE_CHARACTERS = 1000
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
-def report(
-    outcome: Outcome,
-    spec: JobSpec,
-    logs: Path | None,
-    is_incomplete: bool = False,
-    where_shown: Callable[[Failure], str] = lambda _failure: "",
-) -> str:
+def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bool = False) -> str:
     """The text at the end of a run; empty after a success without restarts or logs.
 
-    `is_incomplete` says that part of the output is missing in `logs`. `where_shown` says where the failure's traceback
-    stands just above the report; empty if it does not.
+    `is_incomplete` says that part of the output is missing in `logs`.
     """
     lacks = ", incomplete: some of it could not be written" if is_incomplete else ""
     where = f"elaunch: the workers' output is in {logs}{lacks}\n{_as_page(logs)}" if logs else ""
@@ -53,7 +46,7 @@ def report(
         case OutcomeKind.UNKNOWN:
             return f"elaunch: {outcome.reason}; exit code {outcome.exit_code}\n{where}"
         case OutcomeKind.FAILED:
-            return _failed(outcome, spec, logs, lacks, where_shown) + (_as_page(logs) if logs else "")
+            return _failed(outcome, spec, logs, lacks) + (_as_page(logs) if logs else "")
 
 
 def _as_page(logs: Path) -> str:
@@ -116,9 +109,7 @@ def _record_with_code(kept: dict[str, object], failure: Failure) -> str:
     return json.dumps({**kept, "message": {**message, "errorCode": failure.code, **advice}})
 
 
-def _failed(
-    outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str, where_shown: Callable[[Failure], str]
-) -> str:
+def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
     """torchrun's box, whose words scripts search for, with the reason of the end above it."""
     failure = outcome.failure
     if failure and _is_missing_module(failure, spec):
@@ -148,9 +139,7 @@ def _failed(
         f"  exitcode  : {_exit_code(failure)}",
         f"  error_file: {failure.error_file if logs and failure.error_file else '<N/A>'}",
     ]
-    if failure.traceback and (where := where_shown(failure)):
-        lines.append(f"  traceback : {where}" + (f", of {failure.frame}" if failure.frame else ""))
-    elif failure.traceback:
+    if failure.traceback:
         lines += ["  traceback :", *_indented(failure.traceback)]
     if failure.is_cut:
         lines.append(f"  in full   : {_in_full(failure, logs)}")

@@ -217,7 +217,8 @@ def test_a_bug_of_all_ranks_in_each_generation_is_one_traceback(tmp_path: Path) 
     assert re.search(
         r"^\[\d\] elaunch: rank \d: the same traceback as (?:rank \d )?in generation 0$", job.stderr, re.MULTILINE
     )
-    assert "  traceback : printed above by rank " in _report(job)
+    above = r"^  traceback :\n    printed above by rank \d in generation 0, of \S+/train\.py:2 in step$"
+    assert re.search(above, _report(job), re.MULTILINE), job.output
     logs = sorted((tmp_path / "logs").glob("latest/attempt_0/*/stderr.log"))
     assert "ValueError: bad batch\n" in logs[0].read_text()
     assert _report(shown_all).count("Traceback (most recent call last):") == 1

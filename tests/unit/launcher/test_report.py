@@ -92,15 +92,6 @@ def test_the_traceback_is_shown_once_and_what_was_printed_before_it_too() -> Non
     assert "its last 2 lines" in text
 
 
-def test_a_traceback_that_stands_just_above_is_not_repeated() -> None:
-    where = f"printed above by rank 2 in generation {RAISED.generation}"
-
-    text = report(FAILED, SPEC, None, where_shown=lambda failure: where if failure == RAISED else "")
-
-    assert f"  traceback : {where}, of {RAISED.frame}\n" in text
-    assert "Traceback (most" not in text
-
-
 def test_of_chained_exceptions_nothing_is_shown_twice() -> None:
     chain = (
         TRACEBACK.replace("bad", "first")
