@@ -272,7 +272,8 @@ class Cleared:
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
     where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out about the failures of local ranks. `hidden` is a line about output that the console did not get.
+    found out about the failures of local ranks. `hidden` is a line about output that the console did not get. `killer`
+    is a rank that had failed before a SIGKILL ended it or a peer.
     """
 
     generation: int
@@ -281,6 +282,7 @@ class Cleared:
     progressed: bool = False
     facts: Mapping[int, Facts] = field(default_factory=dict)
     hidden: str = ""
+    killer: Failure | None = None
 
 
 @dataclass(frozen=True)

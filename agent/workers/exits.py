@@ -69,12 +69,14 @@ class ExitReader:
         link, error_file = group.links.get(local_rank), group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
         kernel = self.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
-        stack = group.crash_files[local_rank].read() if code in CODES and local_rank in group.crash_files else ""
+        crash_file = group.crash_files.get(local_rank) if code in CODES else None
         remains = Remains(
             code,
             record or "",
             kernel=kernel,
-            crash=stack,
+            crash=crash_file.read() if crash_file else "",
+            returned=link is not None and link.has_returned,
+            own_code=crash_file.exit_code() if crash_file else None,
             progressed=_progressed(link),
             raised=link is not None and link.raised,
             refused=link.refused if link else "",

@@ -176,7 +176,7 @@ _OUTPUT = (
         "ranks-filter", Group.OUTPUT, "RANKS", "global ranks to show on the console, as 0,8", values.ranks,
         default_text="all",
     ),
-    _switch("show-all-tracebacks", Group.OUTPUT, "also tracebacks of a lost peer and of Ctrl-C"),
+    _switch("show-all-tracebacks", Group.OUTPUT, "all tracebacks: of a lost peer, of Ctrl-C, repeated ones"),
     OptionSpec(
         "log-format", Group.OUTPUT, "FORM", "form of lines: text (files: with time), plain, json", values.log_format,
         default=LogFormat.TEXT, default_text="text",
