@@ -111,8 +111,9 @@ RULES = (
     ),
     CauseRule(
         "the process group's store cannot be reached",
-        "the workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: do not set them in the script, and let no"
-        " firewall close that port between the nodes",
+        "the workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: let no firewall close that port between the"
+        " nodes; at another port no process serves a store if torch takes it for elaunch's: set"
+        " TORCHELASTIC_USE_AGENT_STORE=False in that process first",
         pattern=regex(r"client socket has (?:failed to connect|timed out)"),
         more=_no_store,
     ),

@@ -172,6 +172,8 @@ BEHAVIOURS = (
     Behaviour(
         number=7,
         fact="`init_process_group()` works with `env://` and with `tcp://MASTER_ADDR:MASTER_PORT`",
+        differs="also with `tcp://` or `MASTER_PORT` at a port of the script's own, where rank 0 hosts the store; with"
+        " torchrun each rank waits for a server there",
         trials=(_BY_ENV, _BY_TCP),
         proofs=("tests/e2e/test_life.py::test_every_rank_gets_the_sum_over_all_ranks",),
     ),
