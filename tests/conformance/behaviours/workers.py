@@ -129,6 +129,7 @@ BEHAVIOURS = (
     Behaviour(
         number=2,
         fact="A worker inherits the launcher's environment, and the launcher's own values win",
+        differs="but for the `PET_` variables: they configured this job, not one that the worker starts",
         trials=(
             Trial(
                 args="train.py COLOUR RANK",
