@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -120,6 +121,38 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread | No
     except RuntimeError:
         return None
     return thread
+
+
+@cache
+def has_pidfd() -> bool:
+    """Whether pidfds can be used here: some containers' seccomp profiles refuse them, and an old Python has none."""
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            signal.pidfd_send_signal(pidfd, 0)
+        finally:
+            os.close(pidfd)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def end_of(child: int) -> int:
+    """A new descriptor that is readable when this child has ended. Where there are no pidfds, a thread waits for it."""
+    if has_pidfd():
+        return os.pidfd_open(child)
+    ended = os.eventfd(0, os.EFD_CLOEXEC)
+    # The caller may close its own at any time, and the number is another file's then.
+    told = os.dup(ended)
+
+    def wait() -> None:
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        os.eventfd_write(told, 1)
+        os.close(told)
+
+    start_thread(wait, "elaunch-end")
+    return ended
 
 
 def is_stopped(pid: int) -> bool:

@@ -11,6 +11,7 @@ from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, Pro
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.agent.linux import has_pidfd
 from elaunch.launcher.cluster.schedulers.registry import mark_of
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.imports_file import imports_file
@@ -300,6 +301,8 @@ def warm_seconds(
         why = f"a job of {cluster.scheduler} leaves no process behind"
     elif VARIABLE in environment:
         why = "a job inside a worker leaves no process behind"
+    elif not has_pidfd():
+        why = "pidfd_open is refused here, as by a container's seccomp profile"
     elif os.getpid() == 1 or os.getppid() == 0:
         why = "it is the container's first process, which ends with the job"
     else:

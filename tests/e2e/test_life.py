@@ -108,7 +108,9 @@ def reduced(world: int, reduced_in: Path) -> Job:
     script(reduced_in, ALL_REDUCE)
     env = {"TMPDIR": str(reduced_in / "temporary"), **WITH_TORCH}
 
-    return finished(reduced_in, "--nproc-per-node", str(world), "--log-dir", "logs", "train.py", str(free_ports(1)[0]), env=env)
+    return finished(
+        reduced_in, "--nproc-per-node", str(world), "--log-dir", "logs", "train.py", str(free_ports(1)[0]), env=env
+    )
 
 
 @pytest.fixture(scope="module")
