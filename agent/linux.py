@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -153,6 +154,28 @@ def end_of(child: int) -> int:
 
     start_thread(wait, "elaunch-end")
     return ended
+
+
+def signal_fd(signums: Iterable[int], fd: int = -1) -> int:
+    """A new descriptor from which this process reads these signals, which it blocks; or `fd`, for these from now on.
+
+    Raises OSError.
+    """
+    from ctypes import c_ulong, get_errno
+
+    # A sigset_t has 128 bytes.
+    mask = (c_ulong * 16)(sum(1 << (signum - 1) for signum in signums))
+    fd = _libc().signalfd(fd, mask, os.O_CLOEXEC | os.O_NONBLOCK)
+    if fd < 0:
+        raise OSError(get_errno(), os.strerror(get_errno()))
+    return fd
+
+
+def read_signal(fd: int) -> tuple[int, int]:
+    """The number of a signal that waits in `signal_fd`, and the pid of its sender. Raises BlockingIOError."""
+    # struct signalfd_siginfo of linux/signalfd.h.
+    info = os.read(fd, 128)
+    return int.from_bytes(info[:4], sys.byteorder), int.from_bytes(info[12:16], sys.byteorder)
 
 
 def is_stopped(pid: int) -> bool:
