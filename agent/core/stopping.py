@@ -279,7 +279,8 @@ def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
 
 def _has_told(known: Failure, event: WorkerExited) -> bool:
     """Whether `known` is the record of this worker, made from what it told before its process ended."""
-    return known.local_rank == event.local_rank and known.kind not in (FailureKind.HANG, FailureKind.REFUSED)
+    is_end = known.kind is not FailureKind.HANG and not known.asks_to_end
+    return known.local_rank == event.local_rank and is_end
 
 
 def _end_as_told(agent: Agent, stopping: Stopping, event: WorkerExited) -> Step:

@@ -7,6 +7,7 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
@@ -76,7 +77,10 @@ class ForkLoop:
         self._written: list[int] = []
         self._has_let_go = False
         self._asking = _ASKING
-        self._signals = signal_fd(_ASKING)
+        self._signals = -1
+        # Where the system has none (a sandbox), a signal to this process is ignored.
+        with suppress(OSError):
+            self._signals = signal_fd(_ASKING)
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
 
@@ -91,7 +95,8 @@ class ForkLoop:
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
-        self._selector.register(self._signals, selectors.EVENT_READ)
+        if self._signals >= 0:
+            self._selector.register(self._signals, selectors.EVENT_READ)
         while True:
             if asked := self._turn():
                 return asked
@@ -209,7 +214,7 @@ class ForkLoop:
     def _become_child(self) -> None:
         """Have nothing of the fork server's but its memory."""
         self._selector.close()
-        for fd in (self._wake_r, self._wake_w, self._signals):
+        for fd in (self._wake_r, self._wake_w, *([self._signals] if self._signals >= 0 else [])):
             os.close(fd)
         # The program may use this fd again. If the socket object closed it, it would close the program's file.
         os.close(self._control.detach())

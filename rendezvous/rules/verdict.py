@@ -134,7 +134,7 @@ def judge(
             "its debugger was quit, or its stdin was at an end, and another try would only stop there again;"
             " to debug any rank, start elaunch at a terminal with its stdin not redirected"
         )
-    if failure.kind is FailureKind.REFUSED and failure.code is None:
+    if failure.asks_to_end:
         return GiveUp("a program ends its job by a signal to its parent process, as under other launchers")
     if failure.kind is FailureKind.REFUSED:
         return GiveUp("the program said that another try would end the same way")
