@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -33,7 +32,12 @@ def mark_of(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that marks the schedulers' variables in `environ`; empty without any."""
     prefixes = tuple(prefix for each in SCHEDULERS.values() for prefix in each)
     found = sorted(item for item in environ.items() if item[0].startswith(prefixes))
-    return {_MARK: f"{zlib.crc32(repr(found).encode()):08x}"} if found else {}
+    if not found:
+        return {}
+    # Imported here: a job outside of schedulers starts without it.
+    import zlib
+
+    return {_MARK: f"{zlib.crc32(repr(found).encode()):08x}"}
 
 
 def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
