@@ -135,7 +135,7 @@ def judge(
             " to debug any rank, start elaunch at a terminal with its stdin not redirected"
         )
     if failure.asks_to_end:
-        return GiveUp("a program ends its job by a signal to its parent process, as under other launchers")
+        return GiveUp("a signal from a rank to its parent process ends the job")
     if failure.kind is FailureKind.REFUSED:
         return GiveUp("the program said that another try would end the same way")
     if failure.kind is FailureKind.STARTUP and not progressed and not is_elsewhere:

@@ -122,7 +122,7 @@ def test_a_rank_ends_the_job_by_a_signal_to_its_parent(tmp_path: Path, how: tupl
         assert job.wait() == 1
 
         assert re.search(rf"rank 1 \(.*\) sent {signum} to its parent process in generation 0; stopping", job.stderr)
-        assert "Why it stopped: a program ends its job by a signal to its parent process" in job.stderr
+        assert "Why it stopped: a signal from a rank to its parent process ends the job" in job.stderr
         assert "generation 1" not in job.output
         job.assert_nothing_is_left()
 

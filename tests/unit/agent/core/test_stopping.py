@@ -107,7 +107,7 @@ def test_a_worker_that_signals_its_parent_ends_the_job_whatever_it_does_then(
     assert driver.outcome.exit_code == 1
     assert driver.outcome.failure
     assert driver.outcome.failure.message == asking.message
-    assert driver.outcome.reason.startswith("a program ends its job by a signal to its parent process")
+    assert driver.outcome.reason == "a signal from a rank to its parent process ends the job"
 
 
 def stuck(*ranks: int) -> WorkersStuck:
