@@ -50,6 +50,7 @@ DIFFERS = {
     "ELAUNCH_LINK": "ours",
     "ELAUNCH_MEMORY": "ours",
     "ELAUNCH_MARKER": "ours",
+    "PET_LOG_FORMAT": "torchrun hands on what configured the job, also to the jobs inside it",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torchrun's is 1; here it is torch's own default, which aborts no collective",
     "OMP_NUM_THREADS": "torchrun's is 1; here the workers share the cores",
     "_": "the shell's",
