@@ -233,6 +233,14 @@ class WorkersHung:
 
 
 @dataclass(frozen=True)
+class WorkerAsked:
+    """A worker asks for the end of the job: it has sent a signal to its parent process, as to a launcher."""
+
+    generation: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
 class WorkersAtPrompt:
     """Workers that a person has interrupted still wait for keys, as at a debugger's prompt."""
 
@@ -300,6 +308,7 @@ WorkerEvent = (
     | Paced
     | StacksTaken
     | WorkersHung
+    | WorkerAsked
     | WorkersAtPrompt
     | WorkersStuck
     | ServiceLost

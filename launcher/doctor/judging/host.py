@@ -40,7 +40,7 @@ _DISK_MIN, _DISK_WANTED = 64 * _MIB, _GIB
 _FILES_FREE_MIN = 100
 _SLOW_WRITE_S = 2.0
 _BUSY_LOAD = 0.5
-# pidfd_open, which the agent waits by.
+# The oldest that elaunch is tried with.
 _KERNEL_MIN = (5, 3)
 _CLOCK_ERROR_MAX_S = 1.0
 
