@@ -51,13 +51,13 @@ def decisive_failure(failures: Sequence[Failure]) -> Failure:
     If all others only lost a peer, a rank that ended with exit code 0 before them is the peer that they lost.
     """
     if primary := next((f for f in failures if not f.kind.is_secondary), None):
-        return primary
+        return awaited(primary, failures) if primary.kind is FailureKind.EXIT_CODE else primary
     early = next((f for f in failures if f.kind is FailureKind.ENDED_EARLY), None)
     return awaited(early, failures) if early else failures[0]
 
 
 def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
-    """The record of a rank that ended early, with the ranks in `failures` that still waited for it."""
+    """The record of a rank that ended by itself, with the ranks in `failures` that waited for it."""
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
         return early
@@ -68,7 +68,7 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
     said = early.message.partition(_AWAITED)[0]
-    return replace(early, message=f"{said}{_AWAITED}rank {shown} still waited{where},")
+    return replace(early, message=f"{said}{_AWAITED}rank {shown} waited{where},")
 
 
 def identical(one: Failure, other: Failure) -> bool:
@@ -80,7 +80,7 @@ def identical(one: Failure, other: Failure) -> bool:
         and one.kind is other.kind
         and (one.code or 0) > 0
         and (one.code, one.exception, one.frame) == (other.code, other.exception, other.frame)
-        and _without_numbers(one.message) == _without_numbers(other.message)
+        and _without_numbers(_own_words(one)) == _without_numbers(_own_words(other))
     )
 
 
@@ -164,6 +164,11 @@ def _budget(terms: Terms) -> str:
     within = "" if terms.restart_window_s is None else f" within {terms.restart_window_s:g} s"
     restarts = "1 restart" if terms.max_restarts == 1 else f"{terms.max_restarts} restarts"
     return f"the budget of {restarts}{within} is spent"
+
+
+def _own_words(failure: Failure) -> str:
+    """The message without those who waited, which chance decides."""
+    return failure.message.partition(_AWAITED)[0] if failure.kind is FailureKind.EXIT_CODE else failure.message
 
 
 def _without_numbers(message: str) -> str:

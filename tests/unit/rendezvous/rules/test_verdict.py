@@ -182,14 +182,14 @@ def test_a_rank_that_ended_before_the_others_is_the_peer_that_they_lost() -> Non
     cause = decisive_failure([first, EARLY, later])
 
     assert cause.rank == EARLY.rank
-    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 still waited in all_reduce,"
+    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 waited in all_reduce,"
     assert decisive_failure([cause, first, later]) == cause
 
 
 def test_where_the_others_waited_is_not_said_if_they_waited_in_different_calls() -> None:
     cause = decisive_failure([replace(PEER, call="all_reduce"), replace(PEER, rank=0, call="barrier"), EARLY])
 
-    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 still waited for it,"
+    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 waited for it,"
 
 
 def test_a_rank_that_ended_well_explains_no_failure_of_its_own() -> None:
