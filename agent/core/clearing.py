@@ -15,7 +15,7 @@ from elaunch.agent.core.state import Agent, Step, exit_with, say_after_cause
 from elaunch.agent.core.store_outage import note_idle, say_waits
 from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.verdict import decisive_failure
+from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
 from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind
 
 # After the last worker of a stop has ended, the reader of its output has this time.
@@ -133,7 +133,9 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
 
     first = failures[0]
     # The others are known to have lost it, or came later: nobody reads what is known of their causes.
-    cause = with_cause(decisive_failure([*map(whole_of, failures), *map(whole_of, ended.ends)]))
+    known = [*map(whole_of, failures), *map(whole_of, ended.ends)]
+    cause = with_cause(decisive_failure(known))
+    cause = replace(cause, ranks_alike=max(1, sum(is_one_bug(cause, each) for each in known)))
     actions: tuple[Action, ...] = (
         *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),
         *name_cause(agent, cause),

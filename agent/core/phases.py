@@ -57,8 +57,8 @@ class HeldEnd:
     `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop` says that the worker had
     stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it. `timed_out` is
     the sentence of a failure, this node's or another's, by a collective that timed out: the stacks of workers that may
-    not have come to it are being taken. `effects` are failures that another rank may have caused, whose exit is awaited;
-    `told` are what such ranks have told of their end.
+    not have come to it are being taken. `effects` are failures that another rank may have caused, and its exit is
+    awaited; `told` is what such ranks have told of their end.
     """
 
     failure: Failure | None

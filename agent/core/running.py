@@ -368,7 +368,7 @@ def _awaits_exit(
     running: Running, rest: Running, failure: Failure, told: tuple[Failure, ...], now_s: float
 ) -> float | None:
     """Until when the exit of another rank is awaited, which may explain `failure`; None where it is not."""
-    if failure.kind not in EFFECTS or rest.held and not rest.held.effects:
+    if failure.kind not in EFFECTS or (rest.held and not rest.held.effects):
         return None
     over, rank = running.words.over, failure.local_rank
     is_lost = failure.kind is FailureKind.PEER_LOST

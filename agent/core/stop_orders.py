@@ -84,8 +84,8 @@ def pass_notice_on(agent: Agent, stopping: Stopping, noticed: Noticed, signum: i
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
     """After a failure: those that listen for that are told, and save; the others get SIGTERM, if they had no signal.
 
-    A worker that has stopped at a step boundary has saved, or is about to, and ends by itself. So does one whose program
-    has returned: a signal would take the place of its exit status.
+    A worker that has stopped at a step boundary has saved, or is about to, and ends by itself. So does one whose
+    program has returned: a signal would take the place of its exit status.
     """
     left = stopping.live - stopping.words.stopped
     told = left & stopping.words.to_failure

@@ -82,7 +82,9 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     if not failure or _is_by_us(event, failure, stopping):
         return go_on_stopping(agent, stopping)
     if stopping.failures:
-        return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)))
+        # Two that were killed at once, or that one lack of memory has hit, are two failures.
+        said = (Say(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
+        return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), said)
     is_asked = isinstance(stopping.mode, (AtBoundary, Noticed))
     if stopping.then and is_asked and event.local_rank not in stopping.words.stopped:
         # Those that were asked to stop after a step wait for this one in vain.

@@ -62,7 +62,7 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     start, end = f"{keys.root}failures/", f"{keys.root}failures0"
     if snapshot.failures:
         first = min(snapshot.failures)
-        is_said = outcome.failure == decisive_failure(snapshot.failures[first])
+        is_said = decisive_failure(snapshot.failures[first]) in (outcome.failure, outcome.first)
         ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
     return tuple(ops)
 

@@ -24,11 +24,18 @@ _OF_SURROUNDINGS = re.compile(
     r"|\b50[0234]\b",
     re.IGNORECASE,
 )
+# What an earlier run of the program has left is in the way of each later one.
+_IN_THE_WAY = re.compile(r"\bFileExistsError\b|already exists")
+_RANKS_SHOWN = 16
 # Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
 # so many seconds, or within this share of the longer one.
 _AS_LONG_S = 2.0
 _AS_LONG_SHARE = 0.1
-_AWAITED = ", while "
+_AWAITED, _TOO = ", while ", ", and so "
+# Signals by which native code ends a process: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
+_CRASHES = (-4, -6, -7, -8, -11)
+# A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
+_START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,17 @@ def decisive_failure(failures: Sequence[Failure]) -> Failure:
     If all others only lost a peer, a rank that ended with exit code 0 before them is the peer that they lost.
     """
     if primary := next((f for f in failures if not f.kind.is_secondary), None):
+        if primary.kind in (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY):
+            return _killed_together(primary, failures)
         return awaited(primary, failures) if primary.kind is FailureKind.EXIT_CODE else primary
     early = next((f for f in failures if f.kind is FailureKind.ENDED_EARLY), None)
     return awaited(early, failures) if early else failures[0]
+
+
+def first_failure(failures: Mapping[int, Sequence[Failure]]) -> Failure | None:
+    """The job's first failure, None without one. A lost peer is not, if anything else failed: a node may have gone."""
+    decided = [decisive_failure(failures[generation]) for generation in sorted(failures)]
+    return next((f for f in decided if f.kind is not FailureKind.PEER_LOST), decided[0] if decided else None)
 
 
 def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
@@ -71,17 +86,33 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     return replace(early, message=f"{said}{_AWAITED}rank {shown} waited{where},")
 
 
+def _killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
+    """The record of a rank that a signal ended, with the other ranks that the same signal ended."""
+    same = [f for f in failures if (f.kind, f.code) == (killed.kind, killed.code) and (f.code or 0) < 0]
+    # A node's record names those of the node.
+    named = {f.rank for f in same}.union(*(map(int, re.findall(r"\d+", f.message.partition(_TOO)[2])) for f in same))
+    others = sorted(named - {killed.rank})
+    if not others:
+        return killed
+    from elaunch.rendezvous.texts import listed
+
+    shown = listed([str(rank) for rank in others[:_RANKS_SHOWN]])
+    more = f" and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    were = "was" if len(others) == 1 else "were"
+    return replace(killed, message=f"{killed.message.partition(_TOO)[0]}{_TOO}{were} rank {shown}{more},")
+
+
 def identical(one: Failure, other: Failure) -> bool:
     """Whether two failures are the same error in the same place; numbers and addresses may differ."""
     if one.kind is FailureKind.ENDED_EARLY:
         return other.kind is one.kind and other.rank == one.rank
-    return (
-        one.kind.counts_as_identical
-        and one.kind is other.kind
-        and (one.code or 0) > 0
-        and (one.code, one.exception, one.frame) == (other.code, other.exception, other.frame)
-        and _without_numbers(_own_words(one)) == _without_numbers(_own_words(other))
-    )
+    return one.kind.counts_as_identical and (one.code or 0) > 0 and alike(one, other)
+
+
+def alike(one: Failure, other: Failure) -> bool:
+    """Whether two failures look the same, but for numbers, whatever their kind is."""
+    kinds = [(each.kind, each.code, each.exception, each.frame) for each in (one, other)]
+    return kinds[0] == kinds[1] and _without_numbers(_own_words(one)) == _without_numbers(_own_words(other))
 
 
 def repeats(one: Failure, other: Failure) -> bool:
@@ -95,8 +126,28 @@ def repeats(one: Failure, other: Failure) -> bool:
         return one.step == other.step
     if one.kind is FailureKind.EXCEPTION and _without_addresses(one.message) != _without_addresses(other.message):
         return False
+    return _lived_as_long(one, other)
+
+
+def _lived_as_long(one: Failure, other: Failure) -> bool:
     longer_s = max(one.lived_s, other.lived_s)
     return abs(one.lived_s - other.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
+
+
+def crashes_again(one: Failure, other: Failure) -> bool:
+    """Whether native code ended two workers in the same step by the same call of Python's."""
+    is_same = one.code in _CRASHES and one.frame and (one.code, one.frame) == (other.code, other.frame)
+    if not is_same or _without_addresses(one.traceback) != _without_addresses(other.traceback):
+        return False
+    if one.step >= 0 or other.step >= 0:
+        return one.step == other.step
+    return max(one.lived_s, other.lived_s) <= _START_S and _lived_as_long(one, other)
+
+
+def all_failed_alike(failures: Sequence[Failure], world_size: int) -> bool:
+    """Whether all ranks, of which there are several, had the same bug of the program before their first step."""
+    alike = [f for f in failures if is_one_bug(failures[0], f) and f.step < 0 and f.lived_s <= _START_S]
+    return world_size > 1 and sum(f.ranks_alike for f in alike) == world_size
 
 
 def is_one_bug(one: Failure, other: Failure) -> bool:
@@ -120,12 +171,14 @@ def judge(
     progressed: bool,
     *,
     is_elsewhere: bool = False,
+    world_size: int = 0,
 ) -> Restart | GiveUp:
     """Whether the job goes on after `generation`, whose records are in `failures`.
 
     `spent` counts the restarts already charged to the budget; None if this one is not charged. `barren` counts the
     generations in a row without progress. `progressed` says whether any generation of the job ever made progress.
     `is_elsewhere` says that the next try is without the node that failed, or that one of the next tries will be.
+    `world_size` is that of the generation.
     """
     failure = decisive_failure(failures[generation])
     before = failures.get(generation - 1)
@@ -150,8 +203,16 @@ def judge(
     if earlier and repeats(failure, earlier):
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
         return GiveUp(f"it failed the same way twice in a row, {where}, so another try would end the same way")
+    if earlier and identical(failure, earlier) and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
+        return GiveUp("what it creates exists already, in the second try too, so another one would end the same way")
+    if earlier and crashes_again(failure, earlier):
+        return GiveUp("it crashed in the same call twice in a row, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
+    if not is_elsewhere and all_failed_alike(failures[generation], world_size):
+        return GiveUp(
+            f"all {world_size} ranks failed the same way before their first step, so another try would end the same way"
+        )
     if barren >= BARREN_MAX:
         return GiveUp(f"{barren} generations in a row made no progress")
     left = terms.max_restarts - spent - 1
@@ -167,8 +228,10 @@ def _budget(terms: Terms) -> str:
 
 
 def _own_words(failure: Failure) -> str:
-    """The message without those who waited, which chance decides."""
-    return failure.message.partition(_AWAITED)[0] if failure.kind is FailureKind.EXIT_CODE else failure.message
+    """The message without the other ranks, which chance decides."""
+    ends = {FailureKind.EXIT_CODE: _AWAITED, FailureKind.SIGNAL: _TOO, FailureKind.OUT_OF_MEMORY: _TOO}
+    end = ends.get(failure.kind)
+    return failure.message.partition(end)[0] if end else failure.message
 
 
 def _without_numbers(message: str) -> str:
