@@ -374,11 +374,11 @@ def _awaits_exit(
     is_lost = failure.kind is FailureKind.PEER_LOST
     # A program that catches the error of a lost peer may end by an exit code. It ended after that peer's.
     before = over[: over.index(rank)] if rank in over and not is_lost else over
-    on_the_way = rest.live & running.words.returned - running.words.stopped
-    if on_the_way & {*before}:
-        has_said_why = is_lost and any(each.kind is not FailureKind.ENDED_EARLY for each in told)
-        return None if has_said_why else now_s + EXIT_S
-    is_unexplained = is_lost and rest.live and not (running.ends or told)
+    if any(each.kind is not FailureKind.ENDED_EARLY for each in told):
+        return None
+    if told or rest.live & running.words.returned & {*before} - running.words.stopped:
+        return now_s + EXIT_S
+    is_unexplained = is_lost and rest.live and not running.ends
     # On several nodes it is rather a rank of another one, whose agent waits for this word.
     return now_s + UNEXPLAINED_S if is_unexplained and len(running.table.seats) == 1 else None
 

@@ -128,7 +128,8 @@ def _first_of(history: History) -> str:
     if not first:
         return ""
     where = f" in generation {first.get('generation')}"
-    return f"Failed first{where}: {_sentence(cut(text(first.get('sentence')).removesuffix(where), 400))} "
+    said = text(first.get("sentence")).partition("\n")[0].removesuffix(where)
+    return f"Failed first{where}: {cut(said, 400)}. "
 
 
 def _sentence(text: str) -> str:

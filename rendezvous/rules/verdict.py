@@ -79,10 +79,12 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     # Imported here: a healthy job never needs it.
     from elaunch.rendezvous.texts import listed
 
-    shown = listed([str(rank) for rank in sorted({f.rank for f in lost})])
+    said, _, known = early.message.partition(_AWAITED)
+    # A node's record names those of the node.
+    named = {f.rank for f in lost}.union(map(int, re.findall(r"\d+", known.partition(" waited")[0])))
+    shown = listed([str(rank) for rank in sorted(named)])
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
-    said = early.message.partition(_AWAITED)[0]
     return replace(early, message=f"{said}{_AWAITED}rank {shown} waited{where},")
 
 
