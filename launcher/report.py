@@ -77,12 +77,12 @@ def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
 def write_error_file(
     outcome: Outcome, path: str | None, own: Callable[[Failure], Path | None] = lambda _failure: None
 ) -> None:
-    """Write the first failure to `path` for the program that started elaunch: the failure's record with `errorCode`.
+    """Write the failure that ended the job to `path` for the program that started elaunch: its record with `errorCode`.
 
     The format is that of torch's `@record`. `own` tells where a rank of this host wrote its record, if that file is not
     kept and so is not in the failure's.
     """
-    failure = outcome.first or outcome.failure
+    failure = outcome.failure
     if not path or failure is None:
         return
     text = ""

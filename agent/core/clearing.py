@@ -16,7 +16,7 @@ from elaunch.agent.core.store_outage import note_idle, say_waits
 from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
-from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 
 # After the last worker of a stop has ended, the reader of its output has this time.
 LAST_WORDS_S = 2.0
@@ -134,6 +134,8 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     first = failures[0]
     # The others are known to have lost it, or came later: nobody reads what is known of their causes.
     known = [*map(whole_of, failures), *map(whole_of, ended.ends)]
+    # Of an exit code alone. Its output may tell of an exception, which our signal did not make.
+    known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
     cause = with_cause(decisive_failure(known))
     cause = replace(cause, ranks_alike=max(1, sum(is_one_bug(cause, each) for each in known)))
     actions: tuple[Action, ...] = (

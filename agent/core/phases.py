@@ -172,8 +172,9 @@ class Stopping:
 
     Those of `live` do, of which there is at least one; `mode` is how they were told. They have until `due_s`, `grace_s`
     after they were told: SIGKILL comes then, and later another fork server. `failures` are this node's of the
-    generation: the first one, then those that came while it was stopping and were not its doing. `ends` as in
-    `Running`. `then` is the outcome that the agent exits with afterwards, None where it goes on.
+    generation: the first one, then those that came while it was stopping and were not its doing. Those in `answered`
+    may have exited with a code that our signal made. `ends` as in `Running`. `then` is the outcome that the agent exits
+    with afterwards, None where it goes on.
     """
 
     table: RankTable
@@ -184,6 +185,7 @@ class Stopping:
     words: LinkWords = SILENT
     then: Outcome | None = None
     failures: tuple[Failure, ...] = ()
+    answered: frozenset[int] = frozenset()
     ends: tuple[Failure, ...] = ()
 
     @classmethod
@@ -242,10 +244,11 @@ class Stopping:
 
 @dataclass(frozen=True)
 class WorkersStopped:
-    """The workers were stopped, or failed; `failures` and `ends` as in `Stopping`."""
+    """The workers were stopped, or failed; `failures`, `ends` and `answered` as in `Stopping`."""
 
     failures: tuple[Failure, ...] = ()
     ends: tuple[Failure, ...] = ()
+    answered: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...]
     """Wait for the workers that live, or clear up after the last one."""
     if stopping.live:
         return replace(agent, phase=stopping), actions
-    ended = WorkersStopped(stopping.failures, stopping.ends)
+    ended = WorkersStopped(stopping.failures, stopping.ends, stopping.answered)
     return clear_up(agent, Clearing(stopping.table, stopping.due_s, ended, stopping.then), actions)
 
 

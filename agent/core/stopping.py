@@ -71,6 +71,8 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     if event.local_rank not in stopping.live:
         return agent, ()
     is_killing, failure = isinstance(stopping.mode, Killing), event.failure
+    if event.local_rank in stopping.reached - stopping.words.returned:
+        stopping = replace(stopping, answered=stopping.answered | {event.local_rank})
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
         stopping = replace(stopping, due_s=min(stopping.due_s, now_s + LAST_WORDS_S))

@@ -213,8 +213,8 @@ def judge(
         return GiveUp(_budget(terms))
     if not is_elsewhere and all_failed_alike(failures[generation], world_size):
         return GiveUp(
-            f"all {world_size} ranks raised the same error at the same line soon after their start, so another try would"
-            " end the same way"
+            f"all {world_size} ranks raised the same error at the same line soon after their start, so another try"
+            " would end the same way"
         )
     if barren >= BARREN_MAX:
         return GiveUp(f"{barren} generations in a row made no progress")

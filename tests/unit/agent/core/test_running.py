@@ -22,7 +22,7 @@ from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
 from elaunch.rendezvous.store import Put, Unchanged
-from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, OutcomeKind, RankTable
+from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTable
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
@@ -618,3 +618,16 @@ def test_a_failure_names_the_generation_that_it_was_of_though_a_join_opened_anot
     assert encode(replace(failure(0, 0, 1, FailureKind.EXCEPTION), node_id=driver.node_id)) in {
         op.value for op in written.then if isinstance(op, Put)
     }
+
+
+def test_an_exit_code_that_our_own_signal_made_is_no_cause() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.loses_peer(0)
+    # A handler of SIGTERM ends it.
+    driver.exits(1, 3)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (0, FailureKind.PEER_LOST)
