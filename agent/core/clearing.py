@@ -128,6 +128,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
             then = replace(then, failure=with_cause(whole_of(then.failure)))
         told = report_ends(agent, clearing.table.generation, ended.ends) if isinstance(ended, WorkersStopped) else ()
         return agent, told, then
+    assert isinstance(ended, WorkersStopped)
     # As in `with_cause`.
     from elaunch.agent.core.first_cause import name_cause
 

@@ -104,17 +104,17 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
             return replace(agent, phase=rest), ()
         return clear_up(agent, Clearing(running.table, now_s, WorkersDone(rest.ends)))
     if -event.code in ASKING and not (running.held and running.held.is_stop):
-        held = running.held
-        if held is None or effects:
-            held = HeldEnd(failure, now_s + HOLD_S, effects=effects)
+        held = HeldEnd(failure, now_s + HOLD_S, effects=effects)
+        if running.held and running.held.failure not in effects:
+            held = running.held
         return replace(agent, phase=replace(rest, held=held)), ()
     told = tuple(each for each in event.told if each.local_rank in rest.live - running.words.stopped)
     is_unexplained = failure.kind is FailureKind.PEER_LOST and not (running.ends or told)
     if is_unexplained and (looks := _look(agent, rest, failure, now_s)):
         return looks
     if until_s := _awaits_exit(running, rest, failure, told, now_s):
-        held = running.held or HeldEnd(failure, until_s, told=told)
-        return replace(agent, phase=replace(rest, held=replace(held, effects=(*effects, failure)))), ()
+        awaiting = running.held or HeldEnd(failure, until_s, told=told)
+        return replace(agent, phase=replace(rest, held=replace(awaiting, effects=(*effects, failure)))), ()
     return _fail(agent, rest, _cause(running, failure), now_s, told)
 
 
