@@ -450,8 +450,43 @@ def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return ways, finished(folder, *start, *options, "train.py", *ways)
 
 
+# The exit function of rank 1 runs when its peers have lost it, and its exit status is not there yet.
+LEAVES = """
+import atexit, os, sys, time
+from pathlib import Path
+
+
+def last():
+    Path("closed").touch()
+    time.sleep(0.5)
+
+
+if os.environ["RANK"] == "1":
+    atexit.register(last)
+    print("ERROR: shard 17 not found", file=sys.stderr)
+    sys.exit(7)
+while not Path("closed").exists():
+    time.sleep(0.01)
+raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
+"""
+
+
 class TestFirstCause:
     """A survivor's "connection reset by peer" is never reported as the cause of the job's failure."""
+
+    @pytest.mark.parametrize("start", [LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
+    def test_a_rank_on_its_way_out_keeps_its_exit_code(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        script(tmp_path, LEAVES)
+
+        job = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+
+        who = rf"rank 1 \(local rank 1 on {socket.gethostname()}, pid \d+\)"
+        said = rf"{who} exited with code 7, while rank 0 waited for it, in generation 0"
+        assert re.search(rf"^elaunch: {said}$", job.stderr, re.MULTILINE), job.output
+        assert re.search(rf"^{said}\.$", _report(job), re.MULTILINE), job.output
+        assert "  exitcode  : 7 (pid" in _report(job)
+        assert "    ERROR: shard 17 not found\n" in _report(job)
+        assert "Next step" not in _report(job), "the advice about uneven loops is for exit code 0"
 
     @pytest.mark.parametrize("way", CAUSES)
     def test_an_exception_or_a_word_about_a_lost_peer_gives_way(
