@@ -50,7 +50,7 @@ HOLD_S = 0.1
 # Those that somebody sends on purpose.
 ASKING = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
 # A rank whose program is over closes its connections before it has an exit status. Its exit functions take a while.
-EXIT_S = 2.0
+EXIT_S = 3.0
 # The same where none is known to be over: its program may still clean up.
 UNEXPLAINED_S = 1.0
 # How a rank ends that lost a peer, as far as is known before its output is read.

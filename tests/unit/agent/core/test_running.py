@@ -113,7 +113,7 @@ def test_a_worker_that_exited_with_nought_before_its_peers_is_what_they_lost() -
     assert "rank 0 and 2 waited" in driver.outcome.failure.message
 
 
-RETURNED = replace(ended(0, 1), code=None, message="reached the end of its program, but did not exit")
+RETURNED = replace(ended(0, 1), code=None, message="reached the end of its program, but did not exit in time")
 
 
 @pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE], ids=["raised", "caught"])
