@@ -304,7 +304,9 @@ def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
     assert generation
     said = Say(f"stopping: {generation.cause}")
     agent, actions = _say(agent, running, said, now_s, is_secondary=generation.is_secondary)
-    return stop_broken(agent, Stopping.of(running, now_s, agent.times.failure_grace_s), actions)
+    # The exit status of a rank of this node may be the cause.
+    exit_s = EXIT_S if running.live & running.words.returned else 0.0
+    return stop_broken(agent, Stopping.of(running, now_s, max(agent.times.failure_grace_s, exit_s)), actions)
 
 
 def _look(agent: Agent, rest: Running, failure: Failure, now_s: float) -> Step | None:

@@ -173,12 +173,14 @@ def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> Non
 
     driver.open(1, OpenKind.FAIL, "rank 9 lost a peer")
     stopped = driver.look()
+    due_s = deadline_s(driver.agent)
     driver.exits(1, 7)
     for rank in (0, 2):
         driver.exits(rank, -TERM, FailureKind.SIGNAL)
     driver.happen(cleared(0))
 
     assert SignalWorkers(0, frozenset({0, 2}), TERM) in stopped
+    assert due_s == START_S + EXIT_S
     (record,) = driver.snapshot.failures[0]
     assert (record.rank, record.code) == (1, 7)
 
