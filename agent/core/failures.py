@@ -162,7 +162,9 @@ def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_g
     `clock` is the time in words. A process that is not gone yet has no code, nor has one that a signal ended on its way
     out.
     """
-    how = f"ended with exit code 0 at {clock}" if is_gone else "reached the end of its program, but did not exit in time"
+    how = (
+        f"ended with exit code 0 at {clock}" if is_gone else "reached the end of its program, but did not exit in time"
+    )
     return Failure(
         FailureKind.ENDED_EARLY,
         place.generation,

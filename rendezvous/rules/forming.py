@@ -19,6 +19,7 @@ from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
     Failure,
+    FailureKind,
     Generation,
     Joined,
     Node,
@@ -223,7 +224,8 @@ def _said_of_cause(generation: Generation, cause: Failure) -> str:
 
 def _failed(snapshot: Snapshot, before: RankTable, terms: Terms, reason: str, failure: Failure | None) -> Outcome:
     first = first_failure(snapshot.failures)
-    if first and failure and alike(first, failure):
+    # A lost node ends the job without a failure. Its peers have lost it, which is no cause.
+    if first and (alike(first, failure) if failure else first.kind is FailureKind.PEER_LOST):
         first = None
     return Outcome(
         OutcomeKind.FAILED, reason, before.generation, before.restarts, terms.max_restarts, failure, first=first

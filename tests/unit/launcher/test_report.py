@@ -160,6 +160,9 @@ def test_the_jobs_first_failure_comes_first_where_another_kind_ended_the_job() -
     root, last = text.index("Root Cause (first observed failure):"), text.index("What ended the job (last failure):")
     assert root < text.index("ValueError: bad") < last < text.index("last words")
     assert list(record(outcome, None))[-2:] == ["first_failure", "failure"]
+    lost = report(replace(outcome, failure=None, reason="node-b was lost"), SPEC, None)
+    assert "loss is nan.\nWhy it stopped: node-b was lost; 3 of 3 restarts used.\nNext step: clip" in lost
+    assert "What ended the job" not in lost
 
 
 def test_a_failed_run_without_a_failure_says_its_reason() -> None:
