@@ -352,9 +352,11 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         return FailureKind.STARTUP, message
     if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
         return FailureKind.OUT_OF_MEMORY, message
-    if _is_lost_peer(raised):
-        where = f" in {raised.call}" if raised.call else ""
-        return FailureKind.PEER_LOST, f"lost a peer{where} ({raised.exception}: {_essence(raised.message)})"
+    # A program may raise its own error from that of a lost peer.
+    chain = [*map(parse_traceback, raised.traceback.split(_CHAINED[1])[:-1]), raised]
+    if lost := next((each for each in chain if each and _is_lost_peer(each)), None):
+        where = f" in {lost.call}" if lost.call else ""
+        return FailureKind.PEER_LOST, f"lost a peer{where} ({lost.exception}: {_essence(lost.message)})"
     return FailureKind.EXCEPTION, message
 
 

@@ -26,6 +26,7 @@ from elaunch.agent.core.membership import loss_of_keys
 from elaunch.agent.core.messages import StopReason
 from elaunch.agent.core.phases import Clearing, HeldEnd, Running, Stopping, WorkersDone
 from elaunch.agent.core.signals import (
+    SIGABRT,
     SIGHUP,
     SIGINT,
     SIGKILL,
@@ -370,7 +371,9 @@ def _awaits_exit(
     running: Running, rest: Running, failure: Failure, told: tuple[Failure, ...], now_s: float
 ) -> float | None:
     """Until when the exit of another rank is awaited, which may explain `failure`; None where it is not."""
-    if failure.kind not in EFFECTS or (rest.held and not rest.held.effects):
+    # NCCL's watchdog ends a survivor by SIGABRT; only its output, which is read later, says why.
+    is_effect = failure.kind in EFFECTS or failure.code == -SIGABRT
+    if not is_effect or (rest.held and not rest.held.effects):
         return None
     over, rank = running.words.over, failure.local_rank
     is_lost = failure.kind is FailureKind.PEER_LOST

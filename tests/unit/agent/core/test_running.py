@@ -42,6 +42,8 @@ from tests.unit.agent.driver import (
     started,
 )
 
+ABRT = 6
+
 
 def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> None:
     driver = started()
@@ -183,6 +185,23 @@ def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> Non
     assert due_s == START_S + EXIT_S
     (record,) = driver.snapshot.failures[0]
     assert (record.rank, record.code) == (1, 7)
+
+
+def test_an_abort_after_another_programs_end_is_an_effect_and_without_one_it_is_a_failure() -> None:
+    driver, alone = started(replace(SPEC, max_restarts=0)), started()
+    driver.happen(WorkerReturned(0, 1))
+
+    # As NCCL's watchdog ends a survivor.
+    held = driver.exits(0, -ABRT, FailureKind.SIGNAL)
+    driver.exits(1, 7)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert held == []
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
+    assert SignalWorkers(0, frozenset({1, 2}), TERM) in alone.exits(0, -ABRT, FailureKind.SIGNAL)
 
 
 def test_what_nobody_has_explained_waits_for_the_next_exit_and_not_for_long() -> None:
