@@ -93,7 +93,7 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
         return stop_broken(agent, stopping)
     generation = agent.snapshot.generation
     # For a bare exit code it is unknown whether a peer's end is the cause, but nobody had asked this program to end.
-    is_own = not failure.kind.is_secondary if event.local_rank in stopping.words.returned else _is_own_doing(failure)
+    is_own = not failure.kind.is_secondary if failure.local_rank in stopping.words.returned else _is_own_doing(failure)
     if stopping.then or generation is None or not is_own:
         return go_on_stopping(agent, stopping)
     # Only a failure needs this rule: see needed_later.py.
