@@ -15,7 +15,7 @@ from elaunch.agent.core.state import Agent, Step, exit_with, say_after_cause
 from elaunch.agent.core.store_outage import note_idle, say_waits
 from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
+from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug, killed_together
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 
 # After the last worker of a stop has ended, the reader of its output has this time.
@@ -137,7 +137,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     known = [*map(whole_of, failures), *map(whole_of, ended.ends)]
     # Of an exit code alone. Its output may tell of an exception, which our signal did not make.
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
-    cause = with_cause(decisive_failure(known))
+    cause = killed_together(with_cause(decisive_failure(known)), known)
     cause = replace(cause, ranks_alike=max(1, sum(is_one_bug(cause, each) for each in known)))
     actions: tuple[Action, ...] = (
         *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),

@@ -14,7 +14,15 @@ from elaunch.rendezvous.rules.seating import Seating, in_order_of_rank, seat
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
-from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, alike, decisive_failure, first_failure, judge
+from elaunch.rendezvous.rules.verdict import (
+    BARREN_MAX,
+    GiveUp,
+    alike,
+    decisive_failure,
+    first_failure,
+    judge,
+    killed_together,
+)
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
@@ -204,7 +212,8 @@ def _decide(
             world_size=before.world_size,
         )
         if isinstance(decision, GiveUp):
-            return _failed(snapshot, before, terms, decision.reason, decisive_failure(failures))
+            failure = killed_together(decisive_failure(failures), failures)
+            return _failed(snapshot, before, terms, decision.reason, failure)
         if is_counted:
             reason = decision.reason + _said_of_cause(generation, decisive_failure(failures))
     if terms.max_restarts == 0:

@@ -58,8 +58,6 @@ def decisive_failure(failures: Sequence[Failure]) -> Failure:
     If all others only lost a peer, a rank that ended with exit code 0 before them is the peer that they lost.
     """
     if primary := next((f for f in failures if not f.kind.is_secondary), None):
-        if primary.kind in (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY):
-            return _killed_together(primary, failures)
         return awaited(primary, failures) if primary.kind is FailureKind.EXIT_CODE else primary
     early = next((f for f in failures if f.kind is FailureKind.ENDED_EARLY), None)
     return awaited(early, failures) if early else failures[0]
@@ -88,9 +86,10 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     return replace(early, message=f"{said}{_AWAITED}rank {shown} waited{where},")
 
 
-def _killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
-    """The record of a rank that a signal ended, with the other ranks that the same signal ended."""
-    same = [f for f in failures if (f.kind, f.code) == (killed.kind, killed.code) and (f.code or 0) < 0]
+def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
+    """The failure; if it is the end of a rank by a signal, with the ranks in `failures` that the same signal ended."""
+    kinds = (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
+    same = [f for f in failures if killed.kind in kinds and (f.kind, f.code) == (killed.kind, killed.code)]
     # A node's record names those of the node.
     named = {f.rank for f in same}.union(*(map(int, re.findall(r"\d+", f.message.partition(_TOO)[2])) for f in same))
     others = sorted(named - {killed.rank})

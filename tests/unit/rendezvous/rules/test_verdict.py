@@ -16,6 +16,7 @@ from elaunch.rendezvous.rules.verdict import (
     first_failure,
     identical,
     judge,
+    killed_together,
 )
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
@@ -314,9 +315,9 @@ def test_the_jobs_first_failure_is_no_lost_peer_if_anything_else_failed() -> Non
 
 
 def test_ranks_that_were_killed_at_once_are_all_named() -> None:
-    here = decisive_failure([KILLED, PEER, replace(KILLED, rank=2), replace(KILLED, rank=5, code=-11)])
+    here = killed_together(KILLED, [KILLED, PEER, replace(KILLED, rank=2), replace(KILLED, rank=5, code=-11)])
 
-    both = decisive_failure([here, replace(KILLED, rank=4)])
+    both = killed_together(here, [here, replace(KILLED, rank=4)])
 
     assert here.message == "was killed by SIGKILL, and so was rank 2,"
     assert both.message == "was killed by SIGKILL, and so were rank 2 and 4,"
