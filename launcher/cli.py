@@ -338,7 +338,8 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
     from elaunch.records import replace
 
     try:
-        reached = reach(options, planned, agent.say)
+        # What is left with --quiet are warnings, and the line without which no other node could join.
+        reached = reach(options, planned, agent.warn if options.quiet else agent.say)
     except KeyboardInterrupt:
         agent.say("interrupted while it looked for the job's store; no worker was started")
         raise

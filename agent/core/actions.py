@@ -13,7 +13,7 @@ from elaunch.rendezvous.types import Outcome, RankTable
 if TYPE_CHECKING:
     from elaunch.rendezvous.rules.pace import SlowNode
 
-Level = Literal["info", "warning", "error"]
+Level = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True)
