@@ -18,6 +18,7 @@ from elaunch.launcher.report_page.profiles import ShownProfile
 from elaunch.launcher.report_page.warned import Warned, WarnedKind
 from elaunch.launcher.report_page.wording import count, cut, duration, offset
 from elaunch.records import dataclass
+from elaunch.rendezvous.job_spec import UNNAMED
 
 # Causes that the page shows with all they have; of more the first and the last are shown.
 CAUSES_MAX = 60
@@ -91,7 +92,7 @@ class Page:
 def headline(history: History, found: Goodput) -> str:
     """The job in one sentence."""
     end = history.end
-    name = f"Job {history.run_id}" if history.run_id else "The job"
+    name = f"Job {history.run_id}" if history.run_id not in ("", UNNAMED) else "The job"
     length = duration(found.wall_s)
     match end.life:
         case Life.RUNS:
