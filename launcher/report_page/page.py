@@ -88,6 +88,12 @@ class Page:
     logs: tuple[tuple[str, tuple[LogLink, ...]], ...]
     metrics_path: str
 
+    @property
+    def generations(self) -> tuple[PastGeneration, ...]:
+        """Those that have run; all of a job that never had a worker."""
+        ran = tuple(generation for generation in self.history.generations if generation.has_run)
+        return ran or self.history.generations
+
 
 def headline(history: History, found: Goodput) -> str:
     """The job in one sentence."""
@@ -245,7 +251,7 @@ def _charts(history: History, metrics: StepMetrics | None) -> tuple[Chart, ...]:
 def _logs(
     history: History, links: Mapping[tuple[str, int, int], tuple[LogLink, ...]]
 ) -> tuple[tuple[str, tuple[LogLink, ...]], ...]:
-    hosts = {node.folder: node.host for node in history.nodes}
+    hosts = {node.folder: node.name for node in history.nodes}
     many = len(history.nodes) > 1
     return tuple(
         (f"generation {generation}, rank {rank}{f' on {hosts.get(folder)}' if many else ''}", files)
@@ -279,7 +285,7 @@ def summary(page: Page) -> dict[str, object]:
         "steps_lost": history.steps_lost if history.steps_lost >= 0 else None,
         "breakdown_s": {stage.value: _number(seconds) for stage, seconds in lengths.items()},
         "nodes": [{"host": node.host, "folder": node.folder} for node in history.nodes],
-        "generations": [_generation(generation) for generation in history.generations],
+        "generations": [_generation(generation) for generation in page.generations],
         "failures": [_failure(fault, history, found) for fault in history.faults],
         "warnings": [_warning(warned, history) for warned in history.warned],
         "profiles": [_profile(shown) for shown, _ in page.profiles],
