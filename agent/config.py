@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, IntFlag
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from elaunch.records import dataclass, field
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.times import Times
 
-if TYPE_CHECKING:
-    from elaunch.agent.core.actions import Level
+# What a line of elaunch's own is: a detail, a step of the job, what may need a person, or a failure.
+Level = Literal["debug", "info", "warning", "error"]
 
 
 class Streams(IntFlag):

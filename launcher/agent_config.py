@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
-from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.imports_file import imports_file
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.signal_names import signal_number
@@ -238,7 +239,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
     if options.log_dir is not None and not {"redirects", "tee"} & set(options.given):
         tee = StreamChoice(Streams.BOTH)
     return OutputPlan(
-        log_dir=options.log_dir,
+        log_dir=options.log_dir and Path(tidy(str(options.log_dir.absolute()))),
         redirects=options.redirects,
         tee=tee,
         console_local_ranks=options.local_ranks_filter,

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from elaunch.agent.output.run_dir import tidy
-from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.options.options import Options
 from elaunch.rendezvous.job_spec import ProgramKind
 

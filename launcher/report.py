@@ -14,8 +14,8 @@ from pathlib import Path
 from elaunch.agent.core.crash import CODES
 from elaunch.agent.core.entries import of_failure
 from elaunch.agent.core.failures import chain_start
-from elaunch.agent.output.run_dir import tidy
 from elaunch.agent.workers.error_file import read_error_file
+from elaunch.launcher.errors import tidy
 from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.job_spec import JobSpec, ProgramKind
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind

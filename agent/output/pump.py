@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import get_args
 
-from elaunch.agent.core.actions import Level
+from elaunch.agent.config import Level
 from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
 from elaunch.agent.own_lines import OwnLines
 from elaunch.agent.terminal import is_one_terminal

@@ -51,15 +51,6 @@ def new_places() -> Places:
     )
 
 
-def tidy(path: str) -> str:
-    """`path` for people: without `/./`, `//` and `x/..`, unless that is another place since `x` is a link."""
-    short = os.path.normpath(path).replace("//", "/")
-    if path.startswith("./") and not short.startswith((".", "/")):
-        # Without it a word may be a command.
-        short = f"./{short}"
-    return short if os.path.realpath(short) == os.path.realpath(path) else path
-
-
 def _named(ending: str, folders: Iterable[str]) -> tuple[str, ...]:
     name = f"elaunch_{os.urandom(8).hex()}{ending}"
     # The paths are absolute: the guardian, which removes the folders, has another working directory.
@@ -100,7 +91,7 @@ class RunDir:
                 log_dir.mkdir(parents=True)
             logs.mkdir(mode=LOGS_MODE)
             _point_to(logs)
-            self.logs = Path(tidy(str(logs.absolute())))
+            self.logs = logs.absolute()
         else:
             self.private = self._private()
 

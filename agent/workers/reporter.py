@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elaunch.agent.core.actions import Level
+from elaunch.agent.config import Level
 from elaunch.agent.core.events import Event
 from elaunch.agent.output.timeline import Timeline
 from elaunch.records import dataclass
