@@ -215,7 +215,7 @@ def test_the_other_node_may_come_first(two: Two) -> None:
 
 @needs_etcd
 def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path: Path) -> None:
-    head = two.type(0, *RECIPE, "--store", "etcd", *two.program)
+    head = two.type(0, *RECIPE, "-v", "--store", "etcd", *two.program)
     other = two.join(head)
 
     assert_both_met(head, other, "10.77.0.1")
