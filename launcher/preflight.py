@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.shell_words import quoted
 from elaunch.rendezvous.job_spec import ProgramKind
 
 _SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
@@ -81,7 +82,7 @@ def _no_command(name: str) -> str:
         place = " but a directory" if Path(name).is_dir() else here
         way_out = f"did you mean {near if os.sep in near else f'./{near}'}?" if near else "give its path"
     elif Path(name).stat().st_mode & 0o111 == 0:
-        place, way_out = "", f"chmod +x {path}" + ("" if os.sep in name else f", and write {start}")
+        place, way_out = "", f"chmod +x {quoted(path)}" + ("" if os.sep in name else f", and write {start}")
     elif os.access(name, os.X_OK):
         place, way_out = " on PATH", f"write {start}"
     else:
@@ -176,7 +177,7 @@ def check_log_dir(options: Options) -> None:
     if options.log_dir is None:
         return
     try:
-        _check_log_dir(options.log_dir)
+        _check_log_dir(Path(tidy(str(options.log_dir))))
     except OSError as error:
         raise UsageError(f"--log-dir {options.log_dir}: {error.strerror}; choose another") from error
 
@@ -213,8 +214,8 @@ def check_script(target: str) -> None:
             raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
         return
     script, typed, target = Path(target), target, tidy(target)
-    if script.suffix in _JOB_FILE_SUFFIXES:
-        raise UsageError(f"{target} is no Python script; start a job file with --config {target}")
+    if script.suffix.lower() in _JOB_FILE_SUFFIXES:
+        raise UsageError(f"{target} is no Python script; start a job file with --config {quoted(target)}")
     if script.is_dir():
         if not (script / "__main__.py").is_file():
             raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
