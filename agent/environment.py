@@ -24,23 +24,18 @@ RANK_VARIABLES = frozenset(
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
-        *("ELAUNCH_GENERATION", "ELAUNCH_HANG_TIMEOUT", "ELAUNCH_LINK", "ELAUNCH_MEMORY"),
+        *("ELAUNCH_GENERATION", "ELAUNCH_HANG_TIMEOUT", "ELAUNCH_LINK", "ELAUNCH_MEMORY", "ELAUNCH_SCHEDULER"),
     )
 )
 
-# Further variables that say which job a worker belongs to, and where its nodes meet.
-_OF_ONE_JOB = frozenset(
-    (
-        *(VARIABLE, "TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_RUN_ID", "PET_RDZV_ID", "PET_RDZV_ENDPOINT"),
-        *("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_LOCAL_ADDR", "PET_STANDALONE"),
-    )
-)
+# Further variables that say which job a worker belongs to.
+_OF_ONE_JOB = frozenset((VARIABLE, "TORCHELASTIC_SIGNALS_TO_HANDLE"))
 
 
 def outside(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a new job that is submitted with `environ`: inside a worker, without the worker's own job.
 
-    The user's own variables stay: also PET_MAX_RESTARTS, ELAUNCH_ENDPOINT, and an ELAUNCH_TOKEN that the worker set.
+    The user's own variables stay: also ELAUNCH_ENDPOINT, and an ELAUNCH_TOKEN and PET_ variables that the worker set.
     """
     if VARIABLE not in environ:
         return dict(environ)

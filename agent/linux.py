@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -120,6 +122,60 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread | No
     except RuntimeError:
         return None
     return thread
+
+
+@cache
+def has_pidfd() -> bool:
+    """Whether pidfds can be used here: some containers' seccomp profiles refuse them, and an old Python has none."""
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            signal.pidfd_send_signal(pidfd, 0)
+        finally:
+            os.close(pidfd)
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def end_of(child: int) -> int:
+    """A new descriptor that is readable when this child has ended. Where there are no pidfds, a thread waits for it."""
+    if has_pidfd():
+        return os.pidfd_open(child)
+    ended = os.eventfd(0, os.EFD_CLOEXEC)
+    # The caller may close its own at any time, and the number is another file's then.
+    told = os.dup(ended)
+
+    def wait() -> None:
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        os.eventfd_write(told, 1)
+        os.close(told)
+
+    start_thread(wait, "elaunch-end")
+    return ended
+
+
+def signal_fd(signums: Iterable[int], fd: int = -1) -> int:
+    """A new descriptor from which this process reads these signals, which it blocks; or `fd`, for these from now on.
+
+    Raises OSError.
+    """
+    from ctypes import c_ulong, get_errno
+
+    # A sigset_t has 128 bytes.
+    mask = (c_ulong * 16)(sum(1 << (signum - 1) for signum in signums))
+    fd = _libc().signalfd(fd, mask, os.O_CLOEXEC | os.O_NONBLOCK)
+    if fd < 0:
+        raise OSError(get_errno(), os.strerror(get_errno()))
+    return fd
+
+
+def read_signal(fd: int) -> tuple[int, int]:
+    """The number of a signal that waits in `signal_fd`, and the pid of its sender. Raises BlockingIOError."""
+    # struct signalfd_siginfo of linux/signalfd.h.
+    info = os.read(fd, 128)
+    return int.from_bytes(info[:4], sys.byteorder), int.from_bytes(info[12:16], sys.byteorder)
 
 
 def is_stopped(pid: int) -> bool:

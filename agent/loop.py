@@ -39,6 +39,7 @@ from elaunch.agent.core.phases import Broken, Clearing, Exited, Running, Stoppin
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import Inbox, LookAgain
+from elaunch.agent.linux import end_of
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
@@ -335,14 +336,14 @@ class Loop:
         return Failure(kind, generation, me.node_id, me.host, -1, -1, -1, None, message, failed_at=time.time())
 
     def _at_end_of(self, pid: int, do: Callable[[], None]) -> None:
-        pidfd = os.pidfd_open(pid)
+        fd = end_of(pid)
 
         def ended() -> None:
-            self._selector.unregister(pidfd)
-            os.close(pidfd)
+            self._selector.unregister(fd)
+            os.close(fd)
             do()
 
-        self._selector.register(pidfd, selectors.EVENT_READ, ended)
+        self._selector.register(fd, selectors.EVENT_READ, ended)
 
     def _watch_store_process(self, pid: int) -> None:
         """Tell why the store has ended: no other agent can see it."""

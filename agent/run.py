@@ -181,6 +181,13 @@ class AgentRun:
             if line := leave(services.config, services.fork_server):
                 self.say(line)
 
+    def without_shown(self, outcome: Outcome) -> Outcome:
+        """The same for the report, with a line in place of a traceback that stands just above on this console."""
+        failure = outcome.failure
+        if failure is None or not (where := self._services.pump.tracebacks.near(failure.traceback)):
+            return outcome
+        return replace(outcome, failure=replace(failure, traceback=f"{where}, of {failure.frame}"))
+
     def write_report(self, text: str, record: Mapping[str, object]) -> None:
         """Write the report to stderr, as text or as a record, after all that the workers wrote."""
         self._services.pump.write_report(text, record)

@@ -12,6 +12,8 @@ from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, Pro
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.agent.linux import has_pidfd
+from elaunch.launcher.cluster.schedulers.registry import mark_of
 from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.imports_file import imports_file
 from elaunch.launcher.options.options import Options, Source
@@ -76,7 +78,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         ),
         slots=slots,
         environment=environment,
-        worker_env=worker_env(options, signals),
+        worker_env={**worker_env(options, signals), **mark_of(environ)},
         role=options.roles or options.role,
         output=output,
         times=planned.plan.times,
@@ -193,7 +195,9 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
 
     torchrun gives each of several workers one thread; here they share the cores that this process may use.
     """
-    environment = {name: value for name, value in environ.items() if name not in (*RANK_VARIABLES, *_SECRETS)}
+    # What configured this job is not for a launcher that a worker starts.
+    own = {name for spec in TABLE for name in spec.variables if name.startswith("PET_")}.union(RANK_VARIABLES, _SECRETS)
+    environment = {name: value for name, value in environ.items() if name not in own}
     # torch's own default. With torchrun's 1 a failed collective is aborted, and looks finished to the GPU's stream.
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if "OMP_NUM_THREADS" in environ:
@@ -300,6 +304,8 @@ def warm_seconds(
         why = f"a job of {cluster.scheduler} leaves no process behind"
     elif VARIABLE in environment:
         why = "a job inside a worker leaves no process behind"
+    elif not has_pidfd():
+        why = "pidfd_open is refused here, as by a container's seccomp profile"
     elif os.getpid() == 1 or os.getppid() == 0:
         why = "it is the container's first process, which ends with the job"
     else:

@@ -182,7 +182,7 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     """Write the report about the job's end to stderr."""
     from elaunch.launcher.report import record, report
 
-    text = report(outcome, config.spec, agent.logs, agent.is_log_incomplete)
+    text = report(agent.without_shown(outcome), config.spec, agent.logs, agent.is_log_incomplete)
     agent.write_report(text, record(outcome, agent.logs))
 
 

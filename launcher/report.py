@@ -164,7 +164,7 @@ def _wrong_arguments(failure: Failure) -> str:
 
     The console has the same, and nothing else of the failure is of use: not the rank, the time nor the process.
     """
-    if failure.kind is FailureKind.REFUSED:
+    if failure.kind is FailureKind.REFUSED and not failure.asks_to_end:
         return failure.message
     is_usage = failure.kind is FailureKind.STARTUP and failure.code == _USAGE_CODE and not failure.exception
     lines = _tail(failure) if is_usage else []

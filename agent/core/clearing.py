@@ -5,7 +5,7 @@ from __future__ import annotations
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.early_ends import report_ends
 from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
-from elaunch.agent.core.failures import with_tail
+from elaunch.agent.core.failures import is_sigkill, with_tail
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
 from elaunch.agent.core.membership import join_again
 from elaunch.agent.core.own_store import end_if_store_is_gone, last_if_store_is_gone
@@ -133,7 +133,8 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
 
     first = failures[0]
     # The others are known to have lost it, or came later: nobody reads what is known of their causes.
-    cause = with_cause(decisive_failure([*map(whole_of, failures), *map(whole_of, ended.ends)]))
+    cause = decisive_failure([*map(whole_of, failures), *map(whole_of, ended.ends)])
+    cause = with_cause(event.killer if event.killer and is_sigkill(cause) else cause)
     actions: tuple[Action, ...] = (
         *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),
         *name_cause(agent, cause),

@@ -233,6 +233,14 @@ class WorkersHung:
 
 
 @dataclass(frozen=True)
+class WorkerAsked:
+    """A worker asks for the end of the job: it has sent a signal to its parent process, as to a launcher."""
+
+    generation: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
 class WorkersAtPrompt:
     """Workers that a person has interrupted still wait for keys, as at a debugger's prompt."""
 
@@ -272,7 +280,8 @@ class Cleared:
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
     where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out about the failures of local ranks. `hidden` is a line about output that the console did not get.
+    found out about the failures of local ranks. `hidden` is a line about output that the console did not get. `killer`
+    is a rank that had failed before a SIGKILL ended it or a peer.
     """
 
     generation: int
@@ -281,6 +290,7 @@ class Cleared:
     progressed: bool = False
     facts: Mapping[int, Facts] = field(default_factory=dict)
     hidden: str = ""
+    killer: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -298,6 +308,7 @@ WorkerEvent = (
     | Paced
     | StacksTaken
     | WorkersHung
+    | WorkerAsked
     | WorkersAtPrompt
     | WorkersStuck
     | ServiceLost

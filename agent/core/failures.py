@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elaunch.agent.core import crash
 from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
@@ -63,13 +63,17 @@ _EVEN_STEPS = (
 _DEBUGGER_LEFT = "BdbQuit"
 # Words are looked for in this much of a message.
 _SAID_CHARACTERS_MAX = 64 << 10
+# An exception that was printed so long before a SIGKILL, with so few lines in all, has to do with it. Its output may be
+# read a moment later than that end.
+_LAST_S, _LAST_LINES, _AT_ONCE_S = 5.0, 8, 0.1
 # Two texts with the same last characters, this many, are the same traceback.
 _ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
 _SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
-# The signals by which an agent may end a process before Python has returned its exit code for an exception.
-_FROM_AGENT, _EXCEPTION_CODE = (-_SIGKILL, -_SIGTERM), 1
+# The signals by which an agent may end a process before Python has returned its exit code for an exception, and that of
+# C++ for a thread that still runs then.
+_ON_THE_WAY_OUT, _EXCEPTION_CODE = (-_SIGKILL, -_SIGTERM, -_SIGABRT), 1
 _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
 
 
@@ -91,7 +95,8 @@ class Remains:
 
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
     end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
-    that its program was over, by an exception, before a signal ended the process. `crash` is what faulthandler wrote.
+    that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
+    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
     `refused` is why it cannot do what is asked, if it has said so. `step` and `lived_s` as in `Failure`.
     """
 
@@ -102,6 +107,8 @@ class Remains:
     crash: str = ""
     progressed: bool | None = None
     raised: bool = False
+    returned: bool = False
+    own_code: int | None = None
     refused: str = ""
     step: int = -1
     lived_s: float = 0.0
@@ -128,10 +135,13 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
     if remains.code < 0 and not remains.raised and (crashed := crash.parse(remains.crash, remains.code)):
         raised = Raised("", "", crashed.frame, TRACEBACK.of(crashed.stack), not TRACEBACK.fits(crashed.stack))
-    if raised and remains.raised and remains.code in _FROM_AGENT:
+    has_crashed = remains.code in crash.CODES
+    if raised and remains.raised and remains.code in _ON_THE_WAY_OUT:
         # The end of a process may take a second. Its peers have told the agent of a lost one meanwhile.
         remains = replace(remains, code=_EXCEPTION_CODE)
     kind, message = _kind_and_message(remains, raised, signal_name)
+    if raised and remains.raised and has_crashed:
+        message = f"{message}, and was then killed by {signal_name}"
     return Failure(
         kind,
         place.generation,
@@ -200,6 +210,41 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
     whole = failure_of(place, remains, "", failure.failed_at)
     return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
+
+
+def is_sigkill(failure: Failure) -> bool:
+    """Whether SIGKILL ended it, of which nothing else is known."""
+    return failure.kind is FailureKind.SIGNAL and failure.message == "was killed by SIGKILL"
+
+
+def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: Mapping[int, float]) -> Failure | None:
+    """The rank that printed an exception just before a SIGKILL ended the first one of `failures`; None if none did.
+
+    Some frameworks end a rank that fails, and its peers, so that none hangs. `failures` are all of a node's, in the
+    order of their ends; `tails` and `spoke_at` say, by local rank, what came last on their stderr, and when.
+    """
+    if not failures or not is_sigkill(first := failures[0]):
+        return None
+    for each in failures:
+        tail, before_s = tails.get(each.local_rank, ""), first.failed_at - spoke_at.get(each.local_rank, 0.0)
+        # Whatever ended it then, as our own SIGTERM. An uncaught exception has a record: it may come of that SIGKILL.
+        is_bare = each.kind in (FailureKind.SIGNAL, FailureKind.EXIT_CODE)
+        raised = parse_traceback(tail) if is_bare and -_AT_ONCE_S < before_s < _LAST_S else None
+        lines = re.split("[\r\n]", raised.message) if raised else []
+        if raised is None or len(lines) > _LAST_LINES or _is_lost_peer(raised):
+            continue
+        whom = "it" if each is first else f"rank {first.rank}"
+        return replace(
+            each,
+            kind=FailureKind.EXCEPTION,
+            code=None if each.code == -_SIGTERM else each.code,
+            message=f"printed {raised.exception}{_said(lines[0])} just before {whom} was killed by SIGKILL",
+            exception=raised.exception,
+            frame=raised.frame,
+            traceback=raised.traceback,
+            tail=_kept(tail, raised.traceback),
+        )
+    return None
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:
@@ -334,6 +379,9 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         if remains.raised and code == -_SIGKILL:
             # By its agent, which had waited for the end of it.
             return FailureKind.SIGNAL, f"raised an exception, did not end, and {killed}"
+        if remains.returned:
+            ended = "" if remains.own_code is None else f" with exit code {remains.own_code}"
+            killed = f"{killed} after its program had ended{ended}"
         return FailureKind.SIGNAL, killed + crash.shown(raised.frame if raised and remains.crash else "")
     if remains.refused:
         return FailureKind.REFUSED, f"refused to run{_said(remains.refused)}"

@@ -13,6 +13,7 @@ from elaunch.agent.core.events import (
     StacksTaken,
     StoreLost,
     Tick,
+    WorkerAsked,
     WorkerExited,
     WorkerListens,
     WorkerRaised,
@@ -180,6 +181,11 @@ def stacks_taken(agent: Agent, running: Running, event: StacksTaken, now_s: floa
 def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:
     """Count it as a failure like any other: their stacks are taken."""
     return _fail(agent, running, _cause(running, event.failure), now_s)
+
+
+def worker_asked(agent: Agent, running: Running, event: WorkerAsked, now_s: float) -> Step:
+    """Count it as a failure that ends the job."""
+    return _fail(agent, running, event.failure, now_s)
 
 
 def service_lost(agent: Agent, running: Running, event: ServiceLost, now_s: float) -> Step:

@@ -12,6 +12,7 @@ from elaunch.agent.core.events import (
     Signalled,
     StoreLost,
     Tick,
+    WorkerAsked,
     WorkerExited,
     WorkerListens,
     WorkersAtPrompt,
@@ -70,7 +71,7 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     """Count it; judge whether the stop ended it or a failure of its own; clear up after the last one."""
     if event.local_rank not in stopping.live:
         return agent, ()
-    is_killing, failure = isinstance(stopping.mode, Killing), event.failure
+    failure = event.failure
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
         stopping = replace(stopping, due_s=min(stopping.due_s, now_s + LAST_WORDS_S))
@@ -81,10 +82,16 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
         stopping = replace(stopping, ends=(*stopping.ends, event.end))
     if not failure or _is_by_us(event, failure, stopping):
         return go_on_stopping(agent, stopping)
+    return _note_failure(agent, stopping, failure, now_s)
+
+
+def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: float) -> Step:
+    """Note a failure of a worker's own; tell the other nodes if it may be the first."""
+    is_killing = isinstance(stopping.mode, Killing)
     if stopping.failures:
         return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)))
     is_asked = isinstance(stopping.mode, (AtBoundary, Noticed))
-    if stopping.then and is_asked and event.local_rank not in stopping.words.stopped:
+    if stopping.then and is_asked and failure.local_rank not in stopping.words.stopped:
         # Those that were asked to stop after a step wait for this one in vain.
         return stop_broken(agent, stopping)
     generation = agent.snapshot.generation
@@ -102,6 +109,11 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
     actions = (*actions, Commit(transactions.claim_full_record(agent.snapshot, agent.me, failure)))
     return stop_broken(agent, stopping.hurried(now_s, agent.times.failure_grace_s), actions)
+
+
+def worker_asked(agent: Agent, stopping: Stopping, event: WorkerAsked, now_s: float) -> Step:
+    """Count it as a failure: of others that have lost this worker it is the cause."""
+    return _note_failure(agent, stopping, event.failure, now_s)
 
 
 def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: float) -> Step:
@@ -267,7 +279,8 @@ def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
 
 def _has_told(known: Failure, event: WorkerExited) -> bool:
     """Whether `known` is the record of this worker, made from what it told before its process ended."""
-    return known.local_rank == event.local_rank and known.kind is not FailureKind.HANG
+    is_end = known.kind is not FailureKind.HANG and not known.asks_to_end
+    return known.local_rank == event.local_rank and is_end
 
 
 def _end_as_told(agent: Agent, stopping: Stopping, event: WorkerExited) -> Step:

@@ -90,7 +90,7 @@ def become(child: Child) -> None:
         after_fork.refresh(child.preloaded)
     after_fork.standard_streams()
     crash_stack.enable(crash_fd)
-    link = exit_report.promise()
+    link = exit_report.promise(crash_fd)
     gloo = collectives.prepare(child.preloaded.module(collectives.C10D))
     if child.gate:
         child.gate.stand(link)

@@ -38,13 +38,36 @@ def prepare(c10d: ModuleType | None) -> GlooThreads:
     Returns gloo's threads, which that thread looks for.
     """
     gloo = GlooThreads()
-    thread = _AnsweringThread(gloo)
+    thread, own_port = _AnsweringThread(gloo), os.environ.get("MASTER_PORT", "")
+
+    def found(c10d: ModuleType) -> None:
+        thread.follow(c10d)
+        _use_agents_store_at(own_port, c10d)
+
     if c10d is None:
         # Just before Python's own search of sys.path: a finder of the program's stays the first.
-        sys.meta_path.insert(-1, _Finder(thread.follow))
+        sys.meta_path.insert(-1, _Finder(found))
     else:
-        thread.follow(c10d)
+        found(c10d)
     return gloo
+
+
+def _use_agents_store_at(own_port: str, c10d: ModuleType) -> None:
+    """Have torch take only the store at that port for the agent's, and host the program's own stores.
+
+    torch would look for a server at every address (torch/distributed/rendezvous.py, pytorch/pytorch#192113).
+    """
+    rendezvous: Any = getattr(getattr(c10d, "rendezvous", None), "__globals__", {})
+    uses: Any = rendezvous.get("_torchelastic_use_agent_store")
+    if uses is None:
+        return
+
+    def _torchelastic_use_agent_store(*args: Any, **kwargs: Any) -> bool:
+        # torch's function does not get the port. Its caller has it.
+        port = sys._getframe(1).f_locals.get("port", own_port)
+        return bool(uses(*args, **kwargs)) and str(port) == own_port
+
+    rendezvous["_torchelastic_use_agent_store"] = _torchelastic_use_agent_store
 
 
 class _Finder(LeavingFinder):

@@ -13,6 +13,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# What stands in that file before the byte that is the program's exit code.
+EXIT_CODE = b"\nexit code: "
 _imported: list[Any] = []
 
 

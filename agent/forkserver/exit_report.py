@@ -12,6 +12,7 @@ import threading
 from _frozen_importlib_external import PathFinder
 
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.agent.forkserver.crash_stack import EXIT_CODE
 from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
 
 # `typing` itself is not imported: a fresh worker imports this before its program.
@@ -21,21 +22,28 @@ if TYPE_CHECKING:
     from typing import Any
 
 LINK_FD = 3
+# glibc's _IONBF.
+_UNBUFFERED = 2
 _FOLDER = os.path.dirname(os.__file__)  # noqa: PTH120
 _STANDARD = (_FOLDER, os.path.join(_FOLDER, "lib-dynload"))  # noqa: PTH118
 
 
-def promise() -> int:
-    """Send the report when the program has ended, before Python joins its threads. Returns the link, for `tell`."""
+def promise(crash_fd: int) -> int:
+    """Send the report when the program has ended, before Python joins its threads. Returns the link, for `tell`.
+
+    The exit code goes to `crash_fd` (-1: nowhere), the file for crashes.
+    """
     pid = os.getpid()
-    # The program may reuse the fd for another file. The inode identifies the socket.
-    link = os.fstat(LINK_FD).st_ino
+    # The program may reuse the fds for other files. The inodes identify these.
+    link, crash = os.fstat(LINK_FD).st_ino, os.fstat(crash_fd).st_ino if crash_fd >= 0 else -1
 
     def say() -> None:
         # A child that the program forked runs this too, but its end is not the worker's.
         if os.getpid() == pid:
             try:
                 _report(link)
+                if crash >= 0 and os.fstat(crash_fd).st_ino == crash:
+                    _keep_exit_code(crash_fd)
             except Exception:
                 # The program may have broken anything in this interpreter. Its end is still its own.
                 return
@@ -81,6 +89,20 @@ def _report(link: int) -> None:
         unused = ", ".join(f'"{name}"' for name in DEFAULT_PRELOAD if name not in sys.modules)
         said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, "unused": [{unused}]}}'
         _send(link, said, last=True)
+
+
+def _keep_exit_code(crash_fd: int) -> None:
+    """Have C write the exit code there, as a byte, when Python is done: a library's destructor may crash after that.
+
+    With torch, ctypes is there; a program without it has few libraries.
+    """
+    if ctypes := sys.modules.get("ctypes"):
+        libc: Any = ctypes.CDLL(None)
+        libc.fdopen.restype = ctypes.c_void_p
+        stream = ctypes.c_void_p(libc.fdopen(os.dup(crash_fd), b"a"))
+        libc.setvbuf(stream, None, _UNBUFFERED, ctypes.c_size_t(0))
+        if libc.on_exit(libc.fputc, stream) == 0:
+            os.write(crash_fd, EXIT_CODE)
 
 
 class _StandardFinder(LeavingFinder):

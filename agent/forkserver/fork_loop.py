@@ -7,6 +7,7 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver import wire
@@ -14,6 +15,7 @@ from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.forkserver.standbys import Standbys, wait
+from elaunch.agent.linux import read_signal, signal_fd
 from elaunch.rendezvous.codec import encode
 
 if TYPE_CHECKING:
@@ -24,6 +26,13 @@ if TYPE_CHECKING:
 _NAMED_BYTES_MAX = 64 << 10
 # The key of processes that were forked ahead, and the generation that none of them has yet.
 _AHEAD, _NO_GENERATION = "ahead", -1
+# What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
+_ASKING = frozenset(
+    (
+        *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT),
+        *(signal.SIGUSR1, signal.SIGUSR2),
+    )
+)
 # A third of a CPU for what is put into huge pages beside the training.
 _WAIT_PER_PAGE = 2.0
 
@@ -67,6 +76,11 @@ class ForkLoop:
         self._standbys = Standbys()
         self._written: list[int] = []
         self._has_let_go = False
+        self._asking = _ASKING
+        self._signals = -1
+        # Where the system has none (a sandbox), a signal to this process is ignored.
+        with suppress(OSError):
+            self._signals = signal_fd(_ASKING)
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
 
@@ -81,6 +95,8 @@ class ForkLoop:
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
+        if self._signals >= 0:
+            self._selector.register(self._signals, selectors.EVENT_READ)
         while True:
             if asked := self._turn():
                 return asked
@@ -91,6 +107,9 @@ class ForkLoop:
         ready = [key.fileobj for key, _ in self._selector.select(min(waits_s, default=None))]
         if self._wake_r in ready:
             os.read(self._wake_r, 4096)
+        if self._signals in ready:
+            # Its sender may have ended since then, and has a name until that is told.
+            self._tell_signal()
         # Each child is asked for, so not without a reason.
         if self._wake_r in ready or self._children.is_due:
             self._tell_ends()
@@ -111,6 +130,17 @@ class ForkLoop:
             case _:
                 return self._fork(order, fds)
         return None
+
+    def _tell_signal(self) -> None:
+        signum, sender = read_signal(self._signals)
+        if name := self._children.whose(sender):
+            news = {"event": "asked", "generation": name[0], "key": name[1], "pid": sender, "signum": signum}
+            tell(self._control, news, self._end)
+        elif signum in (signal.SIGUSR1, signal.SIGUSR2):
+            # A scheduler's, to all processes: it stays pending, by which the agent knows (`Spawner.signal`).
+            self._asking -= {signum}
+            signal_fd(self._asking, self._signals)
+            os.kill(self._pid, signum)
 
     def _tell_ends(self) -> None:
         for news in self._children.ended():
@@ -184,8 +214,8 @@ class ForkLoop:
     def _become_child(self) -> None:
         """Have nothing of the fork server's but its memory."""
         self._selector.close()
-        os.close(self._wake_r)
-        os.close(self._wake_w)
+        for fd in (self._wake_r, self._wake_w, *([self._signals] if self._signals >= 0 else [])):
+            os.close(fd)
         # The program may use this fd again. If the socket object closed it, it would close the program's file.
         os.close(self._control.detach())
         self._settle(self._pid)

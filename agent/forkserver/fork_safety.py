@@ -15,6 +15,8 @@ from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 # What each zip file has near its end: before a comment of 64 KiB at most (APPNOTE 4.3.16).
 _ZIP_END, _ZIP_END_BYTES = b"PK\5\6", (1 << 16) + 22
+# By these variables an OpenMP runtime binds the process that loads it (GNU's) or that first uses it (Intel's).
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
 
 def why_not(program: Program, loaded_at_start: Collection[str], looked_up: Collection[str], control_fd: int) -> str:
@@ -34,6 +36,18 @@ def why_not(program: Program, loaded_at_start: Collection[str], looked_up: Colle
     if held := next((path for fd, path in open_files().items() if fd not in {0, 1, 2, control_fd}), None):
         return f"{what} keeps {held} open"
     return f"{what} started CUDA" if cuda_is_on() else ""
+
+
+def bound_by(cpus: Collection[int]) -> str:
+    """A sentence on what has bound this process, which could use `cpus`, to fewer of them; empty if nothing has.
+
+    A fresh interpreter has them all until its own import, and so have the processes that it starts before.
+    """
+    now = os.sched_getaffinity(0)
+    if now == cpus:
+        return ""
+    named = ", ".join(f"{name}={os.environ[name]}" for name in _BINDING if name in os.environ)
+    return f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{named and f' ({named})'}"
 
 
 def cuda_is_on() -> bool:

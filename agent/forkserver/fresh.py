@@ -37,7 +37,7 @@ def prepare(loaded_at_start: Collection[str]) -> None:
         if reports == "1":
             from elaunch.agent.forkserver import exit_report
 
-            exit_report.promise()
+            exit_report.promise(int(crash_fd))
         collectives.prepare(None)
     except Exception:
         # The program runs all the same; only the report of its end has less in it.

@@ -254,7 +254,8 @@ def _sources(module: Any, item: str) -> set[str]:
 
 
 def _kept() -> dict[str, str]:
-    """The threads and open files of this process, and what to say of one that a module leaves behind."""
+    """The threads, open files and CPUs of this process, and what to say of what a module leaves behind."""
     own = str(os.getpid())
     threads = {f"thread {tid}": "starts a thread" for tid in os.listdir("/proc/self/task") if tid != own}  # noqa: PTH208
-    return {**threads, **{f"{fd} {path}": f"keeps {path} open" for fd, path in open_files().items()}}
+    files = {f"{fd} {path}": f"keeps {path} open" for fd, path in open_files().items()}
+    return {**threads, **files, f"CPUs {sorted(os.sched_getaffinity(0))}": "binds its process to other CPUs"}

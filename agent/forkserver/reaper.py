@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from elaunch.agent.linux import parent
+
 _GROUP_LOOK_S = 0.02
 _REAP_AFTER_S = 0.02
 # One that waits for a disk ends later. The workers, which end with this process, wait no longer for it.
@@ -53,6 +55,12 @@ class Children:
         """The pid of a worker of the newest generation. None without one."""
         workers = [(generation, pid) for pid, (generation, key) in self._names.items() if isinstance(key, int)]
         return max(workers)[1] if workers else None
+
+    def whose(self, pid: int) -> Name | None:
+        """The name of the child which that process is or descends from; None if there is none, or it is gone."""
+        while pid and pid not in self._names:
+            pid = parent(pid)
+        return self._names.get(pid)
 
     def add(self, pid: int, name: Name) -> None:
         self._names[pid] = name

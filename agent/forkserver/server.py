@@ -57,7 +57,9 @@ class Child:
 
 def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
-    # A bare fork server is ready sooner without it.
+    # A bare fork server is ready sooner without them.
+    from elaunch.agent.forkserver import after_fork
+    from elaunch.agent.forkserver.fork_safety import bound_by
     from elaunch.agent.forkserver.preload import WAIT_PER_WORK, Unfaithful, preload
 
     # Otherwise this process stays small.
@@ -66,22 +68,29 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         from elaunch.agent.forkserver import huge_pages
 
         huge_pages.prepare_heap()
-    environment, began_ns = dict(os.environ), time.time_ns()
+    environment, began_ns, cpus = dict(os.environ), time.time_ns(), os.sched_getaffinity(0)
     mask, control = _settle(boot)
     opened = _opened() if boot.warm_s else None
     try:
         preloaded = preload(boot, loaded_at_start, customise)
+        after_fork.know_threads(preloaded)
+        if bound := bound_by(cpus):
+            raise Unfaithful(bound)
     except Unfaithful as error:
-        if boot.learned.is_used:
-            _start_without_learned(boot, control, mask, environment, str(error))
-        if boot.warm_s and not error.rest:
-            _cannot_stay(control, str(error))
-        told = (f"only {', '.join(error.rest)} can be preloaded: {error}",) if error.rest else ()
-        fallback = "" if error.rest else str(error)
+        bound = bound_by(cpus)
+        why, rest = (bound, None) if bound else (str(error), error.rest)
+        if bound:
+            os.sched_setaffinity(0, cpus)
+        if boot.learned.is_used and (boot.is_paced or not bound):
+            _start_without_learned(boot, control, mask, environment, why)
+        if boot.warm_s and not rest:
+            _cannot_stay(control, why)
+        told = (f"only {', '.join(rest)} can be preloaded: {why}",) if rest else ()
+        fallback = "" if rest else why
         _start_anew(
             replace(
                 boot,
-                preload=error.rest or None,
+                preload=rest or None,
                 fallback=fallback,
                 left_out=(*boot.left_out, *told),
                 mask=tuple(mask),
@@ -90,11 +99,10 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         )
     # Before any fork: otherwise each worker would have to import and make the same itself, or have other modules than
     # the next ones.
-    from elaunch.agent.forkserver import after_fork, child, clean_pages, exit_report, written_pages  # noqa: F401
+    from elaunch.agent.forkserver import child, clean_pages, exit_report, written_pages  # noqa: F401
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
-    after_fork.know_threads(preloaded)
     quick_end.know_libraries()
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None

@@ -342,20 +342,26 @@ def is_cleaner(pid: int) -> bool:
 
 
 def _kill(pid: int, kin: Kin) -> bool:
-    try:
+    pidfd = -1
+    with suppress(OSError, AttributeError):
         pidfd = os.pidfd_open(pid)
-    except OSError:
-        return False
     try:
         # The pid may belong to a stranger since it was listed. The pidfd stands for one process: check that one.
         if not kin.has(pid):
             return False
-        with suppress(OSError):
+        try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            return True
+        except ProcessLookupError:
+            return False
+        except (OSError, AttributeError):
+            # No pidfds: a container's seccomp profile, an old kernel or Python. The check was a moment ago.
+            os.kill(pid, signal.SIGKILL)
+        return True
+    except OSError:
         return False
     finally:
-        os.close(pidfd)
+        if pidfd >= 0:
+            os.close(pidfd)
 
 
 def boot_id() -> bytes:

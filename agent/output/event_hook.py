@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from elaunch.agent.linux import start_thread
+from elaunch.agent.linux import end_of, start_thread
 
 RUN_S_MAX = 10.0
 # At the job's end all runs that are left have this time together.
@@ -105,7 +105,7 @@ class EventHook:
 
     def _watch(self, process: subprocess.Popen[bytes], reader: int, limit_s: float) -> str:
         end_s, said, dropped = time.monotonic() + limit_s, b"", 0
-        ended = os.pidfd_open(process.pid)
+        ended = end_of(process.pid)
         os.set_blocking(reader, False)
         selector = selectors.DefaultSelector()
         selector.register(ended, selectors.EVENT_READ)

@@ -1,13 +1,15 @@
 """Holds back tracebacks on the console that tell nothing new.
 
 When one rank of 64 fails, 63 others print a traceback each about a lost peer. After Ctrl-C, 64 ranks print one each
-about the KeyboardInterrupt. The log files and the failure records keep all of them.
+about the KeyboardInterrupt. A bug that all ranks have comes 64 times in each generation. The log files and the failure
+records keep all of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 
 _BEGIN = b"Traceback (most recent call last):"
 # A traceback that ends with a KeyboardInterrupt, and what joins it to the one before it. torch.distributed puts the
@@ -23,6 +25,10 @@ _INTERRUPT = re.compile(
     """,
     re.MULTILINE | re.VERBOSE,
 )
+_PREFIX = re.compile(rb"^\[rank\d+\]:[ ]", re.MULTILINE)
+_STACKS_MAX = 32
+# A traceback that ends so many lines above is still on the screen.
+_NEAR_LINES = 50
 # A traceback comes in one go. If its exception is no lost peer, it is shown after this time.
 _LOOK_S = 0.1
 # On a busy host the lines of one traceback may come this far apart.
@@ -33,24 +39,102 @@ _HELD_BYTES_MAX = 256 << 10
 _RANKS_SHOWN = 8
 
 
+class ShownTracebacks:
+    """The tracebacks that the console has. One that comes again, from any rank and in any generation, is a line.
+
+    `lines` counts what has been written to the console.
+    """
+
+    def __init__(self, lines: Callable[[], int]) -> None:
+        self._lines = lines
+        # By the stack: the generation, the rank, what was raised there, and the line of the console.
+        self._shown: dict[bytes, tuple[int, int, bytes, int]] = {}
+
+    def once(self, text: bytes, generation: int, rank: int, *, is_alone: bool = False) -> bytes:
+        """The form of `text`, of this rank, that is now written to the console.
+
+        What a worker that `is_alone` repeats in one generation stays, as under Python.
+        """
+        return _whole().sub(lambda found: self._once(found[0], generation, rank, is_alone), text)
+
+    def near(self, traceback: str) -> str:
+        """Where this traceback stands, if that is a few lines above; empty if it does not."""
+        stack, raised = _parts(traceback.encode(errors="replace"))
+        generation, rank, shown, line = self._shown.get(stack, (0, 0, None, 0))
+        is_near = shown == raised and self._lines() - line <= _NEAR_LINES
+        return f"printed above by rank {rank} in generation {generation}" if is_near else ""
+
+    def _once(self, traceback: bytes, generation: int, rank: int, is_alone: bool) -> bytes:
+        stack, raised = _parts(traceback)
+        if not stack:
+            return traceback
+        torn = (known for whole, known in self._shown.items() if not raised and whole.startswith(stack))
+        # A worker that is stopped while it prints leaves the begin of one.
+        if known := self._shown.get(stack) or next(torn, None):
+            before, other, shown, _ = known
+            if is_alone and before == generation:
+                return traceback
+            where = [f"rank {other}"] * (other != rank) + [f"in generation {before}"] * (before != generation)
+            same = (rank, " ".join(where or ["before"]).encode())
+            if raised in (shown, b""):
+                return b"elaunch: rank %d: the same traceback as %b\n" % same
+            lines = traceback.splitlines(keepends=True)[-raised.count(b"\n") - 1 :]
+            return b"elaunch: rank %d: the same stack as %b, but:\n%b" % (*same, b"".join(lines))
+        if len(self._shown) == _STACKS_MAX:
+            del self._shown[next(iter(self._shown))]
+        self._shown[stack] = generation, rank, raised, self._lines() + traceback.count(b"\n")
+        return traceback
+
+
+@cache
+def _whole() -> re.Pattern[bytes]:
+    """Finds whole tracebacks, with those that they are chained to. Below torch's prefix all lines belong to it.
+
+    An exception of a DataLoader's worker has that worker's traceback in its message. Made when the first one comes.
+    """
+    begin = rb"Traceback \(most recent call last\):\n"
+    frames, raised = rb"(?:^[ \t].*(?:\n|\Z))*", rb"^[A-Za-z_].*(?:\n|\Z)"
+    body = rb"%b(?:%b%b(?:^Original %b%b%b)?)?" % (frames, raised, frames, begin, frames, raised)
+    joint = rb"^\n^(?:During handling of|The above exception was).*\n^\n"
+    plain = rb"^%b%b(?:%b^%b%b)*" % (begin, body, joint, begin, body)
+    group = rb"  \+ Exception Group %b" % begin
+    prefixed = rb"^\[rank\d+\]: (?:%b|%b)(?:^\[rank\d+\]: .*(?:\n|\Z))*" % (begin, group)
+    return re.compile(rb"%b|%b|^%b%b" % (prefixed, plain, group, frames), re.MULTILINE)
+
+
+def _parts(traceback: bytes) -> tuple[bytes, bytes]:
+    """The traceback up to its last frame, and the exception, which may name another number in each rank."""
+    plain = _PREFIX.sub(b"", traceback).rstrip()
+    last = plain.rfind(b"\n ")
+    end = (plain.find(b"\n", last + 1) + 1 or len(plain)) if last >= 0 else 0
+    return plain[:end], plain[end:]
+
+
 class TracebackFold:
     """One worker's stderr on its way to the console.
 
     `judge(text)` says whether the tracebacks in `text` tell of a lost peer only; None while the last is not complete.
-    `is_interrupted()` says that the worker has got SIGINT, so that its KeyboardInterrupt is no news. `due_s` is when
-    `look` is due, on the clock of `now_s`; None if nothing is held. `folded` counts lines never shown.
+    `is_interrupted()` says that the worker has got SIGINT, so that its KeyboardInterrupt is no news. `once(text)` is
+    the form in which the console gets a traceback that is shown. `due_s` is when `look` is due, on the clock of
+    `now_s`; None if nothing is held. `folded` counts lines never shown.
     """
 
-    def __init__(self, judge: Callable[[str], bool | None], is_interrupted: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        judge: Callable[[str], bool | None],
+        is_interrupted: Callable[[], bool] = lambda: False,
+        once: Callable[[bytes], bytes] = bytes,
+    ) -> None:
         self.due_s: float | None = None
         self.folded = 0
         self._judge = judge
         self._is_interrupted = is_interrupted
+        self._once = once
         self._held = b""
         self._since_s = 0.0
 
     def take(self, data: bytes, now_s: float) -> bytes:
-        """What of `data`, whole lines, can be shown now."""
+        """What of `data` can be shown now."""
         shown = b""
         if not self._held:
             begin = data.find(_BEGIN)
@@ -88,7 +172,7 @@ class TracebackFold:
 
     def _release(self) -> bytes:
         held, self._held, self.due_s = self._held, b"", None
-        return held
+        return self._once(held)
 
 
 def said_of_folded(lines: dict[int, int], *, is_interrupted: bool) -> str:

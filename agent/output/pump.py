@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import get_args
 
 from elaunch.agent.config import Level
+from elaunch.agent.output.folding import ShownTracebacks
 from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
 from elaunch.agent.own_lines import OwnLines
 from elaunch.agent.terminal import is_one_terminal
@@ -23,8 +24,9 @@ from elaunch.agent.terminal import is_one_terminal
 _READ_BYTES = 256 << 10
 _LEVELS = get_args(Level)
 
-# Gets, by local rank, the end of each stderr, and the number of its lines that were not shown (`TracebackFold`).
-Drained = Callable[[dict[int, str], dict[int, int]], None]
+# Gets, by local rank, the end of each stderr, the number of its lines that were not shown (`TracebackFold`), and when
+# its last ones came (`time.time()`).
+Drained = Callable[[dict[int, str], dict[int, int], dict[int, float]], None]
 
 
 class Pump:
@@ -44,6 +46,8 @@ class Pump:
             if is_one_terminal(1, 2)
             else Console(2, lambda error: self._stdout_gone(error) if is_one_pipe(1, 2) else None)
         )
+        consoles = {self.stdout, self.stderr}
+        self.tracebacks = ShownTracebacks(lambda: sum(console.lines for console in consoles))
         self._when_closed: Callable[[], None] = lambda: None
         self._is_closed = threading.Event()
         self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -53,6 +57,7 @@ class Pump:
         self._streams: list[WorkerStream] = []
         self._tails: dict[int, dict[int, str]] = {}
         self._folded: dict[int, dict[int, int]] = {}
+        self._spoke_at: dict[int, dict[int, float]] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elaunch-output", daemon=True)
 
@@ -165,6 +170,8 @@ class Pump:
         stream.close()
         if tail := stream.tail():
             self._tails.setdefault(stream.generation, {})[stream.local_rank] = tail
+            at = time.time() - (time.monotonic() - stream.spoke_s)
+            self._spoke_at.setdefault(stream.generation, {})[stream.local_rank] = at
         if stream.folded:
             self._folded.setdefault(stream.generation, {})[stream.local_rank] = stream.folded
 
@@ -178,4 +185,5 @@ class Pump:
                 if stream in self._streams:
                     self._finish(stream)
         finally:
-            drained(self._tails.pop(generation, {}), self._folded.pop(generation, {}))
+            tails, folded = self._tails.pop(generation, {}), self._folded.pop(generation, {})
+            drained(tails, folded, self._spoke_at.pop(generation, {}))

@@ -27,7 +27,7 @@ class Console:
     """One of this process's standard streams, shared by the ranks: no rank's line is cut by another's.
 
     `gone` is called once if nothing can be written any more: its reader is gone, or the disk is full. Later output of
-    that stream is dropped. A partial line is shown when it has waited for `partial_line_wait_s`.
+    that stream is dropped. A partial line is shown when it has waited for `partial_line_wait_s`. `lines` counts lines.
     """
 
     def __init__(self, fd: int, gone: Callable[[OSError], None]) -> None:
@@ -35,6 +35,7 @@ class Console:
         self._gone = gone
         self._open_line_of: WorkerStream | None = None
         self._live = live_rows_of(fd)
+        self.lines = 0
         self.partial_line_wait_s = TERMINAL_WAIT_S if os.isatty(fd) else PARTIAL_LINE_WAIT_S
 
     @property
@@ -54,6 +55,7 @@ class Console:
         """
         if not data or self._fd < 0:
             return
+        self.lines += data.count(b"\n")
         if self._live:
             self._send(self._live.put(data, writer, prefix, instead_of))
             return
@@ -134,6 +136,8 @@ class Route:
 class WorkerStream:
     """A pipe from a worker. Everything that the worker wrote goes along `route`. With `keep_tail` its end is kept.
 
+    `spoke_s` is when it last wrote, on the clock of `now_s`.
+
     `fd` is the pipe's reading end, which does not block. This object closes it and the route's files.
     """
 
@@ -141,10 +145,11 @@ class WorkerStream:
         self.fd = fd
         self.generation = generation
         self.local_rank = local_rank
+        self.spoke_s = 0.0
         self._partial_at_s: float | None = None
         self._route = route
         self._fold = route.fold
-        self._whole_lines = route.whole_lines or bool(route.prefix or route.needles or route.fold or route.frame)
+        self._whole_lines = route.whole_lines or bool(route.prefix or route.needles or route.frame)
         self._splitter = LineSplitter()
         self._keep_tail = keep_tail
         self._tail: deque[bytes] = deque()
@@ -168,6 +173,7 @@ class WorkerStream:
         """Pass `data` on: whole lines at once, a partial line when its end comes or `flush_at_s` has passed."""
         if self._keep_tail:
             self._remember(data)
+        self.spoke_s = now_s
         left = self._route.file.write(data) if self._route.file else data
         if self._route.file_first:
             data = left

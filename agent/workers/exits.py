@@ -6,7 +6,7 @@ import signal
 import time
 
 from elaunch.agent.core.crash import CODES
-from elaunch.agent.core.events import WorkerExited
+from elaunch.agent.core.events import WorkerAsked, WorkerExited
 from elaunch.agent.core.failures import Place, Remains, end_of, failure_of
 from elaunch.agent.workers.error_file import read_error_file
 from elaunch.agent.workers.group import WorkerGroup
@@ -41,6 +41,30 @@ class ExitReader:
         group.failures[local_rank] = failure
         return WorkerExited(group.generation, local_rank, code, failure, end, told)
 
+    def asked(self, group: WorkerGroup, local_rank: int, sender: int, signum: int) -> WorkerAsked:
+        """The event of a signal that a worker, or `sender`, a process that it has started, sent to its parent."""
+        link, pid = group.links.get(local_rank), group.pids.get(local_rank, -1)
+        by = "" if sender == pid else f" (by pid {sender}, which it has started)"
+        place = self._place(group, local_rank, pid)
+        failure = Failure(
+            FailureKind.REFUSED,
+            place.generation,
+            place.node_id,
+            place.host,
+            place.rank,
+            place.local_rank,
+            pid,
+            None,
+            f"sent {signal_name(-signum)} to its parent process{by}",
+            log_path=group.log_files.get(local_rank, ""),
+            failed_at=time.time(),
+            progressed=_progressed(link),
+            step=_step(link),
+            lived_s=group.lived_s(local_rank),
+            is_mixed=local_rank in group.mixed,
+        )
+        return WorkerAsked(group.generation, failure)
+
     def _told(self, group: WorkerGroup) -> tuple[Failure, ...]:
         """What workers that still run have told of the end of their programs, without those that lost a peer.
 
@@ -69,12 +93,14 @@ class ExitReader:
         link, error_file = group.links.get(local_rank), group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
         kernel = self.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
-        stack = group.crash_files[local_rank].read() if code in CODES and local_rank in group.crash_files else ""
+        crash_file = group.crash_files.get(local_rank) if code in CODES else None
         remains = Remains(
             code,
             record or "",
             kernel=kernel,
-            crash=stack,
+            crash=crash_file.read() if crash_file else "",
+            returned=link is not None and link.has_returned,
+            own_code=crash_file.exit_code() if crash_file else None,
             progressed=_progressed(link),
             raised=link is not None and link.raised,
             refused=link.refused if link else "",

@@ -24,6 +24,11 @@ from elaunch.rendezvous.types import FailureKind
 _FORK_S = 0.05
 # An import that takes longer than this is worth a line in the log: the user waits for it.
 _PATIENCE_S = 10.0
+# Nothing tells who has sent a SIGKILL.
+_KILLED_PARENT = (
+    "it is the parent process of this node's ranks: look for a rank that kills its parent (os.kill(os.getppid(),"
+    " SIGKILL)), and for who else may have sent it SIGKILL"
+)
 
 
 class ForkServerMonitor:
@@ -158,6 +163,9 @@ class ForkServerMonitor:
                 if news["key"] != "store":
                     local_rank = int(news["key"])
                     group.pids[local_rank], group.forked_s[local_rank] = int(news["pid"]), time.monotonic()
+            case "asked" if group and isinstance(news["key"], int):
+                asked = self._exits.asked(group, news["key"], int(news["pid"]), int(news["signum"]))
+                self._reporter.post(asked)
             case "unstarted" if group:
                 self._unstarted(group, news["key"], news["why"])
             case "exited" if group:
@@ -236,4 +244,6 @@ class ForkServerMonitor:
             from elaunch.agent.core.causes.memory import MORE_MEMORY
 
             failure = replace(failure, advice=MORE_MEMORY.format(limit=""))
+        elif kind is FailureKind.TEMPLATE_LOST and message.endswith(signal.SIGKILL.name):
+            failure = replace(failure, advice=_KILLED_PARENT)
         self._reporter.post(ServiceLost(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))

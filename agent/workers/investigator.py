@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from elaunch.agent.core.causes.cause import (
     NO_FACTS,
     Facts,
+    FolderOf,
     FullDisks,
     GpuErrors,
     IsThere,
@@ -25,6 +26,7 @@ from elaunch.agent.core.causes.cause import (
     Question,
     Space,
     SpaceOf,
+    TemporaryFolder,
 )
 from elaunch.agent.core.explain import questions_about
 from elaunch.agent.linux import start_thread
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.types import Failure
 
 _LIMIT_S = 2.0
-# What the kernel answers by itself, without a disk or a driver.
-_OF_KERNEL = (KernelKills, KillCounters, MemoryLimits)
+# What needs no disk and no driver.
+_OF_KERNEL = (KernelKills, KillCounters, MemoryLimits, TemporaryFolder)
 # How /proc/mounts writes spaces and the like.
 _OCTAL = re.compile(r"\\(\d{3})")
 # File systems that are on no device of their own, and that programs fill. Network ones have a colon: host:/path.
@@ -86,6 +88,11 @@ class Investigator:
                 return replace(facts, full=_full_disks())
             case IsThere(path):
                 return replace(facts, there=facts.there | {path}) if os.path.isfile(path) else facts  # noqa: PTH113
+            case FolderOf(name, files):
+                return replace(facts, folder=_folder_of(name, files))
+            case TemporaryFolder():
+                given = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+                return replace(facts, temporary=next(filter(None, given), ""))
             case GpuErrors():
                 return replace(facts, gpu_errors=(*self._log.xids(), *_counted_errors()))
             case MemoryLimits():
@@ -108,6 +115,18 @@ def _space(path: str) -> Space:
     # A file system without a fixed number of files says 0 of 0.
     files_free = said.f_favail if said.f_files else 1
     return Space(mount, said.f_blocks * said.f_frsize, said.f_bavail * said.f_frsize, files_free)
+
+
+def _folder_of(name: str, files: Sequence[str]) -> str:
+    """The answer to `FolderOf`; empty if no folder has it."""
+    here = Path.cwd()
+    folders = (here, *(folder for file in files for folder in (here / file).resolve().parents))
+    for folder in dict.fromkeys(folders):
+        # The root's folders are the system's, as /lib. A folder without Python code is data, as wandb's.
+        patterns = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")
+        if folder.parent != folder and any(next(folder.glob(pattern), None) for pattern in patterns):
+            return str(folder)
+    return ""
 
 
 def _full_disks() -> tuple[Space, ...]:

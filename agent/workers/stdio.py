@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from string import Template
 
 from elaunch.agent.config import AgentConfig, Streams
@@ -102,7 +103,7 @@ class Stdio:
             needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
             needle_file=needle_file if teed else None,
             frame=frame,
-            fold=None if out or not console or plan.show_all_tracebacks else _fold(group),
+            fold=None if out or not console or plan.show_all_tracebacks else self._fold(group, local_rank),
         )
         self._pump.add(WorkerStream(ours, group.generation, local_rank, route, keep_tail=not out))
         return theirs
@@ -128,11 +129,18 @@ class Stdio:
         names = {"role_name": role, "rank": str(group.rank(local_rank)), "local_rank": str(local_rank)}
         return Template(self._plan.prefix_template).safe_substitute(names).encode()
 
+    def _fold(self, group: WorkerGroup, local_rank: int) -> TracebackFold:
+        """What holds back tracebacks that tell nothing new."""
+        once = partial(self._pump.tracebacks.once, generation=group.generation, rank=group.rank(local_rank))
+        if group.table.world_size == 1:
+            return TracebackFold(_is_whole, once=partial(once, is_alone=True))
+        return TracebackFold(tells_of_lost_peer, lambda: group.is_interrupted, once)
+
     def _on_console(self, group: WorkerGroup, local_rank: int) -> bool:
         local, ranks = self._plan.console_local_ranks, self._plan.console_ranks
         return (local is None or local_rank in local) and (ranks is None or group.rank(local_rank) in ranks)
 
 
-def _fold(group: WorkerGroup) -> TracebackFold | None:
-    """What holds back tracebacks that tell nothing new. A worker that is alone has no peer that tells the same."""
-    return TracebackFold(tells_of_lost_peer, lambda: group.is_interrupted) if group.table.world_size > 1 else None
+def _is_whole(text: str) -> bool | None:
+    """Nothing is held back of a worker that is alone: no peer has said the same. But a traceback is shown whole."""
+    return None if tells_of_lost_peer(text) is None else False

@@ -15,7 +15,7 @@ from elaunch.agent.at_once import at_once
 from elaunch.agent.core.actions import Blame, Clear, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
-from elaunch.agent.core.failures import with_tail
+from elaunch.agent.core.failures import killer_of, with_tail
 from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
@@ -309,16 +309,21 @@ class Workers:
             return
         self._guardian.end_generation(generation, self._fork_server.pids, meanwhile)
 
-        def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
+        def drained(tails: dict[int, str], folded: dict[int, int], spoke_at: dict[int, float]) -> None:
             self._timeline.stamp(generation, "cleared")
             hidden = _said_of_folded(group, folded)
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
+                killer = killer_of([*group.failures.values()], tails, spoke_at)
+                if killer:
+                    failures[killer.local_rank] = killer
                 # Those that lost a peer are explained only if there is no other.
                 causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
                 self._look_into(
                     causes,
-                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
+                    lambda facts: self._reporter.post(
+                        Cleared(generation, tails, reached, progressed, facts, hidden, killer)
+                    ),
                 )
             except Exception:
                 # Without this event the agent would wait for ever. A program's odd output must not do that.
@@ -371,7 +376,7 @@ class Workers:
         self._spares_leftovers, self._leftovers = False, None
         self._guardian.end_generation(group.generation, self._fork_server.pids, meanwhile)
 
-        def drained(_: dict[int, str], folded: dict[int, int]) -> None:
+        def drained(_: dict[int, str], folded: dict[int, int], _at: dict[int, float]) -> None:
             if hidden := _said_of_folded(group, folded):
                 self._reporter.say(hidden)
 

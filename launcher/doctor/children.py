@@ -111,12 +111,14 @@ class TaskProcess:
                 return
             self._is_reaped = True
             os.close(self.fd)
+            from elaunch.agent.linux import end_of
+
             # One that hangs in the kernel ends perhaps never.
             with suppress(OSError), selectors.DefaultSelector() as selector:
-                pidfd = os.pidfd_open(self._pid)
-                selector.register(pidfd, selectors.EVENT_READ)
+                ended = end_of(self._pid)
+                selector.register(ended, selectors.EVENT_READ)
                 selector.select(_REAP_S)
-                os.close(pidfd)
+                os.close(ended)
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, os.WNOHANG)
 

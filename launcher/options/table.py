@@ -178,7 +178,7 @@ _OUTPUT = (
     ),
     _switch("verbose", Group.OUTPUT, "also lines about what elaunch chose and does at the start", short="v"),
     _switch("quiet", Group.OUTPUT, "of elaunch's own lines only warnings, errors and the report", short="q"),
-    _switch("show-all-tracebacks", Group.OUTPUT, "also tracebacks of a lost peer and of Ctrl-C"),
+    _switch("show-all-tracebacks", Group.OUTPUT, "all tracebacks: of a lost peer, of Ctrl-C, repeated ones"),
     OptionSpec(
         "log-format", Group.OUTPUT, "FORM", "form of lines: text (files: with time), plain, json", values.log_format,
         default=LogFormat.TEXT, default_text="text",

@@ -265,9 +265,9 @@ def _top(request: LookRequest, source: JobSource) -> int:
     try:
         from elaunch.launcher.watch.top import watch
     except ModuleNotFoundError as error:
-        raise SiteError(
-            f"elaunch top needs {error.name}: pip install {error.name}; elaunch status needs it not"
-        ) from None
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        raise SiteError("elaunch top needs rich: python -m pip install -U rich; elaunch status needs it not") from None
     return watch(source, every_rank="--ranks" in request.switches)
 
 

@@ -31,6 +31,12 @@ from pathlib import Path
 
 Path(os.environ["RANK"]).write_text(json.dumps({"argv": sys.argv, **os.environ}))
 """
+NESTED = """
+import os, subprocess, sys
+
+if os.environ["RANK"] == "0":
+    sys.exit(subprocess.call([sys.executable, "-m", "elaunch", "--preload-only", "json", "inner.py"]))
+"""
 TWO_WORKERS = ("--nproc-per-node", "2", "--max-restarts", "2", "train.py", "--lr", "3")
 
 # Variables in which the two launchers cannot or should not agree.
@@ -44,6 +50,7 @@ DIFFERS = {
     "ELAUNCH_LINK": "ours",
     "ELAUNCH_MEMORY": "ours",
     "ELAUNCH_MARKER": "ours",
+    "PET_LOG_FORMAT": "torchrun hands on what configured the job, also to the jobs inside it",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torchrun's is 1; here it is torch's own default, which aborts no collective",
     "OMP_NUM_THREADS": "torchrun's is 1; here the workers share the cores",
     "_": "the shell's",
@@ -253,6 +260,20 @@ class TestTorchrunsVariables:
 
     def test_the_command_line_wins_over_a_pet_variable(self, by_variables: Job) -> None:
         assert {worker["ROLE_NAME"] for worker in records(by_variables, "found")} == {"actor"}
+
+    def test_a_job_that_a_worker_starts_is_a_job_of_its_own(self, tmp_path: Path) -> None:
+        script(tmp_path, NESTED)
+        script(tmp_path, SAY_ENVIRONMENT, "inner.py")
+        of_two_nodes = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "no[1-2]"}
+        env = {"PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": str(_free_ports(1)[0]), "PET_SCHEDULER": "none"}
+
+        job = finished(tmp_path, *LIGHT, "train.py", env={**env, **of_two_nodes, "SLURM_STEP_ID": "0"})
+
+        assert job.code == 0, job.output
+        (inner,) = records(job, "found")
+        assert inner["WORLD_SIZE"] == "1"
+        assert not [name for name in inner if name.startswith("PET_")]
+        assert inner["SLURM_JOB_ID"] == "7"
 
     def test_a_wrong_pet_variable_is_named_in_the_message(self, tmp_path: Path) -> None:
         script(tmp_path, SAY_ENVIRONMENT)

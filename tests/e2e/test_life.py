@@ -18,6 +18,7 @@ from tests.harness import (
     Job,
     environment,
     finished,
+    free_ports,
     records,
     script,
     slow,
@@ -57,6 +58,12 @@ if "kill" in sys.argv and said["ELAUNCH_GENERATION"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(total)
 dist.destroy_process_group()
+if "kill" not in sys.argv:
+    own = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("gloo", f"tcp://localhost:{sys.argv[1]}", timedelta(seconds=150), **own)
+    dist.all_reduce(total)
+    print("own", json.dumps({"rank": dist.get_rank(), "total": int(total)}))
+    dist.destroy_process_group()
 """
 
 ONE_FAILS = """
@@ -101,7 +108,9 @@ def reduced(world: int, reduced_in: Path) -> Job:
     script(reduced_in, ALL_REDUCE)
     env = {"TMPDIR": str(reduced_in / "temporary"), **WITH_TORCH}
 
-    return finished(reduced_in, "--nproc-per-node", str(world), "--log-dir", "logs", "train.py", env=env)
+    return finished(
+        reduced_in, "--nproc-per-node", str(world), "--log-dir", "logs", "train.py", str(free_ports(1)[0]), env=env
+    )
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +162,9 @@ class TestAllReduce:
 
     def test_torch_sees_an_elastic_launch_whose_store_the_agent_hosts(self, reduced: Job, world: int) -> None:
         assert [worker["elastic"] for worker in records(reduced, "reduced")] == [True] * world
+
+    def test_the_ranks_meet_at_a_store_of_their_own_too(self, reduced: Job, world: int) -> None:
+        assert sorted(worker["rank"] for worker in records(reduced, "own")) == list(range(world)), reduced.output
 
     def test_the_worker_stores_first_word_is_on_the_timeline(self, reduced: Job, reduced_in: Path) -> None:
         (path,) = reduced_in.glob("logs/*_*/timeline.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -15,13 +16,20 @@ import pytest
 
 from elaunch.agent.guardian.guardian import kill_cgroup
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Light, Watched, described, halting_server, is_alive, library
-from tests.harness import DEADLINE_S, script, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, script, wait_for
 from tests.standin import WITHOUT_TORCH
 
 WITH_CHILDREN = f"""{SAY}{CHILDREN}
 say("worker", os.getpid())
 while True:
     signal.pause()
+"""
+
+FAILS_ONCE = """
+import os, sys, time
+
+if os.environ["ELAUNCH_GENERATION"] == "0":
+    sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(600)
 """
 
 NAMES = ("worker", "sleep", "setsid", "daemon")
@@ -41,6 +49,21 @@ def test_children_of_workers_die_with_the_agent(tmp_path: Path, how: tuple[str, 
     with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py", env=WITHOUT_TORCH) as job:
         pids = said_pids(job, *NAMES, each=2)
         assert job.run_dirs(), "there is no run directory to remove"
+
+        job.kill_agent()
+
+        job.assert_nothing_is_left(pids)
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=["refused", "unknown"])
+def test_without_pidfds_a_job_restarts_and_nothing_outlives_its_agent(tmp_path: Path, error: int) -> None:
+    script(tmp_path, FAILS_ONCE + WITH_CHILDREN)
+    prefix = (sys.executable, str(REPOSITORY / "tests" / "no_pidfd.py"), str(error))
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py", prefix=prefix) as job:
+        job.wait_for_output("generation 1")
+        pids = said_pids(job, *NAMES, each=2)
+        job.guardian().kill()
+        job.wait_for_output("the guardian was killed; starting another")
 
         job.kill_agent()
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.faults.processes import LIGHT, Watched, library
-from tests.harness import script
+from tests.harness import finished, script
 
 # Each module notes the process that runs it. `settings` is changed by `ranked`, as lightning_utilities is by lightning.
 BY = "import os\nBY = os.getpid()\n"
@@ -25,11 +26,19 @@ MODULES = {
     "threaded": BY + THREAD,
     "file_open": BY + "kept = open('/etc/hostname')\n",
     "profile": BY,
+    "binding": BY + "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n",
     "starts": BY + "import subprocess\nsubprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3)\n",
     "failing": BY + "1 / 0\n",
     "leaving": BY + "raise SystemExit('no')\n",
     "crashing": BY + "import signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
 }
+# As an import of torch does it under OMP_PROC_BIND; in the fork server alone, so that a worker shows what it inherits.
+BINDS = """
+import os
+if open("/proc/self/comm").read() == "elaunch-fork\\n":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+"""
+SEVERAL_CPUS = pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two CPUs")
 SAYS = """
 import gc, json, os, sys, importlib
 found = {"forked": gc.get_freeze_count() > 0, "early": "ranked" in sys.modules}
@@ -86,6 +95,7 @@ def test_workers_are_forked_and_have_what_is_suitable(job: Watched) -> None:
         ("threaded", "threaded starts a thread"),
         ("file_open", "file_open keeps /etc/hostname open"),
         ("profile", "profile has the name of .*/mine/profile.py"),
+        pytest.param("binding", "binding binds its process to other CPUs", marks=SEVERAL_CPUS),
         ("failing", "importing it failed: ZeroDivisionError: division by zero"),
         ("leaving", "importing it failed: SystemExit: no"),
         ("crashing", "the process that tried to import it was killed by SIGKILL"),
@@ -135,3 +145,15 @@ def test_a_module_that_is_asked_for_only_now_and_then_costs_no_more_than_what_wa
 
     assert "forked True" in job.stdout
     assert "only json can be preloaded: ranked is imported only now and then" in job.output
+
+
+@SEVERAL_CPUS
+def test_no_worker_is_bound_to_the_cpus_to_which_imports_bind_the_fork_server(tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    env = {**library(tmp_path, "sitecustomize", BINDS), "OMP_PROC_BIND": "close"}
+    script(tmp_path, "import os\nprint(sorted(os.sched_getaffinity(0)))\n")
+
+    job = finished(tmp_path, *LIGHT, "train.py", env=env)
+
+    assert job.stdout == f"{cpus}\n", job.output
+    assert f"imports have bound the fork server to 1 of {len(cpus)} CPUs (OMP_PROC_BIND=close)\n" in job.stderr

@@ -99,6 +99,34 @@ def test_workers_get_the_signal_and_their_exit_0_does_not_hide_it(
         assert job.stderr.count(f"{signum.name}: stopping 2 workers") == 1
 
 
+ASKS = f"""{SAY}
+if RANK == 1:
+    subprocess.Popen(["sleep", "600"])
+    os.kill(os.getppid(), signal.Signals[sys.argv[1]])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "signum"),
+    [
+        (LIGHT, "SIGTERM"),
+        (FRESH, "SIGQUIT"),
+        (LIGHT, "SIGUSR1"),
+        *(slow(LIGHT, name) for name in ("SIGINT", "SIGHUP", "SIGABRT", "SIGUSR2")),
+    ],
+)
+def test_a_rank_ends_the_job_by_a_signal_to_its_parent(tmp_path: Path, how: tuple[str, ...], signum: str) -> None:
+    script(tmp_path, ASKS)
+    with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py", signum, env=WITHOUT_TORCH) as job:
+        assert job.wait() == 1
+
+        assert re.search(rf"rank 1 \(.*\) sent {signum} to its parent process in generation 0; stopping", job.stderr)
+        assert "Why it stopped: a signal from a rank to its parent process ends the job" in job.stderr
+        assert "generation 1" not in job.output
+        job.assert_nothing_is_left()
+
+
 def test_workers_that_sigstop_holds_save_and_end_when_the_job_is_stopped(tmp_path: Path) -> None:
     script(tmp_path, ONE_SAVES)
     with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:

@@ -111,8 +111,9 @@ RULES = (
     ),
     CauseRule(
         "the process group's store cannot be reached",
-        "the workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: do not set them in the script, and let no"
-        " firewall close that port between the nodes",
+        "the workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: let no firewall close that port between the"
+        " nodes; for a store at another port set TORCHELASTIC_USE_AGENT_STORE=False first, else torch makes every rank"
+        " a client of it",
         pattern=regex(r"client socket has (?:failed to connect|timed out)"),
         more=_no_store,
     ),

@@ -41,6 +41,9 @@ _SHM_ADVICE = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
     " medium: Memory at /dev/shm), or use fewer DataLoader workers"
 )
+# Semaphores, shared memory of Python and torch, and NCCL's segments. sem_open and shm_open give names below /dev/shm.
+_SHM_WORDS = regex(r"/dev/shm\b|shared memory|</?torch_|semaphore|: '/(?:psm_|torch_|sem\.|mp-|wnsm_)")
+_SHM_FILES = regex(r"(?:multiprocess(?:ing)?|loky/backend)/(?:synchronize|shared_memory|heap)\.py$")
 
 
 def _ask_shm(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
@@ -57,6 +60,25 @@ def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
     if space is None or (space.total > _SMALL_SHM and not space.is_full):
         return None
     return {"size": bytes_text(space.total), "free": bytes_text(space.free)}
+
+
+def _is_in_shm(evidence: Evidence) -> bool:
+    """Whether the file was to be made in /dev/shm, of which the words need not tell; other files are on a disk."""
+    innermost = evidence.files[-1] if evidence.files else ""
+    return bool(_SHM_WORDS.search(evidence.words) or _SHM_FILES.search(innermost))
+
+
+def _ask_no_shm(evidence: Evidence, values: Values) -> tuple[Question, ...]:
+    return _ask_shm(evidence, values) if _is_in_shm(evidence) else ()
+
+
+def _no_shm(evidence: Evidence, _values: Values) -> Values | None:
+    if not _is_in_shm(evidence):
+        return None
+    space = evidence.facts.spaces.get(SHARED_MEMORY)
+    lack = "room for more files" if space and space.is_without_files and not space.is_full else "room"
+    size = f"/dev/shm has {bytes_text(space.total)} in all, {bytes_text(space.free)} free" if space else ""
+    return {"lack": lack, "size": size}
 
 
 def _killed(evidence: Evidence, _values: Values) -> Values | None:
@@ -157,6 +179,11 @@ RULES = (
         exceptions=frozenset({"MemoryError"}),
     ),
     CauseRule(
+        "too many memory maps",
+        "raise the limit of memory maps (sysctl vm.max_map_count), or send fewer and larger tensors between processes",
+        pattern=regex(r"unable to mmap [^\n]{0,200}Cannot allocate memory"),
+    ),
+    CauseRule(
         "a DataLoader worker has too little shared memory",
         _SHM_ADVICE,
         pattern=regex(
@@ -167,6 +194,15 @@ RULES = (
         detail="/dev/shm has {size} in all, {free} free",
         more=_small_shm,
         asks=_ask_shm,
+    ),
+    CauseRule(
+        "no room in /dev/shm",
+        "make {lack} on /dev/shm, which semaphores and shared memory need: remove what ended programs have left there"
+        " (ls -l /dev/shm), or " + _SHM_ADVICE,
+        pattern=regex(r"No space left on device"),
+        detail="{size}",
+        more=_no_shm,
+        asks=_ask_no_shm,
     ),
     CauseRule(
         "a DataLoader worker was killed for lack of memory",

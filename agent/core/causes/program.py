@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
+import sys
+from shlex import quote
 
-from elaunch.agent.core.causes.cause import CauseRule, Evidence, IsThere, Question, Values, regex
+from elaunch.agent.core.causes.cause import CauseRule, Evidence, FolderOf, IsThere, Question, Values, regex
 
 _SIGILL, _SIGABRT, _SIGFPE, _SIGSEGV, _SIGXCPU = -4, -6, -8, -11, -24
 _LIBRARY = regex(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<")
-# The names of packages that differ from the names of their modules.
+_SAME_NAMES = (
+    "torch torchvision torchaudio torchmetrics torchdata numpy scipy pandas matplotlib seaborn tqdm rich transformers"
+    " datasets tokenizers accelerate diffusers peft trl evaluate safetensors huggingface_hub timm deepspeed lightning"
+    " pytorch_lightning fairscale xformers bitsandbytes flash_attn triton einops sentencepiece tiktoken tensorboard"
+    " tensorboardX wandb mlflow comet_ml omegaconf psutil h5py pyarrow lmdb webdataset librosa soundfile nltk spacy"
+    " regex requests boto3 s3fs fsspec mpi4py ninja setuptools"
+)
+# The packages that have these modules. Any other name may be anybody's on a package index, so none is given for it.
 _PACKAGES = {
     "cv2": "opencv-python",
     "yaml": "pyyaml",
@@ -17,9 +26,25 @@ _PACKAGES = {
     "skimage": "scikit-image",
     "bs4": "beautifulsoup4",
     "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv",
     "attr": "attrs",
     "pynvml": "nvidia-ml-py",
+    "absl": "absl-py",
+    "hydra": "hydra-core",
+    "gin": "gin-config",
+    "git": "GitPython",
+    "Crypto": "pycryptodome",
+    "Cryptodome": "pycryptodomex",
+    "google.protobuf": "protobuf",
+    "google.cloud.storage": "google-cloud-storage",
+    "ruamel.yaml": "ruamel.yaml",
+    "mpl_toolkits": "matplotlib",
+    "distutils": "setuptools",
+    "pkg_resources": "setuptools",
+    **{name: name.replace("_", "-") for name in _SAME_NAMES.split()},
 }
+# Where compilers put what they build for one user. Elsewhere a library is the system's, or a package's.
+_BUILT_HERE = regex(r"^/tmp/|/\.cache/|/\.triton/|torch_?extensions|torchinductor")
 # Modules of everybody's: a file of the same name beside the script hides one.
 _WELL_KNOWN = regex(
     r"^(?:torch|numpy|random|types|json|queue|logging|tokenize|copy|email|string|select|socket|signal|time|test|"
@@ -65,9 +90,55 @@ def _shadow(evidence: Evidence, values: Values) -> Values | None:
     return {"name": name, "file": found} if found else None
 
 
-def _missing(_evidence: Evidence, values: Values) -> Values:
-    top = values["missing"].partition(".")[0]
-    return {"package": _PACKAGES.get(top, top), "top": top}
+def _own_files(evidence: Evidence) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(file for file in evidence.files if not _LIBRARY.search(file)))[:8]
+
+
+def _ask_folder(evidence: Evidence, values: Values) -> tuple[Question, ...]:
+    return (FolderOf(values["missing"].replace(".", "/"), _own_files(evidence)),)
+
+
+def _missing(evidence: Evidence, values: Values) -> Values:
+    name = values["missing"]
+    parent, _, last = name.rpartition(".")
+    if folder := evidence.facts.folder:
+        why = f"another {parent} is found before it" if parent else "is not on Python's path"
+        step = f"{folder} has {name}, but {why}: export PYTHONPATH={quote(folder)}:$PYTHONPATH before elaunch starts"
+    elif package := _package(name, evidence.traceback):
+        step = (
+            f"install {package} in the Python environment of every node (python -m pip install {package}), or put the"
+            f" folder that has {name} on PYTHONPATH"
+        )
+    elif name in sys.stdlib_module_names:
+        step = f"{name} is of Python's standard library, and this Python is built without it: use one that has it"
+    elif parent:
+        # Python has found what is before the last dot.
+        step = (
+            f"{parent} is there, but has no {last}: check the spelling, the version of the package that has {parent},"
+            f" and that no other {parent} is found first"
+        )
+    else:
+        step = f"install the package that has {name} on every node, or put its folder on PYTHONPATH"
+    return {"step": step}
+
+
+def _package(name: str, traceback: str) -> str:
+    """The package that has the module, if it is known. The line that imports it may name it in full."""
+    imported = re.findall(rf"\b{re.escape(name)}(?:\.\w+)+", traceback)
+    words = (imported[-1] if imported else name).split(".")
+    known = (_PACKAGES.get(".".join(words[:count]), "") for count in range(len(words), name.count("."), -1))
+    return next(filter(None, known), "")
+
+
+def _cut_library(_evidence: Evidence, values: Values) -> Values:
+    file = values["file"]
+    if _BUILT_HERE.search(file):
+        why = "a compiler or a copy that was killed has left it incomplete, and it is taken for a whole one"
+        return {"step": f"remove {file}: {why}"}
+    return {
+        "step": f"{file} is incomplete on this node: install the package that has it again; a container gets libcuda"
+        " from its host (docker --gpus all)"
+    }
 
 
 def _usage(evidence: Evidence, values: Values) -> Values:
@@ -114,11 +185,13 @@ RULES = (
     ),
     CauseRule(
         "a missing module",
-        "install {package} in the Python environment of every node (python -m pip install {package}), or put the folder"
-        " that has {top} on PYTHONPATH",
-        pattern=regex(r"No module named '?(?P<missing>[\w.]+)'?$"),
+        "{step}",
+        pattern=regex(r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$"),
         exceptions=frozenset({"ModuleNotFoundError"}),
         more=_missing,
+        asks=_ask_folder,
+        shown="install the package that has it on every node, or put its folder on PYTHONPATH; a package is named only"
+        " where that is known, and a folder where the module is in the current one or in one above the script",
     ),
     CauseRule(
         "a missing library",
@@ -128,8 +201,10 @@ RULES = (
     ),
     CauseRule(
         "a library that is not whole",
-        "remove {file}: a compiler or a copy that was killed has left it incomplete, and it is taken for a whole one",
+        "{step}",
         pattern=regex(rf"(?<![^\s'\":])(?P<file>[^\s'\":]{{1,4096}}{_SO}): (?:file too short|invalid ELF header)"),
+        more=_cut_library,
+        shown="remove it, if a compiler has built it on this node; else install the package that has it again",
     ),
     CauseRule(
         "an extension for another version",
@@ -189,6 +264,13 @@ RULES = (
         "an instruction that this CPU does not have",
         "a package was built for another CPU: install one that is built for this node's",
         codes=frozenset({_SIGILL}),
+    ),
+    CauseRule(
+        "a thread of native code that still ran at the program's end",
+        "end it before the program ends: call destroy_process_group(), close data loaders, writers and clients, join"
+        " threads, and let no daemon thread call torch",
+        codes=frozenset({_SIGABRT}),
+        pattern=regex(r"terminate called without an active exception"),
     ),
     CauseRule(
         "the heap is corrupted",

@@ -24,6 +24,7 @@ from elaunch.agent.forkserver.warm.interpreter import without_program
 from elaunch.agent.forkserver.warm.place import NoPlace, checked, folder, made, reason_file, socket_path
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import credentials, name
+from elaunch.agent.linux import state as process_state
 
 # One that has begun to import so lately may still do so.
 _YOUNG_S = 60.0
@@ -157,12 +158,10 @@ def stop(path: Path) -> bool:
 
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            select.select([pidfd], [], [], _END_S)
-        finally:
-            os.close(pidfd)
+        os.kill(pid, signal.SIGKILL)
+        until_s = time.monotonic() + _END_S
+        while process_state(pid) not in ("", "Z") and time.monotonic() < until_s:
+            time.sleep(0.005)
 
 
 def _asked(path: Path, what: str) -> dict[str, Any]:

@@ -23,14 +23,33 @@ SCHEDULERS: Mapping[str, tuple[str, ...]] = {
     "kubernetes": ("LWS_", "JOB_COMPLETION_INDEX", "KUBERNETES_"),
 }
 
+# A worker has it from its agent. A launcher that the worker starts knows by it that the scheduler's variables are those
+# that the agent was started with. `srun`, `mpirun` and `sbatch` inside the worker set others.
+_MARK = "ELAUNCH_SCHEDULER"
+
+
+def mark_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable that marks the schedulers' variables in `environ`; empty without any."""
+    prefixes = tuple(prefix for each in SCHEDULERS.values() for prefix in each)
+    found = sorted(item for item in environ.items() if item[0].startswith(prefixes))
+    if not found:
+        return {}
+    # Imported here: a job outside of schedulers starts without it.
+    import zlib
+
+    return {_MARK: f"{zlib.crc32(repr(found).encode()):08x}"}
+
 
 def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
     """The facts from the scheduler called `choice`. With "auto", from the first one that started this process, or None.
 
+    A launcher inside a worker was started by the worker, not by the scheduler that started the worker's agent.
+
     `read` returns the text of a small file, like PBS's list of nodes. Raises UsageError for variables that make no
     sense, and if the chosen scheduler did not start this process.
     """
-    if choice == "none":
+    mark = environ.get(_MARK)
+    if choice == "none" or (choice == "auto" and mark and mark == mark_of(environ).get(_MARK)):
         return None
     for name, prefixes in SCHEDULERS.items():
         if choice not in ("auto", name) or not any(variable.startswith(prefixes) for variable in environ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elaunch.agent.core.causes.cause import TEMPORARY_MAX
 from elaunch.agent.core.sizes import bytes_text
 from elaunch.agent.core.tracing import tracing_advice
 from elaunch.launcher.doctor.facts import (
@@ -39,7 +40,7 @@ _DISK_MIN, _DISK_WANTED = 64 * _MIB, _GIB
 _FILES_FREE_MIN = 100
 _SLOW_WRITE_S = 2.0
 _BUSY_LOAD = 0.5
-# pidfd_open, which the agent waits by.
+# The oldest that elaunch is tried with.
 _KERNEL_MIN = (5, 3)
 _CLOCK_ERROR_MAX_S = 1.0
 
@@ -193,6 +194,9 @@ def _place(place: PlaceFacts) -> tuple[Finding, ...]:
         return (warn(f"{text}; writing 1 MiB took {span(place.write_s)}", "check that disk or file server"),)
     if place.is_noexec and place.name == "TMPDIR":
         return (warn(f"{text}; it is mounted noexec, so torch.compile fails there", "set TMPDIR to another folder"),)
+    if place.name == "TMPDIR" and len(place.path) > TEMPORARY_MAX:
+        text = f"{text}; its path has {len(place.path)} characters, too many for the sockets of DataLoader workers"
+        return (warn(text, f"set TMPDIR to a folder of at most {TEMPORARY_MAX} characters"),)
     return (ok(text),)
 
 

@@ -129,6 +129,7 @@ BEHAVIOURS = (
     Behaviour(
         number=2,
         fact="A worker inherits the launcher's environment, and the launcher's own values win",
+        differs="but for the `PET_` variables: they configured this job, not one that the worker starts",
         trials=(
             Trial(
                 args="train.py COLOUR RANK",
@@ -172,6 +173,8 @@ BEHAVIOURS = (
     Behaviour(
         number=7,
         fact="`init_process_group()` works with `env://` and with `tcp://MASTER_ADDR:MASTER_PORT`",
+        differs="also with `tcp://` or `MASTER_PORT` at a port of the script's own, where rank 0 hosts the store; with"
+        " torchrun each rank waits for a server there",
         trials=(_BY_ENV, _BY_TCP),
         proofs=("tests/e2e/test_life.py::test_every_rank_gets_the_sum_over_all_ranks",),
     ),

@@ -59,7 +59,8 @@ def fresh(folder: Path, *args: str, env: Mapping[str, str] | None = None, stdin:
         found = subprocess.run(
             [sys.executable, "-u", *args],
             cwd=folder,
-            env=_environment(folder, env),
+            # A worker does not get what configured its launcher.
+            env={name: value for name, value in _environment(folder, env).items() if not name.startswith("PET_")},
             # subprocess.DEVNULL is open for writing too.
             stdin=nothing,
             capture_output=True,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 
-from elaunch.agent.linux import Readiness, catches, children, is_pending, is_stopped, state
+import pytest
+
+from elaunch.agent.linux import Readiness, catches, children, end_of, has_pidfd, is_pending, is_stopped, state
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
 _WAITS = """
@@ -78,3 +81,22 @@ def test_what_a_process_would_do_with_a_signal_shows_at_one_look() -> None:
         assert (seen.catches(signal.SIGTERM), seen.ends_by(signal.SIGTERM)) == (False, True)
         process.communicate(timeout=DEADLINE_S)
     assert Readiness.of(process.pid).state == ""
+
+
+@pytest.mark.parametrize("how", ["pidfd", "no pidfd"])
+def test_the_end_of_a_child_can_be_waited_for(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "no pidfd":
+        # Python is built without it where the kernel's headers are old.
+        monkeypatch.delattr(os, "pidfd_open")
+    has_pidfd.cache_clear()
+    try:
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+            ended = end_of(process.pid)
+            before = select.select([ended], [], [], 0)[0]
+            process.communicate(timeout=DEADLINE_S)
+
+            assert has_pidfd() == (how == "pidfd")
+            assert (before, select.select([ended], [], [], DEADLINE_S)[0]) == ([], [ended])
+            os.close(ended)
+    finally:
+        has_pidfd.cache_clear()

@@ -7,11 +7,21 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from elaunch.agent.core.failures import Place, Remains, failure_of, parse_record, parse_traceback, with_tail
+from elaunch.agent.core.explain import explained
+from elaunch.agent.core.failures import (
+    Place,
+    Remains,
+    failure_of,
+    killer_of,
+    parse_record,
+    parse_traceback,
+    with_tail,
+)
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.verdict import identical
@@ -69,7 +79,7 @@ def test_the_kernels_word_makes_a_kill_an_out_of_memory_one() -> None:
     assert killed.message == "was killed by SIGKILL (out of memory, says the kernel log)"
 
 
-@pytest.mark.parametrize(("code", "shown"), [(-15, 1), (-9, 1), (-11, -11), (1, 1)])
+@pytest.mark.parametrize(("code", "shown"), [(-15, 1), (-9, 1), (-6, 1), (-11, -11), (1, 1)])
 def test_an_exception_whose_process_the_agent_ended_on_its_way_out_has_pythons_exit_code(code: int, shown: int) -> None:
     """A peer that lost it may end first. Then the agent stops all workers, also this one."""
     record = record_of("ValueError", "bad batch")
@@ -84,6 +94,73 @@ def test_a_traceback_that_was_printed_before_a_signal_does_not_hide_the_signal()
     tail = "Traceback (most recent call last):\n  File \"/a/train.py\", line 1, in f\nKeyError: 'x'\n"
 
     assert failure(-11, tail=tail).kind is FailureKind.SIGNAL
+
+
+def test_a_crash_on_the_way_out_hides_neither_the_exception_nor_the_exit_code() -> None:
+    tail = "terminate called without an active exception\n"
+    aborts = partial(Remains, -6, tail=tail)
+
+    raised = failure_of(PLACE, aborts(error_record=record_of("ValueError", "nan"), raised=True), "SIGABRT", 1.5)
+    returned = failure_of(PLACE, aborts(returned=True, own_code=7), "SIGABRT", 1.5)
+    unknown = failure_of(PLACE, aborts(returned=True), "SIGABRT", 1.5)
+
+    assert (raised.kind, raised.code) == (FailureKind.EXCEPTION, 1)
+    assert raised.message == "raised ValueError: nan, and was then killed by SIGABRT"
+    assert returned.message == "was killed by SIGABRT after its program had ended with exit code 7"
+    assert unknown.message == "was killed by SIGABRT after its program had ended"
+    assert "destroy_process_group()" in explained(with_tail(returned, tail, reached_store=None)).advice
+
+
+PRINTED = 'Traceback (most recent call last):\n  File "/a/train.py", line 1, in f\nValueError: bad batch 17\n'
+
+
+def killed(rank: int, code: int = -9) -> Failure:
+    return replace(failure(code), rank=rank, local_rank=rank)
+
+
+@pytest.mark.parametrize("more", ["", "ERROR:root:killing all ranks\n"])
+@pytest.mark.parametrize(("code", "shown"), [(-9, -9), (-15, None), (1, 1), (-6, -6)])
+def test_an_exception_that_was_printed_just_before_a_peer_was_killed_is_the_cause(
+    code: int, shown: int | None, more: str
+) -> None:
+    failures = [killed(0), killed(2), killed(1, code)]
+
+    killer = killer_of(failures, {0: "epoch 3\n", 1: f"epoch 3\n{PRINTED}{more}"}, {0: 1.4, 1: 1.45})
+
+    assert killer
+    assert (killer.rank, killer.kind, killer.code) == (1, FailureKind.EXCEPTION, shown)
+    assert (killer.exception, killer.frame) == ("ValueError", "/a/train.py:1 in f")
+    assert killer.message == "printed ValueError: bad batch 17 just before rank 0 was killed by SIGKILL"
+
+
+def test_a_rank_that_prints_an_exception_and_kills_only_itself_says_so() -> None:
+    killer = killer_of([killed(1)], {1: PRINTED}, {1: 1.5})
+
+    assert killer
+    assert killer.message == "printed ValueError: bad batch 17 just before it was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("first", "tail", "spoke_at"),
+    [
+        (killed(0), PRINTED, -60.0),
+        (killed(0), PRINTED, 2.5),
+        (killed(0), PRINTED + "step 9\r" * 100, 1.4),
+        (
+            killed(0),
+            PRINTED.replace("ValueError: bad batch 17", "RuntimeError: Connection closed by peer [::1]:1"),
+            1.4,
+        ),
+        (killed(0), "epoch 3\n", 1.4),
+        (replace(killed(0), kind=FailureKind.OUT_OF_MEMORY), PRINTED, 1.4),
+        (replace(killed(0), kind=FailureKind.EXCEPTION, code=1, message="raised KeyError: 'x'"), PRINTED, 1.4),
+    ],
+    ids=["long before", "after it", "far above", "of a lost peer", "none", "for memory", "another failed first"],
+)
+def test_a_printed_exception_that_has_nothing_to_do_with_a_kill_is_no_cause(
+    first: Failure, tail: str, spoke_at: float
+) -> None:
+    assert killer_of([first, killed(1)], {1: tail}, {0: 1.4, 1: spoke_at}) is None
 
 
 @pytest.mark.parametrize("code", [1, 3, 255])

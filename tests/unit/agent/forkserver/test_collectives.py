@@ -49,8 +49,28 @@ print(json.dumps([found, len(warned)]), flush=True)
 # The thread still waits for a question.
 """
 
+# As torch 2.13 has them in torch/distributed/rendezvous.py.
+STORES = """
+def _update_default_pg(pg): pass
+def _torchelastic_use_agent_store(): return True
+def _create_c10d_store(hostname, port): return "client" if _torchelastic_use_agent_store() else "server"
+def rendezvous(port): return _create_c10d_store("localhost", port)
+"""
+ROLES = """
+import json, os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ["MASTER_PORT"] = "29500"
+from elaunch.agent.forkserver import collectives
+collectives.prepare(None)
+import torch.distributed.distributed_c10d as c10d, torch.distributed.later
+os.environ["MASTER_PORT"] = "29600"
+print(json.dumps([c10d.rendezvous(29500), c10d.rendezvous(29600)]))
+"""
 
-def run(folder: Path, *, native: str = DUMP, c10d: str = C10D, threads: int = 1, how: str = "") -> list[int]:
+
+def run(
+    folder: Path, *, native: str = DUMP, c10d: str = C10D, threads: int = 1, how: str = "", program: str = PROGRAM
+) -> list[int]:
     """How many threads the process has after its process group has started `threads`, and the warnings of a fork."""
     files = {"__init__": "", "_C/__init__": "", "_C/_distributed_c10d": native}
     files |= {"distributed/__init__": "", "distributed/distributed_c10d": c10d, "distributed/later": ""}
@@ -65,7 +85,7 @@ def run(folder: Path, *, native: str = DUMP, c10d: str = C10D, threads: int = 1,
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ended = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(threads), how],
+            [sys.executable, "-c", program, str(theirs.fileno()), str(threads), how],
             cwd=folder,
             env=environment({"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}),
             pass_fds=(theirs.fileno(),),
@@ -106,3 +126,7 @@ def test_where_it_is_of_no_use_or_would_change_the_program_there_is_none(
     tmp_path: Path, case: dict[str, object], threads: int
 ) -> None:
     assert run(tmp_path, **case)[0] == threads  # type: ignore[arg-type]
+
+
+def test_the_agents_store_is_the_one_at_its_port_and_the_program_hosts_its_own(tmp_path: Path) -> None:
+    assert run(tmp_path, c10d=STORES, program=ROLES) == ["client", "server"]  # type: ignore[comparison-overlap]

@@ -109,6 +109,17 @@ def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(spawned: Spa
     wait_until_gone(pid)
 
 
+@pytest.mark.parametrize("call", ["os.pidfd_open", "signal.pidfd_send_signal"])
+def test_a_python_without_pidfds_ends_a_job_too(spawned: Spawned, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(call)
+    mine, stranger = spawned.pid(READY), spawned.pid(READY, "")
+
+    sweep(spawned.kin)
+
+    wait_until_gone(mine)
+    assert is_running(stranger)
+
+
 def test_all_of_a_job_are_ended_at_once(spawned: Spawned) -> None:
     pids = [spawned.pid(source) for source in (READY, SETSID, DOUBLE_FORK, READY)]
     wait_for(lambda: sorted(living(spawned.kin)) == sorted(pids), "them alone, the parents of one gone")

@@ -91,3 +91,25 @@ def test_a_host_without_nvidias_driver_has_no_gpu_errors() -> None:
     facts = facts_about(replace(NOW, exception="RuntimeError", message=f"raised RuntimeError: {said}", traceback=stack))
 
     assert facts.gpu_errors == ()
+
+
+@pytest.mark.parametrize("file", ["src/net.py", "src/sub/net.py", "src.py"])
+def test_a_module_is_found_in_the_current_folder_and_above_the_script_but_not_in_a_folder_of_data(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(investigator, "_LIMIT_S", DEADLINE_S)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "src" / "sub").mkdir(parents=True)
+    (tmp_path / "src" / "data.json").touch()
+    stack = f'Traceback (most recent call last):\n  File "{tmp_path}/scripts/t.py", line 1, in f\n'
+    said = "ModuleNotFoundError: No module named 'src'"
+    missing = replace(NOW, exception="ModuleNotFoundError", traceback=stack + said)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    before = facts_about(missing).folder
+    (tmp_path / file).touch()
+    above = facts_about(missing).folder
+    monkeypatch.chdir(tmp_path)
+    here = facts_about(replace(missing, traceback=missing.traceback.replace(str(tmp_path), "/nowhere"))).folder
+
+    assert (before, above, here) == ("", str(tmp_path), str(tmp_path))

@@ -421,6 +421,16 @@ def test_nobody_said_anything() -> None:
         detect("lsf", **SLURM)
 
 
+def test_the_scheduler_of_the_agent_did_not_start_what_its_worker_starts() -> None:
+    inside = {**SLURM, **registry.mark_of(SLURM)}
+
+    assert registry.detect("auto", inside, "here", no_file) is None
+    assert detect("slurm", **inside).node_index == 1
+    # `srun` inside the worker.
+    assert detect(**{**inside, "SLURM_STEP_ID": "1"}).node_index == 1
+    assert registry.mark_of({"PATH": "/bin"}) == {}
+
+
 # --- beside the command line
 
 

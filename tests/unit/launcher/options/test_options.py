@@ -555,6 +555,15 @@ def test_a_warm_start_that_cannot_be_is_said_where_it_was_asked_for(words: tuple
     assert asked.warm_s == set_for_all.warm_s == 0
 
 
+def test_without_pidfds_there_is_no_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elaunch.launcher.agent_config.has_pidfd", lambda: False)
+
+    config = config_of("--nproc", "1", "--max-restarts", "0", "--warm", "t.py", OMP_NUM_THREADS="1")
+
+    assert (config.warm_s, len(config.notes)) == (0, 1)
+    assert "pidfd_open is refused here" in config.notes[0]
+
+
 @pytest.mark.parametrize(
     ("environ", "why"),
     [

@@ -9,12 +9,14 @@ import json
 import re
 import string
 import time
+from dataclasses import replace
 
 import pytest
 
 from elaunch.agent.core.causes.cause import (
     NO_FACTS,
     Facts,
+    FolderOf,
     FullDisks,
     GpuErrors,
     IsThere,
@@ -23,6 +25,7 @@ from elaunch.agent.core.causes.cause import (
     MemoryLimits,
     Space,
     SpaceOf,
+    TemporaryFolder,
 )
 from elaunch.agent.core.causes.table import RULES, markdown
 from elaunch.agent.core.explain import explained, questions_about
@@ -111,6 +114,10 @@ EXCEPTIONS = [
     ("OSError", f"{OOM}: '/data/model.pt'", "make room on the file system that the program writes to at /data/model.pt"),
     ("OSError", "[Errno 122] Disk quota exceeded", "quota"),
     ("OSError", "[Errno 24] Too many open files: '/data/1'", "ulimit -n"),
+    ("OSError", "[Errno 23] Too many open files in system", "fs.file-max"),
+    ("RuntimeError", "unable to open shared memory object </torch_1_2_0> in read-write mode: Too many open files (24)", "ulimit -n"),
+    ("RuntimeError", "unable to mmap 64 bytes from file </torch_1_2_0>: Cannot allocate memory (12)", "vm.max_map_count"),
+    ("OSError", "AF_UNIX path too long", "may have 107 characters"),
     ("RuntimeError", "received 0 items of ancdata", "file_system"),
     ("RuntimeError", "can't start new thread", "ulimit -u"),
     ("OSError", "[Errno 98] Address already in use", "ss -ltnp"),
@@ -124,8 +131,10 @@ EXCEPTIONS = [
     ("FileNotFoundError", "[Errno 2] No such file or directory: '/data/x'", "mounted"),
     ("OSError", "[Errno 116] Stale file handle: '/data/x'", "mount"),
     ("RuntimeError", "PytorchStreamReader failed finding central directory", "incomplete"),
-    ("ModuleNotFoundError", "No module named 'sklearn.utils'", "install scikit-learn"),
-    ("ModuleNotFoundError", "No module named 'my_project'", "install my_project"),
+    ("ModuleNotFoundError", "No module named 'sklearn'", "pip install scikit-learn)"),
+    ("ModuleNotFoundError", "No module named 'google.protobuf'", "pip install protobuf)"),
+    ("ModuleNotFoundError", "No module named '_lzma'", "this Python is built without it"),
+    ("OSError", "/usr/lib/x86_64-linux-gnu/libcuda.so.1: file too short", "install the package that has it again"),
     ("ImportError", "libcudart.so.12: cannot open shared object file: No such file or directory", "libcudart.so.12 is not"),
     ("torch._inductor.exc.InductorError", "OSError: /tmp/torchinductor_u/ab/cabc.main.so: file too short", "remove /tmp/torchinductor_u/ab/cabc.main.so: "),
     ("ImportError", "/v/x.so: undefined symbol: _ZN3c105ErrorC2E", "install it again"),
@@ -350,6 +359,79 @@ def test_an_error_without_a_path_names_each_file_system_that_is_full() -> None:
     )
 
 
+MULTIPROCESSING = '  File "/usr/lib/python3.11/multiprocessing/synchronize.py", line 57, in __init__\n    SemLock(\n'
+
+
+@pytest.mark.parametrize(
+    ("message", "frames"),
+    [
+        (OOM, FRAME + MULTIPROCESSING),
+        (OOM, FRAME + MULTIPROCESSING.replace("multiprocessing", "site-packages/joblib/externals/loky/backend")),
+        (f"{OOM}: '/psm_8d1f2c3a'", FRAME),
+        (f"{OOM}: '/dev/shm/cache'", FRAME),
+        ("unable to write to file </torch_7_1_0>: No space left on device (28)", FRAME),
+        (
+            "NCCL WARN Error: failed to extend /dev/shm/nccl-x to 9637888 bytes, error: No space left on device (28)",
+            FRAME,
+        ),
+    ],
+)
+@pytest.mark.parametrize("space", [ROOMY, replace(ROOMY, free=0)], ids=["has room again", "is full"])
+def test_no_room_for_a_semaphore_or_shared_memory_is_about_dev_shm_and_about_no_disk(
+    message: str, frames: str, space: Space
+) -> None:
+    failed = raised("OSError", message, frames)
+    # Another program has filled a disk.
+    facts = Facts(spaces={"/dev/shm": space}, full=(Space("/data", 1 << 40, 0),))
+
+    assert SpaceOf("/dev/shm") in questions_about(failed)
+    for known in (facts, NO_FACTS):
+        assert "/dev/shm" in advice(failed, known)
+        assert "/data" not in explained(failed, known).sentence
+
+
+def test_a_semaphore_without_a_free_file_says_files() -> None:
+    facts = Facts(spaces={"/dev/shm": replace(ROOMY, files_free=0)})
+
+    assert advice(raised("OSError", OOM, MULTIPROCESSING), facts).startswith("make room for more files on /dev/shm")
+
+
+@pytest.mark.parametrize(
+    ("exception", "message"),
+    [
+        ("OSError", "AF_UNIX path too long"),
+        ("RuntimeError", "DataLoader timed out after 20 seconds"),
+        ("EOFError", ""),
+        ("RuntimeError", 'torch_shm_manager at "/v/bin/torch_shm_manager": Invalid argument'),
+    ],
+)
+def test_a_long_tmpdir_is_named_where_a_socket_below_it_cannot_be_made(exception: str, message: str) -> None:
+    thread = f"{HEAD}{FRAME}OSError: AF_UNIX path too long\n"
+    failed = replace(raised(exception, message), tail="" if "shm" in message else f"{thread}step 3\n{thread}")
+    folder = f"/scratch/{'x' * 141}"
+
+    assert TemporaryFolder() in questions_about(failed)
+    step = advice(failed, Facts(temporary=folder))
+    assert step.startswith(f"set TMPDIR to a folder of at most 75 characters, as TMPDIR=/tmp: {folder} has 150, ")
+    assert "/tmp" not in advice(failed, Facts(temporary="/tmp"))
+    assert "TMPDIR" not in advice(replace(raised("ValueError", "nan"), tail=thread), Facts(temporary=folder))
+
+
+def test_an_address_that_cannot_be_had_for_a_connection_is_not_one_to_listen_on() -> None:
+    words = "[Errno 99] Cannot assign requested address"
+
+    assert "IPv6 may be off" in advice(raised("OSError", words, FRAME.replace("step()", "sock.connect(address)")))
+    assert "listen on" in advice(raised("OSError", words, FRAME.replace("step()", "sock.bind(address)")))
+
+
+def test_a_lock_that_another_process_has_is_no_lack_of_processes() -> None:
+    words, flock = "[Errno 11] Resource temporarily unavailable", FRAME.replace("step()", "fcntl.flock(f, LOCK_NB)")
+
+    assert advice(raised("BlockingIOError", words, flock)) == ""
+    assert "ulimit -u" in advice(raised("BlockingIOError", words, FRAME.replace("step()", "os.fork()")))
+    assert "ulimit -u" in advice(exited(1, f"train.sh: fork: {words}\n"))
+
+
 def test_a_file_that_hides_a_module_is_named() -> None:
     hidden = raised("AttributeError", "module 'random' has no attribute 'randint'")
     path = "/home/u/random.py"
@@ -360,6 +442,37 @@ def test_a_file_that_hides_a_module_is_named() -> None:
     )
     assert advice(hidden) == ""
     assert questions_about(raised("AttributeError", "module 'mine' has no attribute 'x'")) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "name", ["apex", "src", "utils", "models", "my_company_lib", "torch.nonexist", "sklearn.utils", "google", "nump"]
+)
+def test_no_package_is_named_for_a_module_that_anybody_may_own(name: str) -> None:
+    for said in (f"No module named '{name}'", f"No module named '{name}'. Did you mean: 'x'?"):
+        step = advice(raised("ModuleNotFoundError", said))
+
+        assert name.rpartition(".")[2] in step
+        assert "pip install" not in step
+
+
+def test_the_line_that_imports_a_module_says_which_package_has_it() -> None:
+    line = '  File "/home/u/train.py", line 3, in <module>\n    from google.cloud.storage import Client\n'
+
+    assert "pip install google-cloud-storage)" in advice(
+        raised("ModuleNotFoundError", "No module named 'google'", line)
+    )
+
+
+def test_a_module_that_is_in_a_folder_beside_the_script_has_the_line_for_pythonpath() -> None:
+    own, other = (raised("ModuleNotFoundError", f"No module named '{name}'") for name in ("datasets", "src.net"))
+    facts = Facts(folder="/home/my u")
+
+    assert questions_about(other) == {FolderOf("src/net", ("/home/u/train.py",))}
+    assert advice(own, facts) == (
+        "/home/my u has datasets, but is not on Python's path: export PYTHONPATH='/home/my u':$PYTHONPATH before elaunch"
+        " starts"
+    )
+    assert "another src is found before it" in advice(other, facts)
 
 
 @pytest.mark.parametrize(
