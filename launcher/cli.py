@@ -182,8 +182,12 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     """Write the report about the job's end to stderr."""
     from elaunch.launcher.report import record, report
 
-    text = report(agent.without_shown(outcome), config.spec, agent.logs, agent.is_log_incomplete)
-    agent.write_report(text, record(outcome, agent.logs))
+    logs = agent.logs
+    if logs and not logs.is_dir():
+        agent.warn(f"the workers' output was in {logs}, and that folder was removed")
+        logs = None
+    text = report(agent.without_shown(outcome), config.spec, logs, agent.is_log_incomplete)
+    agent.write_report(text, record(outcome, logs))
 
 
 def run(

@@ -190,6 +190,15 @@ def test_verbose_adds_what_was_chosen_and_quiet_leaves_warnings_errors_and_the_r
     assert succeeded == "elaunch: succeeded, 1 of 1 restarts used"
 
 
+def test_a_log_folder_that_was_removed_is_not_said_to_have_the_output(tmp_path: Path) -> None:
+    script(tmp_path, "import shutil; shutil.rmtree('logs')")
+
+    job = finished(tmp_path, "-q", *LIGHT, "--nproc-per-node", "1", "--log-dir", "logs", "train.py")
+
+    removed = rf"elaunch: the workers' output was in {tmp_path}/logs/\S+, and that folder was removed\n"
+    assert re.fullmatch(removed, job.stderr), job.stderr
+
+
 class TestRestart:
     def test_the_job_goes_on_and_exits_with_0(self, restarted: Job) -> None:
         assert restarted.code == 0, restarted.output
