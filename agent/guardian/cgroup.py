@@ -123,7 +123,9 @@ def _is_locked(folder: Path) -> bool:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    # Without locks there the cgroup is of use all the same.
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
     return folder.exists()
 
 
