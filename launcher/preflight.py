@@ -105,6 +105,7 @@ def _check_program(options: Options) -> None:
             if Path(options.target).is_file():
                 raise UsageError(f"-m takes the name of a module, and {options.target} is a file; leave -m out")
         case ProgramKind.COMMAND:
+            _check_no_job_file(tidy(options.target))
             if not _is_command(options.target):
                 is_python = ", or leave --no-python out for a Python script" if options.target.endswith(".py") else ""
                 raise UsageError(f"the command {_no_command(options.target)}{is_python}")
@@ -207,6 +208,11 @@ def check_open_files(workers: int) -> None:
         )
 
 
+def _check_no_job_file(target: str) -> None:
+    if Path(target).suffix.lower() in _JOB_FILE_SUFFIXES:
+        raise UsageError(f"{target} is no program; start a job file with --config {quoted(target)}")
+
+
 def check_script(target: str) -> None:
     """Raises UsageError if `target` is no script that every worker can read; OSError if its folder cannot be read."""
     if target == "-":
@@ -214,8 +220,7 @@ def check_script(target: str) -> None:
             raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
         return
     script, typed, target = Path(target), target, tidy(target)
-    if script.suffix.lower() in _JOB_FILE_SUFFIXES:
-        raise UsageError(f"{target} is no Python script; start a job file with --config {quoted(target)}")
+    _check_no_job_file(target)
     if script.is_dir():
         if not (script / "__main__.py").is_file():
             raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
@@ -273,11 +278,15 @@ def _nearest_file(wanted: Path, *, is_executable: bool = False) -> str:
     """
     if not wanted.parent.is_dir():
         return ""
-    beside = [
-        entry
-        for entry in wanted.parent.iterdir()
-        if not is_executable or (entry.is_file() and os.access(entry, os.X_OK))
-    ]
+    # Neither a log nor a folder of the script's name is the script.
+    suffixes = (wanted.suffix, ".py", ".pyz", "")
+
+    def fits(entry: Path) -> bool:
+        if is_executable:
+            return entry.is_file() and os.access(entry, os.X_OK)
+        return (entry / "__main__.py").is_file() if entry.is_dir() else entry.suffix in suffixes
+
+    beside = [entry for entry in wanted.parent.iterdir() if fits(entry)]
     # Of two with one stem the one with the same suffix, or a Python script.
     beside.sort(key=lambda entry: (entry.suffix == wanted.suffix, entry.suffix == ".py"))
     by_stem = {entry.stem: entry for entry in beside}

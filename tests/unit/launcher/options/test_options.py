@@ -775,11 +775,14 @@ def test_a_file_is_meant_by_its_stem_and_paths_are_short(tmp_path: Path, monkeyp
         return str(caught.value)
 
     assert of("tune.py").endswith("did you mean tone.py?")
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss.log").touch()
     assert of("loss.py") == f"loss.py does not exist in {tmp_path}; give the path of the script"
     assert of(".//jobs/.././trian.sh") == f"./trian.sh does not exist in {tmp_path}; did you mean train.py?"
     assert of(f"//{tmp_path}/jobs/../trian") == f"{tmp_path}/trian does not exist; did you mean {tmp_path}/train.py?"
+    assert of("--no-python", "./job.yaml").endswith("--config ./job.yaml")
     for name, short in (("job.yaml", "job.yaml"), ("jobs/../job.yaml", "job.yaml"), ("././a.yml", "./a.yml")):
-        assert of(name) == f"{short} is no Python script; start a job file with --config {short}"
+        assert of(name) == f"{short} is no program; start a job file with --config {short}"
 
 
 def test_a_command_without_the_x_bit_names_chmod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
