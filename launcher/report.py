@@ -57,9 +57,12 @@ def _as_page(logs: Path) -> str:
 def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
     """The report as one object, for `--log-format json`."""
     known = {"logs": str(logs)} if logs else {}
-    found = outcome.failure
     # The newest generation may be a later one, which was opened to restart and did not run.
-    failure = {"failure": {"generation": found.generation, **of_failure(found)}} if found else {}
+    failures = {
+        name: {"generation": found.generation, **of_failure(found)}
+        for name, found in (("first_failure", outcome.first), ("failure", outcome.failure))
+        if found
+    }
     return {
         "outcome": outcome.kind.value,
         "exit_code": outcome.exit_code,
@@ -68,14 +71,14 @@ def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
         "restarts": outcome.restarts,
         "max_restarts": outcome.max_restarts,
         **known,
-        **failure,
+        **failures,
     }
 
 
 def write_error_file(
     outcome: Outcome, path: str | None, own: Callable[[Failure], Path | None] = lambda _failure: None
 ) -> None:
-    """Write the first failure to `path` for the program that started elaunch: the failure's record with `errorCode`.
+    """Write the failure that ended the job to `path` for the program that started elaunch: its record with `errorCode`.
 
     The format is that of torch's `@record`. `own` tells where a rank of this host wrote its record, if that file is not
     kept and so is not in the failure's.
@@ -113,7 +116,7 @@ def _record_with_code(kept: dict[str, object], failure: Failure) -> str:
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
     """torchrun's box, whose words scripts search for, with the reason of the end above it."""
     failure = outcome.failure
-    if failure and _is_missing_module(failure, spec):
+    if failure and not outcome.first and _is_missing_module(failure, spec):
         return (
             f"elaunch: {spec.program.target} FAILED on {failure.host}: Python cannot run it with -m"
             f" ({failure.message.removeprefix(f'raised {failure.exception}: ')}); give the name of a module that can be"
@@ -125,15 +128,24 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
         log = f"elaunch: its output is in {failure.log_path}\n" if failure.log_path else ""
         return f"{head}; exit code {outcome.exit_code}\n{next_step}{log}"
     lines = [_HEAVY, f"{tidy(spec.program.target)} FAILED"]
-    if failure is None:
+    first = outcome.first
+    if not (failure or first):
         return "\n".join([*lines, f"{outcome.reason}.", _HEAVY, ""])
-    lines += [
-        f"{failure.sentence}.",
-        f"Why it stopped: {outcome.reason}{'' if spec.max_restarts == 0 else f'; {_restarts(outcome)}'}.",
-        *([f"Next step: {failure.advice}."] if failure.advice else []),
-        _LIGHT,
-        "Root Cause (first observed failure):",
-        "[0]:",
+    lines += [f"{first.sentence_of_first}."] if first else []
+    lines += [f"{failure.sentence}."] if failure else []
+    lines.append(f"Why it stopped: {outcome.reason}{'' if spec.max_restarts == 0 else f'; {_restarts(outcome)}'}.")
+    failures = [each for each in (first, failure) if each]
+    for each in failures:
+        of_which = f" (generation {each.generation})" if len(failures) > 1 else ""
+        lines += [f"Next step{of_which}: {each.advice}."] if each.advice else []
+    titles = ("Root Cause (first observed failure):", "What ended the job (last failure):")
+    for number, (title, each) in enumerate(zip(titles, failures, strict=False)):
+        lines += [_LIGHT, title, f"[{number}]:", *_details(each, logs, lacks)]
+    return "\n".join([*lines, _HEAVY, ""])
+
+
+def _details(failure: Failure, logs: Path | None, lacks: str) -> list[str]:
+    lines = [
         f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.failed_at))}",
         f"  host      : {failure.host}",
         f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
@@ -150,7 +162,7 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
         lines += [f"  {stream}    : {shown}", *(f"    {_shown(line)}" for line in tail)]
     if failure.log_path or logs:
         lines.append(f"  log       : {failure.log_path or logs}{lacks}")
-    return "\n".join([*lines, _HEAVY, ""])
+    return lines
 
 
 def _is_missing_module(failure: Failure, spec: JobSpec) -> bool:

@@ -227,7 +227,8 @@ class Failure(Bounded):
     is the newest step that the rank reported, -1 if none, and `lived_s` how long its worker ran. `is_cut` says that the
     message or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
     `is_blameless` says that nothing points at the node: one had to be named, or to write the record. `tail` is the end
-    of stderr, or if it `is_mixed` of both streams, which were one pipe.
+    of stderr, or if it `is_mixed` of both streams, which were one pipe. `ranks_alike` counts the node's ranks that had
+    this same bug.
 
     A full record is less than 64 kB of JSON.
     """
@@ -256,6 +257,7 @@ class Failure(Bounded):
     lived_s: float = 0.0
     is_blameless: bool = False
     is_mixed: bool = False
+    ranks_alike: int = 1
 
     def __post_init__(self) -> None:
         said = self.message, self.traceback
@@ -287,6 +289,12 @@ class Failure(Bounded):
         who = f"rank {self.rank} (local rank {self.local_rank} on {self.host}, pid {self.pid})"
         return f"{who} {self.message} in generation {self.generation}"
 
+    @property
+    def sentence_of_first(self) -> str:
+        """The sentence, where another failure ended the job in a later generation."""
+        where = f" in generation {self.generation}"
+        return f"failed first{where}: {self.sentence.removesuffix(where)}"
+
 
 class OutcomeKind(Enum):
     """How a job, or an agent's part in it, ended."""
@@ -302,6 +310,7 @@ class OutcomeKind(Enum):
 class Outcome(Bounded):
     """The end of the job, written once and equal for all agents; or the end of one agent's part in the job.
 
+    `failure` ended the job, if one did. `first` is the job's first failure, if that is another one, and not alike.
     `signum` is set for INTERRUPTED only.
     """
 
@@ -312,6 +321,7 @@ class Outcome(Bounded):
     max_restarts: int
     failure: Failure | None = None
     signum: int = 0
+    first: Failure | None = None
 
     @property
     def exit_code(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from elaunch.agent.core.entries import of_failure
+from elaunch.agent.core.entries import of_failure, of_failures
 from elaunch.agent.core.phases import Clearing, Exited, Stopping
 from elaunch.agent.core.signals import SIGINT
 from elaunch.agent.core.state import Agent
@@ -112,8 +112,9 @@ def _end(agent: Agent, outcome: Outcome) -> Announcement:
         case OutcomeKind.SUCCEEDED:
             text = f"{job} succeeded, {used}"
         case OutcomeKind.FAILED:
-            first = f"{outcome.failure.sentence}; " if outcome.failure else ""
-            text = f"{job} FAILED: {first}{outcome.reason}"
+            said = [outcome.first.sentence_of_first] if outcome.first else []
+            said += [outcome.failure.sentence] if outcome.failure else []
+            text = f"{job} FAILED: {'; '.join([*said, outcome.reason])}"
         case OutcomeKind.INTERRUPTED:
             text = f"{job} was stopped, since {outcome.reason}"
         case _:
@@ -124,7 +125,7 @@ def _end(agent: Agent, outcome: Outcome) -> Announcement:
         "reason": outcome.reason,
         "restarts": outcome.restarts,
         "max_restarts": outcome.max_restarts,
-        **({"failure": of_failure(outcome.failure)} if outcome.failure else {}),
+        **of_failures(outcome),
     }
     return Announcement(AnnouncementKind.END, outcome.generation, text, fields)
 

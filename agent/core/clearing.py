@@ -15,8 +15,8 @@ from elaunch.agent.core.state import Agent, Step, exit_with, say_after_cause
 from elaunch.agent.core.store_outage import note_idle, say_waits
 from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.verdict import decisive_failure
-from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind
+from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug, killed_together
+from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 
 # After the last worker of a stop has ended, the reader of its output has this time.
 LAST_WORDS_S = 2.0
@@ -128,13 +128,18 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
             then = replace(then, failure=with_cause(whole_of(then.failure)))
         told = report_ends(agent, clearing.table.generation, ended.ends) if isinstance(ended, WorkersStopped) else ()
         return agent, told, then
+    assert isinstance(ended, WorkersStopped)
     # As in `with_cause`.
     from elaunch.agent.core.first_cause import name_cause
 
     first = failures[0]
     # The others are known to have lost it, or came later: nobody reads what is known of their causes.
-    cause = decisive_failure([*map(whole_of, failures), *map(whole_of, ended.ends)])
+    known = [*map(whole_of, failures), *map(whole_of, ended.ends)]
+    # Of an exit code alone. Its output may tell of an exception, which our signal did not make.
+    known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
+    cause = decisive_failure(known)
     cause = with_cause(event.killer if event.killer and is_sigkill(cause) else cause)
+    cause = replace(killed_together(cause, known), ranks_alike=max(1, sum(is_one_bug(cause, each) for each in known)))
     actions: tuple[Action, ...] = (
         *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),
         *name_cause(agent, cause),

@@ -82,6 +82,15 @@ def of_failure(failure: Failure) -> dict[str, object]:
     return {**fields, **{name: value for name, value in found.items() if value is not None}}
 
 
+def of_failures(outcome: Outcome) -> dict[str, object]:
+    """The job's first failure, if that is of another kind, and the one that ended the job."""
+    first, failure = outcome.first, outcome.failure
+    return {
+        **({"first_failure": {"generation": first.generation, **of_failure(first)}} if first else {}),
+        **({"failure": of_failure(failure)} if failure else {}),
+    }
+
+
 def of_seats(table: RankTable) -> list[dict[str, object]]:
     """The nodes of a table, in the order of their ranks."""
     return [
@@ -139,9 +148,8 @@ def _of_table(after: Agent, old: RankTable | None, new: RankTable | None) -> Ite
 
 def _of_end(outcome: Outcome) -> Iterator[Entry]:
     used = {"reason": outcome.reason, "restarts": outcome.restarts, "max_restarts": outcome.max_restarts}
-    failure = {"failure": of_failure(outcome.failure)} if outcome.failure else {}
     if outcome.kind is OutcomeKind.FAILED:
-        yield Entry(outcome.generation, "gave_up", {**used, **failure})
+        yield Entry(outcome.generation, "gave_up", {**used, **of_failures(outcome)})
     yield Entry(outcome.generation, "ended", {"outcome": outcome.kind.value, "code": outcome.exit_code, **used})
 
 

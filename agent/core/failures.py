@@ -59,6 +59,7 @@ _EVEN_STEPS = (
     "give every rank the same number of steps and collective calls: look for a `return`, `break` or `sys.exit` that"
     " only this rank reaches, or for a data loader that is shorter on this rank (drop_last=True, or DDP's join())"
 )
+_NO_EXIT = "look for what keeps the process from its exit: an exit function (atexit), or a thread that is no daemon"
 # What pdb ends a program by: q, or the end of its input.
 _DEBUGGER_LEFT = "BdbQuit"
 # Words are looked for in this much of a message.
@@ -168,10 +169,12 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
 def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_gone: bool = True) -> Failure:
     """The record of a program that ended without an exception, which is a failure only if other ranks still waited.
 
-    `clock` is the time in words. If `remains.code` is not 0, a signal ended the process on its way out. If it is not
-    gone yet, it has no code.
+    `clock` is the time in words. A process that is not gone yet has no code, nor has one that a signal ended on its way
+    out.
     """
-    how = "ended with exit code 0" if is_gone and remains.code == 0 else "reached the end of its program"
+    how = (
+        f"ended with exit code 0 at {clock}" if is_gone else "reached the end of its program, but did not exit in time"
+    )
     return Failure(
         FailureKind.ENDED_EARLY,
         place.generation,
@@ -181,8 +184,8 @@ def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_g
         place.local_rank,
         place.pid,
         remains.code if is_gone else None,
-        f"{how} at {clock}",
-        advice=_EVEN_STEPS,
+        how,
+        advice=_EVEN_STEPS if is_gone else _NO_EXIT,
         failed_at=failed_at,
         progressed=remains.progressed,
         step=remains.step,
@@ -397,9 +400,11 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         return FailureKind.STARTUP, message
     if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
         return FailureKind.OUT_OF_MEMORY, message
-    if _is_lost_peer(raised):
-        where = f" in {raised.call}" if raised.call else ""
-        return FailureKind.PEER_LOST, f"lost a peer{where} ({raised.exception}: {_essence(raised.message)})"
+    # A program may raise its own error from that of a lost peer.
+    chain = [*map(parse_traceback, raised.traceback.split(_CHAINED[1])[:-1]), raised]
+    if lost := next((each for each in chain if each and _is_lost_peer(each)), None):
+        where = f" in {lost.call}" if lost.call else ""
+        return FailureKind.PEER_LOST, f"lost a peer{where} ({lost.exception}: {_essence(lost.message)})"
     return FailureKind.EXCEPTION, message
 
 

@@ -37,8 +37,8 @@ class LinkWords:
 
     Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
     have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
-    step boundary at which all ranks stop, those in `saving` save after a failure. Those in `returned` were at the end
-    of their program before anybody asked them to end.
+    step boundary at which all ranks stop, those in `saving` save after a failure. The programs of those in `over` have
+    ended, in that order, before anybody asked them to end: by an exception, or as those in `returned`.
     """
 
     hearing: frozenset[int] = frozenset()
@@ -47,6 +47,7 @@ class LinkWords:
     stopped: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()
+    over: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,16 @@ class HeldEnd:
     `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop` says that the worker had
     stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it. `timed_out` is
     the sentence of a failure, this node's or another's, by a collective that timed out: the stacks of workers that may
-    not have come to it are being taken.
+    not have come to it are being taken. `effects` are failures that another rank may have caused, and its exit is
+    awaited; `told` is what such ranks have told of their end.
     """
 
     failure: Failure | None
     until_s: float
     is_stop: bool = False
     timed_out: str = ""
+    effects: tuple[Failure, ...] = ()
+    told: tuple[Failure, ...] = ()
 
 
 SILENT = LinkWords()
@@ -168,8 +172,9 @@ class Stopping:
 
     Those of `live` do, of which there is at least one; `mode` is how they were told. They have until `due_s`, `grace_s`
     after they were told: SIGKILL comes then, and later another fork server. `failures` are this node's of the
-    generation: the first one, then those that came while it was stopping and were not its doing. `ends` as in
-    `Running`. `then` is the outcome that the agent exits with afterwards, None where it goes on.
+    generation: the first one, then those that came while it was stopping and were not its doing. Those in `answered`
+    may have exited with a code that our signal made. `ends` as in `Running`. `then` is the outcome that the agent exits
+    with afterwards, None where it goes on.
     """
 
     table: RankTable
@@ -180,16 +185,20 @@ class Stopping:
     words: LinkWords = SILENT
     then: Outcome | None = None
     failures: tuple[Failure, ...] = ()
+    answered: frozenset[int] = frozenset()
     ends: tuple[Failure, ...] = ()
 
     @classmethod
     def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
         """The stop of running workers, before any of them has been told.
 
-        A collective that timed out stays a failure; other ends that are held were the wish that the stop is for.
+        A collective that timed out or lost a peer stays a failure; other ends that are held were the wish that the stop
+        is for.
         """
-        failure = running.held.failure if running.held and running.is_broken else None
-        failures = (failure,) if failure else ()
+        held = running.held
+        failures = held.effects if held else ()
+        if held and held.failure and running.is_broken:
+            failures = (held.failure,)
         due_s, words, ends = now_s + grace_s, running.words, running.ends
         return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
 
@@ -235,10 +244,11 @@ class Stopping:
 
 @dataclass(frozen=True)
 class WorkersStopped:
-    """The workers were stopped, or failed; `failures` and `ends` as in `Stopping`."""
+    """The workers were stopped, or failed; `failures`, `ends` and `answered` as in `Stopping`."""
 
     failures: tuple[Failure, ...] = ()
     ends: tuple[Failure, ...] = ()
+    answered: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from elaunch.agent.core.membership import loss_of_keys
 from elaunch.agent.core.messages import StopReason
 from elaunch.agent.core.phases import Clearing, HeldEnd, Running, Stopping, WorkersDone
 from elaunch.agent.core.signals import (
+    SIGABRT,
     SIGHUP,
     SIGINT,
     SIGKILL,
@@ -50,6 +51,12 @@ from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind,
 HOLD_S = 0.1
 # Those that somebody sends on purpose.
 ASKING = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
+# A rank whose program is over closes its connections before it has an exit status. Its exit functions take a while.
+EXIT_S = 3.0
+# The same where none is known to be over: its program may still clean up.
+UNEXPLAINED_S = 1.0
+# How a rank ends that lost a peer, as far as is known before its output is read.
+EFFECTS = (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)
 # All ranks of a job stop after the same step, also those whose agent has not yet heard why.
 STOPPED_HOLD_S = 2.0
 
@@ -91,17 +98,25 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
             return replace(agent, phase=rest), ()
         held = running.held or HeldEnd(failure, now_s + STOPPED_HOLD_S, is_stop=True)
         return replace(agent, phase=replace(rest, held=held)), ()
+    effects = running.held.effects if running.held else ()
     if failure is None:
+        if effects:
+            return _fail(agent, rest, effects[0], now_s)
         if rest.live or running.held:
             return replace(agent, phase=rest), ()
         return clear_up(agent, Clearing(running.table, now_s, WorkersDone(rest.ends)))
     if -event.code in ASKING and not (running.held and running.held.is_stop):
-        held = running.held or HeldEnd(failure, now_s + HOLD_S)
+        held = HeldEnd(failure, now_s + HOLD_S, effects=effects)
+        if running.held and running.held.failure not in effects:
+            held = running.held
         return replace(agent, phase=replace(rest, held=held)), ()
     told = tuple(each for each in event.told if each.local_rank in rest.live - running.words.stopped)
     is_unexplained = failure.kind is FailureKind.PEER_LOST and not (running.ends or told)
     if is_unexplained and (looks := _look(agent, rest, failure, now_s)):
         return looks
+    if until_s := _awaits_exit(running, rest, failure, told, now_s):
+        awaiting = running.held or HeldEnd(failure, until_s, told=told)
+        return replace(agent, phase=replace(rest, held=replace(awaiting, effects=(*effects, failure)))), ()
     return _fail(agent, rest, _cause(running, failure), now_s, told)
 
 
@@ -110,13 +125,17 @@ def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: fl
     if event.local_rank not in running.live:
         return agent, ()
     leaving = (event.local_rank, now_s + agent.times.stop_grace_s)
-    return replace(agent, phase=replace(running, leaving_s=(*running.leaving_s, leaving))), ()
+    words = replace(running.words, over=(*running.words.over, event.local_rank))
+    return replace(agent, phase=replace(running, leaving_s=(*running.leaving_s, leaving), words=words)), ()
 
 
-def worker_returned(agent: Agent, running: Running, event: WorkerReturned, _now_s: float) -> Step:
+def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s: float) -> Step:
     """Note that it ends by itself: its peers may notice that before its process is gone."""
-    words = replace(running.words, returned=running.words.returned | {event.local_rank})
-    return replace(agent, phase=replace(running, words=words)), ()
+    rank, words, held = event.local_rank, running.words, running.held
+    words = replace(words, returned=words.returned | {rank}, over=(*words.over, rank))
+    if held and held.effects:
+        held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
+    return replace(agent, phase=replace(running, words=words, held=held)), ()
 
 
 def worker_listens(agent: Agent, running: Running, event: WorkerListens, _now_s: float) -> Step:
@@ -214,7 +233,7 @@ def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
         if running.is_broken:
             agent, actions = _end_look(agent, running, held, now_s)
         elif held.failure:
-            agent, actions = _fail(agent, running, held.failure, now_s)
+            agent, actions = _fail(agent, running, held.failure, now_s, held.told)
         else:
             agent, actions = clear_up(agent, Clearing(running.table, now_s, WorkersDone(running.ends)))
     else:
@@ -280,7 +299,7 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
             # At the end of the look this node may know which rank was not there.
             return agent, ()
         return _look_for(agent, running, generation.cause, None, now_s) or _make_way_now(agent, running, now_s)
-    if running.held and running.is_broken:
+    if running.held and (running.is_broken or running.held.effects):
         # No step ends any more, and a node that joins waits for these workers.
         return _end_look(agent, running, running.held, now_s)
     reason = StopReason.JOIN if generation.kind is OpenKind.JOIN else StopReason.LEAVE
@@ -296,7 +315,9 @@ def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
     assert generation
     said = _why_stopping(generation)
     agent, actions = _say(agent, running, said, now_s, is_secondary=generation.is_secondary)
-    return stop_broken(agent, Stopping.of(running, now_s, agent.times.failure_grace_s), actions)
+    # The exit status of a rank of this node may be the cause.
+    exit_s = EXIT_S if running.live & running.words.returned else 0.0
+    return stop_broken(agent, Stopping.of(running, now_s, max(agent.times.failure_grace_s, exit_s)), actions)
 
 
 def _look(agent: Agent, rest: Running, failure: Failure, now_s: float) -> Step | None:
@@ -348,10 +369,33 @@ def _signal_for(
 def _cause(running: Running, failure: Failure) -> Failure:
     """The first cause: a held failure, else this one.
 
-    A held stop at a step boundary is no failure, and a collective that timed out has a cause, which is this one.
+    A held stop at a step boundary is no failure, and a collective that timed out or lost a peer has a cause, which is
+    this one.
     """
     held = running.held
-    return held.failure if held and held.failure and not (held.is_stop or held.timed_out) else failure
+    is_cause = held and held.failure not in (None, *held.effects) and not (held.is_stop or held.timed_out)
+    return held.failure if held and held.failure and is_cause else failure
+
+
+def _awaits_exit(
+    running: Running, rest: Running, failure: Failure, told: tuple[Failure, ...], now_s: float
+) -> float | None:
+    """Until when the exit of another rank is awaited, which may explain `failure`; None where it is not."""
+    # NCCL's watchdog ends a survivor by SIGABRT; only its output, which is read later, says why.
+    is_effect = failure.kind in EFFECTS or failure.code == -SIGABRT
+    if not is_effect or (rest.held and not rest.held.effects):
+        return None
+    over, rank = running.words.over, failure.local_rank
+    is_lost = failure.kind is FailureKind.PEER_LOST
+    # A program that catches the error of a lost peer may end by an exit code. It ended after that peer's.
+    before = over[: over.index(rank)] if rank in over and not is_lost else over
+    if any(each.kind is not FailureKind.ENDED_EARLY for each in told):
+        return None
+    if told or rest.live & running.words.returned & {*before} - running.words.stopped:
+        return now_s + EXIT_S
+    is_unexplained = is_lost and rest.live and not running.ends
+    # On several nodes it is rather a rank of another one, whose agent waits for this word.
+    return now_s + UNEXPLAINED_S if is_unexplained and len(running.table.seats) == 1 else None
 
 
 def _without(running: Running, local_rank: int) -> Running:
@@ -367,10 +411,9 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: 
     live = running.live
     if failure.kind is FailureKind.STARTUP and running.is_first and running.table.progressed:
         return _bow_out(agent, running, failure, now_s)
-    failures: tuple[Failure, ...] = (failure,)
-    if failure.kind is FailureKind.PEER_LOST and (told or running.ends):
-        failure = decisive_failure((failure, *running.ends, *told))
-        failures = (failure, *failures)
+    failures = _in_order(running, failure)
+    failure = decisive_failure((*failures, *running.ends, *told))
+    failures = (failure, *(each for each in failures if each.local_rank != failure.local_rank))
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
     failed, said = (
@@ -380,6 +423,13 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: 
     agent, actions = _say(agent, running, said, now_s, is_secondary=failure.kind.is_secondary)
     stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=failures)
     return stop_broken(agent, stopping, (failed, *actions))
+
+
+def _in_order(running: Running, failure: Failure) -> tuple[Failure, ...]:
+    """`failure` and those that another rank may have caused, in the order in which their programs ended."""
+    effects, over = running.held.effects if running.held else (), running.words.over
+    known = failure, *(each for each in effects if each.local_rank != failure.local_rank)
+    return tuple(sorted(known, key=lambda each: [*over, each.local_rank].index(each.local_rank)))
 
 
 def _say(agent: Agent, running: Running, said: Say, now_s: float, *, is_secondary: bool) -> Step:

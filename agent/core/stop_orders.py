@@ -84,11 +84,12 @@ def pass_notice_on(agent: Agent, stopping: Stopping, noticed: Noticed, signum: i
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
     """After a failure: those that listen for that are told, and save; the others get SIGTERM, if they had no signal.
 
-    A worker that has stopped at a step boundary has saved, or is about to, and ends by itself.
+    A worker that has stopped at a step boundary has saved, or is about to, and ends by itself. So does one whose
+    program has returned: a signal would take the place of its exit status.
     """
     left = stopping.live - stopping.words.stopped
     told = left & stopping.words.to_failure
-    ended = left - told - stopping.reached
+    ended = left - told - stopping.reached - stopping.words.returned
     mode = Broken(stopping.reached | ended, SIGTERM, stopping.mode.notice, stopping.spent)
     message = PeerFailed(stopping.table.generation)
     return _tell(agent, replace(stopping, mode=mode), told, message, ended, SIGTERM, actions)
@@ -121,7 +122,7 @@ def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...]
     """Wait for the workers that live, or clear up after the last one."""
     if stopping.live:
         return replace(agent, phase=stopping), actions
-    ended = WorkersStopped(stopping.failures, stopping.ends)
+    ended = WorkersStopped(stopping.failures, stopping.ends, stopping.answered)
     return clear_up(agent, Clearing(stopping.table, stopping.due_s, ended, stopping.then), actions)
 
 

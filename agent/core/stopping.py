@@ -72,6 +72,8 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     if event.local_rank not in stopping.live:
         return agent, ()
     failure = event.failure
+    if event.local_rank in stopping.reached - stopping.words.returned:
+        stopping = replace(stopping, answered=stopping.answered | {event.local_rank})
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
         stopping = replace(stopping, due_s=min(stopping.due_s, now_s + LAST_WORDS_S))
@@ -89,13 +91,17 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     """Note a failure of a worker's own; tell the other nodes if it may be the first."""
     is_killing = isinstance(stopping.mode, Killing)
     if stopping.failures:
-        return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)))
+        # Two that were killed at once, or that one lack of memory has hit, are two failures.
+        said = (Say(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
+        return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), said)
     is_asked = isinstance(stopping.mode, (AtBoundary, Noticed))
     if stopping.then and is_asked and failure.local_rank not in stopping.words.stopped:
         # Those that were asked to stop after a step wait for this one in vain.
         return stop_broken(agent, stopping)
     generation = agent.snapshot.generation
-    if stopping.then or generation is None or not _is_own_doing(failure):
+    # For a bare exit code it is unknown whether a peer's end is the cause, but nobody had asked this program to end.
+    is_own = not failure.kind.is_secondary if failure.local_rank in stopping.words.returned else _is_own_doing(failure)
+    if stopping.then or generation is None or not is_own:
         return go_on_stopping(agent, stopping)
     # Only a failure needs this rule: see needed_later.py.
     from elaunch.agent.core.first_cause import name_cause
@@ -129,7 +135,7 @@ def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: fl
         case Noticed(waiting=waiting):
             mode = replace(mode, waiting=waiting | (rank - words.to_stop - words.stopped))
         case Broken(signalled=signalled, spent=spent):
-            now = rank - words.to_failure - words.stopped - signalled - spent
+            now = rank - words.to_failure - words.stopped - words.returned - signalled - spent
             mode = replace(mode, signalled=signalled | now)
         case Killing():
             return replace(agent, phase=stopping), ()
@@ -286,7 +292,7 @@ def _has_told(known: Failure, event: WorkerExited) -> bool:
 def _end_as_told(agent: Agent, stopping: Stopping, event: WorkerExited) -> Step:
     """Replace what the worker told by the record of its real end. If the cause is another one, say so."""
     failure = event.failure if event.failure and not _is_by_us(event, event.failure, stopping) else event.end
-    if failure is None:
+    if failure is None or failure.code is None:
         return go_on_stopping(agent, stopping)
     failures = tuple(failure if _has_told(known, event) else known for known in stopping.failures)
     first, stopping = stopping.failures[0], replace(stopping, failures=failures)

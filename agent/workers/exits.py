@@ -32,7 +32,9 @@ class ExitReader:
         link = group.links.get(local_rank)
         if link:
             link.read()
-        end = self._end(group, local_rank, pid, code) if code == 0 or (link and link.has_returned) else None
+        # A signal is no end of a program that had ended by itself. An exit code is a failure, as without a link.
+        has_end = code == 0 or (code < 0 and link is not None and link.has_returned)
+        end = self._end(group, local_rank, pid, 0 if code == 0 else None) if has_end else None
         if code == 0:
             return WorkerExited(group.generation, local_rank, 0, end=end)
         failure = self._failure(group, local_rank, pid, code)

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from elaunch.launcher.report_page.charts import Chart, chart
 from elaunch.launcher.report_page.ending import Life
+from elaunch.launcher.report_page.events import text
 from elaunch.launcher.report_page.faults import Fault
 from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, by_stage
 from elaunch.launcher.report_page.history import History, PastGeneration
@@ -123,8 +124,19 @@ def subline(history: History) -> str:
     cause = next((fault for fault in reversed(history.faults) if fault.is_cause), None)
     if end.outcome == "failed" and cause:
         reason = f" The job was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
-        return f"{_sentence(cut(cause.sentence, 400))}{reason}"
+        return f"{_first_of(history)}{_sentence(cut(cause.sentence, 400))}{reason}"
     return f"{_sentence(end.reason)}" if end.outcome not in ("succeeded", "") and end.reason else ""
+
+
+def _first_of(history: History) -> str:
+    """The job's first failure, if the one that ended the job is of another kind."""
+    events = (event for node in history.nodes for _, event in node.events if event.event == "gave_up")
+    first = next(filter(None, (event.record("first_failure") for event in events)), None)
+    if not first:
+        return ""
+    where = f" in generation {first.get('generation')}"
+    said = text(first.get("sentence")).partition("\n")[0].removesuffix(where)
+    return f"Failed first{where}: {cut(said, 400)}. "
 
 
 def _sentence(text: str) -> str:

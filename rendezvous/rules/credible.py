@@ -57,8 +57,8 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
             _in_range("generation", record.generation, -1, _GENERATION_END)
             _in_range("restarts", record.restarts, 0, None)
             _in_range("signum", record.signum, 0, _SIGNAL_MAX)
-            if record.failure:
-                check(record.failure)
+            for failure in filter(None, (record.failure, record.first)):
+                check(failure)
 
 
 def check_table(table: RankTable) -> None:

@@ -14,11 +14,20 @@ from elaunch.rendezvous.rules.seating import Seating, in_order_of_rank, seat
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
-from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, decisive_failure, judge
+from elaunch.rendezvous.rules.verdict import (
+    BARREN_MAX,
+    GiveUp,
+    alike,
+    decisive_failure,
+    first_failure,
+    judge,
+    killed_together,
+)
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
     Failure,
+    FailureKind,
     Generation,
     Joined,
     Node,
@@ -193,16 +202,24 @@ def _decide(
         has_others = seat(before, others, terms.nodes_max).is_enough(terms.nodes_min)
         is_elsewhere = has_others and bool(blame.fresh or blame.on_trial)
         decision = judge(
-            terms, snapshot.failures, before.generation, spent, barren, progressed, is_elsewhere=is_elsewhere
+            terms,
+            snapshot.failures,
+            before.generation,
+            spent,
+            barren,
+            progressed,
+            is_elsewhere=is_elsewhere,
+            world_size=before.world_size,
         )
         if isinstance(decision, GiveUp):
-            return _failed(before, terms, decision.reason, decisive_failure(failures))
+            failure = killed_together(decisive_failure(failures), failures)
+            return _failed(snapshot, before, terms, decision.reason, failure)
         if is_counted:
             reason = decision.reason + _said_of_cause(generation, decisive_failure(failures))
     if terms.max_restarts == 0:
-        return _failed(before, terms, f"{reason}, and max_restarts is 0, so that ends the job", None)
+        return _failed(snapshot, before, terms, f"{reason}, and max_restarts is 0, so that ends the job", None)
     if barren >= BARREN_MAX:
-        return _failed(before, terms, f"{barren} generations in a row made no progress; {reason}", None)
+        return _failed(snapshot, before, terms, f"{barren} generations in a row made no progress; {reason}", None)
     ages_s = tuple(age_s + table_age_s for age_s in before.restart_ages_s)
     if terms.restart_window_s is not None:
         ages_s = tuple(age_s for age_s in (*ages_s, *([0.0] * is_counted)) if age_s < terms.restart_window_s)
@@ -214,8 +231,14 @@ def _said_of_cause(generation: Generation, cause: Failure) -> str:
     return "" if cause.node_id == generation.node_id else f"; the cause: {cause.sentence}"
 
 
-def _failed(before: RankTable, terms: Terms, reason: str, failure: Failure | None) -> Outcome:
-    return Outcome(OutcomeKind.FAILED, reason, before.generation, before.restarts, terms.max_restarts, failure)
+def _failed(snapshot: Snapshot, before: RankTable, terms: Terms, reason: str, failure: Failure | None) -> Outcome:
+    first = first_failure(snapshot.failures)
+    # A lost node ends the job without a failure. Its peers have lost it, which is no cause.
+    if first and (alike(first, failure) if failure else first.kind is FailureKind.PEER_LOST):
+        first = None
+    return Outcome(
+        OutcomeKind.FAILED, reason, before.generation, before.restarts, terms.max_restarts, failure, first=first
+    )
 
 
 def _await_ready(

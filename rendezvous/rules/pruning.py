@@ -62,7 +62,10 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     start, end = f"{keys.root}failures/", f"{keys.root}failures0"
     if snapshot.failures:
         first = min(snapshot.failures)
-        is_said = outcome.failure == decisive_failure(snapshot.failures[first])
+        decided = decisive_failure(snapshot.failures[first])
+        # The outcome's text may name other ranks too.
+        said = [(f.generation, f.node_id, f.rank) for f in (outcome.failure, outcome.first) if f]
+        is_said = (decided.generation, decided.node_id, decided.rank) in said
         ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
     return tuple(ops)
 

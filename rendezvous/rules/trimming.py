@@ -91,7 +91,8 @@ def _failure(failure: Failure, text_bytes: int) -> Failure:
 def _ended(value: str, text_bytes: int) -> str:
     outcome = decode(Outcome, value)
     failure = _failure(outcome.failure, text_bytes) if outcome.failure else None
-    return encode(replace(outcome, reason=keep_head(text_bytes).of(outcome.reason), failure=failure))
+    first = _failure(outcome.first, text_bytes) if outcome.first else None
+    return encode(replace(outcome, reason=keep_head(text_bytes).of(outcome.reason), failure=failure, first=first))
 
 
 def _generation(value: str, text_bytes: int) -> str:

@@ -24,11 +24,18 @@ _OF_SURROUNDINGS = re.compile(
     r"|\b50[0234]\b",
     re.IGNORECASE,
 )
+# What an earlier run of the program has left is in the way of each later one.
+_IN_THE_WAY = re.compile(r"\bFileExistsError\b|already exists")
+_RANKS_SHOWN = 16
 # Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
 # so many seconds, or within this share of the longer one.
 _AS_LONG_S = 2.0
 _AS_LONG_SHARE = 0.1
-_AWAITED = ", while "
+_AWAITED, _TOO = ", while ", ", and so "
+# Signals by which native code ends a process: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
+_CRASHES = (-4, -6, -7, -8, -11)
+# A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
+_START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,37 +58,62 @@ def decisive_failure(failures: Sequence[Failure]) -> Failure:
     If all others only lost a peer, a rank that ended with exit code 0 before them is the peer that they lost.
     """
     if primary := next((f for f in failures if not f.kind.is_secondary), None):
-        return primary
+        return awaited(primary, failures) if primary.kind is FailureKind.EXIT_CODE else primary
     early = next((f for f in failures if f.kind is FailureKind.ENDED_EARLY), None)
     return awaited(early, failures) if early else failures[0]
 
 
+def first_failure(failures: Mapping[int, Sequence[Failure]]) -> Failure | None:
+    """The job's first failure, None without one. A lost peer is not, if anything else failed: a node may have gone."""
+    decided = [decisive_failure(failures[generation]) for generation in sorted(failures)]
+    return next((f for f in decided if f.kind is not FailureKind.PEER_LOST), decided[0] if decided else None)
+
+
 def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
-    """The record of a rank that ended early, with the ranks in `failures` that still waited for it."""
+    """The record of a rank that ended by itself, with the ranks in `failures` that waited for it."""
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
         return early
     # Imported here: a healthy job never needs it.
     from elaunch.rendezvous.texts import listed
 
-    shown = listed([str(rank) for rank in sorted({f.rank for f in lost})])
+    said, _, known = early.message.partition(_AWAITED)
+    # A node's record names those of the node.
+    named = {f.rank for f in lost}.union(map(int, re.findall(r"\d+", known.partition(" waited")[0])))
+    shown = listed([str(rank) for rank in sorted(named)])
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
-    said = early.message.partition(_AWAITED)[0]
-    return replace(early, message=f"{said}{_AWAITED}rank {shown} still waited{where},")
+    return replace(early, message=f"{said}{_AWAITED}rank {shown} waited{where},")
+
+
+def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
+    """The failure; if it is the end of a rank by a signal, with the ranks in `failures` that the same signal ended."""
+    kinds = (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
+    same = [f for f in failures if killed.kind in kinds and (f.kind, f.code) == (killed.kind, killed.code)]
+    # A node's record names those of the node.
+    named = {f.rank for f in same}.union(*(map(int, re.findall(r"\d+", f.message.partition(_TOO)[2])) for f in same))
+    others = sorted(named - {killed.rank})
+    if not others:
+        return killed
+    from elaunch.rendezvous.texts import listed
+
+    shown = listed([str(rank) for rank in others[:_RANKS_SHOWN]])
+    more = f" and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    were = "was" if len(others) == 1 else "were"
+    return replace(killed, message=f"{killed.message.partition(_TOO)[0]}{_TOO}{were} rank {shown}{more},")
 
 
 def identical(one: Failure, other: Failure) -> bool:
     """Whether two failures are the same error in the same place; numbers and addresses may differ."""
     if one.kind is FailureKind.ENDED_EARLY:
         return other.kind is one.kind and other.rank == one.rank
-    return (
-        one.kind.counts_as_identical
-        and one.kind is other.kind
-        and (one.code or 0) > 0
-        and (one.code, one.exception, one.frame) == (other.code, other.exception, other.frame)
-        and _without_numbers(one.message) == _without_numbers(other.message)
-    )
+    return one.kind.counts_as_identical and (one.code or 0) > 0 and alike(one, other)
+
+
+def alike(one: Failure, other: Failure) -> bool:
+    """Whether two failures look the same, but for numbers, whatever their kind is."""
+    kinds = [(each.kind, each.code, each.exception, each.frame) for each in (one, other)]
+    return kinds[0] == kinds[1] and _without_numbers(_own_words(one)) == _without_numbers(_own_words(other))
 
 
 def repeats(one: Failure, other: Failure) -> bool:
@@ -95,8 +127,28 @@ def repeats(one: Failure, other: Failure) -> bool:
         return one.step == other.step
     if one.kind is FailureKind.EXCEPTION and _without_addresses(one.message) != _without_addresses(other.message):
         return False
+    return _lived_as_long(one, other)
+
+
+def _lived_as_long(one: Failure, other: Failure) -> bool:
     longer_s = max(one.lived_s, other.lived_s)
     return abs(one.lived_s - other.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
+
+
+def crashes_again(one: Failure, other: Failure) -> bool:
+    """Whether native code ended two workers in the same step by the same call of Python's."""
+    is_same = one.code in _CRASHES and one.frame and (one.code, one.frame) == (other.code, other.frame)
+    if not is_same or _without_addresses(one.traceback) != _without_addresses(other.traceback):
+        return False
+    if one.step >= 0 or other.step >= 0:
+        return one.step == other.step
+    return max(one.lived_s, other.lived_s) <= _START_S and _lived_as_long(one, other)
+
+
+def all_failed_alike(failures: Sequence[Failure], world_size: int) -> bool:
+    """Whether all ranks, of which there are several, had the same bug of the program before their first step."""
+    alike = [f for f in failures if is_one_bug(failures[0], f) and f.step < 0 and f.lived_s <= _START_S]
+    return world_size > 1 and sum(f.ranks_alike for f in alike) == world_size
 
 
 def is_one_bug(one: Failure, other: Failure) -> bool:
@@ -120,12 +172,14 @@ def judge(
     progressed: bool,
     *,
     is_elsewhere: bool = False,
+    world_size: int = 0,
 ) -> Restart | GiveUp:
     """Whether the job goes on after `generation`, whose records are in `failures`.
 
     `spent` counts the restarts already charged to the budget; None if this one is not charged. `barren` counts the
     generations in a row without progress. `progressed` says whether any generation of the job ever made progress.
     `is_elsewhere` says that the next try is without the node that failed, or that one of the next tries will be.
+    `world_size` is that of the generation.
     """
     failure = decisive_failure(failures[generation])
     before = failures.get(generation - 1)
@@ -152,8 +206,17 @@ def judge(
     if earlier and repeats(failure, earlier):
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
         return GiveUp(f"it failed the same way twice in a row, {where}, so another try would end the same way")
+    if earlier and identical(failure, earlier) and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
+        return GiveUp("what it creates exists already, in the second try too, so another one would end the same way")
+    if earlier and crashes_again(failure, earlier):
+        return GiveUp("it crashed in the same call twice in a row, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
+    if not is_elsewhere and all_failed_alike(failures[generation], world_size):
+        return GiveUp(
+            f"all {world_size} ranks raised the same error at the same line soon after their start, so another try"
+            " would end the same way"
+        )
     if barren >= BARREN_MAX:
         return GiveUp(f"{barren} generations in a row made no progress")
     left = terms.max_restarts - spent - 1
@@ -166,6 +229,13 @@ def _budget(terms: Terms) -> str:
     within = "" if terms.restart_window_s is None else f" within {terms.restart_window_s:g} s"
     restarts = "1 restart" if terms.max_restarts == 1 else f"{terms.max_restarts} restarts"
     return f"the budget of {restarts}{within} is spent"
+
+
+def _own_words(failure: Failure) -> str:
+    """The message without the other ranks, which chance decides."""
+    ends = {FailureKind.EXIT_CODE: _AWAITED, FailureKind.SIGNAL: _TOO, FailureKind.OUT_OF_MEMORY: _TOO}
+    end = ends.get(failure.kind)
+    return failure.message.partition(end)[0] if end else failure.message
 
 
 def _without_numbers(message: str) -> str:

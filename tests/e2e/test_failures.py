@@ -66,8 +66,6 @@ def really(*_):
     match WAY:
         case "exception":
             raise ValueError("the real cause")
-        case "code":
-            sys.exit(9)
         case "signal":
             os.abort()
         case "output":
@@ -76,6 +74,9 @@ def really(*_):
             # The peer is still there, and dies of our own SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+        case "handler":
+            # As many handlers do: the code is made by our signal.
+            sys.exit(9)
 
 
 def linger():
@@ -101,12 +102,11 @@ raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
 """
 CAUSES = {
     "exception": "raised ValueError: the real cause",
-    "code": "exited with code 9",
-    "signal": r"was killed by SIGABRT \(crashed in \S+:15 in really\)",
+    "signal": r"was killed by SIGABRT \(crashed in \S+:13 in really\)",
     "output": "raised KeyError: 'the real cause'",
 }
 # The order of the generations. The report shows the last one.
-IN_TURN = {"forked": (*CAUSES, "nobody", "lingers"), "exec'd": (*CAUSES, "nobody")}
+IN_TURN = {"forked": (*CAUSES, "handler", "nobody", "lingers"), "exec'd": (*CAUSES, "handler", "nobody")}
 
 
 # A program whose record is written by torch's decorator, with or without a process group.
@@ -155,10 +155,15 @@ def folder(failed: Job) -> Path:
 
 class TestReport:
     def test_it_begins_with_who_failed_first_and_how(self, failed: Job) -> None:
-        sentence = rf"rank 1 (local rank 1 on {socket.gethostname()}, pid {failed.pids('worker')[-1]}) raised"
+        first, last = (
+            f"rank 1 (local rank 1 on {socket.gethostname()}, pid {pid}) raised" for pid in failed.pids("worker")
+        )
 
         assert failed.code == 1, failed.output
-        assert _report(failed).splitlines()[2] == f"{sentence} RuntimeError: shard 29 is torn in generation 1."
+        assert _report(failed).splitlines()[2:4] == [
+            f"failed first in generation 0: {first} ValueError: shard 29 is torn.",
+            f"{last} RuntimeError: shard 29 is torn in generation 1.",
+        ]
 
     def test_it_says_why_the_job_stopped_and_how_many_restarts_were_used(self, failed: Job) -> None:
         (why,) = re.findall(r"^Why it stopped: (.*)$", _report(failed), re.MULTILINE)
@@ -187,13 +192,13 @@ class TestReport:
         assert {Path(file).name for file in files} == {"train.py"}
 
     def test_it_ends_with_the_last_lines_of_stderr_before_the_traceback(self, failed: Job) -> None:
-        _, _, below = _report(failed).partition("  stderr    :")
+        _, _, below = _report(failed).rpartition("  stderr    :")
         lines = re.findall(r"^    (.*)$", below, re.MULTILINE)
 
         assert lines == [f"reading shard {shard}" for shard in range(10, 30)]
 
     def test_it_names_the_log_file_of_the_rank_that_failed(self, failed: Job) -> None:
-        (path,) = re.findall(r"^  log       : (.*)$", _report(failed), re.MULTILINE)
+        _, path = re.findall(r"^  log       : (.*)$", _report(failed), re.MULTILINE)
 
         assert path.endswith("/attempt_1/1/stderr.log")
         assert "RuntimeError: shard 29 is torn" in Path(path).read_text()
@@ -201,7 +206,7 @@ class TestReport:
     def test_siblings_that_were_stopped_are_not_listed(self, failed: Job) -> None:
         report = _report(failed)
 
-        assert report.count("  rank      :") == 1
+        assert report.count("  rank      :") == 2, "one in each generation"
         assert "SIGTERM" not in report
         assert "rank 2 leaves" in failed.stderr.partition(report)[0]
         assert "exited with code 7" not in failed.stderr
@@ -462,8 +467,43 @@ def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return ways, finished(folder, *start, *options, "train.py", *ways)
 
 
+# The exit function of rank 1 runs when its peers have lost it, and its exit status is not there yet.
+LEAVES = """
+import atexit, os, sys, time
+from pathlib import Path
+
+
+def last():
+    Path("closed").touch()
+    time.sleep(0.5)
+
+
+if os.environ["RANK"] == "1":
+    atexit.register(last)
+    print("ERROR: shard 17 not found", file=sys.stderr)
+    sys.exit(7)
+while not Path("closed").exists():
+    time.sleep(0.01)
+raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
+"""
+
+
 class TestFirstCause:
     """A survivor's "connection reset by peer" is never reported as the cause of the job's failure."""
+
+    @pytest.mark.parametrize("start", [LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
+    def test_a_rank_on_its_way_out_keeps_its_exit_code(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        script(tmp_path, LEAVES)
+
+        job = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "0", "train.py")
+
+        who = rf"rank 1 \(local rank 1 on {socket.gethostname()}, pid \d+\)"
+        said = rf"{who} exited with code 7, while rank 0 waited for it, in generation 0"
+        assert re.search(rf"^elaunch: {said}$", job.stderr, re.MULTILINE), job.output
+        assert re.search(rf"^{said}\.$", _report(job), re.MULTILINE), job.output
+        assert "  exitcode  : 7 (pid" in _report(job)
+        assert "    ERROR: shard 17 not found\n" in _report(job)
+        assert "Next step" not in _report(job), "the advice about uneven loops is for exit code 0"
 
     @pytest.mark.parametrize("way", CAUSES)
     def test_an_exception_or_a_word_about_a_lost_peer_gives_way(
@@ -477,9 +517,10 @@ class TestFirstCause:
         assert re.findall(first, job.stderr, re.MULTILINE) == ["0"], job.output
         assert re.search(cause, job.stderr, re.MULTILINE), job.output
 
-    def test_what_nobody_else_explains_is_reported_as_it_is(self, peers: tuple[tuple[str, ...], Job]) -> None:
+    @pytest.mark.parametrize("way", ["nobody", "handler"])
+    def test_what_nobody_else_explains_is_reported_as_it_is(self, way: str, peers: tuple[tuple[str, ...], Job]) -> None:
         ways, job = peers
-        generation = ways.index("nobody")
+        generation = ways.index(way)
 
         assert re.search(rf"^elaunch: rank 0 .* in generation {generation}; stopping", job.stderr, re.M), job.output
         assert not re.search(rf"^elaunch: the cause: .* in generation {generation}$", job.stderr, re.MULTILINE)

@@ -173,8 +173,10 @@ def sentence(decision: Decision) -> str:
 
 
 def repeated(steps: int) -> str:
-    """`0 steps are repeated`, `1 step is repeated`."""
-    return "1 step is repeated" if steps == 1 else f"{steps} steps are repeated"
+    """How many steps are repeated, and why."""
+    if steps == 0:
+        return "0 steps are repeated"
+    return f"{'1 step is' if steps == 1 else f'{steps} steps are'} repeated, since no newer state outlived the workers"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

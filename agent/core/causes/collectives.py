@@ -70,6 +70,12 @@ RULES = (
         pattern=regex(r"Unable to find (?:address for|interface for|interface):? ?(?P<name>[^\s\"]*)"),
     ),
     CauseRule(
+        "a rank's address at which nothing listens",
+        "nothing listens at {address}: that rank has ended, or a file of init_method='file://…' still has the addresses"
+        " of an earlier run or generation; name the file after TORCHELASTIC_RESTART_COUNT, or use 'env://'",
+        pattern=regex(r"connectFullMesh failed[^\n]{0,400}Connection refused, remote=(?P<address>[][0-9a-f.:]{1,64})"),
+    ),
+    CauseRule(
         "the ranks cannot reach each other",
         "the workers could not connect to each other: open the ports between the nodes, and set GLOO_SOCKET_IFNAME to"
         " the interface that connects them",

@@ -221,6 +221,13 @@ RULES = (
         more=_variable,
     ),
     CauseRule(
+        "a file or folder that exists already",
+        "each restart runs the program from its beginning, and so does every rank: let it use what is there"
+        " (os.makedirs(path, exist_ok=True)), or make it in rank 0 only while TORCHELASTIC_RESTART_COUNT is 0",
+        pattern=regex(r"\[Errno 17\] File exists"),
+        exceptions=frozenset({"FileExistsError"}),
+    ),
+    CauseRule(
         "processes started without a main guard",
         'put the code that starts processes behind if __name__ == "__main__":, since spawn imports the script again',
         pattern=regex(NO_MAIN_GUARD),

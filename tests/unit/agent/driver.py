@@ -22,6 +22,7 @@ from elaunch.agent.core.events import (
     WorkerExited,
 )
 from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
+from elaunch.agent.core.running import UNEXPLAINED_S
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import encode
@@ -156,6 +157,12 @@ class Driver:
         phase = self.agent.phase
         assert isinstance(phase, (Running, Stopping, Clearing))
         return self.happen(exited(phase.table.generation, local_rank, code, kind))
+
+    def loses_peer(self, local_rank: int) -> list[Action]:
+        """A worker ends by a lost peer, and in the time in which that may be explained nothing happens."""
+        self.exits(local_rank, 1, FailureKind.PEER_LOST)
+        self.now_s += UNEXPLAINED_S
+        return self.happen(Tick())
 
     def lose_lease(self) -> list[Action]:
         """The lease ends, and the agent hears of it."""

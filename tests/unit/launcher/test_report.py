@@ -145,6 +145,26 @@ def test_files_that_are_kept_are_named_and_private_ones_are_not() -> None:
     assert "/logs" not in private
 
 
+def test_the_jobs_first_failure_comes_first_where_another_kind_ended_the_job() -> None:
+    first = replace(RAISED, generation=0, rank=1, message="raised ValueError: loss is nan", advice="clip the gradients")
+    outcome = replace(FAILED, failure=replace(KILLED, advice="look at dmesg"), first=first)
+
+    text = report(outcome, SPEC, None)
+
+    _, said, then, _, *steps = text.splitlines()[1:7]
+    assert said == (
+        "failed first in generation 0: rank 1 (local rank 1 on node-a, pid 4711) raised ValueError: loss is nan."
+    )
+    assert then == "rank 5 (local rank 1 on node-a, pid 4711) was killed by SIGKILL in generation 3."
+    assert steps == ["Next step (generation 0): clip the gradients.", "Next step (generation 3): look at dmesg."]
+    root, last = text.index("Root Cause (first observed failure):"), text.index("What ended the job (last failure):")
+    assert root < text.index("ValueError: bad") < last < text.index("last words")
+    assert list(record(outcome, None))[-2:] == ["first_failure", "failure"]
+    lost = report(replace(outcome, failure=None, reason="node-b was lost"), SPEC, None)
+    assert "loss is nan.\nWhy it stopped: node-b was lost; 3 of 3 restarts used.\nNext step: clip" in lost
+    assert "What ended the job" not in lost
+
+
 def test_a_failed_run_without_a_failure_says_its_reason() -> None:
     text = report(replace(FAILED, failure=None, reason="cancelled by a person"), SPEC, None)
 

@@ -97,7 +97,7 @@ def test_other_failures_are_no_timeouts_and_are_not_looked_into(message: str) ->
     done = times_out(driver, 0, message)
 
     assert timed_out(timeout_of(0, message).sentence) is None
-    assert done == [SignalWorkers(0, frozenset({1, 2}), TERM)]
+    assert not any(isinstance(action, LookAtStacks) for action in done)
 
 
 def test_the_rank_that_did_not_come_is_the_failure_and_not_those_that_waited() -> None:
@@ -132,7 +132,7 @@ def test_ranks_that_raise_or_save_are_on_their_way_out_and_are_not_looked_at() -
 
     done = times_out(driver, 0)
 
-    assert done == [SignalWorkers(0, frozenset({1, 2}), TERM)]
+    assert done == []
 
 
 def test_ranks_that_wait_for_others_as_well_are_not_named() -> None:

@@ -79,6 +79,27 @@ def test_a_job_that_gives_up_says_so_before_its_end() -> None:
     assert (ended.event, ended.fields["outcome"], ended.fields["code"]) == ("ended", "failed", 1)
 
 
+def test_the_jobs_first_failure_is_told_before_the_one_that_ended_the_job_where_the_kinds_differ() -> None:
+    first, second = pair(replace(TWO, max_restarts=1))
+    for driver, code in ((second, 7), (first, 9)):
+        driver.exits(1, code)
+        settle(first, second)
+        ends(second, -TERM)
+        ends(first, -TERM)
+        settle(first, second)
+
+    check(first)
+    for driver in (first, second):
+        (gave_up,) = named(driver, "gave_up")
+        assert list(gave_up.fields)[-2:] == ["first_failure", "failure"]
+        assert (gave_up.fields["first_failure"]["generation"], gave_up.fields["first_failure"]["code"]) == (0, 7)
+        assert gave_up.fields["failure"]["code"] == 9
+    end = first.announcements[-1]
+    assert end.text.startswith("job job FAILED: failed first in generation 0: rank 1 (")
+    assert "exited with code 9" in end.text
+    assert list(end.fields)[-2:] == ["first_failure", "failure"]
+
+
 def test_a_job_that_ends_well_gives_up_nothing() -> None:
     driver = started()
 

@@ -482,6 +482,29 @@ def test_a_survivors_complaint_is_known_as_a_lost_peer(message: str) -> None:
     assert by_record.kind is by_tail.kind is FailureKind.PEER_LOST
 
 
+@pytest.mark.parametrize(
+    ("joined", "kind"),
+    [
+        ("The above exception was the direct cause of the following exception:", FailureKind.PEER_LOST),
+        ("During handling of the above exception, another exception occurred:", FailureKind.EXCEPTION),
+    ],
+)
+def test_an_error_that_a_program_raises_from_that_of_a_lost_peer_is_one_too(joined: str, kind: FailureKind) -> None:
+    head = 'Traceback (most recent call last):\n  File "/home/u/train.py", line 3, in step\n    step()\n'
+    first, second = (
+        f"{head}RuntimeError: {GLOO}pair.cc:553] Connection closed by peer [::1]:3\n",
+        f"{head}Failed: step 7\n",
+    )
+
+    found = failure(1, tail=f"{first}\n{joined}\n\n{second}")
+
+    assert found.kind is kind
+    assert (found.exception, found.message.startswith("lost a peer (RuntimeError: ")) == (
+        "Failed",
+        kind is FailureKind.PEER_LOST,
+    )
+
+
 IN_TORCH = '  File "/v/lib/python3.11/site-packages/torch/{}", line 83, in {}\n    work.wait()\n'
 
 

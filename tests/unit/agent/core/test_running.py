@@ -7,14 +7,22 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Clear, Commit, Exit, Say, SignalWorkers
-from elaunch.agent.core.events import Cleared, Signalled, Tick, WorkerRaised, WorkerReturned, WorkerStopped
+from elaunch.agent.core.events import (
+    Cleared,
+    Signalled,
+    Tick,
+    WorkerExited,
+    WorkerRaised,
+    WorkerReturned,
+    WorkerStopped,
+)
 from elaunch.agent.core.phases import Running, Stopping
-from elaunch.agent.core.running import HOLD_S
+from elaunch.agent.core.running import EXIT_S, HOLD_S, UNEXPLAINED_S
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
 from elaunch.rendezvous.store import Put, Unchanged
-from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, OutcomeKind, RankTable
+from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTable
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
@@ -33,6 +41,8 @@ from tests.unit.agent.driver import (
     lost,
     started,
 )
+
+ABRT = 6
 
 
 def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> None:
@@ -99,64 +109,133 @@ def test_a_worker_that_exited_with_nought_before_its_peers_is_what_they_lost() -
     driver.settle()
 
     assert "rank 1 (local rank 1 on node-a, pid 101) ended with exit code 0" in said
-    assert "while rank 0 still waited for it, in generation 0; stopping 1 other" in said
+    assert "while rank 0 waited for it, in generation 0; stopping 1 other" in said
     assert driver.outcome.failure
     assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (1, FailureKind.ENDED_EARLY)
-    assert "rank 0 and 2 still waited" in driver.outcome.failure.message
+    assert "rank 0 and 2 waited" in driver.outcome.failure.message
 
 
-@pytest.mark.parametrize("code", [0, -TERM])
-@pytest.mark.parametrize(("returned", "rank"), [(True, 1), (False, 0)])
-def test_a_worker_at_its_programs_end_counts_as_gone_before_its_process_is(
-    returned: bool, rank: int, code: int
+RETURNED = replace(ended(0, 1), code=None, message="reached the end of its program, but did not exit in time")
+
+
+@pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE], ids=["raised", "caught"])
+@pytest.mark.parametrize(("code", "message"), [(7, "exited with code 7"), (0, "ended with exit code 0 at 12:00:00")])
+def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
+    code: int, message: str, kind: FailureKind
 ) -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    if returned:
-        driver.happen(WorkerReturned(0, 1))
-    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.happen(WorkerReturned(0, 1))
+    held = driver.happen(replace(exited(0, 0, 1, kind), told=(RETURNED,)))
+    driver.now_s += EXIT_S / 2
+    held += driver.happen(Tick())
 
-    # Without a word before, its own answer to SIGTERM may have ended it.
-    driver.happen(replace(exited(0, 1, code, FailureKind.SIGNAL), end=ended(0, 1)))
+    stopped = driver.exits(1, code)
+    said = driver.said
+    driver.exits(2, 1, FailureKind.PEER_LOST)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert held == []
+    assert SignalWorkers(0, frozenset({2}), TERM) in stopped
+    assert said.startswith(f"rank 1 (local rank 1 on node-a, pid 101) {message}") is (code == 7 or kind.is_secondary)
+    assert driver.outcome.failure
+    failed = (1, code) if code or kind.is_secondary else (0, 1)
+    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == failed
+    if kind.is_secondary:
+        assert "while rank 0 and 2 waited for it," in driver.outcome.failure.message
+
+
+@pytest.mark.parametrize("code", [7, -KILL])
+def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(code: int) -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    # The reader of the exit may see the word on the link before the agent's loop does.
+    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(RETURNED,)))
+    driver.happen(WorkerReturned(0, 1))
+
+    driver.now_s += EXIT_S
+    signalled = driver.happen(Tick())
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.now_s += FAILURE_GRACE_S
+    killed = driver.happen(Tick())
+    record = failure(0, 1, code, FailureKind.EXIT_CODE if code > 0 else FailureKind.SIGNAL)
+    driver.happen(WorkerExited(0, 1, code, record, None if code > 0 else RETURNED))
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert SignalWorkers(0, frozenset({2}), TERM) in signalled
+    assert SignalWorkers(0, frozenset({1}), KILL) in killed
+    assert driver.outcome.failure
+    assert driver.outcome.failure.rank == 1
+    assert driver.outcome.failure.code == (code if code > 0 else None), "what our own signal made is no cause"
+
+
+def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> None:
+    driver = started()
+    driver.happen(WorkerReturned(0, 1))
+
+    driver.open(1, OpenKind.FAIL, "rank 9 lost a peer")
+    stopped = driver.look()
+    due_s = deadline_s(driver.agent)
+    driver.exits(1, 7)
+    for rank in (0, 2):
+        driver.exits(rank, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+
+    assert SignalWorkers(0, frozenset({0, 2}), TERM) in stopped
+    assert due_s == START_S + EXIT_S
+    (record,) = driver.snapshot.failures[0]
+    assert (record.rank, record.code) == (1, 7)
+
+
+def test_an_abort_after_another_programs_end_is_an_effect_and_without_one_it_is_a_failure() -> None:
+    driver, alone = started(replace(SPEC, max_restarts=0)), started()
+    driver.happen(WorkerReturned(0, 1))
+
+    # As NCCL's watchdog ends a survivor.
+    held = driver.exits(0, -ABRT, FailureKind.SIGNAL)
+    driver.exits(1, 7)
     driver.exits(2, -TERM, FailureKind.SIGNAL)
     driver.happen(cleared(0))
     driver.settle()
 
+    assert held == []
     assert driver.outcome.failure
-    assert driver.outcome.failure.rank == rank
+    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
+    assert SignalWorkers(0, frozenset({1, 2}), TERM) in alone.exits(0, -ABRT, FailureKind.SIGNAL)
 
 
-@pytest.mark.parametrize(
-    ("told", "code", "kind", "later"),
-    [
-        (replace(failure(0, 1, 1, FailureKind.EXCEPTION), message="raised ValueError: bad"), 1, "EXCEPTION", False),
-        (replace(ended(0, 1), code=None, message="reached the end of its program"), 0, "ENDED_EARLY", False),
-        (replace(ended(0, 1), code=None, message="reached the end of its program"), 9, "EXIT_CODE", True),
-    ],
-    ids=["it raised", "it returned", "it called sys.exit(9)"],
-)
-def test_the_first_line_names_the_rank_whose_program_has_ended_and_not_the_one_that_lost_it(
-    told: Failure, code: int, kind: str, later: bool
-) -> None:
+def test_what_nobody_has_explained_waits_for_the_next_exit_and_not_for_long() -> None:
+    explained, unexplained = started(), started()
+
+    held = explained.exits(0, 1, FailureKind.PEER_LOST)
+    explained.exits(1, 9)
+
+    assert held == []
+    assert explained.said.startswith("rank 1 (local rank 1 on node-a, pid 101) exited with code 9")
+    assert SignalWorkers(0, frozenset({1, 2}), TERM) in unexplained.loses_peer(0)
+
+
+def test_the_first_line_names_the_rank_whose_program_has_ended_and_not_the_one_that_lost_it() -> None:
     driver = started(replace(SPEC, max_restarts=0))
+    told = replace(failure(0, 1, 1, FailureKind.EXCEPTION), message="raised ValueError: bad")
     driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(told,)))
     first = driver.said
     opened = driver.snapshot.generation
 
-    record = replace(failure(0, 1, code, FailureKind.EXCEPTION if code == 1 else FailureKind.EXIT_CODE), message="gone")
-    driver.happen(replace(exited(0, 1, code), failure=record if code else None, end=None if code == 1 else ended(0, 1)))
+    record = replace(failure(0, 1, 1, FailureKind.EXCEPTION), message="gone")
+    driver.happen(replace(exited(0, 1, 1), failure=record))
     corrected = driver.said
     driver.exits(2, 1, FailureKind.PEER_LOST)
     driver.happen(cleared(0))
     driver.settle()
 
-    assert first.startswith(f"rank 1 (local rank 1 on node-a, pid 101) {told.message}")
+    assert first.startswith("rank 1 (local rank 1 on node-a, pid 101) raised ValueError: bad")
     assert first.endswith("; stopping 2 workers")
     assert opened
     assert opened.cause.startswith("rank 1 ")
     assert driver.outcome.failure
-    assert (driver.outcome.failure.rank, driver.outcome.failure.kind.name) == (1, kind)
-    assert driver.outcome.failure.code == code, "the record of its end, not what it had told"
-    assert (corrected == f"the cause: {record.sentence}") is later
+    assert driver.outcome.failure.message == "gone", "the record of its end, not what it had told"
+    assert corrected == ""
 
 
 def test_what_a_worker_told_is_no_cause_if_it_had_stopped_with_all_others() -> None:
@@ -165,6 +244,8 @@ def test_what_a_worker_told_is_no_cause_if_it_had_stopped_with_all_others() -> N
     told = replace(ended(0, 1), code=None)
 
     driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(told,)))
+    driver.now_s += UNEXPLAINED_S
+    driver.happen(Tick())
 
     assert driver.said.startswith("rank 0 ")
 
@@ -355,7 +436,7 @@ def test_that_a_worker_of_another_generation_raised_changes_nothing() -> None:
 @pytest.mark.parametrize("code", [-TERM, 128 + TERM])
 def test_a_sibling_that_our_own_sigterm_ended_is_not_blamed(code: int) -> None:
     driver = started()
-    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.loses_peer(0)
 
     driver.exits(1, code)
 
@@ -365,7 +446,7 @@ def test_a_sibling_that_our_own_sigterm_ended_is_not_blamed(code: int) -> None:
 
 def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> None:
     driver = started()
-    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.loses_peer(0)
     driver.exits(1, -TERM, FailureKind.EXCEPTION)
     driver.exits(2, -TERM, FailureKind.SIGNAL)
 
@@ -377,7 +458,7 @@ def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> N
 
 def test_a_sibling_that_ends_well_meanwhile_is_no_failure() -> None:
     driver = started()
-    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.loses_peer(0)
 
     driver.exits(1, 0)
 
@@ -558,3 +639,16 @@ def test_a_failure_names_the_generation_that_it_was_of_though_a_join_opened_anot
     assert encode(replace(failure(0, 0, 1, FailureKind.EXCEPTION), node_id=driver.node_id)) in {
         op.value for op in written.then if isinstance(op, Put)
     }
+
+
+def test_an_exit_code_that_our_own_signal_made_is_no_cause() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.loses_peer(0)
+    # A handler of SIGTERM ends it.
+    driver.exits(1, 3)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (0, FailureKind.PEER_LOST)

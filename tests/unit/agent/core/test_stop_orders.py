@@ -92,7 +92,7 @@ def test_it_is_killed_as_soon_as_it_has_saved_and_that_is_no_failure() -> None:
 
 def test_who_was_killed_since_it_had_saved_is_not_taken_for_the_cause() -> None:
     driver = listening(started())
-    driver.exits(1, 1, FailureKind.PEER_LOST)
+    driver.loses_peer(1)
     for rank in (0, 2):
         says_saved(driver, rank)
         driver.exits(rank, -KILL, FailureKind.SIGNAL)

@@ -685,7 +685,7 @@ def test_the_output_that_arrived_last_completes_the_failures_record() -> None:
 
 def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_told_of_it() -> None:
     driver = started()
-    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.loses_peer(0)
     driver.exits(1, -KILL, FailureKind.SIGNAL)
     driver.exits(2, -TERM, FailureKind.SIGNAL)
 
@@ -728,7 +728,7 @@ def test_a_cause_that_was_named_already_is_not_named_again() -> None:
 
 def test_a_worker_that_we_ended_is_not_blamed() -> None:
     driver = started()
-    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.loses_peer(0)
     driver.exits(1, -TERM, FailureKind.SIGNAL)
     driver.now_s += FAILURE_GRACE_S
     driver.happen(Tick())

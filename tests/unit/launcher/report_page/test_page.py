@@ -15,7 +15,7 @@ from elaunch.launcher.report_page.goodput import goodput
 from elaunch.launcher.report_page.history import History, history
 from elaunch.launcher.report_page.lanes import LaneStage, MarkKind, lanes_of
 from elaunch.launcher.report_page.metrics import StepMetrics
-from elaunch.launcher.report_page.page import headline, link_to, make_page, summary
+from elaunch.launcher.report_page.page import headline, link_to, make_page, subline, summary
 from elaunch.launcher.report_page.render import render
 from elaunch.launcher.report_page.trace import trace
 from tests.unit.launcher.report_page.timelines import Timeline, restarted
@@ -66,6 +66,18 @@ def test_the_headline_is_one_sentence_with_the_end_the_time_the_restarts_and_the
     assert said(failed) == "Job night failed after 2 h 00 min: 3 of 3 restarts used."
     silent = said(Timeline().opens(0, 0))
     assert silent == "Job night has no end in its log, which stops 1.00 s after the start: no restart."
+
+
+def test_below_the_headline_the_jobs_first_failure_comes_first() -> None:
+    first = {"generation": 0, "sentence": "rank 1 raised ValueError: loss is nan in generation 0"}
+    last = {"kind": "exception", "sentence": "rank 0 raised FileExistsError in generation 2", "rank": 0, "host": "a"}
+    job = Timeline().opens(0, 0).add(9, 2, "gave_up", reason="it exists", first_failure=first, failure=last)
+    job.add(9, 2, "ended", outcome="failed", code=1, reason="it exists", restarts=2, max_restarts=3)
+
+    assert subline(past(job)) == (
+        "Failed first in generation 0: rank 1 raised ValueError: loss is nan."
+        " Rank 0 raised FileExistsError in generation 2. The job was given up: it exists."
+    )
 
 
 def test_a_page_has_a_lane_for_each_rank_and_a_card_for_each_cause() -> None:

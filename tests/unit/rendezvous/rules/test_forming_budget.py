@@ -209,6 +209,22 @@ def test_with_max_restarts_0_whatever_breaks_the_group_ends_the_job(what: str) -
     assert world.snapshot.ended.exit_code == 1
 
 
+@pytest.mark.parametrize(("kind", "is_named"), [(FailureKind.PEER_LOST, False), (SIGNAL, True)])
+def test_a_lost_node_that_ends_the_job_is_not_explained_by_the_peers_that_lost_it(
+    kind: FailureKind, is_named: bool
+) -> None:
+    world = running(A, B, terms=replace(TERMS, max_restarts=0))
+    world.fail(kind, nodes=(A,))
+    world.lose(B)
+    world.join(A)
+
+    world.seal()
+
+    assert world.snapshot.ended
+    assert world.snapshot.ended.failure is None
+    assert bool(world.snapshot.ended.first) is is_named
+
+
 # --- the budget's window
 
 

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.rules.verdict import BARREN_MAX, GiveUp, Restart, decisive_failure, identical, judge
+from elaunch.rendezvous.rules.verdict import (
+    BARREN_MAX,
+    GiveUp,
+    Restart,
+    alike,
+    decisive_failure,
+    first_failure,
+    identical,
+    judge,
+    killed_together,
+)
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
 TERMS = Terms(max_restarts=3)
@@ -182,14 +192,14 @@ def test_a_rank_that_ended_before_the_others_is_the_peer_that_they_lost() -> Non
     cause = decisive_failure([first, EARLY, later])
 
     assert cause.rank == EARLY.rank
-    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 still waited in all_reduce,"
+    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 waited in all_reduce,"
     assert decisive_failure([cause, first, later]) == cause
 
 
 def test_where_the_others_waited_is_not_said_if_they_waited_in_different_calls() -> None:
     cause = decisive_failure([replace(PEER, call="all_reduce"), replace(PEER, rank=0, call="barrier"), EARLY])
 
-    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 still waited for it,"
+    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 waited for it,"
 
 
 def test_a_rank_that_ended_well_explains_no_failure_of_its_own() -> None:
@@ -294,3 +304,77 @@ def test_what_a_lost_nodes_peers_say_each_time_is_not_the_same_error_twice() -> 
     exited = replace(RAISED, kind=FailureKind.EXIT_CODE, exception="", frame="", message="exited with code 1")
 
     assert isinstance(decide({0: [exited], 1: [exited]}, spent=None), Restart)
+
+
+def test_the_jobs_first_failure_is_no_lost_peer_if_anything_else_failed() -> None:
+    first = replace(RAISED, generation=2)
+
+    assert first_failure({1: [PEER], 2: [PEER, first], 3: [KILLED]}) == first
+    assert first_failure({1: [PEER], 2: [PEER]}) is PEER
+    assert first_failure({}) is None
+
+
+def test_ranks_that_were_killed_at_once_are_all_named() -> None:
+    here = killed_together(KILLED, [KILLED, PEER, replace(KILLED, rank=2), replace(KILLED, rank=5, code=-11)])
+
+    both = killed_together(here, [here, replace(KILLED, rank=4)])
+
+    assert here.message == "was killed by SIGKILL, and so was rank 2,"
+    assert both.message == "was killed by SIGKILL, and so were rank 2 and 4,"
+    assert alike(KILLED, both), "which of them are recorded is chance"
+
+
+def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
+    left = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
+
+    named = decisive_failure([replace(PEER, call="all_reduce"), left])
+
+    assert named.message == "exited with code 7, while rank 3 waited in all_reduce,"
+    both = decisive_failure([named, replace(PEER, rank=5, call="all_reduce")])
+    assert both.message == "exited with code 7, while rank 3 and 5 waited in all_reduce,"
+    assert identical(named, replace(left, generation=2))
+
+
+MADE = replace(RAISED, exception="FileExistsError", message="raised FileExistsError: [Errno 17] File exists: 'runs/1'")
+CRASH = replace(
+    KILLED, code=-11, message="was killed by SIGSEGV", frame="train.py:3 in f", traceback="stack", lived_s=3
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        (replace(MADE, progressed=True, lived_s=3), replace(MADE, progressed=True, lived_s=99), "exists already"),
+        (CRASH, replace(CRASH, rank=2, lived_s=4), "crashed in the same call"),
+        (CRASH, replace(CRASH, frame="train.py:9 in g"), ""),
+        (CRASH, replace(CRASH, traceback="another"), ""),
+        (replace(CRASH, lived_s=900), replace(CRASH, lived_s=901), ""),
+        (replace(CRASH, lived_s=900, step=4), replace(CRASH, lived_s=500, step=4), "crashed in the same call"),
+        (replace(CRASH, code=-9), replace(CRASH, code=-9), ""),
+    ],
+)
+def test_what_a_second_run_only_meets_again_is_not_tried_a_third_time(one: Failure, other: Failure, why: str) -> None:
+    decision = decide({1: [one], 2: [replace(other, generation=2)]})
+
+    assert isinstance(decision, GiveUp if why else Restart)
+    assert why in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("failures", "world_size", "is_pointless"),
+    [
+        ([replace(RAISED, ranks_alike=3), replace(RAISED, node_id="b", ranks_alike=2)], 5, True),
+        ([replace(RAISED, ranks_alike=3)], 4, False),
+        ([RAISED], 1, False),
+        ([replace(RAISED, ranks_alike=2, step=0)], 2, False),
+        ([replace(RAISED, ranks_alike=2, lived_s=900)], 2, False),
+        ([replace(RAISED, ranks_alike=2, exception="ConnectionError")], 2, False),
+        ([replace(RAISED, ranks_alike=2), replace(RAISED, node_id="b", frame="train.py:9 in g")], 3, False),
+    ],
+)
+def test_a_bug_of_all_ranks_before_their_first_step_is_not_tried_again(
+    failures: list[Failure], world_size: int, is_pointless: bool
+) -> None:
+    decision = judge(TERMS, {0: failures}, 0, 0, 0, False, world_size=world_size)
+
+    assert isinstance(decision, GiveUp if is_pointless else Restart)
