@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, IntFlag
 from pathlib import Path
+from typing import Literal
 
 from elaunch.records import dataclass, field
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.times import Times
+
+# What a line of elaunch's own is: a detail, a step of the job, what may need a person, or a failure.
+Level = Literal["debug", "info", "warning", "error"]
 
 
 class Streams(IntFlag):
@@ -65,6 +69,7 @@ class OutputPlan:
     that takes no more; a teed one to file and console.
     `console_ranks` (global) and `console_local_ranks` limit the console, never the files; None is all.
     `show_all_tracebacks` says that the console gets survivors' tracebacks too.
+    Of elaunch's own lines those below `least` are left out.
     `duplicate_*_filters`: lines of teed streams that contain one of the words are copied to one file per generation.
     """
 
@@ -78,6 +83,7 @@ class OutputPlan:
     prefix_template: str | None = None
     log_format: LogFormat = LogFormat.TEXT
     show_all_tracebacks: bool = False
+    least: Level = "info"
 
 
 _TIMES = Times()
@@ -116,7 +122,7 @@ class AgentConfig:
     `ignored` are signals that the scheduler may send to workers too; workers ignore them from their start.
     `children_grace_s` is how long processes that workers leave behind at the end of a successful job may be idle.
     `on_event` is the command that is told what becomes of the job. `metrics` is the host and the port of the metrics.
-    `notes` are sentences that the command line wants said once in the log.
+    `notes` are warnings about the command line, `details` are what was chosen for it (--verbose).
     """
 
     spec: JobSpec
@@ -147,3 +153,4 @@ class AgentConfig:
     on_event: tuple[str, ...] = ()
     metrics: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()

@@ -90,7 +90,8 @@ class Loop:
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
         me = replace(node, topology=config.topology)
         self._agent = Agent(me, config.spec, config.times, Snapshot(job_store.keys), config.notices)
-        self._agent = replace(self._agent, restarts_hung=config.on_hang is OnHang.RESTART)
+        logs = str(run_dir.logs or "")
+        self._agent = replace(self._agent, restarts_hung=config.on_hang is OnHang.RESTART, logs=logs)
         self._selector = selectors.DefaultSelector()
         reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector)
@@ -122,7 +123,9 @@ class Loop:
             return NodeState(self._agent, counts, workers.steps(), workers.steps_per_s, started_at)
 
         serve(listener, read)
-        self._pump.say(f"metrics of this node: {url(listener)}")
+        # A port that the user gave is known.
+        is_chosen = self._config.metrics is not None and self._config.metrics[1] == 0
+        self._pump.say(f"metrics of this node: {url(listener)}", "info" if is_chosen else "debug")
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""

@@ -65,21 +65,21 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         from elaunch.agent.own_lines import OwnLines
         from elaunch.agent.services import Services
 
-        pump = Pump(OwnLines.of_stderr(config.output.log_format))
+        pump = Pump(OwnLines.of_stderr(config.output.log_format), config.output.least)
         pump.start()
         warn = partial(pump.say, level="warning")
         hook = _hook(config, guardian, pump)
         agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir, hook, metrics))
         try:
-            for line in config.notes:
-                pump.say(line)
-            for trouble in troubles:
+            for detail in config.details:
+                pump.say(detail, "debug")
+            for trouble in (*config.notes, *troubles):
                 pump.say(trouble, "warning")
             if config.warm_s:
                 from elaunch.agent.warm import how_it_began
 
                 if line := how_it_began(fork_server):
-                    pump.say(line)
+                    pump.say(line, "debug" if fork_server.began_from else "info")
             yield agent
         except BaseException:
             # The pump's lines come before the error's text.
@@ -115,8 +115,9 @@ def _say_now(config: AgentConfig, line: str) -> None:
     """Before the pump has the console."""
     from elaunch.agent.own_lines import OwnLines
 
-    with suppress(OSError):
-        os.write(2, OwnLines.of_stderr(config.output.log_format).line(line))
+    if config.output.least != "warning":
+        with suppress(OSError):
+            os.write(2, OwnLines.of_stderr(config.output.log_format).line(line))
 
 
 class AgentRun:

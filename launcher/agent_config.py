@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
@@ -13,7 +14,7 @@ from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import has_pidfd
 from elaunch.launcher.cluster.schedulers.registry import mark_of
-from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.imports_file import imports_file
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.signal_names import signal_number
@@ -102,11 +103,14 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         metrics=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
         notes=(
             *_of_the_scheduler(options, cluster, slots, host),
-            *_chosen_for_you(options, counted, threads),
             *planned.notes,
-            *_without_effect(options, (*planned.ignored, *_lonely(options), *cannot)),
+            *_without_effect((*_lonely(options), *cannot)),
             *_warnings(options, interpreter, host),
             *_misspelt_variables(environ),
+        ),
+        details=(
+            *_chosen_for_you(options, cluster, counted, threads),
+            *_without_effect((*planned.ignored, *_never(options))),
         ),
     )
 
@@ -172,9 +176,7 @@ def _ignored(options: Options, cluster: Cluster | None, notices: tuple[int, ...]
 def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, host: HostResources) -> tuple[str, ...]:
     if cluster is None:
         return ()
-    from elaunch.launcher.cluster.cluster import line
-
-    notes = [line(cluster), *([cluster.note] if cluster.note else [])]
+    notes = [cluster.note] if cluster.note else []
     if cluster.node_index is not None and cluster.nodes is None and "nnodes" not in options.given:
         notes.append(
             f"a {cluster.scheduler} does not tell its pods how many they are, so that each is a job of its own; for one"
@@ -241,7 +243,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
     if options.log_dir is not None and not {"redirects", "tee"} & set(options.given):
         tee = StreamChoice(Streams.BOTH)
     return OutputPlan(
-        log_dir=options.log_dir,
+        log_dir=options.log_dir and Path(tidy(str(options.log_dir.absolute()))),
         redirects=options.redirects,
         tee=tee,
         console_local_ranks=options.local_ranks_filter,
@@ -250,6 +252,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
         log_format=options.log_format,
+        least="debug" if options.verbose else "warning" if options.quiet else "info",
         prefix_template=environ.get(
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _TEE_PREFIX if "tee" in options.given else None
         ),
@@ -323,14 +326,19 @@ def _check_visible_devices(options: Options, environ: Mapping[str, str], slots: 
         )
 
 
-def _chosen_for_you(options: Options, counted: str, threads: int | None) -> tuple[str, ...]:
-    """One sentence for all defaults that differ from torchrun's."""
+def _chosen_for_you(options: Options, cluster: Cluster | None, counted: str, threads: int | None) -> tuple[str, ...]:
+    """What a scheduler has filled in, and one sentence for all defaults that differ from torchrun's."""
+    facts = []
+    if cluster:
+        from elaunch.launcher.cluster.cluster import line
+
+        facts = [line(cluster)]
     parts = [counted] if counted else []
     if threads is not None:
         parts.append(f"OMP_NUM_THREADS={threads}")
     if "max_restarts" not in options.given:
         parts.append(f"max_restarts is {options.max_restarts} (torchrun's default is 0)")
-    return ("; ".join(parts),) if parts else ()
+    return (*facts, *(["; ".join(parts)] if parts else []))
 
 
 def _check_filters(options: Options, slots: int) -> None:
@@ -343,13 +351,17 @@ def _check_filters(options: Options, slots: int) -> None:
             raise UsageError(f"{option} {named} leaves nobody to be seen: {there}; change it or --nproc-per-node")
 
 
-def _without_effect(options: Options, ignored_here: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """One sentence for all options that were given and change nothing; `ignored_here` are those of this job."""
-    ignored: dict[str, list[str]] = {}
-    never = ((f"--{spec.name}", spec.no_effect) for spec in TABLE if spec.no_effect and spec.dest in options.given)
-    for name, why in (*ignored_here, *never):
-        ignored.setdefault(why, []).append(name)
-    parts = [f"{', '.join(names)} ({why})" for why, names in ignored.items()]
+def _never(options: Options) -> tuple[tuple[str, str], ...]:
+    """The options given that are accepted for torchrun's sake, each with the reason why it has no effect."""
+    return tuple((f"--{spec.name}", spec.no_effect) for spec in TABLE if spec.no_effect and spec.dest in options.given)
+
+
+def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """One sentence for all options that change nothing, each with the reason."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, why in ignored:
+        names_by_reason.setdefault(why, []).append(name)
+    parts = [f"{', '.join(names)} ({why})" for why, names in names_by_reason.items()]
     return (f"without effect here: {'; '.join(parts)}",) if parts else ()
 
 

@@ -182,8 +182,12 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     """Write the report about the job's end to stderr."""
     from elaunch.launcher.report import record, report
 
-    text = report(agent.without_shown(outcome), config.spec, agent.logs, agent.is_log_incomplete)
-    agent.write_report(text, record(outcome, agent.logs))
+    logs = agent.logs
+    if logs and not logs.is_dir():
+        agent.warn(f"the workers' output was in {logs}, and that folder was removed")
+        logs = None
+    text = report(agent.without_shown(outcome), config.spec, logs, agent.is_log_incomplete)
+    agent.write_report(text, record(outcome, logs))
 
 
 def run(
@@ -338,7 +342,8 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
     from elaunch.records import replace
 
     try:
-        reached = reach(options, planned, agent.say)
+        # What is left with --quiet are warnings, and the line without which no other node could join.
+        reached = reach(options, planned, agent.warn if options.quiet else agent.say)
     except KeyboardInterrupt:
         agent.say("interrupted while it looked for the job's store; no worker was started")
         raise

@@ -82,3 +82,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def tidy(path: str) -> str:
+    """`path` for people: without `/./`, `//` and `x/..`, unless that is another place since `x` is a link."""
+    short = os.path.normpath(path).replace("//", "/")
+    if path.startswith("./") and not short.startswith((".", "/")):
+        # Without it a word may be a command.
+        short = f"./{short}"
+    return short if os.path.realpath(short) == os.path.realpath(path) else path

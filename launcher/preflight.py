@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.shell_words import quoted
 from elaunch.rendezvous.job_spec import ProgramKind
 
 _SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
+_JOB_FILE_SUFFIXES = {".yaml", ".yml"}
 _ELF = b"\x7fELF"
 
 
@@ -67,14 +69,25 @@ def check_metrics(options: Options) -> None:
 def check_hook(options: Options) -> None:
     """Raises UsageError if the command of --on-event cannot be run: a failure at night is too late to learn it."""
     if options.on_event and not _is_command(options.on_event[0]):
-        name = options.on_event[0]
-        if Path(name).is_file():
-            way_out = f"chmod +x {name}" if not os.access(name, os.X_OK) else f"write ./{name}"
-        else:
-            near = nearest(name, (path.name for path in Path.cwd().iterdir() if os.access(path, os.X_OK)))
-            way_out = f"did you mean ./{near}?" if near else "give its path"
-        place = "" if os.sep in name else " on PATH"
-        raise UsageError(f"--on-event {name} is not an executable file{place}; {way_out}")
+        raise UsageError(f"--on-event {_no_command(options.on_event[0])}")
+
+
+def _no_command(name: str) -> str:
+    """Why `name` cannot be run as a command, and the way out."""
+    path = tidy(name)
+    start = path if os.sep in path else f"./{path}"
+    if not Path(name).is_file():
+        near = _nearest_file(Path(name), is_executable=True)
+        here = "" if Path(name).is_absolute() else f" in {Path.cwd()}" if os.sep in name else " on PATH"
+        place = " but a directory" if Path(name).is_dir() else here
+        way_out = f"did you mean {near if os.sep in near else f'./{near}'}?" if near else "give its path"
+    elif Path(name).stat().st_mode & 0o111 == 0:
+        place, way_out = "", f"chmod +x {quoted(path)}" + ("" if os.sep in name else f", and write {start}")
+    elif os.access(name, os.X_OK):
+        place, way_out = " on PATH", f"write {start}"
+    else:
+        place, way_out = "", f"user {os.geteuid()} may not execute it, or its disk is mounted with noexec"
+    return f"{path} is not an executable file{place}; {way_out}"
 
 
 def _check_program(options: Options) -> None:
@@ -92,12 +105,10 @@ def _check_program(options: Options) -> None:
             if Path(options.target).is_file():
                 raise UsageError(f"-m takes the name of a module, and {options.target} is a file; leave -m out")
         case ProgramKind.COMMAND:
+            _check_no_job_file(tidy(options.target))
             if not _is_command(options.target):
-                raise UsageError(
-                    f"the command {options.target} is not an executable file"
-                    + (f" in {Path.cwd()}" if os.sep in options.target else " on PATH")
-                    + "; give its path, or leave --no-python out for a Python script"
-                )
+                is_python = ", or leave --no-python out for a Python script" if options.target.endswith(".py") else ""
+                raise UsageError(f"the command {_no_command(options.target)}{is_python}")
 
 
 def _check_module(name: str) -> None:
@@ -140,11 +151,7 @@ def _is_found(first: str, path: list[str]) -> bool:
 
 def _check_interpreter(interpreter: str | None) -> None:
     if interpreter and not _is_command(interpreter):
-        raise UsageError(
-            f"PYTHON_EXEC={interpreter} is not an executable file"
-            + ("" if os.sep in interpreter else " on PATH")
-            + "; give the path of a Python interpreter, or unset the variable"
-        )
+        raise UsageError(f"PYTHON_EXEC={_no_command(interpreter)}, or unset the variable")
 
 
 def _is_command(name: str) -> bool:
@@ -171,7 +178,7 @@ def check_log_dir(options: Options) -> None:
     if options.log_dir is None:
         return
     try:
-        _check_log_dir(options.log_dir)
+        _check_log_dir(Path(tidy(str(options.log_dir))))
     except OSError as error:
         raise UsageError(f"--log-dir {options.log_dir}: {error.strerror}; choose another") from error
 
@@ -201,13 +208,19 @@ def check_open_files(workers: int) -> None:
         )
 
 
+def _check_no_job_file(target: str) -> None:
+    if Path(target).suffix.lower() in _JOB_FILE_SUFFIXES:
+        raise UsageError(f"{target} is no program; start a job file with --config {quoted(target)}")
+
+
 def check_script(target: str) -> None:
     """Raises UsageError if `target` is no script that every worker can read; OSError if its folder cannot be read."""
     if target == "-":
         if os.isatty(0):
             raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
         return
-    script = Path(target)
+    script, typed, target = Path(target), target, tidy(target)
+    _check_no_job_file(target)
     if script.is_dir():
         if not (script / "__main__.py").is_file():
             raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
@@ -215,7 +228,8 @@ def check_script(target: str) -> None:
     if script.is_symlink() and not script.exists():
         raise UsageError(f"{target} is a link to {script.readlink()}, which does not exist; correct the link")
     if not script.exists():
-        raise UsageError(f"{target} does not exist in {Path.cwd()}{_hint(target)}")
+        place = "" if script.is_absolute() else f" in {Path.cwd()}"
+        raise UsageError(f"{target} does not exist{place}{_hint(typed)}")
     if not script.is_file():
         raise UsageError(
             f"{target} is not a regular file, so a restart could not read it again; save the script, or use - for stdin"
@@ -237,9 +251,10 @@ def _check_is_python(script: Path) -> None:
         text = first + file.read() if is_shell else first
     if not first.startswith(_ELF) and not (is_shell and not _is_python(text, script)):
         return
-    start = str(script) if os.sep in str(script) else f"./{script}"
-    command = start if os.access(script, os.X_OK) else f"sh {script}" if is_shell else f"{start}, after chmod +x"
-    raise UsageError(f"{script} is a command and no Python script; start it with --no-python {command}")
+    path = tidy(str(script))
+    start = path if os.sep in path else f"./{path}"
+    command = start if os.access(script, os.X_OK) else f"sh {path}" if is_shell else f"{start}, after chmod +x"
+    raise UsageError(f"{path} is a command and no Python script; start it with --no-python {command}")
 
 
 def _is_python(text: bytes, script: Path) -> bool:
@@ -256,13 +271,36 @@ def _is_python(text: bytes, script: Path) -> bool:
     return True
 
 
-def _hint(target: str) -> str:
-    script = Path(target)
+def _nearest_file(wanted: Path, *, is_executable: bool = False) -> str:
+    """The path of a file or folder beside `wanted` with a similar name, empty if there is none.
+
+    A common suffix is no likeness: only what is before it is compared.
+    """
+    if not wanted.parent.is_dir():
+        return ""
+    # Neither a log nor a folder of the script's name is the script.
+    suffixes = (wanted.suffix, ".py", ".pyz", "")
+
+    def fits(entry: Path) -> bool:
+        if is_executable:
+            return entry.is_file() and os.access(entry, os.X_OK)
+        return (entry / "__main__.py").is_file() if entry.is_dir() else entry.suffix in suffixes
+
+    beside = [entry for entry in wanted.parent.iterdir() if fits(entry)]
+    # Of two with one stem the one with the same suffix, or a Python script.
+    beside.sort(key=lambda entry: (entry.suffix == wanted.suffix, entry.suffix == ".py"))
+    by_stem = {entry.stem: entry for entry in beside}
+    near = nearest(wanted.stem, by_stem)
+    return tidy(str(by_stem[near])) if near else ""
+
+
+def _hint(typed: str) -> str:
+    script = Path(typed)
     if not script.parent.is_dir():
-        return f" (there is no directory {script.parent})"
-    near = nearest(script.name, (entry.name for entry in script.parent.iterdir()))
-    meant = [str(script.parent / near)] if near else []
-    if script.name == target and not script.suffix:
+        return f" (there is no directory {tidy(str(script.parent))})"
+    near = _nearest_file(script)
+    meant = [near] if near else []
+    if os.sep not in typed and not script.suffix:
         from elaunch.launcher.options.commands import COMMANDS
 
         command = nearest(script.name, COMMANDS)

@@ -15,6 +15,7 @@ from elaunch.agent.core.crash import CODES
 from elaunch.agent.core.entries import of_failure
 from elaunch.agent.core.failures import chain_start
 from elaunch.agent.workers.error_file import read_error_file
+from elaunch.launcher.errors import tidy
 from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.job_spec import JobSpec, ProgramKind
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
@@ -122,11 +123,11 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
             f" run, below the current folder or PYTHONPATH; exit code {outcome.exit_code}\n"
         )
     if failure and outcome.restarts == 0 and (said := _wrong_arguments(failure)):
-        head = f"elaunch: {spec.program.target} FAILED on {failure.host}: rank {failure.rank} {said}"
+        head = f"elaunch: {tidy(spec.program.target)} FAILED on {failure.host}: rank {failure.rank} {said}"
         next_step = f"Next step: {failure.advice}.\n" if failure.advice else ""
         log = f"elaunch: its output is in {failure.log_path}\n" if failure.log_path else ""
         return f"{head}; exit code {outcome.exit_code}\n{next_step}{log}"
-    lines = [_HEAVY, f"{spec.program.target} FAILED"]
+    lines = [_HEAVY, f"{tidy(spec.program.target)} FAILED"]
     first = outcome.first
     if not (failure or first):
         return "\n".join([*lines, f"{outcome.reason}.", _HEAVY, ""])

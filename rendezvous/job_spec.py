@@ -17,6 +17,11 @@ UNNAMED = "none"
 SLOTS_MAX = 1 << 16
 
 
+def job_name(run_id: str) -> str:
+    """What sentences call the job."""
+    return "unnamed job" if run_id == UNNAMED else f"job {run_id}"
+
+
 class ProgramKind(Enum):
     """How the worker's program is named on the command line."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from elaunch.agent.config import Level
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.messages import Message
 from elaunch.records import dataclass
@@ -12,8 +13,6 @@ from elaunch.rendezvous.types import Outcome, RankTable
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.rules.pace import SlowNode
-
-Level = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from elaunch.agent.core.phases import Clearing, Exited, Stopping
 from elaunch.agent.core.signals import SIGINT
 from elaunch.agent.core.state import Agent
 from elaunch.records import dataclass
+from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.hang_records import Hang, hang_words
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import FailureKind, Generation, Outcome, OutcomeKind, RankTable, host_of
@@ -46,7 +47,7 @@ def announcements(before: Agent, after: Agent) -> Iterator[Announcement]:
         yield from _of_the_store(before, after)
     leaving, was_leaving = _outcome(after), _outcome(before)
     if leaving and not was_leaving and before.leads and _leaves_others(after, leaving):
-        text = f"job {after.spec.run_id}: {after.me.host} leaves, since {leaving.reason}"
+        text = f"{job_name(after.spec.run_id)}: {after.me.host} leaves, since {leaving.reason}"
         yield Announcement(AnnouncementKind.LEAVE, leaving.generation, text, {"reason": leaving.reason})
     if isinstance(after.phase, Exited) and not isinstance(before.phase, Exited):
         outcome = after.phase.outcome
@@ -70,14 +71,14 @@ def _of_the_store(before: Agent, after: Agent) -> Iterator[Announcement]:
 
 
 def _hang(agent: Agent, hang: Hang) -> Announcement:
-    text = f"job {agent.spec.run_id} seems to hang: {hang_words(hang, host_of(hang.node_id))}"
+    text = f"{job_name(agent.spec.run_id)} seems to hang: {hang_words(hang, host_of(hang.node_id))}"
     fields = {"reason": hang.said, **({"rank": hang.rank} if hang.rank >= 0 else {})}
     return Announcement(AnnouncementKind.HANG, hang.generation, text, fields)
 
 
 def _failure(agent: Agent, opened: Generation) -> Announcement:
     failures = agent.snapshot.failures.get(opened.number - 1)
-    job = f"job {agent.spec.run_id}"
+    job = job_name(agent.spec.run_id)
     if not failures:
         return Announcement(
             AnnouncementKind.FAILURE, opened.number - 1, f"{job}: {opened.cause}", {"reason": opened.cause}
@@ -92,7 +93,7 @@ def _restart(agent: Agent, opened: Generation, table: RankTable) -> Announcement
     nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
     failures = agent.snapshot.failures.get(table.generation - 1)
     workers = "1 worker" if table.world_size == 1 else f"{table.world_size} workers"
-    text = f"job {agent.spec.run_id} goes on in generation {table.generation}: {workers}{nodes} ({table.reason})"
+    text = f"{job_name(agent.spec.run_id)} goes on in generation {table.generation}: {workers}{nodes} ({table.reason})"
     fields = {
         "reason": table.reason,
         "cause": opened.cause,
@@ -106,7 +107,7 @@ def _restart(agent: Agent, opened: Generation, table: RankTable) -> Announcement
 
 
 def _end(agent: Agent, outcome: Outcome) -> Announcement:
-    job, used = f"job {agent.spec.run_id}", f"{outcome.restarts} of {outcome.max_restarts} restarts used"
+    job, used = job_name(agent.spec.run_id), f"{outcome.restarts} of {outcome.max_restarts} restarts used"
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
             text = f"{job} succeeded, {used}"

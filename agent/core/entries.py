@@ -45,12 +45,13 @@ def entries(before: Agent, after: Agent, event: Event) -> Iterator[Entry]:
     if opened and (known is None or opened.number > known.number):
         yield Entry(number, "opened", {"kind": opened.kind.value, "cause": opened.cause})
     if opened and isinstance(event, Committed) and event.tag is Tag.JOIN and event.held:
-        yield Entry(number, "joined", {})
+        yield Entry(number, "joined", {"node_id": after.me.node_id})
     yield from _of_hang(before, after, number)
     if after.snapshot is not before.snapshot:
         yield from _of_table(after, before.snapshot.table, after.snapshot.table)
     if (spare := _spare_of(after.phase)) > _spare_of(before.phase):
-        yield Entry(spare, "spare", {})
+        table = after.snapshot.table
+        yield Entry(spare, "spare", {"nodes": of_seats(table)} if table else {})
     if isinstance(after.phase, Exited) and not isinstance(before.phase, Exited):
         yield from _of_end(after.phase.outcome)
 
@@ -92,7 +93,10 @@ def of_failures(outcome: Outcome) -> dict[str, object]:
 
 def of_seats(table: RankTable) -> list[dict[str, object]]:
     """The nodes of a table, in the order of their ranks."""
-    return [{"host": seat.host, "first_rank": seat.first_rank, "workers": seat.slots} for seat in table.seats]
+    return [
+        {"host": seat.host, "node_id": seat.node_id, "first_rank": seat.first_rank, "workers": seat.slots}
+        for seat in table.seats
+    ]
 
 
 def _of_the_store(before: Agent, after: Agent, number: int) -> Iterator[Entry]:

@@ -72,7 +72,8 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
     name = _name_of_job(agent) if running.is_first else ""
-    started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{table.reason}{name})")
+    logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""
+    started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{table.reason}{name}){logs}")
     crowded = _crowded(agent.me.host, table) if running.is_first else ()
     differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)

@@ -8,6 +8,7 @@ from elaunch.agent.core.own_lease import renew_when_due
 from elaunch.agent.core.phases import Finished, Joining, Phase, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Claim, Misfit, Step, Waiting, exit_with
 from elaunch.records import replace
+from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.rules.transactions import (
     become_leader,
@@ -85,7 +86,7 @@ def loss_of_keys(agent: Agent) -> Outcome | None:
     """How it ends if the job's keys were there and are gone."""
     if agent.snapshot.generation is not None or agent.table_seen[0] < 0:
         return None
-    why = f"the keys of job {agent.spec.run_id!r} are gone from the store"
+    why = f"the keys of the {job_name(agent.spec.run_id)} are gone from the store"
     return agent.outcome(OutcomeKind.UNKNOWN, why)
 
 
@@ -165,12 +166,12 @@ def _start_run(agent: Agent, now_s: float) -> Step:
         # The node that starts the run may die first. The leases of members that are left end; or they have none.
         is_to_wait = member.runs_refused or not is_first
         if is_to_wait and now_s < member.run_again_s:
-            left = f"members that an earlier job {agent.spec.run_id!r} left in the store; their leases have to end"
+            left = f"members that an earlier {job_name(agent.spec.run_id)} left in the store; their leases have to end"
             agent = _wait(agent, left if member.runs_refused else "", now_s)
             return replace(agent, lead_at_s=member.run_again_s), ()
         if member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (
-                f"the store holds members of job {agent.spec.run_id!r} but no generation, which is no job;"
+                f"the store holds members of the {job_name(agent.spec.run_id)} but no generation, which is no job;"
                 f" delete its keys, all that begin with {snapshot.keys.root}, or choose another --run-id"
             )
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
@@ -222,7 +223,8 @@ def _misfit(agent: Agent, refusal: Outcome, now_s: float) -> Step:
     if misfit.is_over:
         return exit_with(agent, refusal)
     if misfit.has_tried and not misfit.is_said:
-        text = f"job {agent.spec.run_id!r} was started otherwise; waiting {wait_s:g} s to see whether that one is dead"
+        job = job_name(agent.spec.run_id)
+        text = f"the {job} was started otherwise; waiting {wait_s:g} s to see whether that one is dead"
         said, misfit = (Say(text),), replace(misfit, is_said=True)
     actions: tuple[Action, ...] = ()
     if now_s >= misfit.again_s:
@@ -337,7 +339,7 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
     if not differences:
         return None
     reason = (
-        f"this node does not fit the job {agent.spec.run_id!r} that runs: {'; '.join(differences)};"
+        f"this node does not fit the {job_name(agent.spec.run_id)} that runs: {'; '.join(differences)};"
         " type the same on all nodes, or choose another --run-id"
     )
     return agent.outcome(OutcomeKind.REFUSED, reason)

@@ -34,4 +34,4 @@ def hear_of_slow(agent: Agent, running: Running) -> tuple[Running, tuple[Action,
         return running, (NameSlow(slow),)
     if running.table.group_rank(agent.me.node_id) != 0:
         return running, ()
-    return running, (Say(f"{slow_node_words(slow)}; the log of that node says what differs there"),)
+    return running, (Say(f"{slow_node_words(slow)}; the log of that node says what differs there", "warning"),)

@@ -287,9 +287,13 @@ def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float)
     return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
 
 
+def _why_stopping(generation: Generation) -> Say:
+    return Say(f"stopping: {generation.cause}", "info" if generation.kind is OpenKind.JOIN else "warning")
+
+
 def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
     """Stop this node's workers for a newer generation: at once where the group is broken, else after a step."""
-    times, said = agent.times, (Say(f"stopping: {generation.cause}"),)
+    times, said = agent.times, (_why_stopping(generation),)
     if generation.kind.is_urgent:
         if running.is_broken:
             # At the end of the look this node may know which rank was not there.
@@ -309,7 +313,7 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
 def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
     generation = agent.snapshot.generation
     assert generation
-    said = Say(f"stopping: {generation.cause}")
+    said = _why_stopping(generation)
     agent, actions = _say(agent, running, said, now_s, is_secondary=generation.is_secondary)
     # The exit status of a rank of this node may be the cause.
     exit_s = EXIT_S if running.live & running.words.returned else 0.0

@@ -134,14 +134,14 @@ NO_WAIT = Waiting()
 class Agent:
     """One agent's whole state.
 
-    `notices` are the signals by which a scheduler tells that the job's end is near, as in `AgentConfig`.
-    `table_seen` is the newest generation with a table, and when this agent saw that first; `progressed` says whether a
-    worker of the last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At
-    `lead_at_s` it looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived
-    here. `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `store_gone` says how the store that
-    this host served has ended, for good. By `last_failure` this node's last failed generation is judged; it has all of
-    its output. `mismatch` is the last table's, which the log has; `unsaid` are lines that the log has not yet. All
-    times are of this host's monotonic clock.
+    `notices` are the signals by which a scheduler tells that the job's end is near, as in `AgentConfig`. `table_seen`
+    is the newest generation with a table, and when this agent saw that first; `progressed` says whether a worker of the
+    last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At `lead_at_s` it
+    looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived here.
+    `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `store_gone` says how the store that this
+    host served has ended, for good. By `last_failure` this node's last failed generation is judged; it has all of its
+    output. `logs` is the run's folder in the user's log folder, if there is one. `mismatch` is the last table's, which
+    the log has; `unsaid` are lines that the log has not yet. All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -162,6 +162,7 @@ class Agent:
     restarts_hung: bool = False
     store_gone: str = ""
     last_failure: Failure | None = None
+    logs: str = ""
     mismatch: str = ""
     unsaid: Unsaid | None = None
 

@@ -9,6 +9,8 @@ none for a child that is born there. So it is the fork server that moves, before
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -32,13 +34,19 @@ class JobCgroup:
         self._moving: threading.Thread | None = None
 
     def make(self) -> None:
-        """Make the cgroup. Call it once the guardian runs, which removes the cgroup."""
+        """Make the cgroup. Call it once the guardian runs, which removes the cgroup.
+
+        It is locked as long as this process lives: a later guardian removes one that is empty and not locked.
+        """
         path = Path(self.path)
         try:
             path.mkdir()
             if not (path / "cgroup.kill").exists():  # Linux before 5.14
                 path.rmdir()
                 self.path = ""
+                return
+            while not _is_locked(path):
+                path.mkdir()
         except OSError:
             self.path = ""
 
@@ -107,6 +115,18 @@ class JobCgroup:
             meanwhile()
             if self._moving:
                 self._moving.join(_SLICE_S)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Lock `folder` as long as this process lives; False if a guardian has removed it just before."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    # Without locks there the cgroup is of use all the same.
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return folder.exists()
 
 
 def _move(pids: Collection[int], folder: str) -> None:

@@ -7,7 +7,7 @@ environment. Such a process is spared. It is in another job of the scheduler, or
 
 With start_guardian.py this file is the guardian, a process that outlives the agent for a moment: when the pipe FD ends,
 because the agent closed it or died, it ends all these processes and removes the run directories. Before that, it
-removes the run directories of agents that were killed together with their guardians.
+removes the run directories and empty cgroups of agents that were killed together with their guardians.
 This file imports only the standard library, so that the guardian is small and starts without the package.
 """
 
@@ -50,6 +50,8 @@ _CLEANERS_CPU_S = 1.0
 # id, since on a disk that hosts share one host may not see another host's locks.
 RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory|_socket)?")
 CLAIM = ".agent"
+# A job's cgroup, which its agent keeps locked as long as it lives.
+JOB_CGROUP = re.compile(r"elaunch-[0-9a-f]{16}")
 # A process's temporary folder, as Python's multiprocessing names it, and a socket in it. Data loaders have them.
 _SOCKET_IN_FOLDER = re.compile(r"(/(?:.*/)?pymp-[a-z0-9_]{8})/[^/]+")
 # Where agents' sockets are: all processes of a host find these folders, whatever their TMPDIR is.
@@ -313,6 +315,11 @@ def kill_cgroup(path: str, meanwhile: Callable[[], None] = lambda: None) -> None
         _wait_until_empty(path, NESTED_S, meanwhile)
         Path(path, "cgroup.kill").write_text("1")
         _wait_until_empty(path, SWEEP_S_MAX, meanwhile)
+    _remove_cgroup(path)
+
+
+def _remove_cgroup(path: str) -> None:
+    """Remove the cgroup and those below it; the kernel keeps those that have a process."""
     for folder, _, _ in os.walk(path, topdown=False):
         with suppress(OSError):
             os.rmdir(folder)  # noqa: PTH106
@@ -371,6 +378,27 @@ def remove_abandoned(run_dirs: Iterable[str]) -> None:
                 _remove_if_abandoned(Path(parent, name))
 
 
+def remove_abandoned_cgroups(cgroup: str) -> None:
+    """Remove this user's cgroups of jobs beside `cgroup` whose agents are dead, and in which no process is left."""
+    parent = os.path.dirname(cgroup)  # noqa: PTH120
+    with suppress(OSError):
+        for name in os.listdir(parent):  # noqa: PTH208
+            if JOB_CGROUP.fullmatch(name):
+                with suppress(OSError):
+                    _remove_cgroup_if_unlocked(f"{parent}/{name}")
+
+
+def _remove_cgroup_if_unlocked(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # This fails if the agent lives.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_uid == os.geteuid() and "populated 0" in Path(path, "cgroup.events").read_text():
+            _remove_cgroup(path)
+    finally:
+        os.close(fd)
+
+
 def _remove_if_abandoned(folder: Path) -> None:
     with suppress(OSError):
         # The folder stays open: in a shared temporary folder others may rename it, and put another in its place.
@@ -407,6 +435,11 @@ def _empty(folder: Path) -> None:
     (folder / CLAIM).unlink()
 
 
+def _remove_what_killed_jobs_left(run_dirs: Iterable[str], cgroup: str) -> None:
+    remove_abandoned_cgroups(cgroup)
+    remove_abandoned(run_dirs)
+
+
 def main() -> None:
     """Wait for the agent's end, then clean up."""
     # Not after the agent's end: Python's own files may be gone then.
@@ -416,7 +449,7 @@ def main() -> None:
     run_dirs = json.loads(os.environ[RUN_DIRS])
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
     # Where the system gives no thread, the next agent's guardian removes them.
-    remover = threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True)
+    remover = threading.Thread(target=_remove_what_killed_jobs_left, args=(run_dirs, cgroup), daemon=True)
     with suppress(RuntimeError):
         remover.start()
     while os.read(fd, 1):

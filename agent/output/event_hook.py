@@ -31,7 +31,7 @@ class EventHook:
     failed, go to `say`. `environment` is what the command inherits. The thread starts with the first event.
     """
 
-    def __init__(self, command: tuple[str, ...], environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+    def __init__(self, command: tuple[str, ...], environment: Mapping[str, str], say: Callable[..., None]) -> None:
         self._command = command
         self._environment = environment
         self._say = say
@@ -44,12 +44,14 @@ class EventHook:
         if self._thread is None:
             self._thread = start_thread(self._work, "elaunch-hook")
         if self._thread is None:
-            self._say(f"--on-event: no thread can be started, so {event['event']} is not told")
+            self._say(f"--on-event: no thread can be started, so {event['event']} is not told", "warning")
             return
         try:
             self._events.put_nowait(event)
         except queue.Full:
-            self._say(f"--on-event: {QUEUED_MAX} events wait for the command already; {event['event']} is not told")
+            self._say(
+                f"--on-event: {QUEUED_MAX} events wait for the command already; {event['event']} is not told", "warning"
+            )
 
     def close(self, wait_s: float | None = None) -> None:
         """Let the runs that are left come to an end, `wait_s` (else FAREWELL_S) at the longest."""
@@ -66,14 +68,16 @@ class EventHook:
         while (event := self._events.get()) is not None:
             left_s = self._until_s - time.monotonic()
             if left_s <= 0:
-                self._say(f"--on-event: there is no time left to tell {event['event']}")
+                self._say(f"--on-event: there is no time left to tell {event['event']}", "warning")
                 return
             try:
                 trouble = self._run(event, min(RUN_S_MAX, left_s))
             except OSError as error:
                 trouble = f"cannot be started ({error.strerror})"
             if trouble:
-                self._say(f"--on-event: {self._command[0]} {trouble}; {event['event']} may not have been told")
+                self._say(
+                    f"--on-event: {self._command[0]} {trouble}; {event['event']} may not have been told", "warning"
+                )
 
     def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
         """Run the command to its end; what went wrong. Raises OSError if it cannot be started."""

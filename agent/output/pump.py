@@ -13,13 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import get_args
 
+from elaunch.agent.config import Level
 from elaunch.agent.output.folding import ShownTracebacks
 from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
 from elaunch.agent.own_lines import OwnLines
 from elaunch.agent.terminal import is_one_terminal
 
 _READ_BYTES = 256 << 10
+_LEVELS = get_args(Level)
 
 # Gets, by local rank, the end of each stderr, the number of its lines that were not shown (`TracebackFold`), and when
 # its last ones came (`time.time()`).
@@ -29,12 +32,13 @@ Drained = Callable[[dict[int, str], dict[int, int], dict[int, float]], None]
 class Pump:
     """Moves all streams of one agent, and the agent's own log lines, so that their order is kept.
 
-    `lines` is the form of the latter. `stdout` and `stderr` are shared with the streams. Call `start` once; `close`
-    waits until everything is written.
+    `lines` is the form of the latter; those below `least` are left out. `stdout` and `stderr` are shared with the
+    streams. Call `start` once; `close` waits until everything is written.
     """
 
-    def __init__(self, lines: OwnLines) -> None:
+    def __init__(self, lines: OwnLines, least: Level = "info") -> None:
         self.lines = lines
+        self._shown = _LEVELS[_LEVELS.index(least) :]
         self.stdout = Console(1, self._stdout_gone)
         # The agent's own lines may go where stdout goes (2>&1).
         self.stderr = (
@@ -74,8 +78,10 @@ class Pump:
         else:
             self.say(f"stdout cannot be written ({error.strerror}); training goes on without it", "warning")
 
-    def say(self, line: str, level: str = "info") -> None:
+    def say(self, line: str, level: Level = "info") -> None:
         """Write one line of the agent's own to stderr."""
+        if level not in self._shown:
+            return
         # Its time is now, however late it is written.
         data = self.lines.line(line, level)
         self.do(lambda: self.stderr.write(data, None))

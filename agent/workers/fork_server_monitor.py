@@ -23,7 +23,7 @@ from elaunch.rendezvous.types import FailureKind
 
 _FORK_S = 0.05
 # An import that takes longer than this is worth a line in the log: the user waits for it.
-_PATIENCE_S = 4.0
+_PATIENCE_S = 10.0
 # Nothing tells who has sent a SIGKILL.
 _KILLED_PARENT = (
     "it is the parent process of this node's ranks: look for a rank that kills its parent (os.kill(os.getppid(),"

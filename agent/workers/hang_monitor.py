@@ -105,7 +105,7 @@ class HangMonitor:
 
         def taken(found: tuple[Stack, ...]) -> None:
             for each in grouped(found):
-                self._reporter.say(group_words(each))
+                self._reporter.warn(group_words(each))
             self.keep_stacks(KeepStacks(generation, full_text(found)))
             by_rank = {stack.rank - group.rank(0): stack for stack in found}
             suspect = hang.who_hangs(standings, by_rank, order.quiet_s)
@@ -132,7 +132,7 @@ class HangMonitor:
         except OSError as error:
             self._run_dir.warn(f"{path} cannot be written ({error.strerror})")
             return
-        self._reporter.say(f"all stacks are in {path}")
+        self._reporter.warn(f"all stacks are in {path}")
 
     def blame(self, order: Blame) -> None:
         """Make a failure of a hang; posts `WorkersHung`."""

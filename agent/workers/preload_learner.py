@@ -96,7 +96,7 @@ class PreloadLearner:
         named = decode(Learned, news["tried"]).named
         if news["has_programs"]:
             listed = _in_words(self._server.learned.program)
-            self._reporter.say(f"imported before the workers start, as this program imported it last time: {listed}")
+            self._reporter.detail(f"imported before the workers start, as this program imported it last time: {listed}")
             self._remember_program_of_server(named)
         elif self._server.learned.program.entries:
             # It does not suit any more, and the log says why. The next start learns it anew.
@@ -205,7 +205,7 @@ class PreloadLearner:
             self._is_successor_ready = True
             self._remember(replace(self._learned, is_tried=True))
             program = successor.learned.program
-            self._reporter.say(
+            self._reporter.detail(
                 f"the program spent {program.saved_s:.1f} s on imports that can be made ahead ({_in_words(program)});"
                 " workers have them from the beginning after a restart, and at the next start"
             )
@@ -219,7 +219,7 @@ class PreloadLearner:
             self._refuse(why)
 
     def _refuse(self, why: str) -> None:
-        self._reporter.say(
+        self._reporter.detail(
             f"workers import what the program needs again at each restart, since it is not preloaded: {why}"
         )
 

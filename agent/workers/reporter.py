@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elaunch.agent.core.actions import Level
+from elaunch.agent.config import Level
 from elaunch.agent.core.events import Event
 from elaunch.agent.output.timeline import Timeline
 from elaunch.records import dataclass
@@ -26,6 +26,10 @@ class Reporter:
     def say(self, text: str) -> None:
         """Log a sentence."""
         self.tell(text, "info")
+
+    def detail(self, text: str) -> None:
+        """Log what is of use to somebody who asks for more (--verbose)."""
+        self.tell(text, "debug")
 
     def warn(self, text: str) -> None:
         """Log what may need a person."""

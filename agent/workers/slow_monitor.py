@@ -119,7 +119,7 @@ class SlowMonitor:
             causes=[each.cause.value for each in found or ()],
             text=text,
         )
-        self._reporter.say(text)
+        self._reporter.warn(text)
 
 
 class _Counters(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.options.argv import TOKEN_IS_SECRET
 from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
@@ -49,6 +49,7 @@ class JobFile:
 
 def read(path: str) -> JobFile:
     """The job file at `path`. Raises UsageError if it cannot be read or understood."""
+    path = tidy(path)
     try:
         text = read_small(path, may_be_pipe=True)
     except FileNotFoundError:

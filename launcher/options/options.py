@@ -74,6 +74,8 @@ class Options:
     local_ranks_filter: frozenset[int] | None
     ranks_filter: frozenset[int] | None
     log_format: LogFormat
+    verbose: bool
+    quiet: bool
     show_all_tracebacks: bool
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
@@ -196,6 +198,7 @@ def _value(spec: OptionSpec, item: _Given | None) -> object:
 
 # Pairs of which only one can be meant.
 _EXCLUSIVE = (
+    ("verbose", "quiet", "drop one of them"),
     ("standalone", "nnodes", "a standalone job has one node; drop one of them"),
     ("module", "no_python", "a module always runs in Python; drop one of them"),
     ("preload", "no_preload", "drop one of them"),

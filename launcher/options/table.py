@@ -176,6 +176,8 @@ _OUTPUT = (
         "ranks-filter", Group.OUTPUT, "RANKS", "global ranks to show on the console, as 0,8", values.ranks,
         default_text="all",
     ),
+    _switch("verbose", Group.OUTPUT, "also lines about what elaunch chose and does at the start", short="v"),
+    _switch("quiet", Group.OUTPUT, "of elaunch's own lines only warnings, errors and the report", short="q"),
     _switch("show-all-tracebacks", Group.OUTPUT, "all tracebacks: of a lost peer, of Ctrl-C, repeated ones"),
     OptionSpec(
         "log-format", Group.OUTPUT, "FORM", "form of lines: text (files: with time), plain, json", values.log_format,

@@ -194,7 +194,7 @@ def _stacks(past: History, beside: Path) -> dict[int, tuple[LogLink, ...]]:
         links: list[LogLink] = []
         for node in sorted(past.nodes, key=lambda node: node.folder != home):
             if len(links) < _STACKS_MAX and (path := reading.stacks_file(Path(node.folder), generation)):
-                name = f"{reading.STACKS} of {node.host}" if len(past.nodes) > 1 else reading.STACKS
+                name = f"{reading.STACKS} of {node.name}" if len(past.nodes) > 1 else reading.STACKS
                 links.append(LogLink(name, link_to(path, os.path.relpath(path, beside)).href))
         found[generation] = tuple(links)
     return found

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 from elaunch.launcher.report_page.events import PastEvent, real
-from elaunch.launcher.report_page.node_log import NodeLog, Worker
+from elaunch.launcher.report_page.node_log import Homes, NodeLog, Worker, homes_of
 from elaunch.launcher.report_page.wording import signal_words
 from elaunch.records import dataclass, replace
 
@@ -78,7 +78,7 @@ def _joined(known: Fault, newer: Fault) -> Fault:
 
 def _said(nodes: Sequence[NodeLog]) -> Iterator[Fault]:
     numbers = sorted({visit.generation for node in nodes for visit in node.visits if visit.workers})
-    homes = {node.host: node for node in reversed(nodes)}
+    homes = homes_of(nodes)
     for node in nodes:
         hang = {visit.generation: visit.quiet_s for visit in node.visits if visit.quiet_s == visit.quiet_s}
         for at_s, event in node.events:
@@ -97,7 +97,7 @@ def _generation_before(numbers: Sequence[int], event: PastEvent) -> int:
 
 def _fault(
     node: NodeLog,
-    homes: Mapping[str, NodeLog],
+    homes: Homes,
     at_s: float,
     event: PastEvent,
     fields: Mapping[str, object],
@@ -106,7 +106,8 @@ def _fault(
 ) -> Fault:
     record = PastEvent(generation, event.event, event.at_s, event.monotonic_s, fields)
     host = record.text("host") or node.host
-    home = node if host == node.host else homes.get(host)
+    home = homes.get((host, generation, record.number("rank")))
+    home = home or (node if host == node.host else homes.get((host, -1, -1)))
     # `failed_at` is the wall clock of the failed worker's host; the event cannot be earlier than the failure.
     struck_s = real(fields.get("failed_at"), event.at_s) - event.at_s + at_s if home is node else at_s
     is_hang = record.text("kind") == "hang"

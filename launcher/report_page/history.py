@@ -11,7 +11,7 @@ from elaunch.launcher.report_page.ending import SKEW_S, End, Life, Look, end_of,
 from elaunch.launcher.report_page.events import PastEvent, ReadLines
 from elaunch.launcher.report_page.faults import Fault, faults_of
 from elaunch.launcher.report_page.metrics import StepMetrics, Stretch
-from elaunch.launcher.report_page.node_log import NodeLog, Visit, node_log
+from elaunch.launcher.report_page.node_log import NodeLog, Visit, named, node_log
 from elaunch.launcher.report_page.warned import Warned, warned_of
 from elaunch.launcher.report_page.wording import duration
 from elaunch.records import dataclass, replace
@@ -54,6 +54,11 @@ class PastGeneration:
     last_step: int
     kept_step: int
     trained_s: float
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it had workers. The end of a job may open a generation that comes to nothing."""
+        return self.world_size > 0
 
     @property
     def steps_lost(self) -> int:
@@ -117,7 +122,7 @@ def history(folders: Sequence[NodeFolder], metrics: StepMetrics | None, look: Lo
         version=started.text("version") if started else "",
         began_at=origin,
         utc_offset_s=_utc_offset_s(started),
-        nodes=nodes,
+        nodes=named(nodes),
         generations=generations,
         faults=faults,
         warned=warned_of(nodes, faults),

@@ -109,6 +109,7 @@ class Lanes:
 
 def lanes_of(history: History, found: Goodput) -> Lanes:
     """The lanes that a page has room for."""
+    history = _one_for_each_place(history)
     facts = lane_facts(history, found)
     ranks = {node.folder: _local_ranks(node) for node in history.nodes}
     is_by_rank = sum(map(len, ranks.values())) <= _LANES_MAX
@@ -124,7 +125,7 @@ def lanes_of(history: History, found: Goodput) -> Lanes:
         if is_by_rank or len(ranks[node.folder]) < 2:
             shown += every_lane(facts, node)
         else:
-            name = f"{node.host} · {len(ranks[node.folder])} ranks"
+            name = f"{node.name} · {len(ranks[node.folder])} ranks"
             shown.append(replace(_lane(facts, node, None, name, ()), is_node=True))
             mine = [rank for rank in ranks[node.folder] if (node.folder, rank) in marked[:_MARKED_MAX]]
             shown += _lanes_of_ranks(facts, node, mine)
@@ -135,6 +136,32 @@ def lanes_of(history: History, found: Goodput) -> Lanes:
         len(history.nodes) - len(nodes),
         0 if is_by_rank else max(len(marked) - _MARKED_MAX, 0),
     )
+
+
+def _one_for_each_place(history: History) -> History:
+    """With one log for each name: an agent that took the place of one that was killed has that one's lanes."""
+    places: dict[str, NodeLog] = {}
+    moved: dict[str, str] = {}
+    for node in sorted(history.nodes, key=lambda node: node.begin_s):
+        first = places.setdefault(node.name, node)
+        moved[node.folder] = first.folder
+        if first is not node:
+            visits = (*(_closed(visit, node.begin_s) for visit in first.visits), *node.visits)
+            places[node.name] = replace(first, visits=visits, end_s=node.end_s)
+    if len(places) == len(history.nodes):
+        return history
+    return replace(
+        history,
+        nodes=tuple(places[name] for name in dict.fromkeys(node.name for node in history.nodes)),
+        faults=tuple(replace(fault, folder=moved.get(fault.folder, "")) for fault in history.faults),
+        warned=tuple(replace(warned, folder=moved.get(warned.folder, "")) for warned in history.warned),
+    )
+
+
+def _closed(visit: Visit, end_s: float) -> Visit:
+    """The visit without workers that still run at `end_s`: their agent was killed."""
+    workers = (replace(each, exited_s=known_or(each.exited_s, end_s)) for each in visit.workers)
+    return replace(visit, workers=tuple(workers))
 
 
 def _shown_nodes(history: History, facts: LaneFacts) -> list[NodeLog]:
@@ -235,7 +262,7 @@ def _lane(
 ) -> Lane:
     """The lane of these workers, one list for each visit; without them, of all the node's workers."""
     bars: list[Bar] = []
-    free_s = 0.0 if node.visits and node.visits[0].generation == 0 else _begin_s(node)
+    free_s = 0.0 if node.visits and node.visits[0].generation == 0 else node.begin_s
     free_s = max(free_s, facts.begin_s)
     for at, visit in enumerate(node.visits):
         if visit.generation < facts.first:
@@ -245,11 +272,7 @@ def _lane(
                 bars.append(bar)
                 free_s = bar.end_s
     shown = tuple(mark for mark in marks if mark.at_s >= facts.begin_s)
-    return Lane(node.host, node.folder, name, tuple(bars), shown)
-
-
-def _begin_s(node: NodeLog) -> float:
-    return node.events[0][0] if node.events else 0.0
+    return Lane(node.name, node.folder, name, tuple(bars), shown)
 
 
 def _bars(facts: LaneFacts, node: NodeLog, visit: Visit, workers: Sequence[Worker], free_s: float) -> Iterator[Bar]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from elaunch.launcher.report_page.events import PastEvent, text
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 
 # Events after which a worker's end is no news: the agent has asked for it.
 _ORDERS_TO_END = ("stopping", "killing", "told")
@@ -70,16 +70,21 @@ class Visit:
 class NodeLog:
     """One agent's log: the folder, who it was, and all its generations. Times are seconds of the job, but `began_at`.
 
-    `end_s` is the time of the newest event.
+    `end_s` is the time of the newest event. `name` is the host's, with a number if several agents were there at once.
     """
 
     folder: str
     host: str
+    name: str
     run_id: str
     began_at: float
     events: tuple[tuple[float, PastEvent], ...]
     visits: tuple[Visit, ...]
     end_s: float
+
+    @property
+    def begin_s(self) -> float:
+        return self.events[0][0] if self.events else 0.0
 
 
 def node_log(
@@ -98,7 +103,41 @@ def node_log(
         if event.generation >= 0:
             by_generation[event.generation].append((at_s, event))
     visits = tuple(_visit(number, by_generation[number]) for number in numbers)
-    return NodeLog(folder, host, run_id, first.at_s + shift_s, timed, visits, max(at_s for at_s, _ in timed))
+    return NodeLog(folder, host, host, run_id, first.at_s + shift_s, timed, visits, max(at_s for at_s, _ in timed))
+
+
+def named(nodes: Sequence[NodeLog]) -> tuple[NodeLog, ...]:
+    """The logs with their names. An agent that began after another one's end on its host has taken its place."""
+    ends: dict[str, list[float]] = {}
+    places: dict[str, tuple[str, int]] = {}
+    for node in sorted(nodes, key=lambda node: node.begin_s):
+        free = ends.setdefault(node.host, [])
+        at = next((at for at, end_s in enumerate(free) if end_s <= node.begin_s), len(free))
+        free[at : at + 1] = [node.end_s]
+        places[node.folder] = (node.host, at)
+    # In the order of the nodes, whose first has rank 0.
+    order = list(dict.fromkeys(places[node.folder] for node in nodes))
+    numbers = {place: 1 + [each for each in order if each[0] == place[0]].index(place) for place in order}
+    return tuple(
+        replace(node, name=f"{node.host} ({numbers[places[node.folder]]} of {len(ends[node.host])})")
+        if len(ends[node.host]) > 1
+        else node
+        for node in nodes
+    )
+
+
+Homes = Mapping[tuple[str, int, int], NodeLog]
+
+
+def homes_of(nodes: Sequence[NodeLog]) -> Homes:
+    """The logs by host, generation and rank; (host, -1, -1) is the first of that host."""
+    homes: dict[tuple[str, int, int], NodeLog] = {}
+    for node in nodes:
+        homes.setdefault((node.host, -1, -1), node)
+        for visit in node.visits:
+            for worker in visit.workers:
+                homes.setdefault((node.host, visit.generation, worker.rank), node)
+    return homes
 
 
 def _visit(generation: int, events: Sequence[tuple[float, PastEvent]]) -> Visit:

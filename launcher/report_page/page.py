@@ -19,6 +19,7 @@ from elaunch.launcher.report_page.profiles import ShownProfile
 from elaunch.launcher.report_page.warned import Warned, WarnedKind
 from elaunch.launcher.report_page.wording import count, cut, duration, offset
 from elaunch.records import dataclass
+from elaunch.rendezvous.job_spec import UNNAMED
 
 # Causes that the page shows with all they have; of more the first and the last are shown.
 CAUSES_MAX = 60
@@ -88,11 +89,17 @@ class Page:
     logs: tuple[tuple[str, tuple[LogLink, ...]], ...]
     metrics_path: str
 
+    @property
+    def generations(self) -> tuple[PastGeneration, ...]:
+        """Those that have run; all of a job that never had a worker."""
+        ran = tuple(generation for generation in self.history.generations if generation.has_run)
+        return ran or self.history.generations
+
 
 def headline(history: History, found: Goodput) -> str:
     """The job in one sentence."""
     end = history.end
-    name = f"Job {history.run_id}" if history.run_id else "The job"
+    name = f"Job {history.run_id}" if history.run_id not in ("", UNNAMED) else "The job"
     length = duration(found.wall_s)
     match end.life:
         case Life.RUNS:
@@ -256,7 +263,7 @@ def _charts(history: History, metrics: StepMetrics | None) -> tuple[Chart, ...]:
 def _logs(
     history: History, links: Mapping[tuple[str, int, int], tuple[LogLink, ...]]
 ) -> tuple[tuple[str, tuple[LogLink, ...]], ...]:
-    hosts = {node.folder: node.host for node in history.nodes}
+    hosts = {node.folder: node.name for node in history.nodes}
     many = len(history.nodes) > 1
     return tuple(
         (f"generation {generation}, rank {rank}{f' on {hosts.get(folder)}' if many else ''}", files)
@@ -290,7 +297,7 @@ def summary(page: Page) -> dict[str, object]:
         "steps_lost": history.steps_lost if history.steps_lost >= 0 else None,
         "breakdown_s": {stage.value: _number(seconds) for stage, seconds in lengths.items()},
         "nodes": [{"host": node.host, "folder": node.folder} for node in history.nodes],
-        "generations": [_generation(generation) for generation in history.generations],
+        "generations": [_generation(generation) for generation in page.generations],
         "failures": [_failure(fault, history, found) for fault in history.faults],
         "warnings": [_warning(warned, history) for warned in history.warned],
         "profiles": [_profile(shown) for shown, _ in page.profiles],

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.report_page.events import PastEvent, ReadLines, read_lines
+from elaunch.launcher.report_page.events import PastEvent, ReadLines, read_lines, text
 from elaunch.launcher.report_page.history import NodeFolder
 from elaunch.launcher.report_page.metrics import StepMetrics
 from elaunch.records import dataclass
@@ -237,10 +237,18 @@ def _may_belong(path: Path, job: Sequence[NodeFolder]) -> bool:
 
 
 def _is_one_job(one: NodeFolder, other: NodeFolder) -> bool:
-    """Whether two folders tell of one job: one run id, and at work at the same time. A name may be used again later."""
+    """Whether two folders tell of one job: one run id, and at work at the same time. A name may be used again later.
+
+    Where the tables of one or the other name their nodes, these decide.
+    """
     if not other.lines.events or not (run_id := _started_text(one, "run_id")):
         return False
     if _started_text(other, "run_id") != run_id:
+        return False
+    seats = [_seats(folder) for folder in (one, other)]
+    if _own_ids(other) & seats[0] or _own_ids(one) & seats[1]:
+        return True
+    if any(seats):
         return False
     (begin, end), (other_begin, other_end) = (_times(folder) for folder in (one, other))
     return begin <= other_end + _GAP_S and other_begin <= end + _GAP_S and not _is_new_start(one, other)
@@ -250,6 +258,18 @@ def _is_new_start(one: NodeFolder, other: NodeFolder) -> bool:
     """Whether one began after the other had ended for good: the same command, typed again."""
     first, second = sorted((one, other), key=lambda folder: folder.lines.events[0].at_s)
     return has_ended(first) and second.lines.events[0].at_s > _times(first)[1]
+
+
+def _own_ids(folder: NodeFolder) -> set[str]:
+    """The names that the folder's agent had in the job."""
+    return {event.text("node_id") for event in folder.lines.events if event.event == "joined"} - {""}
+
+
+def _seats(folder: NodeFolder) -> set[str]:
+    """The names of all nodes in the tables of which the folder tells; empty for logs of older releases."""
+    tables = [event.fields.get("nodes") for event in folder.lines.events if event.event in ("sealed", "spare")]
+    seats = [seat for table in tables if isinstance(table, list) for seat in table if isinstance(seat, dict)]
+    return {text(seat.get("node_id")) for seat in seats} - {""}
 
 
 def has_ended(folder: NodeFolder) -> bool:

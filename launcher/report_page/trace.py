@@ -45,7 +45,7 @@ def trace(history: History, found: Goodput) -> dict[str, object]:
 
 
 def _named(pid: int, node: NodeLog) -> Iterator[dict[str, object]]:
-    yield _metadata("process_name", pid, _AGENT, node.host)
+    yield _metadata("process_name", pid, _AGENT, node.name)
     yield {**_metadata("process_sort_index", pid, _AGENT, ""), "args": {"sort_index": pid}}
     yield _metadata("thread_name", pid, _AGENT, "the job" if pid == 1 else "agent")
 

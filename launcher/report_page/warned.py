@@ -10,7 +10,7 @@ from enum import Enum
 from elaunch.agent.core.slow_ranks import WINDOW_S, WINDOWS
 from elaunch.launcher.report_page.events import PastEvent
 from elaunch.launcher.report_page.faults import Fault
-from elaunch.launcher.report_page.node_log import NodeLog
+from elaunch.launcher.report_page.node_log import NodeLog, homes_of
 from elaunch.records import dataclass
 
 # All nodes tell of one hang within this time.
@@ -56,7 +56,7 @@ def warned_of(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> tuple[Warned
 
 def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> Iterator[Warned]:
     """The hangs of the job, each once, although each node tells of it."""
-    homes = {node.host: node for node in reversed(nodes)}
+    homes = homes_of(nodes)
     failed = {fault.generation for fault in faults if fault.kind == "hang"}
     went_on: dict[int, list[float]] = {}
     for at_s, event in _events(nodes, "goes_on"):
@@ -71,13 +71,14 @@ def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> Iterator[Warned
         later = went_on.get(event.generation, [])
         at = bisect_left(later, at_s)
         until_s = later[at] if at < len(later) else math.nan
-        home = homes.get(event.text("host"))
+        host = event.text("host")
+        home = homes.get((host, event.generation, event.number("rank"))) or homes.get((host, -1, -1))
         yield Warned(
             WarnedKind.HANG,
             event.generation,
             at_s,
             math.nan,
-            event.text("host"),
+            host,
             event.number("rank"),
             _local_rank(home, event) if home else -1,
             _hang_words(event),

@@ -100,10 +100,13 @@ def _tell_others(options: Options, planned: Planned, served: StoreProcess, say: 
 
     if not planned.hands_over:
         new_token = NewToken(served.token, served.kept, served.trouble, is_terminal=os.isatty(2))
+        lecture = about(planned.plan)
         for line in invitation(options, planned.plan, new_token):
-            say(line)
+            if line != lecture or options.verbose:
+                say(line)
         return None
-    say(about(planned.plan))
+    if options.verbose:
+        say(about(planned.plan))
     from elaunch.launcher.store.token_handover import Offer
 
     return Offer(_meeting(options, planned), served.token)

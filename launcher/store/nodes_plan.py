@@ -22,7 +22,6 @@ from elaunch.launcher.store.store_address import (
     static_master,
 )
 from elaunch.rendezvous.endpoint import Tls, Transport
-from elaunch.rendezvous.job_spec import UNNAMED
 
 _ETCD = ("etcd", "etcd-v2")
 
@@ -68,7 +67,7 @@ def plan_for_nodes(
         notes = (*notes, "--rdzv-backend etcd-v2 means etcd here: the v2 API is gone, and elaunch uses v3")
     notes = (*notes, *_unused_token_notes(made, backend), *plain_password_notes(made, addresses))
     if options.run_id is None and serving is Serving.NOTHING:
-        notes = (*notes, f"the job's name is {UNNAMED}; if several jobs share the store, give each its own --run-id")
+        notes = (*notes, "the job is unnamed; if several jobs share the store, give each its own --run-id")
     return Planned(
         made,
         (*_options_without_effect(options, backend), *conf.ignored),

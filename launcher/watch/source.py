@@ -27,6 +27,7 @@ from elaunch.launcher.watch.local import (
 )
 from elaunch.launcher.watch.record import Gathered, absence
 from elaunch.records import dataclass, replace
+from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
@@ -88,7 +89,7 @@ class StoreSource:
             raise SiteError(str(error)) from None
         if snapshot.generation is None:
             raise SiteError(
-                f"the store at {self._where} has no job {self._keys.run_id!r} (under {self._keys.prefix});"
+                f"the store at {self._where} has no {job_name(self._keys.run_id)} (under {self._keys.prefix});"
                 " name it as its nodes do, with --run-id, and --rdzv-conf etcd_prefix if they have one"
             )
         return snapshot
@@ -168,7 +169,7 @@ class LocalSource:
         if not now:
             if self._store:
                 return self._store.take()
-            over = f"job {self._agents[0].job.run_id}: its elaunch on this host has ended"
+            over = f"{job_name(self._agents[0].job.run_id)}: its elaunch on this host has ended"
             raise SiteError("; ".join(map(str, troubles))) if troubles else JobOver(over)
         reports = {agent.node.node_id: agent.node for agent in now}
         # Where the store is silent for one of them, another one may know more.

@@ -9,6 +9,7 @@ from elaunch.launcher.watch.record import VERSION
 from elaunch.launcher.watch.source import NodeStacks
 from elaunch.launcher.watch.words import plural
 from elaunch.records import asdict
+from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.texts import plain
 
 
@@ -16,11 +17,11 @@ def stacks_text(taken: NodeStacks) -> str:
     """What `elaunch stacks` prints: a line for each group, then the groups' stacks in full."""
     remarks = [*taken.silent, *taken.notes]
     if not taken.stacks:
-        lines = [f"job {taken.run_id}: no worker runs now", *remarks]
+        lines = [f"{job_name(taken.run_id)}: no worker runs now", *remarks]
         return "".join(f"{plain(line)}\n" for line in lines)
     groups = grouped(taken.stacks)
     same = "at the same place" if len(groups) == 1 else f"at {len(groups)} places"
-    lines = [f"job {taken.run_id}: {plural(len(taken.stacks), 'rank')} {same}"]
+    lines = [f"{job_name(taken.run_id)}: {plural(len(taken.stacks), 'rank')} {same}"]
     lines += [f"  {group_words(group)}" for group in groups]
     lines += remarks
     return "".join(f"{plain(line)}\n" for line in (*lines, "", *full_text(taken.stacks).splitlines()))

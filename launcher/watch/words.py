@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from elaunch.agent.core.sizes import bytes_text
-from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.texts import plain
 
 # More ranks than this are shown by node, unless --ranks asks for them.
@@ -34,7 +34,7 @@ def headline(record: dict[str, Any]) -> str:
     """The job in one line."""
     generation, outcome = record["generation"], record["outcome"]
     state = record["state"]
-    name = "unnamed job" if record["run_id"] == UNNAMED else f"job {record['run_id']}"
+    name = job_name(record["run_id"])
     if outcome:
         state = f"ended: {outcome['kind']}"
     elif state == "gone":

@@ -40,6 +40,8 @@ from elaunch.rendezvous.store import (
 )
 
 _BATCH_REVISIONS = 100
+# Watches are up to date after each call. A restart writes some five revisions, and an agent may restart for weeks.
+_HISTORY_REVISIONS = 200
 
 
 class MemoryStore:
@@ -50,7 +52,7 @@ class MemoryStore:
     """
 
     def __init__(self) -> None:
-        self.engine = Engine()
+        self.engine = Engine(history_revisions=_HISTORY_REVISIONS)
         self._watches: list[_Watch] = []
         self._telling = False
 

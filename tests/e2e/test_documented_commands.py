@@ -50,6 +50,8 @@ HERE = {
     "elaunch report --perfetto trace.json logs/latest": "trace.json",
     "cat logs/latest/timeline.jsonl": '"event": "sealed"',
     "elaunch --nproc-per-node 1 --no-python env": "MASTER_ADDR=127.0.0.1",
+    "elaunch --nproc-per-node 2 --no-python sh -c 'CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec python train.py \"$@\"' sh"
+    " --lr 3": "1 of 2",
     "elaunch --help": "Exit codes:",
     "(umask 077; openssl rand -hex 16 > ~/job.token)": "",
     "_ELAUNCH_COMPLETE=bash_source elaunch > ~/.elaunch-completion.bash": "",
@@ -211,6 +213,8 @@ ELSEWHERE = {
 NEEDS_CLUSTER = "needs a Kubernetes cluster with a registry"
 NEEDS_DOCKER = "needs Docker; hadolint checks the Dockerfile"
 NEEDS_GPU = "needs a GPU"
+NEEDS_CONTAINERS = "needs enroot, pyxis or Apptainer"
+NEEDS_SSH = "needs an sshd; another test runs its options"
 # Commands that no test runs, with the reason.
 NOBODY = {
     "make demo": "makes a .venv; test_the_demo_kills_two_ranks_and_ends_equal_to_the_undisturbed_run runs its program",
@@ -224,6 +228,13 @@ NOBODY = {
     'docker run --rm --gpus all --shm-size 16g -v "$PWD":/workspace you/elaunch train.py': NEEDS_DOCKER,
     'docker run --rm --network host -e ELAUNCH_TOKEN -v "$PWD":/workspace you/elaunch --nnodes 2'
     " --rdzv-endpoint node0:2379 train.py": NEEDS_DOCKER,
+    'srun -N 2 --ntasks-per-node=1 --container-image=you/elaunch --container-mounts="$PWD:/workspace"'
+    " elaunch train.py": NEEDS_CONTAINERS,
+    'enroot start --mount "$PWD:/workspace" you+elaunch elaunch train.py': NEEDS_CONTAINERS,
+    "apptainer exec --nv train.sif elaunch train.py": NEEDS_CONTAINERS,
+    "scp -q ~/job.token node1:": NEEDS_SSH,
+    'ssh node1 "cd $PWD && elaunch --nnodes 2 --rdzv-endpoint node0:2379'
+    ' --token-file ~/job.token train.py" &': NEEDS_SSH,
     "docker build -t registry/you/train:1 . && docker push registry/you/train:1": NEEDS_DOCKER,
     "kubectl logs --follow --prefix --selector job-name=train": NEEDS_CLUSTER,
     "kubectl create secret generic elaunch-token --from-literal=token=$(openssl rand -hex 16)": NEEDS_CLUSTER,

@@ -148,6 +148,18 @@ class TestAllReduce:
     def test_a_job_that_does_not_fail_has_one_generation(self, reduced: Job) -> None:
         assert {worker["ELAUNCH_GENERATION"] for worker in records(reduced, "reduced")} == {"0"}
 
+    def test_its_start_is_one_line_about_what_runs_and_where_its_output_is(
+        self, reduced: Job, reduced_in: Path, world: int
+    ) -> None:
+        first, *report = [line for line in reduced.stderr.splitlines() if line.startswith("elaunch: ")]
+        started = rf"elaunch: generation 0: {world} workers? \(the job starts\); output in ({reduced_in}/logs/\S+)"
+
+        assert (folder := re.fullmatch(started, first)), first
+        assert report == [
+            f"elaunch: the workers' output is in {folder[1]}",
+            f"elaunch: the run as a page: elaunch report {folder[1]}",
+        ]
+
     def test_torch_sees_an_elastic_launch_whose_store_the_agent_hosts(self, reduced: Job, world: int) -> None:
         assert [worker["elastic"] for worker in records(reduced, "reduced")] == [True] * world
 
@@ -163,6 +175,28 @@ class TestAllReduce:
 
     def test_preloading_leaves_no_folder_in_the_temporary_one(self, reduced: Job, reduced_in: Path) -> None:
         assert not list((reduced_in / "temporary").iterdir()), reduced.output
+
+
+def test_verbose_adds_what_was_chosen_and_quiet_leaves_warnings_errors_and_the_report(tmp_path: Path) -> None:
+    script(tmp_path, "import os, sys; sys.exit(3 * (os.environ['ELAUNCH_GENERATION'] == '0'))")
+    words = (*LIGHT, "--nproc-per-node", "1", "--max-restarts", "1", "train.py")
+
+    said = {way: finished(tmp_path, way, *words).stderr for way in ("-v", "-q")}
+
+    assert re.search(r"^elaunch: OMP_NUM_THREADS=\d+$", said["-v"], re.MULTILINE)
+    assert "elaunch: generation 1: " in said["-v"]
+    failed, succeeded = said["-q"].splitlines()
+    assert re.match(r"elaunch: rank 0 .*exited with code 3", failed)
+    assert succeeded == "elaunch: succeeded, 1 of 1 restarts used"
+
+
+def test_a_log_folder_that_was_removed_is_not_said_to_have_the_output(tmp_path: Path) -> None:
+    script(tmp_path, "import shutil; shutil.rmtree('logs')")
+
+    job = finished(tmp_path, "-q", *LIGHT, "--nproc-per-node", "1", "--log-dir", "logs", "train.py")
+
+    removed = rf"elaunch: the workers' output was in {tmp_path}/logs/\S+, and that folder was removed\n"
+    assert re.fullmatch(removed, job.stderr), job.stderr
 
 
 class TestRestart:

@@ -102,7 +102,7 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
-        ("./notify.hs", r"--on-event \./notify\.hs is not an executable file; did you mean \./notify\.sh\?"),
+        ("./notify.hs", r"--on-event \./notify\.hs is not an executable file in \S+; did you mean \./notify\.sh\?"),
         ("notify.sh", r"--on-event notify\.sh is not an executable file on PATH; write \./notify\.sh"),
         ("./train.py", r"--on-event \./train\.py is not an executable file; chmod \+x \./train\.py"),
         ("sh -c 'x", r"--on-event sh -c 'x is not a command \(no closing quotation\); close the quotes"),

@@ -65,6 +65,7 @@ class Place:
             "WANDB_SILENT": "true",
             "WANDB_MODE": "offline",
             "OMP_NUM_THREADS": "1",
+            "PET_VERBOSE": "1",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         return _Started(self.folder, *words, env={**own, **(env or {})}, prefix=prefix)

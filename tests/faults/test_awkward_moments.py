@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.guardian.guardian import kill_cgroup
+from elaunch.agent.guardian.guardian import RUN_DIRS
 from tests.faults.census import children, command
 from tests.faults.processes import CHILDREN, SAY, Light, Watched, halting_server, is_alive
 from tests.harness import DEADLINE_S, script, slow, wait_for
@@ -262,7 +263,8 @@ def test_when_agent_and_guardian_are_both_killed_the_kernel_still_ends_workers_a
     with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
         workers = wait_for(lambda: len(w := job.pids("worker")) == 2 and w, "both workers")
         server, guardian = job.fork_server(), job.guardian()
-        cgroups = [word for word in guardian.cmdline() if word.startswith("/sys/fs/cgroup/")]
+        left = [word for word in guardian.cmdline() if word.startswith("/sys/fs/cgroup/")]
+        left += [folder for folder in json.loads(guardian.environ()[RUN_DIRS]) if Path(folder).exists()]
         guardian.suspend()
 
         job.kill_agent()
@@ -274,6 +276,8 @@ def test_when_agent_and_guardian_are_both_killed_the_kernel_still_ends_workers_a
         assert all(is_alive(pid) for pid in strays)
         for stray in strays:
             psutil.Process(stray).kill()
-    for cgroup in cgroups:
-        kill_cgroup(cgroup)
-        assert not Path(cgroup).exists()
+    assert len(left) >= 2
+    script(tmp_path, "")
+    with Light(tmp_path, "--nproc-per-node", "1", "train.py") as later:
+        assert later.wait() == 0
+    wait_for(lambda: not any(map(os.path.exists, left)), "the guardian of a later job to remove what is left")

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 SHAPE = ["--global-batch", "12", "--checkpoint-every", "4", "--layers", "1", "--width", "16", "--heads", "2"]
 SHAPE += ["--context", "16", "--dropout", "0.1", "--seed", "5", "--data", "text"]
 # The number of Python objects stays the same. Only the holes between them grow, a little and ever more slowly.
-AGENT_GROWTH_KIB_MAX = 2048
+AGENT_GROWTH_KIB_MAX = 1024
 FORK_SERVER_GROWTH_KIB_MAX = 512
 # From the command to the first steps it takes about two seconds.
 AGENT_LIFE_S = 2.5

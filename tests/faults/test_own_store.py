@@ -145,7 +145,7 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Met]:
 
 
 def test_two_lines_start_a_job_on_two_nodes_and_nothing_is_left_of_it(met: Met) -> None:
-    assert "this host serves the job's store at node0:2379 from its memory" in met.head.stderr
+    assert "serves the job's store" not in met.head.stderr
     assert (met.two.folder / "copied").read_text().split()[0] not in met.head.output + met.other.output
     met.two.assert_homes_are_empty()
 
@@ -215,7 +215,7 @@ def test_the_other_node_may_come_first(two: Two) -> None:
 
 @needs_etcd
 def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path: Path) -> None:
-    head = two.type(0, *RECIPE, "--store", "etcd", *two.program)
+    head = two.type(0, *RECIPE, "-v", "--store", "etcd", *two.program)
     other = two.join(head)
 
     assert_both_met(head, other, "10.77.0.1")

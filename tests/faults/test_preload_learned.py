@@ -86,7 +86,12 @@ def installed(folder: Path, program: str = TRAIN) -> dict[str, str]:
     script(folder, program)
     script(folder, BY, "mine.py")
     # The program sets MODE to another value.
-    return {"PYTHONPATH": os.fspath(place), "XDG_CACHE_HOME": os.fspath(folder / "cache"), "MODE": "the shell's"}
+    return {
+        "PYTHONPATH": os.fspath(place),
+        "XDG_CACHE_HOME": os.fspath(folder / "cache"),
+        "MODE": "the shell's",
+        "PET_VERBOSE": "1",
+    }
 
 
 def test_a_restart_and_the_next_start_have_what_is_slow_to_import(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ pytestmark = needs_slurm
 SBATCH = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
 # A worker without torch that prints its ranks and its host.
 PLACE = 'echo "place $RANK $WORLD_SIZE $LOCAL_RANK $(hostname)"\n'
-PLAIN = ("--no-python", "sh", "place.sh")
+PLAIN = ("-v", "--no-python", "sh", "place.sh")
 # A worker that has a handler for one signal, and waits.
 NOTICED = """\
 import os, signal, sys, time
@@ -154,7 +154,9 @@ def test_two_jobs_of_an_array_share_a_head(slurm: Slurm) -> None:
         f"{PLACE}touch here.$SLURM_ARRAY_TASK_ID\nuntil [ -e here.0 ] && [ -e here.1 ]; do sleep 0.1; done\n"
     )
 
-    array = batch_of(slurm, *COMMAND, "--no-python", "sh", "meet.sh", options=(*TWO, "--array=0-1", "-wnode0,node1"))
+    array = batch_of(
+        slurm, *COMMAND, "-v", "--no-python", "sh", "meet.sh", options=(*TWO, "--array=0-1", "-wnode0,node1")
+    )
 
     outputs = [Batch(slurm, f"{array.number}_{i}").wait() for i in range(2)]
     for i, output in enumerate(outputs):
@@ -270,7 +272,7 @@ def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path,
     records = Records(tmp_path / "records")
     with Etcd(hosts=[slurm.login.ipv4], ports=[2379, 2380], prefix=lambda _: slurm.login.prefix) as etcd:
         endpoint = {"ELAUNCH_ENDPOINT": etcd.endpoints} if store == "etcd" else {}
-        words = ("-N2", *COMMAND, "--preload-only", "json", str(REDUCER), str(tmp_path))
+        words = ("-N2", *COMMAND, "-v", "--preload-only", "json", str(REDUCER), str(tmp_path))
         with slurm.srun(*words, env={**WITHOUT_TORCH, **endpoint}) as job:
             first = met(records, 2)
             os.kill(first.pid(1), signal.SIGKILL)

@@ -68,8 +68,8 @@ def cold(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def options() -> dict[str, str]:
-    """The environment of a job by which tests give the threads; `environment` drops that of the tests."""
-    return {"OMP_NUM_THREADS": "1"}
+    """The environment by which tests give the threads and get all lines; `environment` drops that of the tests."""
+    return {"OMP_NUM_THREADS": "1", "PET_VERBOSE": "1"}
 
 
 def again(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -172,7 +172,7 @@ def await_learning(job: Job, logs: Path) -> None:
 def test_a_restart_and_the_next_start_need_no_imports(tmp_path: Path, library: str) -> None:
     require("lightning" if library == "fabric" else library)
     script(tmp_path, PROGRAMS[library])
-    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PET_VERBOSE": "1"}
     arguments = ("--nproc-per-node", "2", "--failure-grace", "0.1", "--log-dir", "logs", "train.py")
 
     with Job(tmp_path, *arguments, env=env) as job:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.keeper.disk_copies import DiskCopies
 from elaunch.trainer.keeper.own_state import OwnState
@@ -54,6 +55,7 @@ class Copies:
         name: str,
         say: Callable[[str], None],
         copy_every: int | None = None,
+        kept: int = KEPT,
     ) -> None:
         training.compare_names(peers.from_all)
         training.require_plain(durably=storage is not None)
@@ -96,7 +98,7 @@ class Copies:
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
         self._said: set[str] = set()
-        self.disk = DiskCopies(training, peers, storage, place.generation, say)
+        self.disk = DiskCopies(training, peers, storage, place.generation, say, kept)
         self._is_durable = storage is not None
         self._own = OwnState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
         # How many completed steps `restore` has lost.

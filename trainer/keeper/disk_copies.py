@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elaunch.trainer.checkpoint.catalog import marks
-from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.checkpoints import KEPT, Checkpoints
 from elaunch.trainer.checkpoint.import_ahead import import_ahead
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.storage import Storage
@@ -24,7 +24,13 @@ class DiskCopies:
     """
 
     def __init__(
-        self, training: Training, peers: Peers, storage: Storage | None, generation: int, say: Callable[[str], None]
+        self,
+        training: Training,
+        peers: Peers,
+        storage: Storage | None,
+        generation: int,
+        say: Callable[[str], None],
+        kept: int = KEPT,
     ) -> None:
         self._training, self._peers, self._say = training, peers, say
         self._generation = generation
@@ -35,7 +41,7 @@ class DiskCopies:
         self.found = 0
         self._storage, self._checkpoints = storage, None
         if storage is not None:
-            self._checkpoints = Checkpoints(storage, generation=generation, say=say, group=peers)
+            self._checkpoints = Checkpoints(storage, generation=generation, keep=kept, say=say, group=peers)
             if peers.leads and (why := storage.unwritable()):
                 say(f"checkpoints cannot be written to {storage}: {why}; until they can, there are none")
 

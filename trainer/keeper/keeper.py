@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 
 from elaunch.trainer import link
+from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
@@ -58,14 +59,14 @@ class Keeper:
     FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
-    stop and at the end. `snapshot_every` is the number of steps between copies in memory, `copy_every` that of copies
-    of what a rank alone has (a part of the state, or `hook_state`), which stay on its node. None measures the cost and
-    keeps it under 1 % of the time. Every `stop_every` steps all ranks look whether to stop; None measures the steps,
-    and a request is obeyed within about 0.25 s and one step. Every `verify_every` steps the ranks compare what they
-    have alike, and raise Differs if a copy is damaged. `warm_up` does one forward and backward pass on any data of the
-    right shape, and is called as often as DDP needs; without it, a resumed run of three or more workers is not bit for
-    bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes sentences for
-    people.
+    stop and at the end, and the newest `keep` stay. `snapshot_every` is the number of steps between copies in memory,
+    `copy_every` that of copies of what a rank alone has (a part of the state, or `hook_state`), which stay on its node.
+    None measures the cost and keeps it under 1 % of the time. Every `stop_every` steps all ranks look whether to stop;
+    None measures the steps, and a request is obeyed within about 0.25 s and one step. Every `verify_every` steps the
+    ranks compare what they have alike, and raise Differs if a copy is damaged. `warm_up` does one forward and backward
+    pass on any data of the right shape, and is called as often as DDP needs; without it, a resumed run of three or more
+    workers is not bit for bit equal to a run without failures. `name` tells several trainings of one program apart.
+    `say` takes sentences for people.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
@@ -83,6 +84,7 @@ class Keeper:
         per_rank: Any = None,
         checkpoints: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 1000,
+        keep: int = KEPT,
         snapshot_every: int | None = None,
         copy_every: int | None = None,
         stop_every: int | None = None,
@@ -96,12 +98,14 @@ class Keeper:
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{option} is {count}; it counts steps and is at least 1")
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; it counts checkpoints and is at least 1")
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
         self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
-        self._copy_every, self._verify_every = copy_every, verify_every
+        self._copy_every, self._verify_every, self._keep = copy_every, verify_every, keep
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._place = RankInfo.from_environ(os.environ)
         self._pid = os.getpid()
@@ -141,6 +145,7 @@ class Keeper:
                 self._place,
                 folder=os.environ.get("ELAUNCH_MEMORY", ""),
                 storage=self._storage,
+                kept=self._keep,
                 name=self._name,
                 say=self._say,
                 copy_every=self._copy_every,

@@ -119,14 +119,15 @@ BEHAVIOURS = (
         number=52,
         fact="Plug-ins add rendezvous backends (`torchrun.handlers`) and log specs (`torchrun.logs_specs`)",
         differs="not supported: a backend's class would bring torch's agent with it. `--logs-specs` is accepted without"
-        " effect, and the log says so; an unknown backend is a usage error",
+        " effect, and -v says so; an unknown backend is a usage error",
         trials=(
             Trial(
                 args="--logs-specs nothing-of-this-name train.py",
+                env={"PET_VERBOSE": "1"},
                 torchrun=Expected(code=1, says=("ValueError",)),
                 elaunch=Expected(says=(r"without effect here: --logs-specs \(there are no log plug-ins\)", "rank 0:")),
             ),
         ),
-        proofs=(f"{_OPTIONS}::test_options_without_effect_are_one_note",),
+        proofs=(f"{_OPTIONS}::test_options_without_effect_are_one_detail",),
     ),
 )

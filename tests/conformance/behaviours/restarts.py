@@ -41,7 +41,10 @@ RESTARTS = Trial(
     ),
 )
 # The first agent hosts the store: torchrun's others end when that agent does.
-HOST_FIRST: Any = {"env": RENDEZVOUS_LINES, "after": "hosts the TCP store|serves the job's store"}
+HOST_FIRST: Any = {
+    "env": {**RENDEZVOUS_LINES, "PET_VERBOSE": "1"},
+    "after": "hosts the TCP store|serves the job's store",
+}
 # The node of two workers spends the budget. The other one is healthy until that node's agent is gone.
 _SPENT = f"""{MEET}
 if os.environ["LOCAL_WORLD_SIZE"] == "2":

@@ -124,14 +124,15 @@ BEHAVIOURS = (
     Behaviour(
         number=26,
         fact="`--max-restarts` is 0 unless it is given",
-        differs="3. The log's first line says so; `--max-restarts 0` is torchrun's plain launch",
+        differs="3, as the log says with `-v`; `--max-restarts 0` is torchrun's plain launch",
         trials=(
             Trial(
                 args="train.py TORCHELASTIC_MAX_RESTARTS",
+                env={"PET_VERBOSE": "1"},
                 torchrun=Expected(says=("MAX_RESTARTS=0$",)),
                 elaunch=Expected(says=("MAX_RESTARTS=3$", "max_restarts is 3")),
             ),
         ),
-        proofs=(f"{_OPTIONS}::test_defaults_that_differ_from_torchruns_are_one_note",),
+        proofs=(f"{_OPTIONS}::test_defaults_that_differ_from_torchruns_are_one_detail_and_no_note",),
     ),
 )

@@ -17,7 +17,7 @@ from tests.e2e.fidelity.ways import LIGHT, look, with_crash_stack, without_launc
 from tests.harness import script, slow, wait_for
 from tests.warm import own_place, run, states
 
-WARM = (*LIGHT, "--warm")
+WARM = (*LIGHT, "--warm", "-v")
 THREADS = {"OMP_NUM_THREADS": "2"}
 FORMS = ("script", slow("path"), "module", slow("folder"), "zip")
 # Programs whose ends depend on the command line, the streams, the signals or on how Python ends.
@@ -37,7 +37,7 @@ def leave(folder: Path, *words: str, env: Mapping[str, str] = THREADS) -> None:
 
 def looks(folder: Path, how: tuple[str, ...], *words: str, env: Mapping[str, str] = THREADS) -> list[dict[str, Any]]:
     """What two workers of a warm start wrote down."""
-    ended = run(folder, *how, "--nproc-per-node", "2", "--max-restarts", "0", *words, env=env)
+    ended = run(folder, "-v", *how, "--nproc-per-node", "2", "--max-restarts", "0", *words, env=env)
     assert ended.returncode == 0, ended.stderr
     assert "warm start: from the fork server that stayed since" in ended.stderr, ended.stderr
     return [json.loads((folder / f"facts{rank}.json").read_text()) for rank in range(2)]
@@ -156,7 +156,7 @@ def test_processes_that_a_program_spawns_look_for_its_modules_where_it_was_start
         "    print(p.ORIGINAL_DIR == os.getcwd(), mp.get_context('spawn').Pool(1).apply(f))",
     )
 
-    how = ("--preload-only", "json,multiprocessing.process", "--warm")
+    how = ("--preload-only", "json,multiprocessing.process", "--warm", "-v")
     leave(seen.folder / "elsewhere too", *how, "nothing.py")
 
     ended = run(folder, *how, "train.py", env=THREADS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import resource
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.errors import UsageError, shortage
+from elaunch.launcher.errors import UsageError, shortage, tidy
 from elaunch.launcher.options.argv import normalise
 from elaunch.launcher.options.commands import COMMANDS
 from elaunch.launcher.report_page.command import parse
@@ -29,6 +30,18 @@ from tests.harness import COMMAND, environment
 )
 def test_what_the_host_does_not_give_is_a_sentence_with_the_limit(error: BaseException, words: str) -> None:
     assert words in (shortage(error) or "")
+
+
+def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    monkeypatch.chdir(tmp_path / "a")
+
+    shown = [tidy(path) for path in ("./../x", "b//c/./d", "./run.sh", f"/{tmp_path}/a/../x", "../link/../x")]
+
+    assert shown == ["../x", "b/c/d", "./run.sh", f"{tmp_path}/x", "../link/../x"]
 
 
 def test_other_errors_are_not_taken_for_a_shortage() -> None:

@@ -155,12 +155,11 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
     assert waits == []
     assert [type(action) for action in done] == [Exit]
     assert next(action.text for action in second.all_acted if isinstance(action, Say)) == (
-        "job 'job' was started otherwise; waiting 4 s to see whether that one is dead"
+        "the job job was started otherwise; waiting 4 s to see whether that one is dead"
     )
     assert (second.outcome.kind, second.outcome.exit_code) == (OutcomeKind.REFUSED, 2)
     assert second.outcome.reason == (
-        f"this node does not fit the job 'job' that runs: {words};"
-        " type the same on all nodes, or choose another --run-id"
+        f"this node does not fit the job job that runs: {words}; type the same on all nodes, or choose another --run-id"
     )
     assert first.store.read(KEYS.root).entries == before.entries
 

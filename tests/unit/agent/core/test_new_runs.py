@@ -311,7 +311,7 @@ def test_members_that_never_go_and_no_generation_are_no_job() -> None:
             at_next_deadline(driver)
 
     said = [action.text for action in driver.all_acted if isinstance(action, Say)]
-    assert said[0].startswith("waiting for members that an earlier job 'job' left in the store")
+    assert said[0].startswith("waiting for members that an earlier job job left in the store")
 
     assert driver.outcome.kind is OutcomeKind.UNKNOWN
     assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason

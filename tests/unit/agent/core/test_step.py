@@ -381,7 +381,7 @@ def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown() -> Non
 
     assert stopped == [SignalWorkers(0, ALL, TERM)]
     assert driver.outcome.exit_code == 3
-    assert driver.outcome.reason == "the keys of job 'job' are gone from the store"
+    assert driver.outcome.reason == "the keys of the job job are gone from the store"
 
 
 def test_a_store_that_never_will_do_as_asked_ends_an_agent_without_workers_at_once() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.client import GuardianClient
-from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
+from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, remove_abandoned_cgroups, sweep
 from elaunch.agent.linux import thread_call
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
@@ -330,6 +330,34 @@ def test_a_job_that_was_handed_in_from_outside_of_any_survives(spawned: Spawned)
 
 
 SLURM_STEP = "/system.slice/slurmstepd.scope/job_12/step_0/user/task_0"
+
+
+@pytest.mark.parametrize("whose", ["living", "dead", "of another user"])
+def test_only_an_empty_cgroup_of_a_dead_agent_of_this_user_is_removed(
+    whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"elaunch-{secrets.token_hex(8)}"
+    code = f"from elaunch.agent.guardian.cgroup import JobCgroup as C; c = C({name!r}); c.make(); c.generation(0)"
+    with subprocess.Popen([sys.executable, "-c", f"{code}; print(c.path, flush=True); input()"],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:  # fmt: skip
+        assert agent.stdout
+        path = agent.stdout.readline().strip()
+        if not path:
+            agent.kill()
+            pytest.skip("this user may make no cgroup (v2)")
+        if whose != "living":
+            agent.kill()
+            agent.wait(DEADLINE_S)
+        if whose == "of another user":
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+        remove_abandoned_cgroups(f"{path}/../elaunch-{secrets.token_hex(8)}")
+
+        assert Path(path, "generation_0").exists() == (whose != "dead")
+        agent.kill()
+    monkeypatch.undo()
+    remove_abandoned_cgroups(path)
+    assert not Path(path).exists()
 
 
 @pytest.mark.parametrize(

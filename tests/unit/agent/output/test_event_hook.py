@@ -17,7 +17,7 @@ from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
 
 
 class Said(list[str]):
-    def __call__(self, line: str) -> None:
+    def __call__(self, line: str, _level: str = "info") -> None:
         self.append(line)
 
 

@@ -115,7 +115,7 @@ def loop_with(server: Server, folder: Path, text: ProgramText = TEXT) -> Iterato
     current = CurrentGroup()
     events: list[dict[str, object]] = []
     timeline = SimpleNamespace(stamp=lambda generation, event, **fields: events.append({"event": event, **fields}))
-    reporter = cast(Any, SimpleNamespace(say=said.append, timeline=timeline))
+    reporter = cast(Any, SimpleNamespace(detail=said.append, timeline=timeline))
     with selectors.DefaultSelector() as selector:
         file = folder / "learned"
         learner = PreloadLearner(cast(Any, server), text, current, reporter, selector, file, lambda work: work())

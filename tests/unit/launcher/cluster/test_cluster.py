@@ -507,8 +507,8 @@ def test_an_agent_has_its_place_and_takes_the_schedulers_notice() -> None:
     assert config.notices == config.ignored == (10, 12)
     assert set(config.notices) < set(config.signals)
     assert not config.has_named_signals
-    assert config.notes[0].startswith("Slurm says: ")
-    assert not any("share" in note for note in config.notes)
+    assert config.details[0].startswith("Slurm says: ")
+    assert config.notes == ()
 
 
 def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
@@ -516,7 +516,7 @@ def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
 
     config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), {}, one_cpu)
 
-    assert config.notes[1] == (
+    assert config.notes[0] == (
         "2 workers share the 1 CPU core that this node's agent may use; more are asked for with --cpus-per-task"
     )
 

@@ -137,7 +137,7 @@ def test_what_an_operator_says_is_logged_and_changes_nothing(environ: dict[str, 
     made = planned(cluster, **told, **secret)
 
     config = agent_config(settle(options_of("--run-id", "lm", **told), cluster), made, {}, CPU_HOST)
-    assert config.notes[0].startswith(f"Kubernetes operator says: {said}")
+    assert config.details[0].startswith(f"Kubernetes operator says: {said}")
     without = plan(options_of(**told), told | secret, no_file, None)
     assert (made.plan.endpoints, made.plan.is_head) == (without.plan.endpoints, without.plan.is_head)
     assert (made.plan.node_rank, made.hands_over) == (without.plan.node_rank, False)

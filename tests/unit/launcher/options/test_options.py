@@ -497,23 +497,41 @@ def test_the_other_settings_reach_the_agent() -> None:
 # --- notes
 
 
-def test_defaults_that_differ_from_torchruns_are_one_note() -> None:
-    assert config_of("t.py", host=GPU_HOST).notes == (
-        "8 workers, one per GPU; OMP_NUM_THREADS=8; max_restarts is 3 (torchrun's default is 0)",
+def test_defaults_that_differ_from_torchruns_are_one_detail_and_no_note() -> None:
+    config = config_of("t.py", host=GPU_HOST)
+
+    assert (config.notes, config.details) == (
+        (),
+        ("8 workers, one per GPU; OMP_NUM_THREADS=8; max_restarts is 3 (torchrun's default is 0)",),
     )
 
 
 def test_a_fully_chosen_job_says_nothing() -> None:
     config = config_of("--nproc", "2", "--max-restarts", "0", "--standalone", "t.py", OMP_NUM_THREADS="1")
 
-    assert config.notes == ()
+    assert config.notes == config.details == ()
 
 
-def test_options_without_effect_are_one_note() -> None:
+@pytest.mark.parametrize(
+    ("words", "environ", "least"),
+    [
+        ((), {}, "info"),
+        (("-v",), {}, "debug"),
+        (("--quiet",), {}, "warning"),
+        ((), {"PET_QUIET": "1"}, "warning"),
+        (("-v",), {"PET_QUIET": "1"}, "debug"),
+    ],
+)
+def test_how_much_elaunch_itself_writes(words: tuple[str, ...], environ: dict[str, str], least: str) -> None:
+    assert config_of(*words, "t.py", **environ).output.least == least
+    assert sentence_of("-v", "-q", "t.py") == "--verbose contradicts --quiet: drop one of them"
+
+
+def test_options_without_effect_are_one_detail() -> None:
     chosen = ("--nproc", "1", "--max-restarts", "0")
     ignored = ("--monitor-interval", "5", "--logs-specs", "x", "--rdzv-backend", "c10d", "--rdzv-conf", "a=b")
 
-    assert config_of(*chosen, *ignored, "t.py", OMP_NUM_THREADS="1").notes == (
+    assert config_of(*chosen, *ignored, "t.py", OMP_NUM_THREADS="1").details == (
         "without effect here: --rdzv-backend, --rdzv-conf (one node needs no rendezvous);"
         " --monitor-interval (exits are events, nothing is polled); --logs-specs (there are no log plug-ins)",
     )
@@ -666,6 +684,7 @@ def test_a_missing_script_is_named_with_its_directory_and_a_near_one(
     [
         ("reprot", "did you mean elaunch report or report.py?"),
         ("statsu", "did you mean elaunch status?"),
+        ("note.py", "give the path of the script"),
         ("./statsu", "give the path of the script"),
         ("statsu.py", "give the path of the script"),
         ("qqq", "give the path of the script"),
@@ -742,6 +761,47 @@ def test_an_application_of_zipapp_is_left_to_python(tmp_path: Path) -> None:
     zipapp.create_archive(tmp_path / "app", tmp_path / "train", interpreter="/opt/ours/run-with-modules")
 
     check_program(options_of(str(tmp_path / "train")), {})
+
+
+def test_a_file_is_meant_by_its_stem_and_paths_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.txt", "train.py", "tone.py", "job.yaml"):
+        (tmp_path / name).touch()
+
+    def of(*words: str) -> str:
+        with pytest.raises(UsageError) as caught:
+            check_program(options_of(*words), {})
+        return str(caught.value)
+
+    assert of("tune.py").endswith("did you mean tone.py?")
+    (tmp_path / "loss").mkdir()
+    (tmp_path / "loss.log").touch()
+    assert of("loss.py") == f"loss.py does not exist in {tmp_path}; give the path of the script"
+    assert of(".//jobs/.././trian.sh") == f"./trian.sh does not exist in {tmp_path}; did you mean train.py?"
+    assert of(f"//{tmp_path}/jobs/../trian") == f"{tmp_path}/trian does not exist; did you mean {tmp_path}/train.py?"
+    assert of("--no-python", "./job.yaml").endswith("--config ./job.yaml")
+    for name, short in (("job.yaml", "job.yaml"), ("jobs/../job.yaml", "job.yaml"), ("././a.yml", "./a.yml")):
+        assert of(name) == f"{short} is no program; start a job file with --config {short}"
+
+
+def test_a_command_without_the_x_bit_names_chmod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    monkeypatch.chdir(tmp_path / "jobs")
+    for name in ("run.sh", "jobs/run.sh"):
+        (tmp_path / name).touch()
+
+    def of(word: str) -> str:
+        with pytest.raises(UsageError) as caught:
+            check_program(options_of("--no-python", word), {})
+        return str(caught.value).removeprefix("the command ")
+
+    assert of("./..//run.sh") == "../run.sh is not an executable file; chmod +x ../run.sh"
+    assert of("run.sh") == "run.sh is not an executable file; chmod +x run.sh, and write ./run.sh"
+    assert of("../jobs") == "../jobs is not an executable file but a directory; give its path"
+    Path("run.sh").chmod(0o755)
+    assert of("run.sh") == "run.sh is not an executable file on PATH; write ./run.sh"
+    assert of("./rnu.sh") == f"./rnu.sh is not an executable file in {Path.cwd()}; did you mean ./run.sh?"
 
 
 def test_a_command_that_is_not_there_and_a_file_as_module_are_sentences(tmp_path: Path) -> None:

@@ -90,6 +90,46 @@ def test_a_page_has_a_lane_for_each_rank_and_a_card_for_each_cause() -> None:
     assert "ETTR 79.3 %" in shown.text
 
 
+def test_a_generation_that_never_ran_is_not_shown_and_no_folder_that_is_not_there_is_named() -> None:
+    job = restarted()
+    ended = job.rows.pop()
+    job.add(60, 2, "opened", kind="fail", cause="a failure too many").add(60, 2, "joined")
+    job.rows.append({**ended, "generation": 2})
+
+    page = make_page(past(job), goodput(past(job)), None, {}, {})
+
+    assert [each["generation"] for each in summary(page)["generations"]] == [0, 1]  # type: ignore[attr-defined]
+    shown = render(page, TEMPLATE)
+    assert "a failure too many" not in shown
+    assert not re.search("attempt_[0-9]", shown)
+
+
+def test_two_agents_of_one_host_have_names_of_their_own_and_failures_their_own_folder() -> None:
+    first, second = Timeline(workers=1).opens(0, 0), Timeline(first_rank=1, workers=1).opens(0, 0).dies(20, 0, 0)
+
+    both = history([first.folder("/logs/1"), second.folder("/logs/2")], None)
+
+    assert [node.name for node in both.nodes] == ["node-a (1 of 2)", "node-a (2 of 2)"]
+    assert [fault.folder for fault in both.faults] == ["/logs/2"]
+    assert "node-a (2 of 2)" in html(both)
+
+
+def test_an_agent_that_took_the_place_of_a_killed_one_has_its_lanes() -> None:
+    """Four lanes for two ranks would be as many as two nodes have."""
+    killed, other = Timeline().opens(0, 0), Timeline("node-b", 2).opens(0, 0).opens(30, 1, "loss").succeeds(60, 1)
+    newer = Timeline(started_s=25).opens(30, 1, "loss").dies(40, 1, 0).succeeds(60, 1)
+
+    of = history([killed.folder("/logs/1"), newer.folder("/logs/2"), other.folder("/logs/3")], None)
+
+    lanes = lanes_of(of, goodput(of)).shown
+    assert [(lane.host, lane.name) for lane in lanes] == [
+        ("node-a", "rank 0"), ("node-a", "rank 1"), ("node-b", "rank 2"), ("node-b", "rank 3")
+    ]  # fmt: skip
+    assert [bar.generation for bar in lanes[1].bars if bar.doing is LaneStage.RUNS] == [0, 1]
+    assert lanes[1].bars[1].end_s <= 25
+    assert len(lanes[0].marks) == 1
+
+
 def test_nothing_that_a_job_writes_becomes_markup() -> None:
     hung = restarted().add(30, 1, "seems_hung", host="node-a", rank=1, message="calm")
     calm = Tags(html(past(hung), tails={0: "tail"}))

@@ -125,6 +125,25 @@ def test_a_node_that_was_replaced_is_of_the_same_job(tmp_path: Path, capsys: pyt
     assert len(numbers(capsys, run)["nodes"]) == 3  # type: ignore[arg-type]
 
 
+def test_an_unnamed_job_that_was_killed_is_not_joined_with_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for start, ids in ((0, ("a1", "b1")), (5, ("a2", "b2"))):
+        for host, node_id in zip(("node-a", "node-b"), ids, strict=True):
+            job = Timeline(host, started_s=start, node_id=node_id, seats=ids).opens(start, 0)
+            put(tmp_path / f"night_{host}_0000000{start}", job)
+    # Killed before it had a seat.
+    put(tmp_path / "night_node-b_00000001", Timeline("node-b", started_s=2))
+    late = Timeline("node-c", started_s=6, node_id="c2").add(7, 0, "joined", node_id="c2")
+    late.add(8, 0, "spare", nodes=[{"node_id": "b2"}])
+    put(tmp_path / "night_node-c_00000006", late)
+
+    nodes = numbers(capsys, tmp_path / "night_node-b_00000005")["nodes"]
+
+    folders = sorted(Path(node["folder"]).name for node in nodes)  # type: ignore[attr-defined]
+    assert folders == ["night_node-a_00000005", "night_node-b_00000005", "night_node-c_00000006"]
+
+
 def test_the_trainers_metrics_are_found_by_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = restarted()
     job.rows[0] |= {"command": "-m elaunch.trainer --out 'runs/a b' --steps 9", "cwd": str(tmp_path)}

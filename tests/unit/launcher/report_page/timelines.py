@@ -24,9 +24,13 @@ class Timeline:
         started_s: float = 0.0,
         ahead_s: float = 0.0,
         schema: int = 1,
+        node_id: str = "",
+        seats: tuple[str, ...] = (),
     ) -> None:
         self.host, self.first_rank, self.workers = host, first_rank, workers
         self.ahead_s = ahead_s
+        # Its own name in the job, and those in the tables; older releases wrote none.
+        self.node_id, self.seats = node_id, seats
         self.rows: list[dict[str, Any]] = []
         run = {"run_id": "night", "host": host, "command": "train.py", "max_restarts": 3, "workers": workers}
         self.add(started_s, -1, "started", **({"schema": schema, "version": "0.1.0", **run} if schema else {}))
@@ -39,8 +43,16 @@ class Timeline:
     def opens(self, at: float, generation: int, kind: str = "start", world_size: int = 2) -> Timeline:
         """Opened at `at`, sealed 0.5 s later, workers forked 1 s later."""
         self.add(at, generation, "opened", kind=kind, cause="because")
+        self.add(at, generation, "joined", **({"node_id": self.node_id} if self.node_id else {}))
+        nodes = [{"host": self.host, "node_id": node_id} for node_id in self.seats]
         self.add(
-            at + 0.5, generation, "sealed", world_size=world_size, reason=f"reason {generation}", restarts=generation
+            at + 0.5,
+            generation,
+            "sealed",
+            world_size=world_size,
+            reason=f"reason {generation}",
+            restarts=generation,
+            nodes=nodes,
         )
         for local_rank in range(self.workers):
             place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}

@@ -558,7 +558,7 @@ def test_a_job_without_a_name_on_somebodys_store_is_told_what_it_is_called() -> 
     unnamed = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-backend", "etcd")
 
     assert named.notes == ()
-    assert unnamed.notes == ("the job's name is none; if several jobs share the store, give each its own --run-id",)
+    assert unnamed.notes == ("the job is unnamed; if several jobs share the store, give each its own --run-id",)
     assert planned(*TWO, "--rdzv-endpoint", "a").notes == ()
 
 

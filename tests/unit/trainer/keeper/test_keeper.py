@@ -308,6 +308,15 @@ def test_a_checkpoint_that_was_not_complete_at_a_failure_is_written_at_the_next_
     assert [mark.step for mark in catalog.marks(tmp_path / "c")] == [4, 6, 9]
 
 
+@pytest.mark.parametrize(("keep", "steps"), [({}, [4, 6, 7]), ({"keep": 1}, [7])])
+def test_the_newest_checkpoints_stay(tmp_path: Path, keep: dict[str, int], steps: list[int]) -> None:
+    Job(checkpoints=tmp_path / "c", checkpoint_every=2, **keep).train(7)
+
+    assert [mark.step for mark in catalog.marks(tmp_path / "c")] == steps
+    with pytest.raises(ValueError, match="keep is 0; it counts checkpoints and is at least 1"):
+        Job(checkpoints=tmp_path / "c", keep=0)
+
+
 def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
