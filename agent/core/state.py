@@ -90,9 +90,10 @@ class Trouble(Enum):
 class Reach:
     """How the store was reached: failing since `failing_since_s`, None while it does as asked; `ever` says that it did.
 
-    `trouble` and `why` are those of the last failed request. `unsaid_until_s` is when it gets a line in the log,
-    `is_said` says that it has one, `said_s` when. `is_heads` says that a node of the job serves the store. A node whose
-    workers ended meanwhile has waited for the store since `idle_since_s`.
+    `trouble` and `why` are those of the last failed request. `unsaid_until_s` is when it gets a line in the log, `said`
+    has the kinds of trouble that have one, `said_s` is when the last was written. `is_heads` says that a node of the job serves the store. A node whose
+    workers ended meanwhile has waited for the store since `idle_since_s`. The head's host has sent nothing at all since
+    `silent_since_s`, None while it answers.
     """
 
     ever: bool = False
@@ -101,9 +102,19 @@ class Reach:
     trouble: Trouble = Trouble.AWAY
     why: str = ""
     is_heads: bool = False
-    is_said: bool = False
+    said: frozenset[tuple[Trouble, bool]] = frozenset()
     said_s: float = float("-inf")
+    silent_since_s: float | None = None
     idle_since_s: float = float("-inf")
+
+    @property
+    def is_said(self) -> bool:
+        return bool(self.said)
+
+    @property
+    def kind(self) -> tuple[Trouble, bool]:
+        """The kind of trouble: each is said once, and then what there is, once a minute."""
+        return self.trouble, self.silent_since_s is not None
 
 
 @dataclass(frozen=True)
