@@ -146,7 +146,9 @@ def _words(agent: Agent, now_s: float) -> str:
         case Finished():
             meanwhile = f"this node's workers are done, and how the job ends is asked there, {left}"
         case Running() if give_up_s is not None:
-            meanwhile = f"the workers go on, and are stopped in {give_up_s - now_s:.0f} s if it stays so (store_timeout)"
+            meanwhile = (
+                f"the workers go on, and are stopped in {give_up_s - now_s:.0f} s if it stays so (store_timeout)"
+            )
         case _:
             meanwhile = "trying again; the workers go on"
     return f"the store {reach.trouble.value}: {reach.why}; {meanwhile}"

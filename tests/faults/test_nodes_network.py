@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster, LightCluster, Shared
+from tests.faults.cluster import PATIENT, Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
 from tests.harness import DEADLINE_S, slow, wait_for
 from tests.nodes import needs_nodes
@@ -130,4 +130,24 @@ def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
         meeting = cluster.meeting(2)
 
         assert meeting.master_addr == cluster.node(meeting.hosts[0]).ipv6
+        cluster.end()
+
+
+def test_a_connection_that_breaks_between_healthy_ranks_is_a_lost_peer_and_no_ranks_own_failure(tmp_path: Path) -> None:
+    with Cluster(tmp_path, 2) as cluster:
+        one, other = cluster.nodes[0], cluster.nodes[1]
+        for node in (one, other):
+            # The kernel gives a connection up after seconds, not after a quarter of an hour.
+            node.run("sh", "-c", "echo 3 >/proc/sys/net/ipv4/tcp_retries2")
+        cluster.start(0, 1, nnodes="2", options=PATIENT)
+        first = cluster.meeting(2)
+
+        # Both still reach the store.
+        cluster.nodes.cut(one, other)
+        cluster.wait_for_leaders_output("Connection timed out) in generation 0")
+        cluster.nodes.heal()
+        cluster.meeting(2, after=first)
+
+        assert "lost a peer in all_reduce (RuntimeError: Read error [" in cluster.story()
+        assert "raised RuntimeError" not in cluster.story()
         cluster.end()
