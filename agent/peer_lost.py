@@ -23,11 +23,13 @@ _OTHER_END = r"(?:\S<\d{1,5}>|\bSO_ERROR:|\b(?:recv|send)\w{0,30} failed\b|\bCal
 # alone may be the program's own: it counts behind what only a library that connects ranks writes.
 PEER_LOST = re.compile(
     rf"(?:{_GLOO}|connectFullMesh failed with )[^\n]{{0,300}}?(?:connection closed|socket (?:unexpectedly )?closed"
-    rf"|(?:read|write|connect) timeout|timed out|no error|SSL_(?:read|write) |short (?:read|write)|pair is not|{_NETWORK})"
+    rf"|(?:read|write|connect) timeout|timed out|no error|SSL_(?:read|write) |short (?:read|write)|pair is not"
+    rf"|{_NETWORK})"
     rf"|{_OTHER_END}[^\n]{{0,300}}?(?:{_NETWORK})"
     r"|application timeout caused pair closure|failed to pass monitoredBarrier|logs for faulty rank"
     r"|ncclRemoteError|remote process exited|connection closed by (?:remote peer|peer \[)|got completion from peer"
-    r"|socket recv failed while polling for opId|NCCL timeout (?:in|when)|collective operation timeout|collective timeout from"
+    r"|socket recv failed while polling for opId|NCCL timeout (?:in|when)"
+    r"|collective operation timeout|collective timeout from"
     # The reason may be one of this rank.
     r"|NCCL communicator was aborted on rank \d{1,9}\.(?! {0,2}Original reason)"
     r"|0 bytes\. connection was likely closed|(?-i:Socket Timeout)"

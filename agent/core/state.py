@@ -91,9 +91,9 @@ class Reach:
     """How the store was reached: failing since `failing_since_s`, None while it does as asked; `ever` says that it did.
 
     `trouble` and `why` are those of the last failed request. `unsaid_until_s` is when it gets a line in the log, `said`
-    has the kinds of trouble that have one, `said_s` is when the last was written. `is_heads` says that a node of the job serves the store. A node whose
-    workers ended meanwhile has waited for the store since `idle_since_s`. The head's host has sent nothing at all since
-    `silent_since_s`, None while it answers.
+    has the kinds of trouble that have one, `said_s` is when the last was written. `is_heads` says that a node of the
+    job serves the store. A node whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's
+    host has sent nothing at all since `silent_since_s`, None while it answers.
     """
 
     ever: bool = False
@@ -119,11 +119,15 @@ class Reach:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the nodes wait for. The log says it at `due_s`; None means that it was said."""
+    """What the nodes wait for. The log says it at `due_s`; None means that it was said.
+
+    A node that waits in vain for others gets the line for them once more at `invite_s`.
+    """
 
     text: str = ""
     due_s: float | None = None
     said_s: float = float("-inf")
+    invite_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,8 @@ class Agent:
     `lead_at_s` it looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived
     here. `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `store_gone` says how the store that
     this host served has ended, for good. By `last_failure` this node's last failed generation is judged; it has all of
-    its output. `mismatch` is the last table's, which the log has; `unsaid` are lines that the log has not yet. All
-    times are of this host's monotonic clock.
+    its output. `mismatch` is the last table's, which the log has; `unsaid` are lines that the log has not yet.
+    `invitation` and `only_here` are as in `AgentConfig`. All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -175,6 +179,8 @@ class Agent:
     last_failure: Failure | None = None
     mismatch: str = ""
     unsaid: Unsaid | None = None
+    invitation: str = ""
+    only_here: str = ""
 
     @property
     def is_going(self) -> bool:

@@ -140,7 +140,8 @@ def _words(agent: Agent, now_s: float) -> str:
     is_away = reach.trouble is Trouble.AWAY
     match agent.phase:
         case Joining() if is_away and not reach.ever:
-            return f"waiting for the store {left}: {reach.why}; is it running there, and is --rdzv-endpoint right?"
+            hint = agent.only_here or "is it running there, and is --rdzv-endpoint right?"
+            return f"waiting for the store {left}: {reach.why}; {hint}"
         case Joining():
             meanwhile = f"no worker can start before it {'is back' if is_away else 'does as asked'}; trying {left}"
         case Finished():

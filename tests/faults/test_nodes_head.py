@@ -33,8 +33,9 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
         cluster.start(0, nnodes="2", env=home)
         said = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: elaunch (.*)$")
 
-        # The nodes share the home.
-        cluster.type(1, *shlex.split(said[1]), env=home)
+        # As typed: stderr is no terminal here, so the line names the token's file, also for another home.
+        (tmp_path / "home1").mkdir()
+        cluster.type(1, *shlex.split(said[1]), env={"HOME": str(tmp_path / "home1")})
 
         meeting = cluster.meeting(2)
         assert meeting.hosts == ["node0", "node1"]

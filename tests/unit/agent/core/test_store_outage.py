@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.agent.core.actions import Exit, SignalWorkers
 from elaunch.agent.core.events import LeaseLost, StoreAway, StoreBack, StoreRefuses, Tick
-from elaunch.agent.core.membership import SAY_AGAIN_S
+from elaunch.agent.core.membership import INVITE_AGAIN_S, SAY_AGAIN_S
 from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S
 from elaunch.agent.core.step import deadline_s
@@ -221,7 +221,10 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
     done = second.happen(Tick())
     ends(second, -TERM)
 
-    assert said == "the store is away: no answer; the workers go on, and are stopped in 58 s if it stays so (store_timeout)"
+    assert (
+        said
+        == "the store is away: no answer; the workers go on, and are stopped in 58 s if it stays so (store_timeout)"
+    )
     assert (early, due_s) == ([], START_S + TIMES.store_timeout_s)
     assert done == [SignalWorkers(0, ALL, TERM)]
     assert second.outcome.exit_code == 3
@@ -449,6 +452,35 @@ def test_what_is_waited_for_changes_words_no_more_often_than_every_few_seconds()
 
     assert due_s == said_s + SAY_AGAIN_S
     assert driver.said == "waiting for nodes: 2 of 3 are here (gives up after 600 s)"
+
+
+def test_the_line_for_the_other_nodes_is_said_again_after_a_minute_and_once() -> None:
+    driver = Driver(TWO)
+    driver.agent = replace(driver.agent, invitation="on the other node type: elaunch …")
+    driver.begin().settle()
+    said = []
+    for _ in range(200):
+        driver.now_s += 1
+        driver.happen(Tick())
+        said += [(driver.now_s - START_S, driver.said)] if driver.said else []
+
+    assert [at_s for at_s, _ in said] == [WORTH_A_WORD_S, INVITE_AGAIN_S]
+    assert said[1][1] == "on the other node type: elaunch …"
+    assert deadline_s(driver.agent) == START_S + TIMES.join_timeout_s
+
+
+def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_come() -> None:
+    first, second = Driver(TWO), Driver(TWO)
+    for driver in (first, second):
+        driver.agent = replace(driver.agent, only_here="localhost:5 is an address of this host alone")
+    first.begin().settle()
+    second.happen(StoreAway("localhost:5 refuses connections"))
+    for driver in (first, second):
+        driver.now_s += WORTH_A_WORD_S
+        driver.happen(Tick())
+
+    assert first.said.endswith("1 of 2 is here (gives up after 600 s); localhost:5 is an address of this host alone")
+    assert second.said.endswith("localhost:5 refuses connections; localhost:5 is an address of this host alone")
 
 
 def test_a_wait_that_is_over_in_time_is_not_said() -> None:
