@@ -150,6 +150,7 @@ class HangMonitor:
         def taken(found: tuple[Stack, ...]) -> None:
             try:
                 found = _with_evidence(found, recorders)
+                found = tuple(replace(each, entered=group.unreached.get(each.rank, each.entered)) for each in found)
             finally:
                 # The core waits for an answer.
                 then(found)
