@@ -34,9 +34,11 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, n
     is_first = reach.failing_since_s is None
     if is_first:
         reach = Reach(reach.ever, failing_since_s=now_s, said_s=reach.said_s)
-    silent_s = None
+    silent_s = reach.silent_since_s
     if isinstance(event, StoreAway) and event.is_silent:
-        silent_s = now_s if reach.silent_since_s is None else reach.silent_since_s
+        silent_s = now_s if silent_s is None else silent_s
+    elif trouble is not Trouble.AWAY or not _was_off(agent, reach, now_s):
+        silent_s = None
     reach = replace(reach, trouble=trouble, why=event.why, is_heads=is_heads, silent_since_s=silent_s)
     if is_first or reach.kind not in reach.said:
         word_s = REFUSAL_WORTH_A_WORD_S if trouble is Trouble.REFUSES else WORTH_A_WORD_S
@@ -125,6 +127,17 @@ def note_idle(agent: Agent, now_s: float) -> Agent:
     if reach.is_said:
         reach = replace(reach, unsaid_until_s=now_s, said_s=float("-inf"))
     return replace(agent, reach=replace(reach, idle_since_s=now_s))
+
+
+def _was_off(agent: Agent, reach: Reach, now_s: float) -> bool:
+    """Whether the head's host was silent from the start and for a lease time: one that refuses then was restarted.
+
+    A store that was killed before the silence says nothing about the host's ranks.
+    """
+    since_s, ttl_s = reach.silent_since_s, agent.times.lease_ttl_s
+    if since_s is None or reach.failing_since_s is None:
+        return False
+    return since_s - reach.failing_since_s < ttl_s <= now_s - since_s
 
 
 def _trouble(event: StoreAway | StoreRefuses) -> Trouble:

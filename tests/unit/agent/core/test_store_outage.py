@@ -233,12 +233,25 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
 def test_workers_go_on_while_the_heads_host_answers_though_its_store_does_not() -> None:
     _, second = pair()
     second.happen(StoreBack())
-    for event in (SILENT, REFUSED, SILENT):
+    for event in (REFUSED, SILENT, REFUSED, SILENT):
         second.happen(event)
         second.now_s += TIMES.store_timeout_s - 1
         second.happen(Tick())
 
     assert isinstance(second.agent.phase, Running)
+
+
+def test_a_head_that_was_silent_and_refuses_then_was_restarted_and_has_lost_its_ranks() -> None:
+    _, second = pair()
+    second.happen(StoreBack())
+    second.happen(StoreAway("no answer in time", is_heads=True, is_slow=True))
+    second.now_s += 1
+    second.happen(SILENT)
+    second.now_s += TIMES.lease_ttl_s
+    second.happen(REFUSED)
+    second.now_s = START_S + 1 + TIMES.store_timeout_s
+
+    assert second.happen(Tick()) == [SignalWorkers(0, ALL, TERM)]
 
 
 def test_a_failure_late_in_the_silence_of_the_heads_host_begins_no_new_wait() -> None:
