@@ -25,7 +25,8 @@ from elaunch.rendezvous.http.resolve import resolve
 
 # A connection that is unanswered in two looks is worth a line.
 LOOK_EVERY_S = 5.0
-_LOOK_EVERY_S_MAX = 60.0
+# A program that loads its data is not to be tried for and looked into every few seconds.
+_TRY_EVERY_S_MAX = 60.0
 # With a process group on all ranks, NCCL may still connect at the first collective.
 _AFTER_GROUP_S = 120.0
 _TRY_S = 2.0
@@ -40,7 +41,7 @@ class Unanswered:
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
         self._group: WorkerGroup | None = None
-        self._look_at_s = 0.0
+        self._look_at_s = self._try_at_s = 0.0
         self._pause_s = LOOK_EVERY_S
         self._before: frozenset[tuple[int, Endpoint]] = frozenset()
         self._is_reached = self._is_busy = self._is_said = False
@@ -50,16 +51,20 @@ class Unanswered:
         if group is not self._group:
             self._group, self._before, self._is_said = group, frozenset(), False
             self._is_reached, self._pause_s = group.group_rank == 0 or not has_store, LOOK_EVERY_S
-            self._look_at_s = group.started_s + LOOK_EVERY_S
+            self._look_at_s = self._try_at_s = group.started_s + LOOK_EVERY_S
         is_past = len(group.recorders) == group.slots and now_s - group.started_s > _AFTER_GROUP_S
         if now_s < self._look_at_s or self._is_said or self._is_busy or is_past or len(group.table.seats) < 2:
             return
-        self._look_at_s = now_s + self._pause_s
+        self._look_at_s = now_s + LOOK_EVERY_S
         seen = frozenset(connecting(group.pids))
         lasting, self._before = seen & self._before, seen
         # Without a process group somewhere, a worker may be on its way to rank 0.
         is_to_try = not self._is_reached and len(group.recorders) < group.slots
-        if lasting or is_to_try:
+        is_certain = any(remote.port == group.table.master_port for _, remote in lasting)
+        is_due = now_s >= self._try_at_s and (lasting or is_to_try)
+        if is_due:
+            self._try_at_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _TRY_EVERY_S_MAX)
+        if is_certain or is_due:
             self._is_busy = bool(start_thread(lambda: self._find(group, lasting, is_to_try=is_to_try), "elaunch-reach"))
 
     def _find(self, group: WorkerGroup, lasting: frozenset[tuple[int, Endpoint]], *, is_to_try: bool) -> None:
@@ -67,7 +72,8 @@ class Unanswered:
             master = Endpoint(group.table.master_addr, group.table.master_port)
             to_master = frozenset(rank for rank, remote in lasting if remote.port == master.port)
             why = _why_not(master) if is_to_try or to_master else ""
-            self._is_reached |= is_to_try and not why
+            if group is self._group:
+                self._is_reached |= is_to_try and not why
             if to_master and why:
                 self._say(group, to_master, master, why)
                 return
@@ -82,8 +88,6 @@ class Unanswered:
             if tried and (found := frozenset(rank for rank, waits in waiting.items() if waits is not False)):
                 self._say(group, found, master, why)
                 return
-            # A program that loads its data is not to be looked into every few seconds.
-            self._pause_s = min(2 * self._pause_s, _LOOK_EVERY_S_MAX) if tried or lasting else LOOK_EVERY_S
         finally:
             self._is_busy = False
 
