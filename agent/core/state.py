@@ -93,7 +93,7 @@ class Reach:
     `trouble` and `why` are those of the last failed request. `unsaid_until_s` is when it gets a line in the log, `said`
     has the kinds of trouble that have one, `said_s` is when the last was written. `is_heads` says that a node of the
     job serves the store. A node whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's
-    host has sent nothing at all since `silent_since_s`, None while it answers.
+    host `is_silent` if it sends nothing at all. It is lost since `silent_since_s`, None while it answers.
     """
 
     ever: bool = False
@@ -104,6 +104,7 @@ class Reach:
     is_heads: bool = False
     said: frozenset[tuple[Trouble, bool]] = frozenset()
     said_s: float = float("-inf")
+    is_silent: bool = False
     silent_since_s: float | None = None
     idle_since_s: float = float("-inf")
 
@@ -114,7 +115,7 @@ class Reach:
     @property
     def kind(self) -> tuple[Trouble, bool]:
         """The kind of trouble: each is said once, and then what there is, once a minute."""
-        return self.trouble, self.silent_since_s is not None
+        return self.trouble, self.is_silent
 
 
 @dataclass(frozen=True)

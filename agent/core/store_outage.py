@@ -34,12 +34,13 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, n
     is_first = reach.failing_since_s is None
     if is_first:
         reach = Reach(reach.ever, failing_since_s=now_s, said_s=reach.said_s)
-    silent_s = reach.silent_since_s
-    if isinstance(event, StoreAway) and event.is_silent:
+    silent_s, is_silent = reach.silent_since_s, isinstance(event, StoreAway) and event.is_silent
+    if is_silent:
         silent_s = now_s if silent_s is None else silent_s
     elif trouble is not Trouble.AWAY or not _was_off(agent, reach, now_s):
         silent_s = None
-    reach = replace(reach, trouble=trouble, why=event.why, is_heads=is_heads, silent_since_s=silent_s)
+    reach = replace(reach, trouble=trouble, why=event.why, is_heads=is_heads)
+    reach = replace(reach, is_silent=is_silent, silent_since_s=silent_s)
     if is_first or reach.kind not in reach.said:
         word_s = REFUSAL_WORTH_A_WORD_S if trouble is Trouble.REFUSES else WORTH_A_WORD_S
         if is_first and now_s < reach.said_s + STILL_AWAY_S:

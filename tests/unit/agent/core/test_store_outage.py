@@ -12,7 +12,7 @@ from elaunch.agent.core.membership import INVITE_AGAIN_S, SAY_AGAIN_S
 from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S
 from elaunch.agent.core.step import deadline_s
-from elaunch.agent.core.store_outage import REFUSAL_WORTH_A_WORD_S
+from elaunch.agent.core.store_outage import REFUSAL_WORTH_A_WORD_S, SAY_ANEW_S
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import (
     ALL,
@@ -248,9 +248,14 @@ def test_a_head_that_was_silent_and_refuses_then_was_restarted_and_has_lost_its_
     second.now_s += 1
     second.happen(SILENT)
     second.now_s += TIMES.lease_ttl_s
+    second.happen(Tick())
     second.happen(REFUSED)
+    second.now_s += SAY_ANEW_S
+    second.happen(Tick())
+    said = second.said
     second.now_s = START_S + 1 + TIMES.store_timeout_s
 
+    assert said.startswith("the store is away: nobody listens there; the workers go on, and are stopped in ")
     assert second.happen(Tick()) == [SignalWorkers(0, ALL, TERM)]
 
 
