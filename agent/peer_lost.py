@@ -40,7 +40,6 @@ PEER_LOST = re.compile(
     rf"|{TIMED_OUT}",
     re.IGNORECASE,
 )
-_IS_NETWORK = re.compile(_NETWORK, re.IGNORECASE)
 # torch's own exceptions. Of an older torch, they are a RuntimeError with the kernel's words.
 _TORCHS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
 # A search takes 60 ns for each character, so only this much of each end of a longer message is searched.
@@ -60,10 +59,13 @@ def is_peer_lost(exception: str, message: str, *, in_torch: bool = True) -> bool
     name = exception.rpartition(".")[2]
     if name in _PYTHON_SOCKET_TYPES:
         return False
-    if name == "PeerLost" or (name == "RuntimeError" and _IS_NETWORK.fullmatch(message.strip())):
+    text = ends(message)
+    if name == "PeerLost" or PEER_LOST.search(text):
         return True
-    text, is_torchs = ends(message), name in _TORCHS or (name == "RuntimeError" and in_torch)
-    return bool(PEER_LOST.search(text) or (is_torchs and _IS_NETWORK.search(text)))
+    # Not compiled at the import: few errors get here.
+    if name in _TORCHS or (name == "RuntimeError" and in_torch):
+        return bool(re.search(_NETWORK, text, re.IGNORECASE))
+    return name == "RuntimeError" and bool(re.fullmatch(_NETWORK, text.strip(), re.IGNORECASE))
 
 
 def ends(message: str) -> str:
