@@ -90,8 +90,13 @@ class Loop:
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
         me = replace(node, topology=config.topology)
         self._agent = Agent(me, config.spec, config.times, Snapshot(job_store.keys), config.notices)
-        logs = str(run_dir.logs or "")
-        self._agent = replace(self._agent, restarts_hung=config.on_hang is OnHang.RESTART, logs=logs)
+        self._agent = replace(
+            self._agent,
+            restarts_hung=config.on_hang is OnHang.RESTART,
+            logs=str(run_dir.logs or ""),
+            invitation=config.invitation,
+            only_here=config.only_here,
+        )
         self._selector = selectors.DefaultSelector()
         reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector)

@@ -34,6 +34,7 @@ MODULES = (
     "elaunch.agent.workers.software",
     "elaunch.agent.workers.stacks",
     "elaunch.agent.workers.survivor_watch",
+    "elaunch.agent.workers.unanswered",
     "elaunch.rendezvous.rules.reports",
     "elaunch.rendezvous.rules.software",
 )

@@ -349,7 +349,15 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
         raise
     try:
         return agent.run(
-            with_network(replace(config, master_addr=reached.address), reached.network),
+            with_network(
+                replace(
+                    config,
+                    master_addr=reached.address,
+                    invitation=reached.invitation,
+                    only_here=reached.only_here,
+                ),
+                reached.network,
+            ),
             reached.store,
             is_remote=reached.is_remote,
             served_pid=reached.served.pid if reached.served else None,

@@ -11,6 +11,9 @@ from typing import Protocol
 
 from elaunch.records import dataclass
 
+# The end of the version of a store that `elaunch store` serves: its host need not be a node of the job.
+SHARED = "+shared"
+
 
 @dataclass(frozen=True)
 class KeyEntry:
@@ -130,11 +133,16 @@ class StoreError(Exception):
 
 
 class Unavailable(StoreError):
-    """Nobody answered in time: try again."""
+    """Nobody answered in time: try again. `is_silent`: its host sent nothing at all, not even a refusal."""
+
+    is_silent = False
 
 
 class HeadAway(Unavailable):
-    """A node of the job serves the store, and it does not answer: the store has probably ended with that node."""
+    """A node of the job serves the store, and it does not answer: the store has probably ended with that node.
+
+    `is_silent` is set for a head only, whose ranks are lost too then; a host of `elaunch store` has none.
+    """
 
 
 class Rejected(StoreError):

@@ -77,11 +77,13 @@ class StoreAway:
     """The store does not answer; it is being tried again and again. `why` is a sentence without a full stop.
 
     `is_heads` says that a node of the job serves the store, `is_slow` that the store is there but answers too late.
+    `is_silent`: nothing came from the head's host, not even a refusal: it may be off, and its ranks are lost with it.
     """
 
     why: str
     is_heads: bool = False
     is_slow: bool = False
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)

@@ -415,7 +415,7 @@ def _said(message: str) -> str:
 
 
 def _is_lost_peer(raised: Raised) -> bool:
-    return is_peer_lost(raised.exception, raised.message)
+    return is_peer_lost(raised.exception, raised.message, in_torch=bool(raised.call))
 
 
 def _essence(message: str) -> str:

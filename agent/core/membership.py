@@ -21,6 +21,8 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, hos
 
 # The log says what a node waits for at most once in this time.
 SAY_AGAIN_S = 5.0
+# A person who waits for the other nodes for this long needs the line for them again: it has scrolled away.
+INVITE_AGAIN_S = 60.0
 # There is one try per lease time. After these tries any lease has ended, even if the store was away at the first try.
 RUNS_REFUSED_MAX = 4
 # etcd ends a lease a little late.
@@ -91,11 +93,15 @@ def loss_of_keys(agent: Agent) -> Outcome | None:
 
 
 def say_wait(agent: Agent, now_s: float) -> Step:
-    """Say what is waited for, where that takes long."""
-    waiting = agent.waiting
-    if waiting.due_s is None or now_s < waiting.due_s:
-        return agent, ()
-    return replace(agent, waiting=replace(waiting, due_s=None, said_s=now_s)), (Say(f"waiting for {waiting.text}"),)
+    """Say what is waited for, where that takes long, and what to type on the nodes that do not come."""
+    waiting, actions = agent.waiting, tuple[Action, ...]()
+    if waiting.due_s is not None and now_s >= waiting.due_s:
+        only_here = f"; {agent.only_here}" if agent.only_here and waiting.said_s < 0 else ""
+        actions = (Say(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info"),)
+        waiting = replace(waiting, due_s=None, said_s=now_s)
+    if waiting.invite_s is not None and now_s >= waiting.invite_s:
+        waiting, actions = replace(waiting, invite_s=None), (*actions, Say(agent.invitation))
+    return replace(agent, waiting=waiting), actions
 
 
 def _answered(agent: Agent, event: Committed) -> Agent:
@@ -315,7 +321,9 @@ def _wait(agent: Agent, text: str, now_s: float) -> Agent:
     if text == waiting.text:
         return agent
     due_s = max(now_s + WORTH_A_WORD_S, waiting.said_s + SAY_AGAIN_S) if text else None
-    return replace(agent, waiting=Waiting(text, due_s, waiting.said_s))
+    invite_s = waiting.invite_s if waiting.text else now_s + INVITE_AGAIN_S
+    is_invited = text and agent.invitation and isinstance(agent.phase, Joining)
+    return replace(agent, waiting=Waiting(text, due_s, waiting.said_s, invite_s if is_invited else None))
 
 
 def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:

@@ -41,7 +41,7 @@ from elaunch.agent.core.signals import (
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_boundary, stop_broken, wishes_of
 from elaunch.agent.core.stopping import STOPPED_CODES
-from elaunch.agent.core.store_outage import say_waits
+from elaunch.agent.core.store_outage import given_up, say_waits
 from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure
@@ -226,7 +226,11 @@ def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) ->
 
 
 def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
-    """Count an end that was held as what it is; kill workers that raised an exception and did not end."""
+    """Count a held end as what it is; kill workers that raised and did not end; give up a head that is lost."""
+    if lost := given_up(agent, now_s):
+        stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=lost)
+        text = "stopping: the head, which serves the job's store, and its ranks are lost"
+        return stop_broken(agent, stopping, (Say(text, "error"),))
     agent, said = say_waits(agent, now_s)
     held = running.held
     if held and now_s >= held.until_s:

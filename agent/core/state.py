@@ -90,9 +90,10 @@ class Trouble(Enum):
 class Reach:
     """How the store was reached: failing since `failing_since_s`, None while it does as asked; `ever` says that it did.
 
-    `trouble` and `why` are those of the last failed request. `unsaid_until_s` is when it gets a line in the log,
-    `is_said` says that it has one, `said_s` when. `is_heads` says that a node of the job serves the store. A node whose
-    workers ended meanwhile has waited for the store since `idle_since_s`.
+    `trouble` and `why` are those of the last failed request. `unsaid_until_s` is when it gets a line in the log, `said`
+    has the kinds of trouble that have one, `said_s` is when the last was written. `is_heads` says that a node of the
+    job serves the store. A node whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's
+    host `is_silent` if it sends nothing at all. It is lost since `silent_since_s`, None while it answers.
     """
 
     ever: bool = False
@@ -101,18 +102,33 @@ class Reach:
     trouble: Trouble = Trouble.AWAY
     why: str = ""
     is_heads: bool = False
-    is_said: bool = False
+    said: frozenset[tuple[Trouble, bool]] = frozenset()
     said_s: float = float("-inf")
+    is_silent: bool = False
+    silent_since_s: float | None = None
     idle_since_s: float = float("-inf")
+
+    @property
+    def is_said(self) -> bool:
+        return bool(self.said)
+
+    @property
+    def kind(self) -> tuple[Trouble, bool]:
+        """The kind of trouble: each is said once, and then what there is, once a minute."""
+        return self.trouble, self.is_silent
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the nodes wait for. The log says it at `due_s`; None means that it was said."""
+    """What the nodes wait for. The log says it at `due_s`; None means that it was said.
+
+    A node that waits in vain for others gets the line for them once more at `invite_s`.
+    """
 
     text: str = ""
     due_s: float | None = None
     said_s: float = float("-inf")
+    invite_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,8 @@ class Agent:
     `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `store_gone` says how the store that this
     host served has ended, for good. By `last_failure` this node's last failed generation is judged; it has all of its
     output. `logs` is the run's folder in the user's log folder, if there is one. `mismatch` is the last table's, which
-    the log has; `unsaid` are lines that the log has not yet. All times are of this host's monotonic clock.
+    the log has; `unsaid` are lines that the log has not yet. `invitation` and `only_here` are as in `AgentConfig`. All
+    times are of this host's monotonic clock.
     """
 
     me: Node
@@ -165,6 +182,8 @@ class Agent:
     logs: str = ""
     mismatch: str = ""
     unsaid: Unsaid | None = None
+    invitation: str = ""
+    only_here: str = ""
 
     @property
     def is_going(self) -> bool:

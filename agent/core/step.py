@@ -50,6 +50,7 @@ def deadline_s(agent: Agent) -> float | None:
         _phase_due_s(agent.phase),
         agent.lead_at_s,
         agent.waiting.due_s,
+        agent.waiting.invite_s,
         agent.unsaid.until_s if agent.unsaid else None,
         agent.reach.unsaid_until_s,
         gives_up_at_s(agent),

@@ -5,17 +5,24 @@ from __future__ import annotations
 from elaunch.agent.core.actions import Action, Say
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tick, WatchRefused
 from elaunch.agent.core.membership import say_wait
-from elaunch.agent.core.phases import Finished, Joining, Phase
+from elaunch.agent.core.phases import Finished, Joining, Phase, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Reach, Step, Trouble, exit_with
 from elaunch.records import replace
-from elaunch.rendezvous.types import OutcomeKind
+from elaunch.rendezvous.types import Outcome, OutcomeKind
 
 # A refusal seldom passes by itself. One that passes within this time is not worth a line.
 REFUSAL_WORTH_A_WORD_S = 1.0
 # A new kind of trouble is worth a new line, but lines come no more often than this.
 SAY_ANEW_S = 5.0
+# Nor is every moment of a store that comes and goes: within a minute of the last line, it must fail for this long.
+FAILS_AGAIN_S = 10.0
 # A store that stays away is a long wait: nobody should wonder whether anything still happens.
 STILL_AWAY_S = 60.0
+# What to type when the head's store is given up.
+_AGAIN = (
+    "to start the job again, type its command on all nodes; if the host that served the store stays away, type it on"
+    " the others, with one of them in --rdzv-endpoint"
+)
 
 
 def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, now_s: float) -> Step:
@@ -24,12 +31,20 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, n
         return agent, ()
     reach, trouble = agent.reach, _trouble(event)
     is_heads = isinstance(event, StoreAway) and event.is_heads
-    is_new = reach.failing_since_s is None or trouble is not reach.trouble
-    if reach.failing_since_s is None:
+    is_first = reach.failing_since_s is None
+    if is_first:
         reach = Reach(reach.ever, failing_since_s=now_s, said_s=reach.said_s)
+    silent_s, is_silent = reach.silent_since_s, isinstance(event, StoreAway) and event.is_silent
+    if is_silent:
+        silent_s = now_s if silent_s is None else silent_s
+    elif trouble is not Trouble.AWAY or not _was_off(agent, reach, now_s):
+        silent_s = None
     reach = replace(reach, trouble=trouble, why=event.why, is_heads=is_heads)
-    if is_new:
+    reach = replace(reach, is_silent=is_silent, silent_since_s=silent_s)
+    if is_first or reach.kind not in reach.said:
         word_s = REFUSAL_WORTH_A_WORD_S if trouble is Trouble.REFUSES else WORTH_A_WORD_S
+        if is_first and now_s < reach.said_s + STILL_AWAY_S:
+            word_s = FAILS_AGAIN_S
         due_s = max(now_s + word_s, reach.said_s + SAY_ANEW_S) if reach.is_said else now_s + word_s
         unsaid_s = due_s if reach.unsaid_until_s is None else min(due_s, reach.unsaid_until_s)
         reach = replace(reach, unsaid_until_s=unsaid_s)
@@ -64,24 +79,30 @@ def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> 
 
 
 def gives_up_at_s(agent: Agent) -> float | None:
-    """When an agent without workers stops waiting for a failing store."""
+    """When an agent stops waiting for a failing store: without workers, or if the head's ranks are lost too."""
     reach, times = agent.reach, agent.times
+    is_gone = reach.ever and reach.is_heads
+    if is_gone and reach.silent_since_s is not None and isinstance(agent.phase, (Joining, Running, Finished)):
+        return reach.silent_since_s + times.store_timeout_s
     if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
         return None
-    is_gone = reach.ever and reach.is_heads
     since_s = max(reach.failing_since_s, reach.idle_since_s)
     return since_s + (times.store_timeout_s if is_gone else times.join_timeout_s)
 
 
+def given_up(agent: Agent, now_s: float) -> Outcome | None:
+    """How it ends if the store has failed for too long."""
+    give_up_s = gives_up_at_s(agent)
+    if give_up_s is None or agent.reach.failing_since_s is None or now_s < give_up_s:
+        return None
+    return agent.outcome(OutcomeKind.UNKNOWN, _unknown(agent, now_s - agent.reach.failing_since_s))
+
+
 def tick(agent: Agent, _phase: Joining | Finished, _event: Tick, now_s: float) -> Step:
     """Say what is waited for; give up on a store that fails for too long."""
-    agent, actions = say_waits(agent, now_s)
-    give_up_s = gives_up_at_s(agent)
-    if give_up_s is not None and agent.reach.failing_since_s is not None and now_s >= give_up_s:
-        reason = _unknown(agent, now_s - agent.reach.failing_since_s)
-        agent, more = exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
-        return agent, (*actions, *more)
-    return agent, actions
+    if outcome := given_up(agent, now_s):
+        return exit_with(agent, outcome)
+    return say_waits(agent, now_s)
 
 
 def say_waits(agent: Agent, now_s: float) -> Step:
@@ -89,9 +110,10 @@ def say_waits(agent: Agent, now_s: float) -> Step:
     agent, actions = say_wait(agent, now_s)
     reach = agent.reach
     if reach.unsaid_until_s is not None and now_s >= reach.unsaid_until_s:
-        actions = (*actions, Say(_words(agent, now_s), "warning"))
-        reach = replace(reach, unsaid_until_s=now_s + STILL_AWAY_S, is_said=True, said_s=now_s)
-        agent = replace(agent, reach=reach)
+        if reach.kind not in reach.said or now_s >= reach.said_s + STILL_AWAY_S:
+            actions = (*actions, Say(_words(agent, now_s), "warning"))
+            reach = replace(reach, said=reach.said | {reach.kind}, said_s=now_s)
+        agent = replace(agent, reach=replace(reach, unsaid_until_s=reach.said_s + STILL_AWAY_S))
     return agent, actions
 
 
@@ -103,8 +125,20 @@ def note_idle(agent: Agent, now_s: float) -> Agent:
     reach = agent.reach
     if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
         return agent
-    unsaid_s = now_s if reach.is_said else reach.unsaid_until_s
-    return replace(agent, reach=replace(reach, idle_since_s=now_s, unsaid_until_s=unsaid_s))
+    if reach.is_said:
+        reach = replace(reach, unsaid_until_s=now_s, said_s=float("-inf"))
+    return replace(agent, reach=replace(reach, idle_since_s=now_s))
+
+
+def _was_off(agent: Agent, reach: Reach, now_s: float) -> bool:
+    """Whether the head's host was silent from the start and for a lease time: one that refuses then was restarted.
+
+    A store that was killed before the silence says nothing about the host's ranks.
+    """
+    since_s, ttl_s = reach.silent_since_s, agent.times.lease_ttl_s
+    if since_s is None or reach.failing_since_s is None:
+        return False
+    return since_s - reach.failing_since_s < ttl_s <= now_s - since_s
 
 
 def _trouble(event: StoreAway | StoreRefuses) -> Trouble:
@@ -120,11 +154,16 @@ def _words(agent: Agent, now_s: float) -> str:
     is_away = reach.trouble is Trouble.AWAY
     match agent.phase:
         case Joining() if is_away and not reach.ever:
-            return f"waiting for the store {left}: {reach.why}; is it running there, and is --rdzv-endpoint right?"
+            hint = agent.only_here or "is it running there, and is --rdzv-endpoint right?"
+            return f"waiting for the store {left}: {reach.why}; {hint}"
         case Joining():
             meanwhile = f"no worker can start before it {'is back' if is_away else 'does as asked'}; trying {left}"
         case Finished():
             meanwhile = f"this node's workers are done, and how the job ends is asked there, {left}"
+        case Running() if give_up_s is not None:
+            meanwhile = (
+                f"the workers go on, and are stopped in {give_up_s - now_s:.0f} s if it stays so (store_timeout)"
+            )
         case _:
             meanwhile = "trying again; the workers go on"
     return f"the store {reach.trouble.value}: {reach.why}; {meanwhile}"
@@ -134,4 +173,5 @@ def _unknown(agent: Agent, away_s: float) -> str:
     reach = agent.reach
     how = "refused" if reach.trouble is Trouble.REFUSES else "did not answer" if reach.ever else "was never reached"
     own = "; this node's workers had all exited with 0" if isinstance(agent.phase, Finished) else ""
-    return f"the store {how} for {away_s:.0f} s ({reach.why}){own}; how the job ended is not known here"
+    again = f"; {_AGAIN}" if reach.ever and reach.is_heads else ""
+    return f"the store {how} for {away_s:.0f} s ({reach.why}){own}; how the job ended is not known here{again}"

@@ -84,10 +84,10 @@ def thread_doing(thread: ThreadStack) -> Doing:
         return Doing.PROMPT
     if any(frame.file.replace("\\", "/").endswith(_GPU_FILE) for frame in thread.frames):
         return Doing.GPU
-    by_call = _by_call(thread)
-    if by_call in (Doing.SLEEP, Doing.FILE, Doing.CHILD):
+    by_call, by_frames = _by_call(thread), _by_frames(thread)
+    # torch sleeps between two tries to reach MASTER_PORT.
+    if by_call in (Doing.FILE, Doing.CHILD) or (by_call is Doing.SLEEP and by_frames is not Doing.RENDEZVOUS):
         return by_call
-    by_frames = _by_frames(thread)
     if by_frames is not None:
         return by_frames
     if thread.is_active:

@@ -111,10 +111,13 @@ class RetryQueue:
             # The store answers: it may do what one lane asks though it refuses the other.
             self._turn = _Lane.QUEUE if lane is _Lane.RENEWAL else _Lane.RENEWAL
         else:
-            is_slow = isinstance(error, TimedOut) or isinstance(error.__cause__, TimedOut)
-            self._post(StoreAway(str(error), isinstance(error, HeadAway), is_slow))
+            is_heads = isinstance(error, HeadAway)
+            cause = error.__cause__ if is_heads else error
+            is_late = isinstance(cause, TimedOut)
+            is_slow = isinstance(cause, TimedOut) and not cause.is_silent
+            self._post(StoreAway(str(error), is_heads, is_slow, is_heads and error.is_silent))
             least_s = FIRST_BACKOFF_S
-            most_s = SLOW_BACKOFF_MAX_S if is_slow and not self._was_reached else self._backoff_max_s
+            most_s = SLOW_BACKOFF_MAX_S if is_late and not self._was_reached else self._backoff_max_s
         self._renewal_wanted |= lane is _Lane.RENEWAL
         longest_s = min(most_s, max(2 * backoff_s, least_s))
         # Many agents lose the same store at the same moment.

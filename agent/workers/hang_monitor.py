@@ -150,6 +150,9 @@ class HangMonitor:
         def taken(found: tuple[Stack, ...]) -> None:
             try:
                 found = _with_evidence(found, recorders)
+                # With a process group they were reached after all.
+                unreached = {rank: said for rank, said in group.unreached.items() if rank not in recorders}
+                found = tuple(replace(each, entered=unreached.get(each.rank, each.entered)) for each in found)
             finally:
                 # The core waits for an answer.
                 then(found)

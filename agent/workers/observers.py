@@ -21,6 +21,7 @@ from elaunch.agent.workers.reporter import Reporter
 if TYPE_CHECKING:
     from elaunch.agent.workers.hang_monitor import HangMonitor
     from elaunch.agent.workers.slow_monitor import SlowMonitor
+    from elaunch.agent.workers.unanswered import Unanswered
     from elaunch.rendezvous.rules.pace import SlowNode
 
 # After the start of the first workers.
@@ -49,6 +50,7 @@ class Observers:
         self._is_complete = False
         self._count_at_s = 0.0
         self._samples: deque[Sampled] = deque()
+        self._is_running = self._has_store = False
 
     @cached_property
     def hangs(self) -> HangMonitor:
@@ -63,13 +65,20 @@ class Observers:
 
         return SlowMonitor(self._reporter)
 
+    @cached_property
+    def _unanswered(self) -> Unanswered:
+        from elaunch.agent.workers.unanswered import Unanswered
+
+        return Unanswered(self._reporter)
+
     @property
     def due_s(self) -> float | None:
         """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
         return self.hangs.due_s if self._is_complete else self._first_s
 
-    def begin(self) -> None:
-        """Look at the current generation's workers from now on."""
+    def begin(self, *, has_store: bool = False) -> None:
+        """Look at the current generation's workers from now on. `has_store`: see `Unanswered.tick`."""
+        self._is_running, self._has_store = True, has_store
         if self._is_complete:
             self.hangs.begin()
         else:
@@ -77,7 +86,7 @@ class Observers:
 
     def end(self) -> None:
         """Look at them no more."""
-        self._first_s = None
+        self._first_s, self._is_running = None, False
         if self._is_complete:
             self.hangs.end()
 
@@ -93,6 +102,8 @@ class Observers:
         # After the sample: what the answers do to a worker is in its next window.
         if self._is_complete:
             self._count_collectives(now_s)
+        if self._is_complete and self._is_running and (group := self._current.latest):
+            self._unanswered.tick(group, now_s, has_store=self._has_store)
 
     def _count_collectives(self, now_s: float) -> None:
         """Once a second, ask the workers how many collectives they have entered. They are not waited for."""

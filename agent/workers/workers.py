@@ -170,7 +170,7 @@ class Workers:
         self._timeline.stamp(generation, "ordered")
         self._ahead.begin(group, time.monotonic())
         self._links.begin(group)
-        self._observers.begin()
+        self._observers.begin(has_store=self._spawner.has_store)
         self._monitor.watch_store(group)
 
     def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:

@@ -236,12 +236,20 @@ class AddressFacts:
 
 @dataclass(frozen=True)
 class PortFacts:
-    """`taken` are the wanted ports on which this node cannot listen. `ephemeral` are those of outgoing connections."""
+    """`taken` are the wanted ports on which this node cannot listen. `ephemeral` are those of outgoing connections.
+
+    `tried` are ports of `peer`, the endpoint's host, if that may be a node of the job. A host whose firewall lets them
+    through answers, if only by a refusal; those in `silent` gave no answer, or `why`.
+    """
 
     address: str = ""
     taken: tuple[int, ...] = ()
     error: str = ""
     ephemeral: tuple[int, int] = (0, 0)
+    peer: str = ""
+    tried: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True)

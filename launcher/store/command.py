@@ -14,6 +14,7 @@ from elaunch.launcher.network.reach import routable_addresses
 from elaunch.launcher.options.argv import TOKEN_IS_SECRET
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.store.head import Bound, StoreProcess, listen, listen_everywhere, serve
 from elaunch.launcher.store.join_command import NewToken
 from elaunch.launcher.store.open_files import agents_served
@@ -136,6 +137,8 @@ def announcement(place: Endpoint, new_token: NewToken | None) -> tuple[str, ...]
     """
     command = f"elaunch --nnodes 2 --rdzv-endpoint {place} --run-id NAME train.py"
     token = new_token.text_to_type(place) if new_token else ""
+    if new_token and (file := new_token.file_to_type(place)):
+        command = command.replace("elaunch", joined(["elaunch", "--token-file", file]), 1)
     same = "" if new_token else "   (with ELAUNCH_TOKEN set to the same token)"
     line = f"ELAUNCH_TOKEN={token} {command}" if token else f"{command}{same}"
     return (

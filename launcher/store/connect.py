@@ -35,7 +35,8 @@ class Reached:
     `is_remote` is true if the store is in another process. `address` is this node's address for the other nodes, and
     `network` holds variables that tell the workers so. `served` is the store's process if this agent started it.
     `offer` sends the store's token to the nodes that the same scheduler started. `way` is how another
-    process of this user reaches the store (`store.way`), empty for a store in this process.
+    process of this user reaches the store (`store.way`), empty for a store in this process. `invitation` and
+    `only_here` are as in `AgentConfig`.
     """
 
     store: Store
@@ -45,6 +46,8 @@ class Reached:
     served: StoreProcess | None = None
     offer: Offer | None = None
     way: str = ""
+    invitation: str = ""
+    only_here: str = ""
 
     def close(self) -> None:
         """Stop what was started for the other nodes."""
@@ -70,10 +73,10 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
 
     if planned.hands_over:
         plan = _settle_head(options, planned, say)
-    served, offer = serve_if_head(plan, say, options.nnodes), None
+    served, offer, invitation = serve_if_head(plan, say, options.nnodes), None, ""
     try:
         if served:
-            offer = _tell_others(options, planned, served, say)
+            offer, invitation = _tell_others(options, planned, served, say)
             plan = replace(plan, token=served.token)
         elif planned.hands_over:
             plan = replace(plan, token=_secret_of_head(_meeting(options, planned), plan, say))
@@ -85,31 +88,60 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             served,
             offer,
             way_of(plan),
+            invitation,
+            only_here(plan),
         )
     except BaseException:
         Reached(MemoryStore(), True, served=served, offer=offer).close()
         raise
 
 
-def _tell_others(options: Options, planned: Planned, served: StoreProcess, say: Callable[[str], None]) -> Offer | None:
+def only_here(plan: RendezvousPlan) -> str:
+    """Why no other host reaches the store at the plan's endpoint, and what to give instead; empty if others may.
+
+    A host's own name may be a loopback address here (Debian's 127.0.1.1), and another one on the other hosts.
+    """
+    from elaunch.launcher.network.reach import NoAddress, addresses, routable_addresses
+    from elaunch.rendezvous.addresses import is_loopback, is_unspecified
+
+    endpoint, own = plan.endpoints[0], socket.gethostname()
+    if len(plan.endpoints) > 1 or endpoint.host.partition(".")[0] == own.partition(".")[0]:
+        return ""
+    try:
+        found = addresses(endpoint.host)
+    except NoAddress:
+        return ""
+    if not all(is_loopback(address) or is_unspecified(address) for address in found):
+        return ""
+    instead = (routable_addresses() or ["HOST"])[0]
+    option = f"--master-addr {instead}" if plan.master_addr else f"--rdzv-endpoint {Endpoint(instead, endpoint.port)}"
+    return (
+        f"{endpoint} is an address of this host alone, and no other host can reach it: if another node is on another"
+        f" host, give all nodes {option}"
+    )
+
+
+def _tell_others(
+    options: Options, planned: Planned, served: StoreProcess, say: Callable[[str], None]
+) -> tuple[Offer | None, str]:
     """Tell the other nodes of the store that this node serves.
 
-    A person gets a line to type. A scheduler's tasks ask the offer that is returned.
+    A person gets a line to type, which is returned. A scheduler's tasks ask the offer that is returned.
     """
     from elaunch.launcher.store.join_command import NewToken, about, invitation
 
     if not planned.hands_over:
         new_token = NewToken(served.token, served.kept, served.trouble, is_terminal=os.isatty(2))
-        lecture = about(planned.plan)
-        for line in invitation(options, planned.plan, new_token):
+        lecture, lines = about(planned.plan), invitation(options, planned.plan, new_token)
+        for line in lines:
             if line != lecture or options.verbose:
                 say(line)
-        return None
+        return None, lines[1]
     if options.verbose:
         say(about(planned.plan))
     from elaunch.launcher.store.token_handover import Offer
 
-    return Offer(_meeting(options, planned), served.token)
+    return Offer(_meeting(options, planned), served.token), ""
 
 
 def _settle_head(options: Options, planned: Planned, say: Callable[[str], None]) -> RendezvousPlan:

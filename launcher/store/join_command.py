@@ -51,25 +51,30 @@ class NewToken:
             )
         return ""
 
+    def file_to_type(self, endpoint: Endpoint) -> str:
+        """The token's file if the command for other nodes names that, else empty."""
+        return "" if self.is_terminal or is_meant_locally(endpoint.host) else self.kept
+
     def hints(self, endpoint: Endpoint) -> tuple[str, ...]:
-        """A line for nodes that do not find the token's file; none if no node needs it."""
-        if self.is_terminal or is_meant_locally(endpoint.host):
+        """A line for nodes without the token's file; none if no node needs it."""
+        if not (file := self.file_to_type(endpoint)):
             return ()
+        copy = joined(["scp", f"{endpoint.host}:{file}", "token"])
         return (
-            f"the store's token is in {self.kept}, which only you can read: nodes that share this home find it there;"
-            " for other nodes copy the file, and add --token-file FILE to the line",
+            f"the store's token is in {file}, which only you can read: nodes that share this home find it there;"
+            f" on another node copy it first ({copy}), and type --token-file token",
         )
 
 
-def line_for_others(options: Options, plan: RendezvousPlan, token: str) -> str:
-    """The command line for another host. `token` is empty if the user knows it already.
+def line_for_others(options: Options, plan: RendezvousPlan, token: str, token_file: str = "") -> str:
+    """The command line for another host. `token` and `token_file` are empty if the user knows the token already.
 
     Options from variables are written out, because the other host may not have the variables. Options from a job file
     stay in the file.
     """
     words = normalise(options.typed)
     is_static = plan.node_rank is not None
-    line: list[str] = []
+    line = ["--token-file", token_file] if token_file else []
     if options.given.get("nnodes") is not Source.COMMAND_LINE:
         line += ["--nnodes", nodes(options)]
     # A static job's endpoint follows from the master's address, or is the master's address.
@@ -133,7 +138,9 @@ def invitation(options: Options, plan: RendezvousPlan, new_token: NewToken) -> t
     others = "each other node" if many else "the other node"
     same = " with the same token" if plan.token else ""
     ranks = ", with --node-rank 2 and so on after the first of them" if plan.node_rank is not None and many else ""
-    line = line_for_others(options, plan, "" if plan.token else new_token.text_to_type(endpoint))
+    token = "" if plan.token else new_token.text_to_type(endpoint)
+    token_file = "" if plan.token else new_token.file_to_type(endpoint)
+    line = line_for_others(options, plan, token, token_file)
     return (
         about(plan),
         f"on {others} type{same}{ranks}: {line}",

@@ -17,6 +17,7 @@ from elaunch.rendezvous.http.dial import dial
 from elaunch.rendezvous.http.resolve import resolve
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import (
+    SHARED,
     Answer,
     Denied,
     HeadAway,
@@ -76,6 +77,7 @@ class FoundStore:
         self._say = say
         self._found: Store | None = None
         self._is_ours = False
+        self._is_heads = False
         # A line about an etcd without TLS, until it is said.
         self._warning = ""
 
@@ -89,6 +91,7 @@ class FoundStore:
             self._is_ours = certificate is not None
             self._found = self._proven(secret) if secret and self._is_ours else self._in_the_clear()
         version = self._found.check()
+        self._is_heads = self._is_ours and not version.endswith(SHARED)
         if self._warning:
             # Not before: what listens there could be no store at all.
             self._say(self._warning)
@@ -171,7 +174,9 @@ class FoundStore:
         except Unavailable as error:
             if not self._is_ours:
                 raise
-            raise HeadAway(f"the job's store, which {self._endpoint.host} serves, is silent: {error}") from error
+            away = HeadAway(f"the job's store, which {self._endpoint.host} serves, is silent: {error}")
+            away.is_silent = error.is_silent and self._is_heads
+            raise away from error
         except HistoryLost as error:
             raise (self._begun_anew() if self._is_ours else error) from error
 

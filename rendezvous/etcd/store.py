@@ -262,7 +262,9 @@ def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
     # If one member denies and another is away, the denial may be that one member's fault.
     if any(isinstance(error, Rejected) for error in kinds):
         return Rejected(reasons)
-    return (TimedOut if all(isinstance(error, TimedOut) for error in kinds) else Unavailable)(reasons)
+    away = (TimedOut if all(isinstance(error, TimedOut) for error in kinds) else Unavailable)(reasons)
+    away.is_silent = all(isinstance(error, Unavailable) and error.is_silent for error in kinds)
+    return away
 
 
 class _Token:

@@ -19,12 +19,16 @@ _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
 
 
+class NoAnswer(TimeoutError):
+    """The time is over, and no address has answered: neither accepted nor refused."""
+
+
 def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.socket:
     """The first connection that one of these addresses accepts. `left` returns the remaining seconds, or raises.
 
     The next address is tried if one has refused, or is silent for a moment; earlier tries go on meanwhile (RFC 8305).
     If all addresses are silent, they are tried again, so a lost packet costs only a moment. The socket does not block.
-    Raises the first OSError if all have failed.
+    Raises the first OSError if all have failed, a refusal before all others: it proves that the host is up.
     """
     untried = deque(dict.fromkeys(addresses))
     tries: dict[int, tuple[socket.socket, HostAddress]] = {}
@@ -59,10 +63,16 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
                 tries.pop(fd)[0].close()
             if not ready and not untried:
                 untried.extend(dict.fromkeys(address for _, address in tries.values()))
-        raise errors[0] if errors else OSError("it has no address")
+    except TimeoutError:
+        raise TimeoutError("timed out") if _refusals(errors) else NoAnswer("timed out") from None
     finally:
         for tried, _ in tries.values():
             tried.close()
+    raise (_refusals(errors) or errors or [OSError("it has no address")])[0]
+
+
+def _refusals(errors: Sequence[OSError]) -> list[OSError]:
+    return [error for error in errors if isinstance(error, ConnectionRefusedError)]
 
 
 def _begin(address: HostAddress) -> socket.socket:

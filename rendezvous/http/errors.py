@@ -6,6 +6,7 @@ import socket
 import ssl
 
 from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.http.dial import NoAnswer
 from elaunch.rendezvous.http.response import Garbled, NotHttp
 from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
 
@@ -29,17 +30,24 @@ def connection_error(error: OSError | Garbled, endpoint: Endpoint, waited: str, 
         case ssl.SSLError():
             return _tls(error, endpoint, hint)
         case socket.gaierror():
-            return Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}")
+            return _silent(Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}"))
+        case NoAnswer():
+            return _silent(TimedOut(f"no answer from {endpoint} within {waited}"))
         case TimeoutError():
-            if not waited:
-                return Unavailable(f"{endpoint} is gone: its host does not acknowledge what was sent")
+            if not waited or error.errno:
+                return _silent(Unavailable(f"{endpoint} is gone: its host does not acknowledge what was sent"))
             return TimedOut(f"no answer from {endpoint} within {waited}")
         case ConnectionRefusedError():
             return Unavailable(f"{endpoint} refuses connections: nobody listens there")
         case ConnectionError():
             return Unavailable(f"{endpoint} ended the connection")
         case _:
-            return Unavailable(f"{endpoint} cannot be reached: {error.strerror or error}")
+            return _silent(Unavailable(f"{endpoint} cannot be reached: {error.strerror or error}"))
+
+
+def _silent(error: Unavailable) -> Unavailable:
+    error.is_silent = True
+    return error
 
 
 def _tls(error: ssl.SSLError, endpoint: Endpoint, hint: str) -> StoreError:

@@ -19,7 +19,8 @@ from elaunch.rendezvous.server.server import Server
 def main(argv: Sequence[str]) -> int:
     """Serve until stdin ends. `--fd N` names each bound socket; the first line of stdin is the token.
 
-    `--agents N` is the largest number of agents that will come, 0 if unknown. Prints "ready" when it accepts clients.
+    `--agents N` is the largest number of agents that will come, 0 for `elaunch store`. Prints "ready" when it accepts
+    clients.
     """
     # A terminal's Ctrl-C and a scheduler's signals reach all processes of the job, but only the agent must react: it
     # needs its store until it has ended the job.
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"elaunch's store: {error}", file=sys.stderr)
         return 2
     listeners = [socket.socket(fileno=fd) for fd in options.fd]
-    server = Server(listeners, secret, slots(_raised_limit(), options.agents))
+    server = Server(listeners, secret, slots(_raised_limit(), options.agents), is_shared=not options.agents)
     server.stop_at_end_of(0)
     with suppress(BrokenPipeError):
         os.write(1, b"ready\n")

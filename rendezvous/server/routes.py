@@ -23,6 +23,7 @@ from elaunch.rendezvous.server.json_codec import (
     txn_request,
     write_json,
 )
+from elaunch.rendezvous.store import SHARED
 
 # The version of etcd that this server imitates. Clients read it.
 ETCD_VERSION = "3.4.0"
@@ -49,8 +50,9 @@ class WatchRequest(NamedTuple):
 class Routes:
     """Answers requests. The caller draws a new `cluster_id` and `member_id` for every new engine."""
 
-    def __init__(self, engine: Engine, cluster_id: int, member_id: int) -> None:
+    def __init__(self, engine: Engine, cluster_id: int, member_id: int, *, is_shared: bool = False) -> None:
         self._engine = engine
+        self._version = f"{ETCD_VERSION}{SHARED if is_shared else ''}"
         self._ids = {"cluster_id": str(cluster_id), "member_id": str(member_id)}
         self._member_id = str(member_id)
         handlers: dict[str, Callable[[Fields], Json]] = {
@@ -164,7 +166,7 @@ class Routes:
 
     def _status(self, fields: Fields) -> Json:
         fields.done()
-        return self._answered({"version": ETCD_VERSION, "leader": self._member_id, "raftIndex": "1", "raftTerm": "2"})
+        return self._answered({"version": self._version, "leader": self._member_id, "raftIndex": "1", "raftTerm": "2"})
 
 
 def error_reply(refused: Refused) -> Reply:

@@ -66,12 +66,19 @@ class Server:
     """Serves one engine on `listeners`, which are bound already, until it is stopped.
 
     Without a secret it serves anybody. `slots` is how many connections may be open. A connection is unauthenticated
-    until a complete request on it has carried the secret.
+    until a complete request on it has carried the secret. `is_shared`: no node of a job serves it.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], secret: Secret | None, slots: int = CONNECTIONS_MAX) -> None:
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        secret: Secret | None,
+        slots: int = CONNECTIONS_MAX,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.engine = Engine()
-        self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63))
+        self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63), is_shared=is_shared)
         self._watchers = Watchers(self.engine, self._routes)
         self.engine.listen(self._watchers.told)
         self._tls: ssl.SSLContext | None = secret.server_context() if secret else None

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.cluster import LightCluster
 from tests.faults.processes import Watched, is_alive
-from tests.harness import slow
+from tests.harness import COMMAND, DEADLINE_S, slow
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -33,8 +33,9 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
         cluster.start(0, nnodes="2", env=home)
         said = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: elaunch (.*)$")
 
-        # The nodes share the home.
-        cluster.type(1, *shlex.split(said[1]), env=home)
+        # As typed: stderr is no terminal here, so the line names the token's file, also for another home.
+        (tmp_path / "home1").mkdir()
+        cluster.type(1, *shlex.split(said[1]), env={"HOME": str(tmp_path / "home1")})
 
         meeting = cluster.meeting(2)
         assert meeting.hosts == ["node0", "node1"]
@@ -81,6 +82,49 @@ def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Pat
         cluster.agents[0].assert_nothing_is_left()
         cluster.ended({1: 3})
         assert re.search(r"node0:2379|10\.77\.0\.1:2379", cluster.agents[1].stderr)
+
+
+def asleep(folder: Path) -> Path:
+    """A program without collectives: its workers do not notice that another rank is lost."""
+    program = folder / "asleep.py"
+    program.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
+    return program
+
+
+def test_a_program_that_notices_nothing_ends_when_the_heads_host_has_lost_its_power(tmp_path: Path) -> None:
+    with LightCluster(tmp_path, 2, head=True) as cluster:
+        # With an address there is nothing to look up, and the kernel's error changes: no answer, no route to the host.
+        cluster.endpoints = f"{cluster.nodes[0].ipv4}:2379"
+        cluster.start(0, 1, nnodes="2", options=SHORT, program=asleep(tmp_path), env=TOKEN)
+        other = cluster.agents[1]
+        other.wait_for_output("asleep")
+
+        cluster.nodes[0].power_off()
+        since_s = time.monotonic()
+
+        cluster.ended({1: 3})
+        assert time.monotonic() - since_s < 40, other.stderr
+        lines = [line for line in other.stderr.splitlines() if "the store is" in line]
+        assert len(lines) == 1, other.stderr
+        assert "the workers go on, and are stopped in" in lines[0]
+        assert "type its command on all nodes; if the host that served the store stays away" in other.stderr
+
+
+@pytest.mark.slow
+def test_workers_go_on_when_the_host_of_elaunch_store_which_has_no_ranks_loses_its_power(tmp_path: Path) -> None:
+    with LightCluster(tmp_path, 3, head=True) as cluster:
+        env = {**os.environ, **TOKEN}
+        store = cluster.nodes[0].popen(*COMMAND, "store", "--listen", ":2379", env=env)
+        cluster.start(1, 2, nnodes="2", options=SHORT, env=TOKEN)
+        meeting = cluster.meeting(2)
+
+        cluster.nodes[0].power_off()
+        store.wait(DEADLINE_S)
+        cluster.agents[1].wait_for_output("the store is away: .*; trying again; the workers go on")
+
+        cluster.trains_for(meeting, 15)
+        (tmp_path / "end").touch()
+        assert [cluster.agents[i].wait() for i in (1, 2)] == [3, 3], cluster.story()
 
 
 def kill_store(head: Watched) -> None:

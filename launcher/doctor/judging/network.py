@@ -61,8 +61,32 @@ def judge_address(facts: AddressFacts, needs: Needs) -> tuple[Finding, ...]:
 def judge_ports(facts: PortFacts, needs: Needs) -> tuple[Finding, ...]:
     if facts.error:
         return (bad(f"this node cannot listen on {facts.address}: {facts.error}", "give one of its own: --local-addr"),)
+    return (*_own_ports(facts, needs), *_peers_ports(facts))
+
+
+def _peers_ports(facts: PortFacts) -> tuple[Finding, ...]:
+    if not facts.peer:
+        return ()
+    if not facts.silent:
+        return (ok(f"{facts.peer} answers at ports {_listed(facts.tried)}, as MASTER_PORT, gloo and NCCL need it"),)
+    low, high = facts.ephemeral
+    return (
+        warn(
+            f"{facts.peer} does not answer at ports {_listed(facts.silent)} ({facts.why})",
+            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--port-range"
+            f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
+        ),
+    )
+
+
+def _listed(ports: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ports))
+
+
+def _own_ports(facts: PortFacts, needs: Needs) -> tuple[Finding, ...]:
     if not needs.ports:
-        return (ok(f"this node can listen on {facts.address}; a firewall between the nodes is not seen from here"),)
+        unseen = "" if facts.peer else "; a firewall between the nodes is not seen from here"
+        return (ok(f"this node can listen on {facts.address}{unseen}"),)
     first, last, count = needs.ports[0], needs.ports[-1], len(needs.ports)
     wanted = f"port {first}" if count == 1 else f"ports {first} to {last}"
     if len(facts.taken) == count:

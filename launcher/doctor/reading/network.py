@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import ssl
 import time
@@ -12,11 +13,12 @@ from pathlib import Path
 from elaunch.launcher.doctor.facts import AddressFacts, NameFacts, NamesFacts, PortFacts, StoreFacts
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.network.gloo import gloo_interface, interface_of
-from elaunch.launcher.network.reach import AddressUnclear, NoAddress, addresses, own_address
+from elaunch.launcher.network.reach import AddressUnclear, NoAddress, addresses, can_be_bound, own_address
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.head import decide_head, listen
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
-from elaunch.rendezvous.addresses import is_address
+from elaunch.records import replace
+from elaunch.rendezvous.addresses import is_address, is_loopback
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial
@@ -28,6 +30,7 @@ from elaunch.rendezvous.store import Denied, Store, StoreError
 _REQUESTS = 20
 _RESOLVE_S = 2.0
 _DIAL_S = 2.0
+_PEER_S = 1.0
 # A prefix under which nobody writes.
 _NOTHING = "/elaunch-nothing/"
 # Each look at the store's clock, a quarter of a second after the one before, narrows down when its second begins.
@@ -81,7 +84,32 @@ def read_ports(plan: RendezvousPlan, wanted: Sequence[int]) -> PortFacts:
     if error:
         return PortFacts(address, error=error, ephemeral=(low, high))
     taken = tuple(port for port in wanted if _listens(family, place, port))
-    return PortFacts(address, taken, ephemeral=(low, high))
+    return _with_peer(PortFacts(address, taken, ephemeral=(low, high)), plan, wanted)
+
+
+def _with_peer(facts: PortFacts, plan: RendezvousPlan, wanted: Sequence[int]) -> PortFacts:
+    """With some ports of the endpoint's host: the first and the last for MASTER_PORT, and two as gloo gets them."""
+    host, found = plan.endpoints[0].host if plan.endpoints else "", list[str]()
+    with suppress(NoAddress):
+        found = addresses(host, _RESOLVE_S) if plan.serving is not Serving.NOTHING else []
+    if not found or any(can_be_bound(address) or is_loopback(address) for address in found):
+        return facts
+    tried = tuple(dict.fromkeys([*wanted[:1], *wanted[-1:], *random.sample(range(*facts.ephemeral), 2)]))
+    silent = {port: why for port in tried if (why := _silence(host, port))}
+    return replace(facts, peer=host, tried=tried, silent=tuple(silent), why=next(iter(silent.values()), ""))
+
+
+def _silence(host: str, port: int) -> str:
+    """Why that port answers neither by a connection nor by a refusal; empty if it does."""
+    try:
+        dial(resolve(host, port, _RESOLVE_S), Deadline(_PEER_S).left).close()
+    except ConnectionRefusedError:
+        return ""
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _listens(family: int, place: tuple[object, ...], port: int) -> str:

@@ -147,6 +147,9 @@ def library(function: str, path: str) -> Frame:
             "waits for the other ranks to make the process group",
         ),
         (stack(0, library("rendezvous", "site-packages/torch/distributed/rendezvous.py"), STEP), Doing.RENDEZVOUS, ""),
+        # Asleep between two tries to reach MASTER_PORT.
+        (stack(0, library("rendezvous", f"{LIB}/torch/distributed/rendezvous.py"), STEP, call="clock_nanosleep"),
+         Doing.RENDEZVOUS, ""),
         # The Keeper's ranks wait for each other, installed or in a checkout.
         *(
             (

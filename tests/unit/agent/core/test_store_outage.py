@@ -8,11 +8,11 @@ import pytest
 
 from elaunch.agent.core.actions import Exit, SignalWorkers
 from elaunch.agent.core.events import LeaseLost, StoreAway, StoreBack, StoreRefuses, Tick
-from elaunch.agent.core.membership import SAY_AGAIN_S
+from elaunch.agent.core.membership import INVITE_AGAIN_S, SAY_AGAIN_S
 from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S
 from elaunch.agent.core.step import deadline_s
-from elaunch.agent.core.store_outage import REFUSAL_WORTH_A_WORD_S
+from elaunch.agent.core.store_outage import REFUSAL_WORTH_A_WORD_S, SAY_ANEW_S
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import (
     ALL,
@@ -194,9 +194,82 @@ def test_an_agent_without_workers_gives_up_a_heads_store_sooner_than_any_other(
     own = "; this node's workers had all exited with 0" if finished else ""
     assert (early, [type(action) for action in done]) == ([], [Exit])
     assert second.outcome.exit_code == 3
-    assert second.outcome.reason == (
-        f"the store did not answer for {wait_s:.0f} s (no route){own}; how the job ended is not known here"
+    again = "; to start the job again, type its command on all nodes; if the host" if is_heads else ""
+    assert second.outcome.reason.startswith(
+        f"the store did not answer for {wait_s:.0f} s (no route){own}; how the job ended is not known here{again}"
     )
+    assert ("--rdzv-endpoint" in second.outcome.reason) == is_heads
+
+
+SILENT = StoreAway("no answer", is_heads=True, is_silent=True)
+REFUSED = StoreAway("nobody listens there", is_heads=True)
+
+
+def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_timeout() -> None:
+    _, second = pair()
+    second.happen(StoreBack())
+    second.happen(SILENT)
+    second.now_s += WORTH_A_WORD_S
+    second.happen(Tick())
+    said = second.said
+    second.now_s = START_S + TIMES.store_timeout_s - 1
+    second.happen(SILENT)
+    early = second.happen(Tick())
+    due_s = deadline_s(second.agent)
+    second.now_s += 1
+
+    done = second.happen(Tick())
+    ends(second, -TERM)
+
+    assert (
+        said
+        == "the store is away: no answer; the workers go on, and are stopped in 58 s if it stays so (store_timeout)"
+    )
+    assert (early, due_s) == ([], START_S + TIMES.store_timeout_s)
+    assert done == [SignalWorkers(0, ALL, TERM)]
+    assert second.outcome.exit_code == 3
+
+
+def test_workers_go_on_while_the_heads_host_answers_though_its_store_does_not() -> None:
+    _, second = pair()
+    second.happen(StoreBack())
+    for event in (REFUSED, SILENT, REFUSED, SILENT):
+        second.happen(event)
+        second.now_s += TIMES.store_timeout_s - 1
+        second.happen(Tick())
+
+    assert isinstance(second.agent.phase, Running)
+
+
+def test_a_head_that_was_silent_and_refuses_then_was_restarted_and_has_lost_its_ranks() -> None:
+    _, second = pair()
+    second.happen(StoreBack())
+    second.happen(StoreAway("no answer in time", is_heads=True, is_slow=True))
+    second.now_s += 1
+    second.happen(SILENT)
+    second.now_s += TIMES.lease_ttl_s
+    second.happen(Tick())
+    second.happen(REFUSED)
+    second.now_s += SAY_ANEW_S
+    second.happen(Tick())
+    said = second.said
+    second.now_s = START_S + 1 + TIMES.store_timeout_s
+
+    assert said.startswith("the store is away: nobody listens there; the workers go on, and are stopped in ")
+    assert second.happen(Tick()) == [SignalWorkers(0, ALL, TERM)]
+
+
+def test_a_failure_late_in_the_silence_of_the_heads_host_begins_no_new_wait() -> None:
+    _, second = pair()
+    second.happen(StoreBack())
+    second.happen(SILENT)
+    second.now_s += TIMES.store_timeout_s - 1
+    ends(second, -9)
+    second.now_s += 1
+
+    second.happen(Tick())
+
+    assert second.outcome.exit_code == 3
 
 
 def test_the_time_away_is_counted_anew_after_each_return() -> None:
@@ -299,6 +372,35 @@ def test_another_kind_of_trouble_is_said_too_but_not_at_each_try() -> None:
     assert driver.said.startswith("the store refuses")
 
 
+def test_kinds_of_trouble_that_take_turns_are_said_once_each_and_then_once_a_minute() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    said = []
+    for second in range(300):
+        driver.happen((StoreAway("no route"), StoreAway("no answer", is_slow=True), FULL)[second % 3])
+        driver.now_s += 1
+        driver.happen(Tick())
+        said += [driver.said] if driver.said else []
+
+    assert len(said) == 3 + 4
+
+
+def test_a_store_that_comes_and_goes_is_not_said_at_each_turn() -> None:
+    driver = started()
+    said = []
+    for _ in range(20):
+        driver.happen(StoreBack())
+        said += [driver.said] if driver.said else []
+        driver.now_s += 1
+        driver.happen(StoreAway("no route"))
+        driver.now_s += 5
+        driver.happen(Tick())
+        said += [driver.said] if driver.said else []
+
+    assert said[:2] == ["the store is away: no route; trying again; the workers go on", "the store is back after 5.0 s"]
+    assert len(said) <= 2 * (20 * 6 / 60)
+
+
 def test_refusals_that_recur_for_moments_do_not_hide_a_lost_node() -> None:
     """No lease can end in such a moment. Each refusal once restarted the time in which no node is declared lost."""
     first, second = pair()
@@ -368,6 +470,35 @@ def test_what_is_waited_for_changes_words_no_more_often_than_every_few_seconds()
 
     assert due_s == said_s + SAY_AGAIN_S
     assert driver.said == "waiting for nodes: 2 of 3 are here (gives up after 600 s)"
+
+
+def test_the_line_for_the_other_nodes_is_said_again_after_a_minute_and_once() -> None:
+    driver = Driver(TWO)
+    driver.agent = replace(driver.agent, invitation="on the other node type: elaunch …")
+    driver.begin().settle()
+    said = []
+    for _ in range(200):
+        driver.now_s += 1
+        driver.happen(Tick())
+        said += [(driver.now_s - START_S, driver.said)] if driver.said else []
+
+    assert [at_s for at_s, _ in said] == [WORTH_A_WORD_S, INVITE_AGAIN_S]
+    assert said[1][1] == "on the other node type: elaunch …"
+    assert deadline_s(driver.agent) == START_S + TIMES.join_timeout_s
+
+
+def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_come() -> None:
+    first, second = Driver(TWO), Driver(TWO)
+    for driver in (first, second):
+        driver.agent = replace(driver.agent, only_here="localhost:5 is an address of this host alone")
+    first.begin().settle()
+    second.happen(StoreAway("localhost:5 refuses connections"))
+    for driver in (first, second):
+        driver.now_s += WORTH_A_WORD_S
+        driver.happen(Tick())
+
+    assert first.said.endswith("1 of 2 is here (gives up after 600 s); localhost:5 is an address of this host alone")
+    assert second.said.endswith("localhost:5 refuses connections; localhost:5 is an address of this host alone")
 
 
 def test_a_wait_that_is_over_in_time_is_not_said() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
 from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, RetryQueue
 from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, StoreError, TimedOut, Unavailable
@@ -139,6 +141,20 @@ def test_a_head_that_answers_too_late_is_slow_not_away() -> None:
     bench.run()
 
     assert bench.events[0] == StoreAway("the job's store is silent: no answer", is_heads=True, is_slow=True)
+
+
+@pytest.mark.parametrize("is_heads", [True, False])
+def test_a_head_of_whose_host_nothing_is_heard_is_away_and_silent(is_heads: bool) -> None:
+    bench = Bench()
+    cause, error = TimedOut("no answer"), HeadAway("the job's store is silent: no answer")
+    cause.is_silent, error.is_silent = True, is_heads
+    error.__cause__ = cause
+    bench.requests.add(bench.request("first", error))
+
+    bench.run()
+
+    # Not slow: its host would at least accept a connection.
+    assert bench.events[0] == StoreAway(str(error), is_heads=True, is_silent=is_heads)
 
 
 def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> None:

@@ -167,6 +167,8 @@ NETWORK = [
     (network.judge_address, AddressFacts("10.0.0.1", "eth0", gloo="eth0"), EIGHT, "ok", "GLOO_SOCKET_IFNAME=eth0"),
     (network.judge_address, AddressFacts(error="there is no route to x"), EIGHT, "bad", "--local-addr"),
     (network.judge_ports, PortFacts("10.0.0.1"), EIGHT, "ok", "firewall"),
+    (network.judge_ports, PortFacts("10.0.0.1", peer="node0", tried=(500, 501)), EIGHT, "ok", "at ports 500, 501"),
+    (network.judge_ports, PortFacts("h", peer="a", tried=(1, 2), silent=(2,), why="x"), EIGHT, "warn", "ports 2 (x)"),
     (network.judge_ports, PortFacts("10.9.9.9", error="Cannot assign"), EIGHT, "bad", "--local-addr"),
     (network.judge_ports, PortFacts("10.0.0.1", (500, 501)), replace(EIGHT, ports=(500, 501)), "bad", "500 to 501"),
     (network.judge_ports, PortFacts("10.0.0.1", (500,)), replace(EIGHT, ports=(500, 501)), "ok", "1 of 2 free"),

@@ -84,6 +84,9 @@ def test_a_made_token_is_shown_to_a_terminal_alone() -> None:
 
     assert "type: ELAUNCH_TOKEN=made elaunch --nnodes 2 --rdzv-endpoint host0:2379" in announcement(place, terminal)[0]
     assert "made" not in " ".join(announcement(place, log))
+    assert (
+        "type: elaunch --token-file /home/me/token --nnodes 2 --rdzv-endpoint host0:2379" in announcement(place, log)[0]
+    )
     assert "the store's token is in /home/me/token, which only you can read" in announcement(place, log)[1]
     assert "with ELAUNCH_TOKEN set to the same token" in announcement(place, None)[0]
 

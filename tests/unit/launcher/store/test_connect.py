@@ -57,6 +57,33 @@ def test_who_says_that_this_is_the_host_is_believed() -> None:
     assert is_served_by("--master-addr", ANOTHERS, "--node-rank", "0", "--rdzv-conf", "is_host=1")
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        *(
+            (f"--rdzv-endpoint {host}:5", "--rdzv-endpoint 10.9.8.7:5")
+            for host in ("127.0.0.1", "localhost", "0.0.0.0")
+        ),
+        ("--rdzv-endpoint [::1]:5", "--rdzv-endpoint 10.9.8.7:5"),
+        ("--master-addr localhost --node-rank 1", "--master-addr 10.9.8.7"),
+        (f"--rdzv-endpoint {ANOTHERS}:5", ""),
+        (f"--rdzv-endpoint {socket.gethostname()}:5", ""),
+        ("--rdzv-endpoint localhost:5,localhost:6", ""),
+    ],
+)
+def test_an_endpoint_that_no_other_host_can_reach_is_known_with_what_to_give_instead(
+    words: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addressing, "routable_addresses", lambda: ["10.9.8.7"])
+    options = parse(["--nnodes", "2", *words.split(), "t.py"], {})
+    assert not isinstance(options, HelpRequested)
+
+    said = connect.only_here(plan(options, {}, str).plan)
+
+    assert said.endswith(f"give all nodes {instead}") if instead else not said
+    assert ("address of this host alone, and no other host can reach it" in said) == bool(instead)
+
+
 @pytest.mark.parametrize(("scheduler", "is_of_pods"), [("Open MPI", False), ("Kubernetes Job", True)])
 def test_a_head_that_is_not_where_node_0_is_is_a_sentence(scheduler: str, is_of_pods: bool) -> None:
     port = free_ports(1)[0]

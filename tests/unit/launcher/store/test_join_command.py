@@ -144,11 +144,11 @@ def test_a_token_that_was_made_is_shown_and_one_that_was_given_is_not() -> None:
 def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
     said = invitation(*asked("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py"), LOG)
 
-    assert said[1] == "on the other node type: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
+    assert said[1] == f"on the other node type: elaunch --token-file {KEPT} --nnodes 2 --rdzv-endpoint host0:5 t.py"
     assert said[2].startswith(
         f"the store's token is in {KEPT}, which only you can read: nodes that share this home find it"
     )
-    assert said[2].endswith("copy the file, and add --token-file FILE to the line")
+    assert said[2].endswith(f"copy it first (scp host0:{KEPT} token), and type --token-file token")
     assert "made-token" not in "".join(said) + repr(LOG)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial
+from elaunch.rendezvous.http.dial import NoAnswer, dial
 from elaunch.rendezvous.http.resolve import HostAddress
 from tests.descriptors import opened
 from tests.harness import DEADLINE_S, wait_for
@@ -165,9 +165,23 @@ def test_nobody_is_waited_for_longer_than_there_is_time(listeners: list[Listener
     with pytest.raises(TimeoutError) as caught:
         dial([listeners[0].address], Deadline(0.5).left)
 
+    assert isinstance(caught.value, NoAnswer)
     assert str(caught.value) == "timed out"
     assert not opened() - before
     assert not listeners[0].asking()
+
+
+def test_a_host_that_refuses_at_one_address_has_answered(
+    listeners: list[Listener], refusing: list[HostAddress]
+) -> None:
+    listeners[0].fall_silent()
+
+    with pytest.raises(TimeoutError) as late:
+        dial([*refusing, listeners[0].address], Deadline(0.5).left)
+    with pytest.raises(ConnectionRefusedError):
+        dial([NOWHERE, *refusing], Deadline(DEADLINE_S).left)
+
+    assert not isinstance(late.value, NoAnswer)
 
 
 def test_a_name_without_an_address_is_an_error() -> None:
