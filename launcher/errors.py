@@ -86,6 +86,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def tidy(path: str) -> str:
     """`path` for people: without `/./`, `//` and `x/..`, unless that is another place since `x` is a link."""
+    if "\0" in path:
+        return path  # No file has such a name, and the system's calls refuse it.
     short = os.path.normpath(path).replace("//", "/")
     if path.startswith("./") and not short.startswith((".", "/")):
         # Without it a word may be a command.
