@@ -70,7 +70,7 @@ def gives_up_at_s(agent: Agent) -> float | None:
         return None
     is_gone = reach.ever and reach.is_heads
     since_s = max(reach.failing_since_s, reach.idle_since_s)
-    return since_s + (times.store_timeout_s if is_gone else times.join_timeout_s)
+    return since_s + (times.store_timeout_s if is_gone else times.store_wait_s)
 
 
 def tick(agent: Agent, _phase: Joining | Finished, _event: Tick, now_s: float) -> Step:
