@@ -129,7 +129,10 @@ class _Forwarding:
 
     def __enter__(self) -> _Forwarding:
         for signum in self._signals:
-            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+            handler = signal.getsignal(signum)
+            # As the command does, and torch: a script's `&` ignores these.
+            is_in_background = handler is signal.SIG_IGN and signum in (signal.SIGINT, signal.SIGQUIT)
+            if is_in_background or handler in (signal.SIG_DFL, signal.default_int_handler):
                 self._before[signum] = signal.signal(signum, self._forward)
         return self
 
