@@ -238,6 +238,8 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         tee = StreamChoice(Streams.BOTH)
     return OutputPlan(
         log_dir=options.log_dir,
+        # Not with --log-dir /dev/null.
+        makes_log_dir="log_dir" not in options.given and (_any_stream(options.redirects) or _any_stream(tee)),
         redirects=options.redirects,
         tee=tee,
         console_local_ranks=options.local_ranks_filter,
@@ -359,8 +361,6 @@ def _lonely(options: Options) -> tuple[tuple[str, str], ...]:
 
 def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...]:
     notes: list[str] = []
-    if options.log_dir is None and _any_stream(options.redirects):
-        notes.append("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it")
     if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
         notes.append(f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it")
     typed = (

@@ -586,10 +586,15 @@ def test_options_without_the_one_that_they_are_about_have_no_effect() -> None:
     )
 
 
-def test_output_that_is_kept_nowhere_is_said() -> None:
-    notes = config_of("--nproc", "1", "--max-restarts", "0", "-r", "0:3", "t.py", OMP_NUM_THREADS="1").notes
-
-    assert notes == ("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it",)
+@pytest.mark.parametrize(
+    ("words", "is_made"),
+    [
+        (("-r", "0:3"), True), (("-t", "1"), True), ((), False), (("-r", "0"), False),
+        (("-r", "3", "--log-dir", "logs"), False), (("-r", "3", "--log-dir", "/dev/null"), False),
+    ],
+)  # fmt: skip
+def test_output_that_is_to_go_to_files_gets_a_folder_if_none_is_named(words: tuple[str, ...], is_made: bool) -> None:
+    assert config_of("--nproc", "1", *words, "t.py").output.makes_log_dir is is_made
 
 
 def test_a_misspelt_variable_is_named_with_the_one_that_is_meant() -> None:
