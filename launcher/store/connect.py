@@ -59,13 +59,15 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
 
     Raises UsageError and SiteError.
     """
+    from elaunch.launcher.network.gloo import socket_variables
+
     plan = planned.plan
     if plan.is_alone:
-        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1")
+        network = socket_variables("127.0.0.1", os.environ, say)
+        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
     _check_node_rank_0(options, plan)
     _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
-    from elaunch.launcher.network.gloo import socket_variables
     from elaunch.launcher.store.head import serve_if_head
 
     if planned.hands_over:
