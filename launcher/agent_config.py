@@ -57,6 +57,9 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     output = output_plan(options, environ)
     if width := _bar_width(options, output, slots, host.columns):
         environment.setdefault("TQDM_NCOLS", str(width))
+    has_colours = width > 0 and _wants_colours(output, environ)
+    if has_colours:
+        environment |= {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"}
     signals, notices, has_named_signals = _signals(options)
     interpreter = environ.get("PYTHON_EXEC") or host.python
     preload, text = _preload(options, interpreter, host)
@@ -75,7 +78,8 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         ),
         slots=slots,
         environment=environment,
-        worker_env=worker_env(options, signals),
+        # Python's own tracebacks stay plain (3.13): their words are searched. The fork server need not know that.
+        worker_env={**({"PYTHON_COLORS": "0"} if has_colours else {}), **worker_env(options, signals)},
         role=options.roles or options.role,
         output=output,
         times=planned.plan.times,
@@ -212,6 +216,17 @@ def _bar_width(options: Options, output: OutputPlan, slots: int, columns: int) -
     prefix = output.prefix_template or f"[{ranks - 1}] "
     # tqdm leaves the last column free.
     return max(0, columns - len(prefix) - 1)
+
+
+def _wants_colours(output: OutputPlan, environ: Mapping[str, str]) -> bool:
+    """Whether to make up for the pipes of workers on a terminal: torchrun's have the terminal itself, but not with -t.
+
+    Who has said anything of colours gets that.
+    """
+    is_said = any(
+        environ.get(name) for name in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
+    )
+    return not is_said and output.log_dir is None and not output.makes_log_dir
 
 
 def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:

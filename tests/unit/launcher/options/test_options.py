@@ -70,6 +70,32 @@ def test_tqdm_knows_the_width_of_a_terminal_where_lines_have_a_prefix(words: tup
     assert config_of(*words, "t.py", host=host, TQDM_NCOLS="50").environment["TQDM_NCOLS"] == "50"
 
 
+@pytest.mark.parametrize(
+    ("words", "environ", "has_colours"),
+    [
+        (("--nproc-per-node", "2"), {}, True),
+        (("--nproc-per-node", "2"), {"NO_COLOR": ""}, True),
+        (("--nproc-per-node", "2"), {"NO_COLOR": "1"}, False),
+        (("--nproc-per-node", "2"), {"CLICOLOR": "0"}, False),
+        (("--nproc-per-node", "1"), {}, False),
+        (("--nproc-per-node", "2", "--log-format", "json"), {}, False),
+        (("--nproc-per-node", "2", "--log-dir", "logs"), {}, False),
+        (("--nproc-per-node", "2", "-t", "3"), {}, False),
+    ],
+)
+def test_workers_write_in_colour_where_ranks_share_a_terminal_and_nothing_goes_to_files(
+    words: tuple[str, ...], environ: dict[str, str], has_colours: bool
+) -> None:
+    on_terminal = config_of(*words, "t.py", host=dataclasses.replace(CPU_HOST, columns=100), **environ)
+    in_pipe = config_of(*words, "t.py", **environ)
+
+    expected = {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"} if has_colours else {}
+    assert {name: value for name, value in on_terminal.environment.items() if name in expected} == expected
+    assert ("FORCE_COLOR" in on_terminal.environment) is has_colours
+    assert ("PYTHON_COLORS" in on_terminal.worker_env) is has_colours
+    assert "FORCE_COLOR" not in in_pipe.environment
+
+
 # --- forms of the command
 
 
