@@ -108,9 +108,14 @@ class RunDir:
 
     @property
     def memory(self) -> MemoryFolder:
-        """The folder for what workers keep beyond their own lives; made when it is first asked for.
+        """The folder for what workers keep beyond their own lives, as it was when workers last started."""
+        return self._memory or self.memory_at_start()
 
-        It is made again if it was removed, as systemd-logind does when its user's last session ends (RemoveIPC).
+    def memory_at_start(self) -> MemoryFolder:
+        """The same before workers start: made if there is none yet, or if it was removed.
+
+        systemd-logind does that when its user's last session ends (RemoveIPC). Not while workers run: those that keep
+        nothing since the removal would save a state there that lacks a part.
         """
         if self._memory is None:
             self._memory = _make_memory(self._places.memory)
@@ -208,7 +213,7 @@ def _is_own(folder: Path) -> bool:
         found = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def _claim(folder: Path) -> None:

@@ -114,7 +114,7 @@ def test_when_the_memory_folder_was_removed_a_restart_makes_it_again_and_takes_t
         (run.folder / "hold-0-20-1").unlink()
         run.ended()
 
-    assert re.search(r"restored step (18|24) from the checkpoint in", run.job.output)
+    assert re.search(r"restored step \d+ from the checkpoint in", run.job.output), run.job.output
     assert f"{memory} was removed while workers ran; it is made again and empty" in run.job.output
     # The next failure loses nothing again.
     assert re.search(RESTORED, run.job.output), run.job.output

@@ -240,10 +240,12 @@ def test_private_folders_that_were_removed_are_made_again_and_nobody_elses_is_ta
     for place in (places.private[0], places.memory[0]):
         shutil.rmtree(place)
 
-    again, folder = run_dir.memory, run_dir.rank(1, 0)
+    meanwhile = run_dir.memory
+    assert (meanwhile, Path(places.memory[0]).exists()) == (first, False)
+    again, folder = run_dir.memory_at_start(), run_dir.rank(1, 0)
     shutil.rmtree(places.memory[0])
     Path(places.memory[0]).symlink_to(temporary)
-    elsewhere = run_dir.memory
+    elsewhere = run_dir.memory_at_start()
 
     assert (first.trouble, again.folder) == ("", first.folder)
     assert again.trouble.startswith(f"{first.folder} was removed while workers ran; it is made again and empty")
