@@ -65,8 +65,8 @@ class OnHang(Enum):
 class OutputPlan:
     """Where the workers' output goes.
 
-    Without `log_dir` nothing stays on disk. A redirected stream goes to its file only, and to the console where
-    that takes no more; a teed one to file and console.
+    Without `log_dir` nothing stays on disk, unless `makes_log_dir`: the agent makes a private one then. A redirected
+    stream goes to its file only, and to the console where that takes no more; a teed one to file and console.
     `console_ranks` (global) and `console_local_ranks` limit the console, never the files; None is all.
     `show_all_tracebacks` says that the console gets survivors' tracebacks too.
     Of elaunch's own lines those below `least` are left out.
@@ -74,6 +74,7 @@ class OutputPlan:
     """
 
     log_dir: Path | None = None
+    makes_log_dir: bool = False
     redirects: StreamChoice = StreamChoice()
     tee: StreamChoice = StreamChoice()
     console_local_ranks: frozenset[int] | None = None

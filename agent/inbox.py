@@ -47,7 +47,7 @@ class Inbox:
         return self._events.popleft() if self._events else None
 
     def catch(self, signums: Iterable[int]) -> None:
-        """Turn these signals into events; one that is ignored stays so (nohup)."""
+        """Turn these signals into events; one that is ignored stays so (SIGHUP under nohup)."""
         signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
         for signum in signums:
             if signal.getsignal(signum) is not signal.SIG_IGN:

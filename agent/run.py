@@ -232,9 +232,13 @@ def _hook(config: AgentConfig, guardian: GuardianClient, pump: Pump) -> EventHoo
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: Places) -> RunDir:
     # Nodes may share a disk: whose folder it is shows in its name.
     node = f"_{socket.gethostname()}" if config.spec.nodes_max > 1 else ""
+    log_dir = config.output.log_dir
     try:
-        return RunDir(config.output.log_dir, f"{config.spec.run_id}{node}", warn, places)
+        if config.output.makes_log_dir:
+            import tempfile
+
+            log_dir = Path(tempfile.mkdtemp(prefix="elaunch_logs_"))
+        return RunDir(log_dir, f"{config.spec.run_id}{node}", warn, places)
     except OSError as error:
-        raise CannotRun(
-            f"--log-dir {config.output.log_dir}: no folder can be made in it ({error.strerror}); choose another"
-        ) from error
+        where = f"--log-dir {log_dir}: no folder can be made in it" if log_dir else "no temporary folder can be made"
+        raise CannotRun(f"{where} ({error.strerror}); choose another: --log-dir DIR") from error

@@ -60,6 +60,9 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     output = output_plan(options, environ)
     if width := _bar_width(options, output, slots, host.columns):
         environment.setdefault("TQDM_NCOLS", str(width))
+    has_colours = width > 0 and _wants_colours(output, environ)
+    if has_colours:
+        environment |= {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"}
     signals, notices, has_named_signals = _signals(options)
     interpreter = environ.get("PYTHON_EXEC") or host.python
     preload, text = _preload(options, interpreter, host)
@@ -78,7 +81,12 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         ),
         slots=slots,
         environment=environment,
-        worker_env={**worker_env(options, signals), **mark_of(environ)},
+        # Python's own tracebacks stay plain (3.13): their words are searched. The fork server need not know that.
+        worker_env={
+            **({"PYTHON_COLORS": "0"} if has_colours else {}),
+            **worker_env(options, signals),
+            **mark_of(environ),
+        },
         role=options.roles or options.role,
         output=output,
         times=planned.plan.times,
@@ -220,6 +228,17 @@ def _bar_width(options: Options, output: OutputPlan, slots: int, columns: int) -
     return max(0, columns - len(prefix) - 1)
 
 
+def _wants_colours(output: OutputPlan, environ: Mapping[str, str]) -> bool:
+    """Whether to make up for the pipes of workers on a terminal: torchrun's have the terminal itself, but not with -t.
+
+    Who has said anything of colours gets that.
+    """
+    is_said = any(
+        environ.get(name) for name in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
+    )
+    return not is_said and output.log_dir is None and not output.makes_log_dir
+
+
 def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
     """The variables that options set for every worker; an option for the workers is a row of the table and one here."""
     return {
@@ -244,6 +263,8 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         tee = StreamChoice(Streams.BOTH)
     return OutputPlan(
         log_dir=options.log_dir and Path(tidy(str(options.log_dir.absolute()))),
+        # Not with --log-dir /dev/null.
+        makes_log_dir="log_dir" not in options.given and (_any_stream(options.redirects) or _any_stream(tee)),
         redirects=options.redirects,
         tee=tee,
         console_local_ranks=options.local_ranks_filter,
@@ -377,8 +398,6 @@ def _lonely(options: Options) -> tuple[tuple[str, str], ...]:
 
 def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...]:
     notes: list[str] = []
-    if options.log_dir is None and _any_stream(options.redirects):
-        notes.append("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it")
     if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
         notes.append(f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it")
     typed = (

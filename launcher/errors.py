@@ -18,6 +18,17 @@ class UsageError(Exception):
     """The user's request cannot be done. The message has its values and the way out. Exit code 2."""
 
 
+# Other launchers' names, and ours: torch.distributed.launch, mpirun, accelerate, deepspeed, horovod, Slurm.
+_ELSEWHERE = {
+    **dict.fromkeys(("np", "nprocs", "num-proc", "num-processes", "gpus", "ngpus", "num-gpus"), "nproc-per-node"),
+    **dict.fromkeys(("nproc-per-machine", "gpus-per-node", "ntasks-per-node"), "nproc-per-node"),
+    **dict.fromkeys(("num-nodes", "num-machines"), "nnodes"),
+    "machine-rank": "node-rank",
+    "main-process-ip": "master-addr",
+    "main-process-port": "master-port",
+}
+
+
 class NoSuchOption(UsageError):
     """`word` looks like an option of `elaunch COMMAND`, and is none. `known` are the names of its options."""
 
@@ -26,7 +37,8 @@ class NoSuchOption(UsageError):
         bare = word.lstrip("-").replace("_", "-")
         names = [each.lstrip("-") for each in known]
         begun = [each for each in names if word.startswith("--") and each.startswith(bare)]
-        near = begun[0] if begun else nearest(bare, names)
+        theirs = _ELSEWHERE.get(bare)
+        near = begun[0] if begun else theirs if theirs in names else nearest(bare, names)
         hint = f"did you mean --{near}?" if near else f"{name} --help lists the options"
         super().__init__(f"{word} is no option of {name}; {hint}")
         self.word = word

@@ -5,8 +5,6 @@ All times are durations on one host's monotonic clock. docs/protocol.md tells wh
 
 from __future__ import annotations
 
-import math
-
 from elaunch.records import dataclass, replace
 
 # etcd's shortest lease. A change of etcd's leader takes a little longer than this.
@@ -28,7 +26,7 @@ class Times:
     spare_wait_s          a table with free seats waits this long for nodes that were ready a generation before
     last_call_s           once nodes_min are here, a first generation below nodes_max waits this long for more nodes
     nodes_expected        … or until this many are here, the number that a scheduler started; 0 is unknown
-    join_timeout_s        fewer than nodes_min for this long end the job; so does an unreachable store without workers
+    join_timeout_s        fewer than nodes_min for this long end the job, once all survivors are ready
     store_timeout_s       the head's store is given up after it was unreachable for this long
     join_gather_s         nodes that arrive within this time join together, in one generation
     join_backoff_min_s    between two generations opened for newcomers, at first
@@ -88,7 +86,7 @@ class Times:
             last_call_s=last_call_s,
         )
         if join_timeout_s is None:
-            join_timeout_s = max(cls.join_timeout_s, fitted.join_timeout_min_s)
+            join_timeout_s = max(cls.join_timeout_s, fitted.form_deadline_s + 2 * lease_ttl_s)
         if store_timeout_s is None:
             store_timeout_s = max(cls.store_timeout_s, 3 * lease_ttl_s)
         if keys_ttl_s is None:
@@ -111,9 +109,12 @@ class Times:
         return min(HANG_CONFIRM_S, self.hang_after_s / 3 or HANG_CONFIRM_S)
 
     @property
-    def join_timeout_min_s(self) -> float:
-        """The shortest join_timeout, in whole seconds, that the other times allow."""
-        return math.floor(max(self.form_deadline_s + 2 * self.lease_ttl_s, self.last_call_s)) + 1.0
+    def store_wait_s(self) -> float:
+        """An agent without workers gives up a store that it cannot use for this long; a head's that is gone, sooner.
+
+        A join_timeout may be shorter than a restart of etcd, or than the time between the starts of two nodes.
+        """
+        return max(self.join_timeout_s, self.store_timeout_s)
 
     @property
     def keys_ttl_min_s(self) -> float:
@@ -174,23 +175,11 @@ class Times:
         )
 
     def _of_the_waits(self) -> tuple[tuple[bool, str], ...]:
-        form, timeout, last_call = self.form_deadline_s, self.join_timeout_s, self.last_call_s
-        needed = form + 2 * self.lease_ttl_s
+        form = self.form_deadline_s
         return (
             (
                 self.spare_wait_s < form,
                 f"spare_wait ({self.spare_wait_s:g} s) is not shorter than the form deadline ({form:g} s); shorten it",
-            ),
-            (
-                last_call < timeout,
-                f"last_call ({last_call:g} s) is not shorter than join_timeout ({timeout:g} s);"
-                " lower last_call_timeout or raise join_timeout",
-            ),
-            (
-                timeout > needed,
-                f"join_timeout ({timeout:g} s) is too short for a node that stops its workers first: with stop_grace"
-                f" {self.stop_grace_s:g} s and lease_ttl {self.lease_ttl_s:g} s it must be above {needed:g} s;"
-                " raise join_timeout or lower --stop-grace",
             ),
             (
                 self.store_timeout_s > 2 * self.lease_ttl_s,

@@ -51,7 +51,7 @@ def _lease_ended_early(agent: Agent, held_s: float, now_s: float) -> Step:
         f"the store says that this node's lease has ended {held_s:.1f} s after the store renewed it, though it holds"
         f" for {times.lease_ttl_s:g} s: another client of the store ends it, or a proxy answers in the store's place"
     )
-    if now_s - since_s >= times.join_timeout_s and isinstance(agent.phase, (Joining, Finished)):
+    if now_s - since_s >= times.store_wait_s and isinstance(agent.phase, (Joining, Finished)):
         reason = f"{why}; so it was for {now_s - since_s:.0f} s"
         return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
     # Leases that end at once would be as many requests as the store can answer.

@@ -87,7 +87,7 @@ def gives_up_at_s(agent: Agent) -> float | None:
     if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
         return None
     since_s = max(reach.failing_since_s, reach.idle_since_s)
-    return since_s + (times.store_timeout_s if is_gone else times.join_timeout_s)
+    return since_s + (times.store_timeout_s if is_gone else times.store_wait_s)
 
 
 def given_up(agent: Agent, now_s: float) -> Outcome | None:

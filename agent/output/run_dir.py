@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +81,8 @@ class RunDir:
         self._warn = warn
         self._places = places or new_places()
         self._warned = False
+        self._memory: MemoryFolder | None = None
+        self._times_removed = 0
         self.logs: Path | None = None
         self.private: Path | None = None
         if log_dir:
@@ -104,10 +106,30 @@ class RunDir:
     def root(self) -> Path | None:
         return self.logs or self.private
 
-    @cached_property
+    @property
     def memory(self) -> MemoryFolder:
-        """The folder for what workers keep beyond their own lives; made when it is first asked for."""
-        return _make_memory(self._places.memory)
+        """The folder for what workers keep beyond their own lives, as it was when workers last started."""
+        return self._memory or self.memory_at_start()
+
+    def memory_at_start(self) -> MemoryFolder:
+        """The same before workers start: made if there is none yet, or if it was removed.
+
+        systemd-logind does that when its user's last session ends (RemoveIPC). Not while workers run: those that keep
+        nothing since the removal would save a state there that lacks a part.
+        """
+        if self._memory is None:
+            self._memory = _make_memory(self._places.memory)
+        elif (folder := self._memory.folder) and not _is_own(folder):
+            self._times_removed += 1
+            count = f" {self._times_removed} times" if self._times_removed > 1 else ""
+            removed = (
+                f"{folder} was removed{count} while workers ran; it is made again and empty, so training goes on from a"
+                " copy on another node, else from the last checkpoint (if it was systemd-logind, at a logout: loginctl"
+                " enable-linger keeps it)"
+            )
+            made = _make_memory(self._places.memory)
+            self._memory = MemoryFolder(made.folder, f"{removed}; {made.trouble}" if made.trouble else removed)
+        return self._memory
 
     def socket_folders(self) -> Iterator[Path]:
         """Private folders for the agent's socket, each made when it is asked for; the first that works is kept."""
@@ -145,6 +167,9 @@ class RunDir:
 
     def _make(self, path: Path) -> Path | None:
         try:
+            if self.private and not _is_own(self.private):
+                # A cleaner of temporary files has removed it.
+                _make_private(str(self.private))
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             self.warn(f"{path} cannot be made ({error.strerror}); going on without it")
@@ -180,6 +205,15 @@ def _make_private(place: str) -> Path:
     folder = Path(place).absolute()
     _claim(folder)
     return folder
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether the private folder is there. Where one was removed, another user could put his own."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def _claim(folder: Path) -> None:

@@ -114,7 +114,7 @@ class Spawner:
             local_rank,
             agent_store=self.has_store,
             error_file=str(error_file or ""),
-            memory=str(self._run_dir.memory.folder or ""),
+            memory=str(self._run_dir.memory_at_start().folder or ""),
         )
         if config.virtual_local_rank:
             env |= environment.one_gpu(config.environment, local_rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import process, spawn
 from typing import IO, Any
 
@@ -19,13 +19,13 @@ _TOLD = ("sys_path", "sys_argv", "orig_dir", "dir", *_MAIN)
 _MAIN_NAME = b"_main__"
 
 
-def write_call(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def write_call(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """Write what `read_call` reads in a worker. Raises PicklingError with the way out.
 
     Raises multiprocessing's RuntimeError in a worker that is importing its main module: the script lacks a guard.
     """
     prepared = {key: value for key, value in spawn.get_preparation_data("").items() if key in _TOLD}
-    data, is_by_value = _pickled(function, args)
+    data, is_by_value = _pickled(function, args, named)
     if is_by_value or _MAIN_NAME not in data:
         # Nothing in the call comes from the main module, so workers need not run it.
         prepared = {key: value for key, value in prepared.items() if key not in _MAIN}
@@ -33,13 +33,13 @@ def write_call(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, .
     file.write(data)
 
 
-def read_call(file: IO[bytes]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Make this process like the one that called, and read the call."""
+def read_call(file: IO[bytes]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Make this process like the one that called, and read the call: a function and its two kinds of arguments."""
     current: Any = process.current_process()
     current._inheriting = True
     try:
         spawn.prepare(pickle.load(file))
-        called: tuple[Callable[..., Any], tuple[Any, ...]] = pickle.load(file)
+        called: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickle.load(file)
         return called
     finally:
         del current._inheriting
@@ -94,10 +94,11 @@ def read_value(file: IO[bytes], generation: int, name: str) -> tuple[int, Any] |
         ) from error
 
 
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, bool]:
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[bytes, bool]:
     """The call's pickle, and whether it has functions and classes by value, not by name."""
+    call = (function, args, named)
     try:
-        data = pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
+        data = pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
         if _MAIN_NAME not in data or _can_import_main():
             return data, False
         problem = "it is defined in a notebook, a console or a package's __main__, which workers cannot import"
@@ -111,7 +112,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes
             " or define it at the top level of a module"
         )
     try:
-        return cloudpickle.dumps((function, args)), True
+        return cloudpickle.dumps(call), True
     except Exception as error:
         raise pickle.PicklingError(
             f"{name_of(function)} with its arguments cannot be sent to the workers, not by cloudpickle either:"

@@ -95,6 +95,9 @@ def _rendezvous(config: LaunchConfig) -> Iterator[str]:
         # One node has nobody to meet. Of a static job the endpoint is also MASTER_ADDR and MASTER_PORT.
         return
     settings = dict(config.rdzv_configs)
+    if "join_timeout" in settings:
+        # torch's c10d reads this one; the other is always there.
+        settings.pop("timeout", None)
     node_rank = settings.pop("rank", None)
     yield f"--rdzv-backend={config.rdzv_backend}"
     if config.rdzv_endpoint:

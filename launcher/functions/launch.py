@@ -1,4 +1,4 @@
-"""`launch(config, entrypoint)(*args)`: run a function on all ranks, and return what each rank of this node returned.
+"""`launch(config, entrypoint)(*args, **named)`: run a function on all ranks, and return what this node's returned.
 
 The job is a child process, so it works from any thread, and in a notebook. What the two tell each other, and what
 workers return, is in files without a name in any folder: nothing is left behind when either is killed.
@@ -44,8 +44,13 @@ class launch:
         self._config = as_ours(config)
         self._entrypoint = entrypoint
 
-    def __call__(self, *args: Any) -> dict[int, Any]:
+    def __call__(self, /, *args: Any, **named: Any) -> dict[int, Any]:
         name = carried.name_of(self._entrypoint)
+        if named and isinstance(self._entrypoint, str):
+            raise UsageError(
+                f"{name} is a command, and its arguments are words, but the call names {', '.join(named)}; give words,"
+                f' as in ("--{next(iter(named))}", "…")'
+            )
         words = option_words(self._config)
         with ExitStack() as opened:
             answer = opened.enter_context(_unnamed_file("answer"))
@@ -56,7 +61,7 @@ class launch:
                 words += ["--no-python", self._entrypoint, *map(str, args)]
             else:
                 file = opened.enter_context(_unnamed_file("call"))
-                carried.write_call(file, self._entrypoint, args)
+                carried.write_call(file, self._entrypoint, args, named)
                 file.flush()
                 fds.append(file.fileno())
                 call = str(file.fileno())
@@ -124,7 +129,10 @@ class _Forwarding:
 
     def __enter__(self) -> _Forwarding:
         for signum in self._signals:
-            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
+            handler = signal.getsignal(signum)
+            # As the command does, and torch: a script's `&` ignores these.
+            is_in_background = handler is signal.SIG_IGN and signum in (signal.SIGINT, signal.SIGQUIT)
+            if is_in_background or handler in (signal.SIG_DFL, signal.default_int_handler):
                 self._before[signum] = signal.signal(signum, self._forward)
         return self
 

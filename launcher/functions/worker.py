@@ -21,9 +21,9 @@ def main(name: str, local_rank: str) -> None:
     with open(result, "wb") as file:  # noqa: PTH123
         write_start(file, int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"]))
     with open(f"{folder}/{call}", "rb") as file:  # noqa: PTH123
-        function, args = read_call(file)
+        function, args, named = read_call(file)
     try:
-        value = function(*args)
+        value = function(*args, **named)
     except SystemExit as ended:
         if ended.code:
             raise

@@ -47,13 +47,23 @@ def owner_of(host: str, wait_s: float = RESOLVE_S) -> Owner:
 
 
 def addresses(host: str, wait_s: float = RESOLVE_S) -> list[str]:
-    """The addresses of `host`, the preferred one first. Raises NoAddress."""
+    """The addresses of `host`, the preferred one first. Raises NoAddress.
+
+    Without those that no connection from here can use: /etc/hosts has `::1 localhost` also where IPv6 is switched off.
+    """
     try:
         found = resolve(host, 0, wait_s)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise NoAddress(f"the name {host} has no address here ({why})") from None
-    return list(dict.fromkeys(_text(address) for _, address in found))
+    listed = list(dict.fromkeys(_text(address) for _, address in found))
+    return [address for address in listed if _is_usable(address)] or listed
+
+
+def _is_usable(address: str) -> bool:
+    if ":" not in address:
+        return True
+    return can_be_bound(address) if is_loopback(address) else any(own.version == 6 for _, own in by_interface())
 
 
 def can_be_bound(address: str) -> bool:

@@ -106,4 +106,9 @@ def find(typed: str) -> OptionSpec:
     if found:
         candidates = ", ".join(f"--{known}" for spec in found for known in spec.names if known.startswith(name))
         raise UsageError(f"--{typed} could be {candidates}; write it out")
+    if name == "use-env":
+        raise UsageError(
+            f"--{typed} is no option of elaunch, which always does that: leave it out. A script reads LOCAL_RANK from"
+            " its environment; one that parses --local-rank gets '--local-rank=${local_rank}' behind its name"
+        )
     raise NoSuchOption(f"--{typed}", LONG)

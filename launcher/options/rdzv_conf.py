@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options import values
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.endpoint import PREFIX, Transport
 
 
@@ -125,7 +125,10 @@ _INTERVAL_S, _ATTEMPTS = 5.0, 3
 
 @dataclass(frozen=True)
 class Conf:
-    """The settings in --rdzv-conf; None if not given. `ignored` are keys without effect, with reasons."""
+    """The settings in --rdzv-conf; None if not given. `ignored` are keys without effect, with reasons.
+
+    `notes` say which of two different values of one setting counts.
+    """
 
     join_timeout_s: float | None = None
     last_call_s: float | None = None
@@ -143,27 +146,34 @@ class Conf:
     password_file: str | None = None
     prefix: str = PREFIX
     ignored: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def understand(conf: Mapping[str, str]) -> Conf:
-    """The settings in `conf`. Raises UsageError for an unknown key and for a wrong value."""
+    """The settings in `conf`; of two spellings of one setting the later counts.
+
+    Raises UsageError for an unknown key and for a wrong value.
+    """
     found: dict[str, str] = {}
     ignored: list[tuple[str, str]] = []
+    notes: list[str] = []
     checked: dict[str, object] = {}
     for key, value in conf.items():
         setting = _setting(key)
-        if setting.name in found:
-            raise UsageError(f"--rdzv-conf {key}={value} repeats {found[setting.name]}; keep one of them")
-        found[setting.name] = f"{key}={value}"
         if setting.no_effect:
             ignored.append((f"--rdzv-conf {key}", setting.no_effect))
         raw = _SWITCHES.get(value.lower(), value) if setting.convert is values.switch else value
         try:
-            checked[setting.name] = setting.convert(raw)
+            converted = setting.convert(raw)
         except ValueError as error:
             shown = value if value.isprintable() else ascii(value)
             raise UsageError(f"--rdzv-conf {key}={shown} {error}") from None
-    return _conf(checked, found, tuple(ignored))
+        before = found.get(setting.name)
+        if before and checked[setting.name] != converted:
+            notes.append(f"--rdzv-conf has {before} and {key}={value}, two names of one setting; the later counts")
+        found[setting.name] = f"{key}={value}"
+        checked[setting.name] = converted
+    return replace(_conf(checked, found, tuple(ignored)), notes=tuple(notes))
 
 
 def _setting(key: str) -> Setting:
@@ -189,12 +199,13 @@ def _conf(checked: Mapping[str, object], words: Mapping[str, str], ignored: tupl
     interval_s, attempts = number("keep_alive_interval"), number("keep_alive_max_attempt")
     ttl_s = number("lease_ttl")
     if beats:
-        if ttl_s is not None:
+        beats_s = (_INTERVAL_S if interval_s is None else interval_s) * (attempts or _ATTEMPTS)
+        if ttl_s not in (None, beats_s):
             raise UsageError(
                 f"--rdzv-conf {words[beats[0]]} contradicts {words['lease_ttl']}: both say when a node is lost;"
                 " drop one of them"
             )
-        ttl_s = (_INTERVAL_S if interval_s is None else interval_s) * (attempts or _ATTEMPTS)
+        ttl_s = beats_s
         if ttl_s > values.SECONDS_MAX:
             raise UsageError(
                 f"--rdzv-conf {words[beats[0]]} means that a node is lost only after {ttl_s:.0f} seconds; give less"

@@ -155,8 +155,8 @@ _RESTARTS = (
 _OUTPUT = (
     OptionSpec(
         "log-dir", Group.OUTPUT, "DIR", "keep the workers' output in files in DIR", values.directory,
-        default_text="nothing is kept", peer="log-dir",
-        differs="default a new directory in /tmp, whose folders have no date; writes files only with -r or -t",
+        default_text="new with -r, -t", peer="log-dir",
+        differs="default always a new one; its folders have no date; writes files only with -r or -t",
     ),
     OptionSpec(
         "redirects", Group.OUTPUT, "STREAMS", "to files: 0 none 1 out 2 err 3 both, or RANK:V,…",

@@ -62,13 +62,15 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
 
     Raises UsageError and SiteError.
     """
+    from elaunch.launcher.network.gloo import socket_variables
+
     plan = planned.plan
     if plan.is_alone:
-        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1")
+        network = socket_variables("127.0.0.1", os.environ, say)
+        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
     _check_node_rank_0(options, plan)
     _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
-    from elaunch.launcher.network.gloo import socket_variables
     from elaunch.launcher.store.head import serve_if_head
 
     if planned.hands_over:
@@ -165,7 +167,7 @@ def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str],
     # A scheduler names one head, and this is it: a program that has the head's port already is no store of this job.
     if plan.is_head and not meeting.may_be_etcd:
         raise port_taken_error(endpoint, endpoint)
-    token = fetch(meeting, plan.times.join_timeout_s, say)
+    token = fetch(meeting, plan.times.store_wait_s, say)
     if plan.is_head and not token:
         _check_is_etcd(endpoint, plan.times.call_deadline_s)
         raise UsageError(
@@ -301,8 +303,8 @@ def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
 
     plan = planned.plan
     # The name may belong to a node that the scheduler has not started yet, as a pod.
-    patience_s = plan.times.join_timeout_s if planned.cluster else _ADDRESS_WAIT_S
-    end_s = time.monotonic() + min(patience_s, plan.times.join_timeout_s)
+    patience_s = plan.times.store_wait_s if planned.cluster else _ADDRESS_WAIT_S
+    end_s = time.monotonic() + min(patience_s, plan.times.store_wait_s)
     is_said = False
     while True:
         try:

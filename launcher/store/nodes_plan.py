@@ -10,7 +10,7 @@ from elaunch.launcher.options.endpoints import Address
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.rdzv_conf import Conf, understand
 from elaunch.launcher.store.login import check_login, plain_password_notes, read_login
-from elaunch.launcher.store.plan_times import make_times, raise_join_timeout
+from elaunch.launcher.store.plan_times import make_times
 from elaunch.launcher.store.rendezvous_plan import Planned, RendezvousPlan, Serving
 from elaunch.launcher.store.store_address import (
     bare_host,
@@ -30,12 +30,12 @@ def plan_for_nodes(
     options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str], cluster: Cluster | None
 ) -> Planned:
     """`plan` for a job of several nodes."""
-    conf, raised = raise_join_timeout(options, understand(options.rdzv_conf))
+    conf = understand(options.rdzv_conf)
     backend = _backend(options)
     addresses, notes = given_addresses(options, environ, backend)
     head = _scheduler_head(cluster, backend) if cluster and not addresses else None
     addresses = addresses or require_head(options, backend, head)
-    notes = (*raised, *notes)
+    notes = (*conf.notes, *notes)
     scheme = choose_scheme(conf, addresses)
     serving = _serving(options, conf, addresses, scheme, backend)
     if head and serving is Serving.NOTHING:

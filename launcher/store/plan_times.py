@@ -41,26 +41,3 @@ def with_hang_times(options: Options, times: Times) -> Times:
     """With what the options say about hangs."""
     after_s = 0.0 if options.on_hang is OnHang.OFF else options.hang_after
     return replace(times, hang_timeout_s=options.hang_timeout, hang_after_s=after_s)
-
-
-def raise_join_timeout(options: Options, conf: Conf) -> tuple[Conf, tuple[str, ...]]:
-    """`conf` with a join_timeout that is safe, and a note if it had to be raised.
-
-    torchrun accepts shorter ones.
-    """
-    if conf.join_timeout_s is None:
-        return conf, ()
-    others = Times.for_lease(
-        Times.lease_ttl_s if conf.lease_ttl_s is None else conf.lease_ttl_s,
-        failure_grace_s=options.failure_grace,
-        stop_grace_s=options.stop_grace,
-        last_call_s=Times.last_call_s if conf.last_call_s is None else conf.last_call_s,
-    )
-    shortest_s = others.join_timeout_min_s
-    if conf.join_timeout_s >= shortest_s:
-        return conf, ()
-    note = (
-        f"join_timeout is {shortest_s:g} s instead of {conf.join_timeout_s:g} s: a node may need that time to stop its"
-        f" workers (--stop-grace {options.stop_grace:g}) and to wait for more nodes"
-    )
-    return replace(conf, join_timeout_s=shortest_s), (note,)

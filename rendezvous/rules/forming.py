@@ -302,7 +302,9 @@ def _await_nodes(
     now_s: float,
     seating: Seating,
 ) -> Formed:
-    due_s, here = formation.since_s + times.join_timeout_s, len(seating.nodes)
+    # Not from the generation's opening: survivors may need longer to stop their workers than a new node has to come.
+    due_s = max(formation.since_s, formation.gathered_s or 0.0) + times.join_timeout_s
+    here = len(seating.nodes)
     # Nodes of this job with different prefixes cannot see each other, so the line names the prefix.
     prefix = snapshot.keys.prefix
     where = "" if prefix == PREFIX else f" under etcd_prefix={prefix}"

@@ -8,8 +8,15 @@ import os
 
 
 def end_at_ctrl_c() -> None:
-    """End this process at Ctrl-C with exit code 130, without a traceback. A SIGINT that is ignored stays so (nohup)."""
-    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    """End this process at Ctrl-C with exit code 130, without a traceback.
+
+    Also where a script has started it with `&`, for which the shell ignores SIGINT and SIGQUIT: torchrun, and so its
+    workers, do not ignore them. What only SIGHUP or a scheduler's notice may not end (nohup, trap '' USR1) stays so.
+    """
+    for signum in (_signal.SIGQUIT, _signal.SIGTERM):
+        if _signal.getsignal(signum) == _signal.SIG_IGN:
+            _signal.signal(signum, _signal.SIG_DFL)
+    if _signal.getsignal(_signal.SIGINT) in (_signal.default_int_handler, _signal.SIG_IGN):
         _signal.signal(_signal.SIGINT, _end)
 
 

@@ -9,8 +9,8 @@ import threading
 from typing import Any
 
 
-def place(*args: Any) -> tuple[int, str, int, tuple[Any, ...]]:
-    return int(os.environ["RANK"]), os.environ["WORLD_SIZE"], os.getpid(), args
+def place(*args: Any, **named: Any) -> tuple[int, str, int, tuple[Any, ...]]:
+    return int(os.environ["RANK"]), os.environ["WORLD_SIZE"], os.getpid(), (*args, *named.items())
 
 
 def larger_than_a_pipe() -> bytes:

@@ -130,12 +130,12 @@ def finished(program: Path | str, *args: str, **options: Any) -> subprocess.Comp
 
 
 def test_each_rank_gets_the_arguments_and_what_it_returns_comes_back_by_rank() -> None:
-    found = elaunch.launch(config(), called.place)("a", {"b": [1]})
+    found = elaunch.launch(config(), called.place)("a", {"b": [1]}, lr=0.05, self=2)
 
     assert sorted(found) == [0, 1]
     assert [(rank, size, args) for rank, size, _, args in found.values()] == [
-        (0, "2", ("a", {"b": [1]})),
-        (1, "2", ("a", {"b": [1]})),
+        (0, "2", ("a", {"b": [1]}, ("lr", 0.05), ("self", 2))),
+        (1, "2", ("a", {"b": [1]}, ("lr", 0.05), ("self", 2))),
     ]
     assert len({pid for _, _, pid, _ in found.values()} | {os.getpid()}) == 3
 
@@ -189,6 +189,8 @@ def test_a_command_runs_on_each_rank() -> None:
 
     assert {rank: failure.exitcode for rank, failure in raised.value.failures.items()} == {1: 3}
     assert elaunch.launch(config(), "true")() == {}
+    with pytest.raises(UsageError, match=r'the call names lr; give words, as in \("--lr", "…"\)'):
+        elaunch.launch(config(), "sh")("-c", lr=0.05)
 
 
 def test_a_wrong_configuration_raises_the_commands_sentence() -> None:

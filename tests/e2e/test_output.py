@@ -463,6 +463,32 @@ if generation != "2":
         assert all(f"[{rank}] generation {g} rank {rank}\n" in job.stdout for g in range(3) for rank in range(2))
         assert str(run) in job.stderr
 
+    def test_output_that_is_to_go_to_files_goes_to_a_private_folder_if_none_is_named(self, tmp_path: Path) -> None:
+        script(tmp_path, SAY_WHO)
+
+        job = finished(
+            tmp_path,
+            *LIGHT,
+            "--nproc-per-node",
+            "2",
+            "-r",
+            "1",
+            "-t",
+            "2",
+            "train.py",
+        )
+
+        (kept,) = tmp_path.glob("elaunch_*")
+        run = (kept / "latest").resolve()
+        assert (job.code, job.stdout) == (0, ""), job.output
+        assert f"(the job starts); output in {run}\n" in job.stderr
+        assert "[default1]:err 1\n" in job.stderr
+        assert (kept.stat().st_mode & 0o777, kept.name[:13]) == (0o700, "elaunch_logs_")
+        names = {"stdout": "out", "stderr": "err"}
+        assert _tree(run) == {
+            f"attempt_0/{rank}/{name}.log": f"{word} {rank}\n" for rank in (0, 1) for name, word in names.items()
+        }
+
     def test_the_maps_of_redirects_and_tee_know_ranks_of_two_digits(self, tmp_path: Path) -> None:
         """The lines that tee writes have torchrun's prefix, too."""
         script(tmp_path, SAY_WHO)

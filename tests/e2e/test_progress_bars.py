@@ -49,7 +49,7 @@ from rich.console import Console
 console = Console()
 tqdm = [int(os.environ[name]) - 1 for name in ("COLUMNS", "LINES")] if "LINES" in os.environ else None
 print("rank", os.environ["RANK"], shutil.get_terminal_size((1, 1)), tqdm, console.width, console.is_terminal)
-print("tqdm", os.environ.get("TQDM_NCOLS"), flush=True)
+print("tqdm", *map(os.environ.get, ("TQDM_NCOLS", "FORCE_COLOR", "CLICOLOR_FORCE")), flush=True)
 """
 
 
@@ -82,7 +82,7 @@ def test_workers_know_the_terminals_width_less_their_prefix(tmp_path: Path) -> N
     width = COLUMNS - len("[0] ")
     told = f"os.terminal_size(columns={width}, lines=40) [{width - 1}, 39] {width} True"
     assert sorted(line for line in terminal.shown() if "rank" in line) == [f"[{r}] rank {r} {told}" for r in range(2)]
-    assert terminal.text.count(f"tqdm {width - 1}") == 2
+    assert terminal.text.count(f"tqdm {width - 1} 1 1") == 2
 
 
 def test_the_users_own_variables_stay(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_users_own_variables_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["a pipe", "json", "a dumb terminal"])
 def test_without_a_terminal_workers_are_told_nothing_of_one(form: str, tmp_path: Path) -> None:
-    names = ("COLUMNS", "LINES", "TTY_COMPATIBLE", "TQDM_NCOLS")
+    names = ("COLUMNS", "LINES", "TTY_COMPATIBLE", "TQDM_NCOLS", "FORCE_COLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
     script(tmp_path, f"import os\nprint('told', [name for name in {names} if name in os.environ])")
 
     if form == "a pipe":

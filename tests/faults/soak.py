@@ -30,7 +30,7 @@ LINE_HOLDS_S = 90.0
 # deadline.
 BETWEEN_TRIES_S = 5.0
 # With these options an agent gives up a store that stays away in 26 s, the shortest time with a --stop-grace of 1 s.
-OPTIONS = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26")
+OPTIONS = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26,store_timeout=26")
 # The join timeout, the form deadline, two lease times. By then the last agent has ended, whatever happens.
 ENDED_S = 26 + 19 + 7 + 20
 POLL_S = 0.1

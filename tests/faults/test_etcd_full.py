@@ -103,8 +103,8 @@ def test_a_job_that_finds_a_full_etcd_says_so_and_starts_when_it_is_mended(tmp_p
 
 @pytest.mark.slow
 def test_a_job_on_an_etcd_that_stays_full_ends_at_its_deadline_with_the_reason(tmp_path: Path) -> None:
-    # The shortest join_timeout that a --stop-grace of a second allows.
-    options = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26")
+    # Shorter than the time in which the store is full.
+    options = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26,store_timeout=26")
     with (
         Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,
         Fleet(tmp_path / "job", [etcd.endpoints] * 2, *options) as fleet,

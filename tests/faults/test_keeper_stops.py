@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
-from tests.faults.keeper_runs import KEPT, STEPS, Calm, Recorded, Run, assert_same
-from tests.harness import environment, free_ports, wait_for
+from tests.faults.keeper_runs import KEPT, RESTORED, STEPS, Calm, Recorded, Run, assert_same
+from tests.harness import environment, free_ports, slow, wait_for
 from tests.ranks import RankForker, Ranks
 from tests.warm import SharedStart
 
@@ -92,6 +93,37 @@ def test_so_does_an_interrupted_one(tmp_path: Path, calm: Calm) -> None:
 
     assert interrupted.code == 130, interrupted.output
     assert_goes_on(interrupted, calm)
+
+
+@pytest.mark.parametrize("kind", [(), slow(("shards=fsdp2", "copy_every=1"))])
+def test_when_the_memory_folder_was_removed_a_restart_makes_it_again_and_takes_the_checkpoint(
+    tmp_path: Path, calm: Calm, keeper_start: SharedStart, kind: tuple[str, ...]
+) -> None:
+    options = [
+        "snapshot_every=4",
+        f"checkpoints={tmp_path / 'checkpoints'}",
+        "checkpoint_every=6",
+        *kind,
+    ]
+    asks = ["hold-0-20-1", "forward-0-27-0", "forward-1-33-1"]
+    with Run(tmp_path / "run", 2, *options, asks=asks, shared=keeper_start) as run:
+        wait_for(lambda: run.of("held"), "step 20")
+        open_files = [fd.readlink() for fd in Path(f"/proc/{run.job.process.pid}/fd").iterdir()]
+        (memory,) = {path.parent for path in open_files if path.parent.name.endswith("_memory")}
+        shutil.rmtree(memory)
+        (run.folder / "hold-0-20-1").unlink()
+        run.ended()
+
+    assert re.search(r"restored step \d+ from the checkpoint in", run.job.output), run.job.output
+    assert f"{memory} was removed while workers ran; it is made again and empty" in run.job.output
+    # The next failure loses nothing again.
+    assert re.search(RESTORED, run.job.output), run.job.output
+    assert run.job.output.count("could not be copied to") <= 2
+    assert "FileNotFoundError" not in run.job.output
+    # A checkpoint of a state in parts has the buffers of one rank.
+    if not kind:
+        assert_same(run, calm(2))
+    assert {r["step"] for r in run.of("end")} == {40}
 
 
 def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated_is_said(

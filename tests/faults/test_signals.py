@@ -215,6 +215,27 @@ def test_under_nohup_sighup_changes_nothing(tmp_path: Path) -> None:
         assert len(job.pids("worker")) == 2
 
 
+@pytest.mark.parametrize("how", [LIGHT, slow(FRESH)], ids=["forked", "fresh"])
+def test_sigint_ends_a_job_that_a_script_has_started_in_the_background(tmp_path: Path, how: tuple[str, ...]) -> None:
+    script(
+        tmp_path,
+        f"{SAY}\nimport signal, sys\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+        "assert signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL\nsay('worker', os.getpid())\nsignal.pause()",
+    )
+
+    def ignore() -> None:
+        """As a shell without job control does for `&`."""
+        for signum in (signal.SIGINT, signal.SIGQUIT):
+            signal.signal(signum, signal.SIG_IGN)
+
+    with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py", preexec_fn=ignore) as job:
+        workers_up(job, 2)
+
+        job.signal(signal.SIGINT)
+
+        assert_stopped(job, 130)
+
+
 def test_a_signal_that_the_user_names_is_passed_on(tmp_path: Path) -> None:
     script(tmp_path, SAVES)
     with Light(tmp_path, "--signals-to-handle", "SIGUSR1", "--nproc-per-node", "2", "train.py") as job:

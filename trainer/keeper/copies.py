@@ -298,7 +298,10 @@ class Copies:
         except NotPlain as error:
             self._say_once(f"the state is not copied to memory any more: {error}")
         except OSError as error:
-            self._say(f"step {version.step} could not be copied to {self._node_memory.memory.folder}: {error}")
+            # The same trouble may be there at each snapshot to come: once, with the first step.
+            if (reason := _reason(error)) not in self._said:
+                self._said.add(reason)
+                self._say(f"step {version.step} could not be copied to {self._node_memory.memory.folder}: {reason}")
         return False
 
     @property

@@ -375,8 +375,12 @@ class ShardedMemory:
         try:
             allocate()
         except OSError as error:
-            space = os.statvfs(self.folder)
-            return f"{error.strerror}; {space.f_bavail * space.f_frsize / 1e6:,.1f} MB are free there"
+            problem = error.strerror or str(error)
+            # Somebody may have removed the folder.
+            with contextlib.suppress(OSError):
+                space = os.statvfs(self.folder)
+                problem += f"; {space.f_bavail * space.f_frsize / 1e6:,.1f} MB are free there"
+            return problem
         return ""
 
     def _slots_of(self, rank: int, numbers: Sequence[int] = (0, 1)) -> Slots:

@@ -116,9 +116,9 @@ BEHAVIOURS = (
         number=43,
         fact="Output is kept in `LOG_DIR/<run>/attempt_<n>/<local rank>/stdout.log` and `stderr.log`; `/dev/null` keeps"
         " none",
-        differs="`--log-dir` alone keeps files and shows the output too, and without it nothing is kept, where torchrun"
-        " leaves a folder in /tmp. `attempt_<n>` is the generation, and no restart removes an older one. A file in the"
-        " folder's place is a usage error",
+        differs="`--log-dir` alone keeps files and shows the output too. Without it only `-r` and `-t` leave a"
+        " folder in /tmp; torchrun always does. `attempt_<n>` is the generation, and no restart removes an older one."
+        " A file in the folder's place is a usage error",
         trials=(
             _two(
                 "-r 3 --log-dir logs/new",
@@ -139,6 +139,7 @@ BEHAVIOURS = (
         ),
         proofs=(
             f"{_OUTPUT}::test_each_generation_and_rank_keeps_its_files_through_restarts",
+            f"{_OUTPUT}::test_output_that_is_to_go_to_files_goes_to_a_private_folder_if_none_is_named",
             f"{_OPTIONS}::test_a_file_is_no_log_directory",
             f"{_OPTIONS}::test_a_log_directory_alone_tees_everything",
         ),

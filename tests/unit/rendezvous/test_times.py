@@ -27,11 +27,11 @@ def test_a_long_stop_grace_lengthens_the_deadlines_that_wait_for_it(grace_s: flo
 
     times.check()
     assert times.form_deadline_s > grace_s + times.boundary_wait_s
-    assert times.join_timeout_s > times.form_deadline_s + 2 * times.lease_ttl_s
+    assert times.join_timeout_s >= times.form_deadline_s + 2 * times.lease_ttl_s
 
 
 def test_a_join_timeout_that_was_chosen_is_kept() -> None:
-    assert Times.for_lease(join_timeout_s=70.0).join_timeout_s == 70.0
+    assert Times.for_lease(join_timeout_s=2.0).join_timeout_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,6 @@ def test_a_join_timeout_that_was_chosen_is_kept() -> None:
         (replace(Times(), backoff_max_s=2.0), "takes up to 2 s of backoff"),
         (replace(Times(), keepalive_s=0.0), "must all be more than 0"),
         (replace(Times(), spare_wait_s=50.0), "spare_wait (50 s) is not shorter than the form deadline (47 s)"),
-        (replace(Times(), last_call_s=600.0), "last_call (600 s) is not shorter than join_timeout (600 s)"),
-        (replace(Times(), join_timeout_s=53.0), "it must be above 53 s; raise join_timeout or lower --stop-grace"),
         (replace(Times(), store_timeout_s=6.0), "it must be above 6 s"),
         (replace(Times(), keys_ttl_s=11.0), "it must be 12 s or more"),
         (replace(Times(), join_backoff_min_s=61.0), "begin at 61 s and grow to 60 s"),

@@ -231,6 +231,32 @@ def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_else
     shutil.rmtree(folder)
 
 
+def test_private_folders_that_were_removed_are_made_again_and_nobody_elses_is_taken(
+    temporary: Path, warnings: Warnings
+) -> None:
+    places = Places(*((str(temporary / f"{name}-1"), str(temporary / f"{name}-2")) for name in "abc"))
+    run_dir = RunDir(None, "job", warnings, places)
+    first = run_dir.memory
+    for place in (places.private[0], places.memory[0]):
+        shutil.rmtree(place)
+
+    meanwhile = run_dir.memory
+    assert (meanwhile, Path(places.memory[0]).exists()) == (first, False)
+    again, folder = run_dir.memory_at_start(), run_dir.rank(1, 0)
+    shutil.rmtree(places.memory[0])
+    Path(places.memory[0]).symlink_to(temporary)
+    elsewhere = run_dir.memory_at_start()
+
+    assert (first.trouble, again.folder) == ("", first.folder)
+    assert again.trouble.startswith(f"{first.folder} was removed while workers ran; it is made again and empty")
+    assert folder == Path(places.private[0], "attempt_1", "0")
+    assert stat.S_IMODE(Path(places.private[0]).stat().st_mode) == 0o700
+    assert elsewhere.folder == Path(places.memory[1])
+    assert elsewhere.trouble.startswith(f"{first.folder} was removed 2 times while workers ran")
+    assert run_dir.memory == elsewhere
+    assert warnings == []
+
+
 def test_who_sees_one_folder_of_a_run_cannot_tell_the_names_of_the_others() -> None:
     kinds = new_places()
 

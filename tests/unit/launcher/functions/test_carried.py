@@ -39,14 +39,14 @@ def value(written: object, generation: int = 0) -> Any:
 def test_a_function_of_a_module_is_sent_by_its_name() -> None:
     file = io.BytesIO()
 
-    write_call(file, add, (1, 2))
+    write_call(file, add, (1,), {"b": 2})
 
     assert b"test_carried" in file.getvalue()
     # Nothing of the main module is in it, so it is not run again.
     assert b"init_main" not in file.getvalue()
     file.seek(0)
-    function, args = read_call(file)
-    assert function(*args) == 3
+    function, args, named = read_call(file)
+    assert function(*args, **named) == 3
 
 
 def test_a_function_of_a_notebook_without_cloudpickle_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +56,14 @@ def test_a_function_of_a_notebook_without_cloudpickle_is_a_sentence(monkeypatch:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
     with pytest.raises(pickle.PicklingError, match=r"train .* defined in a notebook.*; pip install cloudpickle, or"):
-        write_call(io.BytesIO(), notebook.train, ())
+        write_call(io.BytesIO(), notebook.train, (), {})
 
 
 def test_an_argument_that_cannot_be_sent_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
 
     with pytest.raises(pickle.PicklingError, match=r"add with its arguments .* cannot pickle '_thread.lock' object"):
-        write_call(io.BytesIO(), add, (threading.Lock(), 1))
+        write_call(io.BytesIO(), add, (1,), {"b": threading.Lock()})
 
 
 @pytest.mark.parametrize("returned", [None, 0, {"loss": [0.5]}, os.urandom(1 << 20)], ids=["none", "0", "map", "large"])

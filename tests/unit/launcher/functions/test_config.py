@@ -124,6 +124,12 @@ def test_several_nodes_meet_at_the_endpoint() -> None:
     assert read.rdzv_conf == {"is_host": "1", "timeout": "900"}
 
 
+def test_a_join_timeout_counts_beside_the_timeout_that_torch_always_sets() -> None:
+    read = options(max_nodes=2, rdzv_backend="c10d", rdzv_endpoint="node0:29400", rdzv_configs={"join_timeout": 5})
+
+    assert read.rdzv_conf == {"join_timeout": "5"}
+
+
 def test_further_options_win() -> None:
     read = options(max_restarts=0, options=("--max-restarts", "5", "--failure-grace", "1.5"))
 

@@ -65,6 +65,22 @@ def test_spaces_between_the_names_of_signals_mean_nothing() -> None:
     assert forwarding.seen == [signal.SIGURG]
 
 
+def test_in_the_background_of_a_script_sigint_reaches_the_job_and_under_nohup_sighup_does_not() -> None:
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        with _Forwarding(["SIGINT", "SIGHUP"]) as forwarding:
+            for number in numbers:
+                signal.raise_signal(number)
+        handlers = [signal.getsignal(number) for number in numbers]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+    assert forwarding.seen == [signal.SIGINT]
+    assert handlers == [signal.SIG_IGN, signal.SIG_IGN]
+
+
 def test_the_answer_of_a_job_that_was_killed_while_it_wrote_is_none() -> None:
     assert _told(io.BytesIO(b'{"outcome": "fai')) == {}
     assert _told(io.BytesIO(b"")) == {}

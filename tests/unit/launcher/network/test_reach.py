@@ -127,6 +127,21 @@ _OWN_NAME = (
 )
 
 
+@pytest.mark.parametrize("off", ["all", "lo"])
+def test_an_address_that_cannot_be_used_without_ipv6_does_not_count(off: str) -> None:
+    code = (
+        f"open('/proc/sys/net/ipv6/conf/{off}/disable_ipv6', 'w').write('1'); "
+        "from elaunch.launcher.network import reach; real = reach.resolve; "
+        "known = {'localhost': ['::1', '127.0.0.1'], 'host0': ['2001:db8::7', '10.98.0.1'], 'v6': ['2001:db8::7']}; "
+        "reach.resolve = lambda host, *rest: [each for one in known[host] for each in real(one, *rest)]; "
+        "print(addresses('localhost'), owner_of('localhost').name, *addresses('host0'), owner_of('v6').name)"
+    )
+
+    # Where only the loopback interface is without IPv6, the host has an address of the link.
+    others = "10.98.0.1" if off == "all" else "2001:db8::7 10.98.0.1"
+    assert in_a_host("10.98.0.1/24", code=code) == f"['127.0.0.1'] THIS_HOST {others} OTHER_HOST"
+
+
 def test_without_a_default_route_the_only_interface_has_the_address() -> None:
     code = _OWN_NAME + "print(own_address([Endpoint('host0', 9)]), owner_of('host0').name)"
 

@@ -72,6 +72,9 @@ def test_underscores_in_values_stay() -> None:
         (["--log-dir"], "--log-dir needs a value (DIR: keep the workers' output in files in DIR)"),
         (["-t", "--standalone"], "-t needs a value (STREAMS: to files and console, as -r)"),
         (["-mmod"], "-mmod is no option of elaunch; did you mean --module?"),
+        (["--nprocs=2"], "--nprocs is no option of elaunch; did you mean --nproc-per-node?"),
+        (["--num_processes", "2"], "--num_processes is no option of elaunch; did you mean --nproc-per-node?"),
+        (["-np", "2"], "-np is no option of elaunch; did you mean --nproc-per-node?"),
         (["-x"], "-x is no option of elaunch; elaunch --help lists the options"),
     ],
 )
@@ -80,6 +83,12 @@ def test_a_word_that_cannot_be_read_is_one_sentence_with_the_way_out(argv: list[
         normalise([*argv, "t.py"] if argv[-1] != "--log-dir" else argv)
 
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("word", ["--use-env", "--use_env"])
+def test_the_switch_of_torch_distributed_launch_is_to_be_left_out(word: str) -> None:
+    with pytest.raises(UsageError, match=f"^{word} is no option of elaunch, which always does that: leave it out"):
+        normalise([word, "t.py"])
 
 
 def test_a_prefix_that_torchrun_understands_means_the_same_here() -> None:

@@ -70,6 +70,32 @@ def test_tqdm_knows_the_width_of_a_terminal_where_lines_have_a_prefix(words: tup
     assert config_of(*words, "t.py", host=host, TQDM_NCOLS="50").environment["TQDM_NCOLS"] == "50"
 
 
+@pytest.mark.parametrize(
+    ("words", "environ", "has_colours"),
+    [
+        (("--nproc-per-node", "2"), {}, True),
+        (("--nproc-per-node", "2"), {"NO_COLOR": ""}, True),
+        (("--nproc-per-node", "2"), {"NO_COLOR": "1"}, False),
+        (("--nproc-per-node", "2"), {"CLICOLOR": "0"}, False),
+        (("--nproc-per-node", "1"), {}, False),
+        (("--nproc-per-node", "2", "--log-format", "json"), {}, False),
+        (("--nproc-per-node", "2", "--log-dir", "logs"), {}, False),
+        (("--nproc-per-node", "2", "-t", "3"), {}, False),
+    ],
+)
+def test_workers_write_in_colour_where_ranks_share_a_terminal_and_nothing_goes_to_files(
+    words: tuple[str, ...], environ: dict[str, str], has_colours: bool
+) -> None:
+    on_terminal = config_of(*words, "t.py", host=dataclasses.replace(CPU_HOST, columns=100), **environ)
+    in_pipe = config_of(*words, "t.py", **environ)
+
+    expected = {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"} if has_colours else {}
+    assert {name: value for name, value in on_terminal.environment.items() if name in expected} == expected
+    assert ("FORCE_COLOR" in on_terminal.environment) is has_colours
+    assert ("PYTHON_COLORS" in on_terminal.worker_env) is has_colours
+    assert "FORCE_COLOR" not in in_pipe.environment
+
+
 # --- forms of the command
 
 
@@ -613,10 +639,15 @@ def test_options_without_the_one_that_they_are_about_have_no_effect() -> None:
     )
 
 
-def test_output_that_is_kept_nowhere_is_said() -> None:
-    notes = config_of("--nproc", "1", "--max-restarts", "0", "-r", "0:3", "t.py", OMP_NUM_THREADS="1").notes
-
-    assert notes == ("--redirects without --log-dir: that output is kept nowhere; add --log-dir DIR to keep it",)
+@pytest.mark.parametrize(
+    ("words", "is_made"),
+    [
+        (("-r", "0:3"), True), (("-t", "1"), True), ((), False), (("-r", "0"), False),
+        (("-r", "3", "--log-dir", "logs"), False), (("-r", "3", "--log-dir", "/dev/null"), False),
+    ],
+)  # fmt: skip
+def test_output_that_is_to_go_to_files_gets_a_folder_if_none_is_named(words: tuple[str, ...], is_made: bool) -> None:
+    assert config_of("--nproc", "1", *words, "t.py").output.makes_log_dir is is_made
 
 
 def test_a_misspelt_variable_is_named_with_the_one_that_is_meant() -> None:

@@ -279,6 +279,20 @@ def test_nodes_that_come_and_go_do_not_put_off_the_join_timeout() -> None:
     assert world.ended
 
 
+def test_the_join_timeout_begins_when_the_survivors_have_stopped_their_workers() -> None:
+    world = forming(A, B, terms=Terms(2, 2))
+    world.times = replace(TIMES, join_timeout_s=2.0)
+    world.lose(B)
+    world.look()
+    world.now_s += 20
+    world.join(A)
+
+    assert world.look().waiting == "nodes: 1 of 2 is here (gives up after 2 s)"
+    world.now_s += 2
+    world.seal()
+    assert world.ended.startswith("1 of 2 nodes were here after 2 s")
+
+
 def test_nodes_lost_below_the_smallest_number_are_waited_for() -> None:
     world = forming(A, B, terms=Terms(2, 2))
     world.lose(B)
