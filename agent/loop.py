@@ -39,6 +39,7 @@ from elaunch.agent.core.phases import Broken, Clearing, Exited, Running, Stoppin
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import Inbox, LookAgain
+from elaunch.agent.output.timeline import NAME as TIMELINE
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
@@ -231,6 +232,8 @@ class Loop:
         }
 
     def _stamp_start(self) -> None:
+        if self._run_dir.logs:
+            self._guardian.note(timeline=str(self._run_dir.logs / TIMELINE))
         config, spec = self._config, self._config.spec
         self._timeline.stamp(
             NO_GENERATION,
