@@ -23,6 +23,7 @@ from elaunch.agent.core.actions import (
     Join,
     KeepStacks,
     LookAtStacks,
+    NameLingering,
     NameSlow,
     Renew,
     ReplaceForkServer,
@@ -49,6 +50,7 @@ from elaunch.agent.workers.exits import signal_name
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.workers import Workers
 from elaunch.records import replace
+from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
@@ -90,7 +92,8 @@ class Loop:
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
         me = replace(node, topology=config.topology)
         self._agent = Agent(me, config.spec, config.times, Snapshot(job_store.keys), config.notices)
-        self._agent = replace(self._agent, restarts_hung=config.on_hang is OnHang.RESTART)
+        is_restarted = config.on_hang is OnHang.RESTART
+        self._agent = replace(self._agent, restarts_hung=is_restarted, called=called(config.spec.run_id, os.getpid()))
         self._selector = selectors.DefaultSelector()
         reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector)
@@ -295,6 +298,8 @@ class Loop:
                 self._workers.keep_stacks(action)
             case Blame():
                 self._workers.blame(action)
+            case NameLingering():
+                self._workers.name_lingering(action)
             case NameSlow(slow):
                 self._workers.name_slow(slow)
             case Clear():

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from elaunch.records import dataclass
+from elaunch.rendezvous.texts import plain
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.types import Terms
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 UNNAMED = "none"
 # More workers than any host runs. The sum over all nodes still fits into a rank.
 SLOTS_MAX = 1 << 16
+
+
+def called(run_id: str, pid: int) -> str:
+    """What a user of its host types for a job, whose elaunch is `pid`."""
+    return str(pid) if run_id == UNNAMED else shlex.quote(plain(run_id))
 
 
 class ProgramKind(Enum):

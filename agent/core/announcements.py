@@ -59,7 +59,7 @@ def _of_the_store(before: Agent, after: Agent) -> Iterator[Announcement]:
     if known is None or opened is None:
         return
     was, hang = before.snapshot.hang, after.snapshot.hang
-    if hang and (was is None or was.generation != hang.generation) and not after.restarts_hung:
+    if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
         # Else it is told as the failure that is made of it.
         yield _hang(after, hang)
     if opened.number > known.number and opened.kind.is_urgent:

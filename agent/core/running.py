@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, TakeStacks
+from elaunch.agent.core.actions import Action, Commit, NameLingering, Say, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import (
     Looked,
     Paced,
@@ -51,6 +51,8 @@ HOLD_S = 0.1
 ASKING = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
 # All ranks of a job stop after the same step, also those whose agent has not yet heard why.
 STOPPED_HOLD_S = 2.0
+# Ranks of a job end at about the same time.
+LINGER_TOGETHER_S = 1.0
 
 
 def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step:
@@ -112,10 +114,13 @@ def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: fl
     return replace(agent, phase=replace(running, leaving_s=(*running.leaving_s, leaving))), ()
 
 
-def worker_returned(agent: Agent, running: Running, event: WorkerReturned, _now_s: float) -> Step:
-    """Note that it ends by itself: its peers may notice that before its process is gone."""
+def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s: float) -> Step:
+    """Note that it ends by itself: its peers may notice that before its process is gone, which a thread may keep."""
     words = replace(running.words, returned=running.words.returned | {event.local_rank})
-    return replace(agent, phase=replace(running, words=words)), ()
+    running, after_s = replace(running, words=words), agent.times.hang_after_s
+    if after_s and event.local_rank in running.live:
+        running = replace(running, lingers_s=(*running.lingers_s, (event.local_rank, now_s + after_s)))
+    return replace(agent, phase=running), ()
 
 
 def worker_listens(agent: Agent, running: Running, event: WorkerListens, _now_s: float) -> Step:
@@ -201,8 +206,10 @@ def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) ->
 
 
 def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
-    """Count an end that was held as what it is; kill workers that raised an exception and did not end."""
+    """Count an end that was held as what it is; kill workers that raised an exception and did not end, name others."""
     agent, said = say_waits(agent, now_s)
+    agent, running, named = _name_lingering(agent, running, now_s)
+    said = (*said, *named)
     held = running.held
     if held and now_s >= held.until_s:
         if running.is_broken:
@@ -217,9 +224,20 @@ def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
 
 
 def due_s(running: Running) -> float | None:
-    """When an end is held no longer, or a worker that raised an exception has had its time."""
+    """When an end is held no longer, or a worker whose program has ended has had its time."""
     held_s = [running.held.until_s] if running.held else []
-    return min([*held_s, *(until_s for _, until_s in running.leaving_s)], default=None)
+    return min([*held_s, *(at_s for _, at_s in (*running.leaving_s, *running.lingers_s))], default=None)
+
+
+def _name_lingering(agent: Agent, running: Running, now_s: float) -> tuple[Agent, Running, tuple[Action, ...]]:
+    """Name workers whose programs have ended long ago; with them those that ended just after."""
+    if not any(now_s >= at_s for _, at_s in running.lingers_s):
+        return agent, running, ()
+    late = {rank: at_s for rank, at_s in running.lingers_s if now_s >= at_s - LINGER_TOGETHER_S}
+    for_s = agent.times.hang_after_s - max(0.0, max(late.values()) - now_s)
+    running = replace(running, lingers_s=tuple(each for each in running.lingers_s if each[0] not in late))
+    named = NameLingering(running.table.generation, frozenset(late), for_s, agent.called)
+    return replace(agent, phase=running), running, (named,)
 
 
 def _kill_late(agent: Agent, running: Running, now_s: float) -> Step:
@@ -284,7 +302,7 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
 def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
     generation = agent.snapshot.generation
     assert generation
-    said = Say(f"stopping: {generation.cause}")
+    said = Say(f"stopping: {_once(running, generation.cause)}")
     agent, actions = _say(agent, running, said, now_s, is_secondary=generation.is_secondary)
     return stop_broken(agent, Stopping.of(running, now_s, agent.times.failure_grace_s), actions)
 
@@ -346,7 +364,8 @@ def _cause(running: Running, failure: Failure) -> Failure:
 
 def _without(running: Running, local_rank: int) -> Running:
     leaving_s = tuple((rank, until_s) for rank, until_s in running.leaving_s if rank != local_rank)
-    return replace(running, live=running.live - {local_rank}, leaving_s=leaving_s)
+    lingers_s = tuple(each for each in running.lingers_s if each[0] != local_rank)
+    return replace(running, live=running.live - {local_rank}, leaving_s=leaving_s, lingers_s=lingers_s)
 
 
 def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: tuple[Failure, ...] = ()) -> Step:
@@ -363,13 +382,17 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: 
         failures = (failure, *failures)
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
-    failed, said = (
-        Commit(transactions.fail(agent.snapshot, agent.me, failure)),
-        Say(failure.sentence + stopped, "error"),
-    )
+    failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
+    said = Say(_once(running, failure.sentence) + stopped, "error")
     agent, actions = _say(agent, running, said, now_s, is_secondary=failure.kind.is_secondary)
     stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=failures)
     return stop_broken(agent, stopping, (failed, *actions))
+
+
+def _once(running: Running, sentence: str) -> str:
+    """The sentence; a shorter one if it is that of a hang, which the log has."""
+    hang = running.standstill.said
+    return "the hang counts as a failure (--on-hang restart)" if hang and hang in sentence else sentence
 
 
 def _say(agent: Agent, running: Running, said: Say, now_s: float, *, is_secondary: bool) -> Step:
