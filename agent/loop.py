@@ -108,7 +108,8 @@ class Loop:
         # Imported at the first question: see needed_later.py.
         from elaunch.agent.answers.answers import Answers
 
-        return Answers(lambda: self._agent, self._workers.seen, self._session.offer, self._way, self._begun_s)
+        post = self._inbox.post
+        return Answers(lambda: self._agent, self._workers.seen, self._session.offer, self._way, self._begun_s, post)
 
     def _serve_metrics(self, listener: socket.socket) -> None:
         # Imported here: only a job with metrics pays for the library.

@@ -17,7 +17,7 @@ from elaunch.agent.core.state import Agent
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.hang_records import Hang, hang_words
 from elaunch.rendezvous.rules.verdict import decisive_failure
-from elaunch.rendezvous.types import FailureKind, Generation, Outcome, OutcomeKind, RankTable, host_of
+from elaunch.rendezvous.types import FailureKind, Generation, OpenKind, Outcome, OutcomeKind, RankTable, host_of
 
 
 class AnnouncementKind(Enum):
@@ -62,7 +62,7 @@ def _of_the_store(before: Agent, after: Agent) -> Iterator[Announcement]:
     if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
         # Else it is told as the failure that is made of it.
         yield _hang(after, hang)
-    if opened.number > known.number and opened.kind.is_urgent:
+    if opened.number > known.number and opened.kind.is_urgent and opened.kind is not OpenKind.RESTART:
         yield _failure(after, opened)
     old, new = before.snapshot.table, after.snapshot.table
     if old and new and old.generation < new.generation == opened.number:

@@ -34,7 +34,6 @@ from elaunch.agent.core.signals import (
     SIGTERM,
     SIGUSR1,
     SIGUSR2,
-    for_workers,
 )
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_boundary, stop_broken, wishes_of
@@ -201,7 +200,7 @@ def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) ->
     # Whoever closes a pipe (`| head`) expects no more words.
     said = () if event.signum == SIGPIPE else (Say(_farewell_text(agent, event, len(running.live))),)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
-    agent, actions = _stop_for(agent, running, outcome, reason, for_workers(event.signum), now_s, *farewell, *said)
+    agent, actions = _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
     return agent, (*actions, *unheard)
 
 
@@ -416,6 +415,6 @@ def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> 
 
 def _farewell_text(agent: Agent, event: Signalled, live: int) -> str:
     workers = "1 worker" if live == 1 else f"{live} workers"
-    again = "; Ctrl-C again kills now" if event.signum == SIGINT else ""
+    again = f"; Ctrl-C {'' if event.is_order else 'again '}kills now" if event.signum == SIGINT else ""
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
     return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{again}"
