@@ -12,7 +12,6 @@ from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import ALL, SPEC, TERM, Driver, cleared, pair, settle, started
 
-
 ONCE = "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
 
 
