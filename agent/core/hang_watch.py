@@ -48,7 +48,8 @@ def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action,
         said = replace(running, standstill=replace(state, said=hang.message))
         return said, _verdict(agent, running, hang)
     is_still_here = agent.snapshot.generation is not None and agent.snapshot.generation.number == generation
-    if not state.said or not is_still_here:
+    # The end of the job wipes the verdict too.
+    if not state.said or not is_still_here or agent.snapshot.ended:
         return running, ()
     healed_s = max(state.healed_s, state.spell_s)
     calm = replace(running, standstill=replace(state, said="", healed_s=healed_s))

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, TellWorkers
-from elaunch.agent.core.events import Reported, Sampled, StacksTaken, Tick, WorkerListens
-from elaunch.agent.core.phases import Running
+from elaunch.agent.core.events import Reported, Sampled, Signalled, StacksTaken, Tick, WorkerListens
+from elaunch.agent.core.phases import Running, Stopping
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.standstill import LOOK_S_MAX, Standstill, Window, after_windows, may_stand_still
 from elaunch.rendezvous.rules.hang_records import StillKind
 from tests.unit.agent.core.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
-from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, started
+from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, settle, started
 
 IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S", is_whole=True)
 SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R", is_whole=True)
@@ -264,6 +264,18 @@ def test_that_a_job_goes_on_after_all_is_said_and_the_store_forgets_it() -> None
 
     assert "the job goes on after all" in said(driver)
     assert (driver.snapshot.hang, driver.snapshot.still) == (None, {})
+
+
+def test_a_job_that_is_stopped_while_it_hangs_does_not_go_on_after_all() -> None:
+    one, other = two_nodes()
+    both(one, other, 80, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
+    assert "seems to hang" in said(other)
+
+    one.happen(Signalled(2, "SIGINT"))
+    settle(one, other)
+
+    assert isinstance(other.agent.phase, Stopping)
+    assert "goes on after all" not in said(one) + said(other)
 
 
 def test_a_rank_that_sigstop_holds_is_named() -> None:
