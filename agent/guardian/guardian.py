@@ -421,7 +421,7 @@ def last_words(notes: Mapping[str, Any], stderr: int, kernel_log: int) -> None:
     pid, generation, count = notes["pid"], notes.get("generation", -1), notes.get("workers", 0)
     host = os.uname().nodename
     when = f"in generation {generation}" if generation >= 0 else "before its workers ran"
-    ended = f"; its {count} worker{'s' if count > 1 else ''} there were ended" if count else ""
+    ended = f"; its {count} workers there were ended" if count > 1 else "; its worker there was ended" * count
     why = (
         "killed by the kernel, out of memory" if _is_oom_victim(pid, kernel_log) else "by kill -9 or a crash of its own"
     )

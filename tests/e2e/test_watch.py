@@ -504,7 +504,7 @@ def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_pat
         codes = [job.wait() for job in (one, two)]
         again = asked("stop", run_id)
 
-    restarted = "elaunch: the workers of all nodes stop, and start again as generation {}\n"
+    restarted = "elaunch: all workers stop, and start again as generation {}\n"
     for number, ended in enumerate((here, elsewhere), 1):
         assert (ended.returncode, ended.stdout) == (0, restarted.format(number)), ended.stderr
     assert (status["restarts"]["used"], status["generation"]["kind"]) == (0, "restart")

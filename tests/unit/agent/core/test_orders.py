@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import SignalWorkers
-from elaunch.agent.core.events import RestartOrdered, WorkerExited
+from elaunch.agent.core.events import RestartOrdered, StoreAway, WorkerExited
 from elaunch.agent.core.orders import OrderAnswer, order
 from elaunch.agent.core.phases import Joining, Running, Stopping
 from elaunch.rendezvous.rules.questions import Topic
@@ -68,7 +68,7 @@ def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() 
     driver.happen(cleared(0))
     driver.settle()
 
-    assert answer == OrderAnswer(True, "the workers of all nodes stop, and start again as generation 1")
+    assert answer == OrderAnswer(True, "all workers stop, and start again as generation 1")
     assert signals(driver) == [(TERM, ALL)]
     phase = driver.agent.phase
     assert isinstance(phase, Running)
@@ -122,3 +122,13 @@ def test_a_restart_is_refused_where_there_is_nothing_to_restart() -> None:
         OrderAnswer(False, "no workers run now: generation 1 is about to start"),
     ]
     assert isinstance(once.agent.phase, Running)
+
+
+def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> None:
+    _, other = pair()
+    other.happen(StoreAway("it does not answer"))
+
+    restart, stop = ordered(other, Topic.RESTART), ordered(other, Topic.STOP)
+
+    assert restart == OrderAnswer(False, "the job's store is away, and without it no generation can be opened")
+    assert stop.text.startswith("the job stops on this node; the store is away, so stop the other nodes there: ")
