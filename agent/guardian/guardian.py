@@ -423,7 +423,9 @@ def last_words(notes: Mapping[str, Any], stderr: int, kernel_log: int) -> None:
     when = f"in generation {generation}" if generation >= 0 else "before its workers ran"
     ended = f"; its {count} workers there were ended" if count > 1 else "; its worker there was ended" * count
     why = (
-        "killed by the kernel, out of memory" if _is_oom_victim(pid, kernel_log) else "by kill -9 or a crash of its own"
+        "killed by the kernel, out of memory"
+        if _is_oom_victim(pid, kernel_log)
+        else "by a signal such as kill -9, or a crash of its own"
     )
     text = f"elaunch itself (pid {pid}) died on {host} {when}, {why}{ended}"
     at = time.time()

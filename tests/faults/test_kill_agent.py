@@ -56,8 +56,8 @@ def test_the_guardian_reports_a_killed_agent_on_stderr_and_in_the_timeline(tmp_p
 
         job.kill_agent()
 
-        died = f"elaunch itself (pid {job.process.pid}) died on {socket.gethostname()} in generation 0, by kill -9 or a"
-        died += " crash of its own; its 2 workers there were ended"
+        who = f"elaunch itself (pid {job.process.pid}) died on {socket.gethostname()} in generation 0"
+        died = f"{who}, by a signal such as kill -9, or a crash of its own; its 2 workers there were ended"
         job.assert_nothing_is_left()
         assert job.said_by_agent()[-1] == died
     event = json.loads(next((tmp_path / "logs").glob("*_*/timeline.jsonl")).read_text().splitlines()[-1])
