@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -42,8 +41,6 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBAL
 _ID_BYTES_MAX = 256
 # The names of the two cgroup hierarchies in /proc/PID/cgroup.
 _UNIFIED, _SYSTEMD = "", "name=systemd"
-# A stderr that takes nothing gets no last words after this long.
-_LAST_WORDS_S = 1.0
 # The end of a job waits so long for what killed jobs have left. The next guardian removes the rest.
 _REMOVAL_S = 0.2
 # A process in an uninterruptible sleep cannot be ended. The sweep waits for it no longer than this.
@@ -410,72 +407,18 @@ def _empty(folder: Path) -> None:
     (folder / CLAIM).unlink()
 
 
-def last_words(notes: Mapping[str, Any], stderr: int, kernel_log: int) -> None:
-    """Report the end of an agent that did not end in order, on its stderr and in its timeline.
-
-    `notes` are facts that the agent has noted: see `GuardianClient.note`.
-    """
-    # Not for the agent, which imports this module before a job's first worker.
-    from datetime import datetime
-
-    pid, generation, count = notes["pid"], notes.get("generation", -1), notes.get("workers", 0)
-    host = os.uname().nodename
-    when = f"in generation {generation}" if generation >= 0 else "before its workers ran"
-    ended = f"; its {count} workers there were ended" if count > 1 else "; its worker there was ended" * count
-    why = (
-        "killed by the kernel, out of memory"
-        if _is_oom_victim(pid, kernel_log)
-        else "by a signal such as kill -9, or a crash of its own"
-    )
-    text = f"elaunch itself (pid {pid}) died on {host} {when}, {why}{ended}"
-    at = time.time()
-    line = f"elaunch: {text}"
-    if notes["form"] == "json":
-        moment = datetime.fromtimestamp(at).astimezone().isoformat(timespec="milliseconds")
-        line = json.dumps({"time": moment, "level": "error", "node": host, "generation": generation, "text": text})
-    elif notes["form"] == "timed":
-        line = time.strftime("%Y-%m-%d %H:%M:%S ") + line
-    with suppress(OSError):
-        # Nobody may read a pipe that is full.
-        if select.select([], [stderr], [], _LAST_WORDS_S)[1]:
-            os.write(stderr, f"{line}\n".encode(errors="backslashreplace"))
-    event = {"generation": generation, "event": "agent_died", "at": at, "monotonic_s": time.monotonic()}
-    with suppress(OSError):
-        fd = os.open(notes.get("timeline", ""), os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
-        # The agent's last line may be cut.
-        size = os.fstat(fd).st_size
-        is_cut = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-        said = json.dumps({**event, "host": host, "pid": pid, "workers": count, "reason": text})
-        os.write(fd, f"{chr(10) if is_cut else ''}{said}\n".encode())
-        os.close(fd)
-
-
-def _kernel_log() -> int:
-    """What the kernel logs from now on; -1 if this user may not read it."""
-    with suppress(OSError):
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        os.lseek(log, 0, os.SEEK_END)
-        return log
-    return -1
-
-
-def _is_oom_victim(pid: int, kernel_log: int) -> bool:
-    with suppress(OSError):
-        while record := os.read(kernel_log, 8192):
-            if re.search(rb"[Kk]illed process %d\b" % pid, record):
-                return True
-    return False
-
-
 def main(said: bytes = b"") -> None:
     """Wait for the agent's end, then clean up. `said` was read from the agent's pipe already."""
     # Not after the agent's end: Python's own files may be gone then.
-    import datetime  # noqa: F401
+    import importlib
     import shutil  # noqa: F401
+
+    # A file beside this one: the guardian runs without the package.
+    words = importlib.import_module("last_words")
 
     kin, fd, cgroup = Kin.read(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     notes: dict[str, Any] = {}
-    kernel_log = _kernel_log()
+    kernel_log = words.open_kernel_log()
     run_dirs = json.loads(os.environ[RUN_DIRS])
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
     # Where the system gives no thread, the next agent's guardian removes them.
@@ -491,7 +434,7 @@ def main(said: bytes = b"") -> None:
         said += piece
     clean_up(kin, cgroup, run_dirs)
     if "pid" in notes and not notes.get("is_over"):
-        last_words(notes, int(sys.argv[4]), kernel_log)
+        words.last_words(notes, int(sys.argv[4]), kernel_log)
     if remover.is_alive():
         # A job may be over before the removal has begun.
         remover.join(_REMOVAL_S)
