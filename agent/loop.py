@@ -23,6 +23,7 @@ from elaunch.agent.core.actions import (
     Join,
     KeepStacks,
     LookAtStacks,
+    NameLingering,
     NameSlow,
     Renew,
     ReplaceForkServer,
@@ -40,6 +41,7 @@ from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.linux import end_of
+from elaunch.agent.output.timeline import NAME as TIMELINE
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
@@ -49,6 +51,7 @@ from elaunch.agent.workers.exits import signal_name
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.workers import Workers
 from elaunch.records import replace
+from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
@@ -93,6 +96,7 @@ class Loop:
         self._agent = replace(
             self._agent,
             restarts_hung=config.on_hang is OnHang.RESTART,
+            called=called(config.spec.run_id, os.getpid()),
             logs=str(run_dir.logs or ""),
             invitation=config.invitation,
             only_here=config.only_here,
@@ -111,7 +115,8 @@ class Loop:
         # Imported at the first question: see needed_later.py.
         from elaunch.agent.answers.answers import Answers
 
-        return Answers(lambda: self._agent, self._workers.seen, self._session.offer, self._way, self._begun_s)
+        post = self._inbox.post
+        return Answers(lambda: self._agent, self._workers.seen, self._session.offer, self._way, self._begun_s, post)
 
     def _serve_metrics(self, listener: socket.socket) -> None:
         # Imported here: only a job with metrics pays for the library.
@@ -240,6 +245,8 @@ class Loop:
         }
 
     def _stamp_start(self) -> None:
+        if self._run_dir.logs:
+            self._guardian.note(timeline=str(self._run_dir.logs / TIMELINE))
         config, spec = self._config, self._config.spec
         self._timeline.stamp(
             NO_GENERATION,
@@ -301,6 +308,8 @@ class Loop:
                 self._workers.keep_stacks(action)
             case Blame():
                 self._workers.blame(action)
+            case NameLingering():
+                self._workers.name_lingering(action)
             case NameSlow(slow):
                 self._workers.name_slow(slow)
             case Clear():

@@ -35,10 +35,11 @@ class OwnLines:
         return self._form is LogFormat.JSON
 
     def line(self, text: str, level: str = "info") -> bytes:
-        """One line of elaunch's own."""
+        """Elaunch's own line, or lines."""
         if self.is_json:
             return self._object(time.time(), level, text=text)
-        return f"{self._time()}elaunch: {text}\n".encode(errors="backslashreplace")
+        head = f"{self._time()}elaunch: "
+        return "".join(f"{head}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
 
     def report(self, text: str, record: Mapping[str, object]) -> bytes:
         """The report: `text` as it is, with the time before elaunch's own lines in it; or `record` as an object."""

@@ -54,6 +54,8 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         warn = troubles.append
         # Folders are made until the end; from the pump's start on its console has the word.
         run_dir = _run_dir(config, lambda trouble: warn(trouble), places)
+        form = config.output.log_format.value
+        guardian.note(pid=os.getpid(), form="timed" if form == "text" and not os.isatty(2) else form)
         environment = guardian.environment(config.environment)
         fork_server = _fork_server(config, environment)
         guardian.cgroup.move([fork_server.pid], 0)

@@ -34,7 +34,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
 # Commands that print an answer and end. Their reader may have read enough before (`| head`).
-_PRINTERS = ("doctor", "report", "stacks", "status", "submit", "top", "warm")
+_PRINTERS = ("doctor", "report", "restart", "stacks", "status", "stop", "submit", "top", "warm")
 
 
 def main() -> NoReturn:
@@ -137,7 +137,7 @@ def _main() -> int:
             from elaunch.launcher.warm_command import main as warm
 
             return warm(sys.argv[2:])
-        if sys.argv[1:2] in (["status"], ["top"], ["stacks"]):
+        if sys.argv[1:2] in (["status"], ["top"], ["stacks"], ["stop"], ["restart"]):
             from elaunch.launcher.watch.command import main as watch
 
             return watch(sys.argv[1], sys.argv[2:], os.environ)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from elaunch.records import dataclass
+from elaunch.rendezvous.texts import plain
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.types import Terms
@@ -20,6 +21,11 @@ SLOTS_MAX = 1 << 16
 def job_name(run_id: str) -> str:
     """What sentences call the job."""
     return "unnamed job" if run_id == UNNAMED else f"job {run_id}"
+
+
+def called(run_id: str, pid: int) -> str:
+    """What a user of its host types for a job, whose elaunch is `pid`."""
+    return str(pid) if run_id == UNNAMED else shlex.quote(plain(run_id))
 
 
 class ProgramKind(Enum):

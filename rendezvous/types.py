@@ -163,11 +163,12 @@ class OpenKind(Enum):
     LOSS = "loss"
     JOIN = "join"
     LEAVE = "leave"
+    RESTART = "restart"
 
     @property
     def is_urgent(self) -> bool:
-        """Whether the group is broken already, so that it is pointless to let its workers finish their step."""
-        return self in (OpenKind.FAIL, OpenKind.LOSS)
+        """Whether it is pointless to let workers finish their step: the group is broken already, or it may hang."""
+        return self in (OpenKind.FAIL, OpenKind.LOSS, OpenKind.RESTART)
 
 
 @dataclass(frozen=True)

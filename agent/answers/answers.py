@@ -1,4 +1,4 @@
-"""Answers what is asked of this node: on its socket, and over the job's store. Nothing is decided by it."""
+"""Answers what is asked of this node: on its socket, and over the job's store; passes orders on to the agent's core."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent.answers.limits import Allowance, Docket
 from elaunch.agent.answers.local_socket import Asked
+from elaunch.agent.core.events import Event
 from elaunch.agent.core.state import Agent
 from elaunch.agent.linux import start_thread
 from elaunch.rendezvous.codec import encode
@@ -34,7 +35,7 @@ class Answers:
 
     `agent` is the agent as it is now, `seen` its workers as they are now. `offer` writes to the store what nothing
     depends on. `way` is how another process of this user reaches the store (JSON), empty where the store is this
-    process. `begun_s` is when the agent began, on the monotonic clock.
+    process. `begun_s` is when the agent began, on the monotonic clock. `post` takes the event of a person's order.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Answers:
         offer: Callable[[Txn], None],
         way: str,
         begun_s: float,
+        post: Callable[[Event], None],
     ) -> None:
         self._agent = agent
         self._seen = seen
         self._offer = offer
         self._way = way
         self._begun_s = begun_s
+        self._post = post
         self._allowance = Allowance(at_s=time.monotonic())
         self._docket = Docket()
         self._is_idle = threading.Lock()
@@ -76,7 +79,10 @@ class Answers:
         if question is None or question.lease in (agent.membership.lease, agent.snapshot.lease):
             return
         keys, node_id = agent.snapshot.keys, agent.me.node_id
-        if question.topic is Topic.STATUS:
+        if question.topic.is_order:
+            if agent.leads:
+                self._obey(question.topic, lambda text: self._offer(answer(keys, question, node_id, text)))
+        elif question.topic is Topic.STATUS:
             text = self._status(now_s)
             if len(text) <= ANSWER_BYTES_MAX:
                 self._offer(answer(keys, question, node_id, text))
@@ -102,10 +108,21 @@ class Answers:
                 tell = partial(_tell_locally, asked)
                 if not self._take_stacks(tell):
                     asked.reply(_refusal("it takes the stacks for somebody else; ask again in a second"))
+            case Topic.STOP.value | Topic.RESTART.value:
+                self._obey(Topic(asked.topic), lambda text: asked.reply(f'{{"version":{VERSION},"order":{text}}}'))
             case "store" if self._way:
                 asked.reply(f'{{"version":{VERSION},"store":{self._way}}}')
             case _:
                 asked.reply(_refusal(f"it does not know the question {asked.topic[:40]!r}"))
+
+    def _obey(self, topic: Topic, tell: Callable[[str], None]) -> None:
+        from elaunch.agent.core.orders import order
+
+        event, said = order(self._agent(), topic)
+        # First, since the store may go with the job.
+        tell(encode(said))
+        if event:
+            self._post(event)
 
     def _status(self, now_s: float) -> str:
         from elaunch.agent.answers.usage import with_usage

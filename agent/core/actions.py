@@ -117,6 +117,16 @@ class Blame:
 
 
 @dataclass(frozen=True)
+class NameLingering:
+    """Say what keeps the processes of these local ranks, whose programs ended `for_s` ago, in the job called `job`."""
+
+    generation: int
+    local_ranks: frozenset[int]
+    for_s: float
+    job: str
+
+
+@dataclass(frozen=True)
 class NameSlow:
     """Say that ranks of this node are slower than those of all other nodes, and what may be the cause."""
 
@@ -156,5 +166,5 @@ class Exit:
     outcome: Outcome
 
 
-ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame | NameSlow
+ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame | NameLingering | NameSlow
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

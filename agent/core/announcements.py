@@ -18,7 +18,7 @@ from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.hang_records import Hang, hang_words
 from elaunch.rendezvous.rules.verdict import decisive_failure
-from elaunch.rendezvous.types import FailureKind, Generation, Outcome, OutcomeKind, RankTable, host_of
+from elaunch.rendezvous.types import FailureKind, Generation, OpenKind, Outcome, OutcomeKind, RankTable, host_of
 
 
 class AnnouncementKind(Enum):
@@ -60,10 +60,10 @@ def _of_the_store(before: Agent, after: Agent) -> Iterator[Announcement]:
     if known is None or opened is None:
         return
     was, hang = before.snapshot.hang, after.snapshot.hang
-    if hang and (was is None or was.generation != hang.generation) and not after.restarts_hung:
+    if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
         # Else it is told as the failure that is made of it.
         yield _hang(after, hang)
-    if opened.number > known.number and opened.kind.is_urgent:
+    if opened.number > known.number and opened.kind.is_urgent and opened.kind is not OpenKind.RESTART:
         yield _failure(after, opened)
     old, new = before.snapshot.table, after.snapshot.table
     if old and new and old.generation < new.generation == opened.number:

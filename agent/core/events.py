@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from elaunch.agent.core.signals import SIGPIPE, SIGTERM
 from elaunch.records import dataclass, field
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
@@ -270,10 +271,21 @@ class ServiceLost:
 
 @dataclass(frozen=True)
 class Signalled:
-    """The agent got a signal that it handles."""
+    """The agent got a signal that it handles; with `is_order`, a person's `elaunch stop` instead, in SIGINT's place."""
 
     signum: int
     name: str
+    is_order: bool = False
+
+    @property
+    def to_workers(self) -> int:
+        """The signal that workers get. Python ignores SIGPIPE, and the background job of a shell ignores SIGINT."""
+        return SIGTERM if self.is_order or self.signum == SIGPIPE else self.signum
+
+
+@dataclass(frozen=True)
+class RestartOrdered:
+    """A person wants the workers of all nodes to start again: `elaunch restart`."""
 
 
 @dataclass(frozen=True)
@@ -316,4 +328,4 @@ WorkerEvent = (
     | ServiceLost
     | Cleared
 )
-Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | Tick
+Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | RestartOrdered | Tick

@@ -11,8 +11,9 @@ from elaunch.agent.core.stack_groups import full_text, group_words, grouped
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.still import Standstill
 from elaunch.records import replace
-from elaunch.rendezvous.rules.hang_records import Hang, hang_words
+from elaunch.rendezvous.rules.hang_records import Hang, StillNode, hang_words
 from elaunch.rendezvous.rules.hanging import confirm_s, tell_still
+from elaunch.rendezvous.types import host_of
 
 # Groups of equal stacks that the console shows; the others are in the file.
 _GROUPS_SHOWN = 8
@@ -20,7 +21,7 @@ _GROUPS_SHOWN = 8
 
 def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> Step:
     """Count how long all workers have stood still; take their stacks now and then; tell the leader of a change."""
-    state, live = running.standstill, running.live
+    state, live = running.standstill, _awaited(running)
     if not agent.times.hang_after_s or _is_watched_otherwise(agent, running):
         return agent, ()
     is_alone = len(running.table.seats) == 1
@@ -47,7 +48,8 @@ def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action,
         said = replace(running, standstill=replace(state, said=hang.message))
         return said, _verdict(agent, running, hang)
     is_still_here = agent.snapshot.generation is not None and agent.snapshot.generation.number == generation
-    if not state.said or not is_still_here:
+    # The end of the job wipes the verdict too.
+    if not state.said or not is_still_here or agent.snapshot.ended:
         return running, ()
     healed_s = max(state.healed_s, state.spell_s)
     calm = replace(running, standstill=replace(state, said="", healed_s=healed_s))
@@ -60,14 +62,24 @@ def _is_watched_otherwise(agent: Agent, running: Running) -> bool:
     return bool(reports or running.held or running.leaving_s)
 
 
+def _awaited(running: Running) -> frozenset[int]:
+    """The workers that others may wait for: a process whose program has ended comes to no collective any more."""
+    return running.live - running.words.returned
+
+
 def _limit(agent: Agent, running: Running) -> standstill.HangLimit:
     return standstill.HangLimit(agent.times.hang_after_s, confirm_s(agent.times, running.table))
 
 
 def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
     seat, state = running.seat_of(agent.me.node_id), running.standstill
-    exited = frozenset(range(seat.slots)) - running.live
-    record = standstill.record_of(state, seat.node_id, seat.first_rank, exited, _limit(agent, running))
+    awaited, limit = _awaited(running), _limit(agent, running)
+    ended, is_lingering = frozenset(range(seat.slots)) - awaited, awaited != running.live
+    if is_lingering and not awaited:
+        record: StillNode | None = standstill.ended_record(seat.node_id, seat.first_rank, ended, limit)
+    else:
+        place = (seat.node_id, seat.first_rank)
+        record = standstill.record_of(state, *place, ended, limit, is_lingering=is_lingering)
     if standstill.is_news(state.told, record):
         txn = tell_still(agent.snapshot, agent.me, running.table.generation, record)
         running = replace(running, standstill=replace(state, told=record))
@@ -82,15 +94,15 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
     if len(groups) > _GROUPS_SHOWN:
         more = len(groups) - _GROUPS_SHOWN
         lines.append(f"  and {more} more {'group' if more == 1 else 'groups'}")
-    if not agent.restarts_hung:
-        lines += [f"to let rank {each.rank} go on: kill -CONT {each.pid}" for each in state.stacks if each.is_stopped]
-        lines.append("to restart a job that hangs, start it with --on-hang restart (docs/observe.md)")
+    is_failure = agent.restarts_hung and not hang.is_unawaited
+    if not is_failure:
+        lines += _ways_out(agent, running, hang)
     actions: list[Action] = [Say("\n".join([_headline(running, hang), *lines]), "warning")]
     if state.stacks:
         actions.append(KeepStacks(generation, full_text(state.stacks)))
     if hearing := _blind(running, state):
         actions.append(TellWorkers(generation, hearing, ShowStacks()))
-    if agent.restarts_hung and hang.node_id == seat.node_id:
+    if is_failure and hang.node_id == seat.node_id:
         local_rank = hang.rank - seat.first_rank if hang.rank >= 0 else -1
         actions.append(Blame(generation, local_rank, hang.message, hang.is_blameless))
     return tuple(actions)
@@ -98,7 +110,22 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
 
 def _headline(running: Running, hang: Hang) -> str:
     seat = next((seat for seat in running.table.seats if seat.node_id == hang.node_id), None)
-    return f"the job seems to hang: {hang_words(hang, seat.host if seat and len(running.table.seats) > 1 else '')}"
+    return f"the job seems to hang: {hang_words(hang, seat.host if seat else host_of(hang.node_id))}"
+
+
+def _ways_out(agent: Agent, running: Running, hang: Hang) -> list[str]:
+    """What a person can type now, on this host."""
+    job, spare = agent.called, agent.spec.max_restarts
+    lines = [
+        f"to let rank {each.rank} go on: kill -CONT {each.pid}" for each in running.standstill.stacks if each.is_stopped
+    ]
+    lines.append(f"to see all threads of all ranks: elaunch stacks {job}; to end the job: elaunch stop {job}")
+    if spare:
+        kill = f", or kill -9 {hang.pid} on {host_of(hang.node_id)} (it counts as a failure)" if hang.pid > 0 else ""
+        lines.append(f"to restart the workers: elaunch restart {job}{kill}")
+    if spare and not hang.is_unawaited:
+        lines.append("to have hangs restarted without a person: start the job with --on-hang restart")
+    return lines
 
 
 def _blind(running: Running, state: Standstill) -> frozenset[int]:

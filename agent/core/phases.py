@@ -79,7 +79,8 @@ class Running:
     """This node's workers run.
 
     Those of `live` do; `held` is the end of one that waits to be understood. `leaving_s` holds until when each worker
-    whose program raised an exception may take its time to end. `is_first` says that this agent ran no generation
+    whose program raised an exception may take its time to end, `lingers_s` when one whose program ended well is named,
+    if its process is still there. `is_first` says that this agent ran no generation
     before. `quiet` is how long nothing was reported, `standstill` how the workers look from outside. `ends` are the
     records of workers that exited with 0, in order. `pace` is this node's newest record in the store. The log has the
     verdict that `slow_node` is slow, empty for none.
@@ -88,6 +89,7 @@ class Running:
     table: RankTable
     live: frozenset[int]
     leaving_s: tuple[tuple[int, float], ...] = ()
+    lingers_s: tuple[tuple[int, float], ...] = ()
     held: HeldEnd | None = None
     is_first: bool = True
     words: LinkWords = SILENT

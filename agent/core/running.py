@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, TakeStacks
+from elaunch.agent.core.actions import Action, Commit, NameLingering, Say, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import (
     Looked,
     Paced,
@@ -36,7 +36,6 @@ from elaunch.agent.core.signals import (
     SIGTERM,
     SIGUSR1,
     SIGUSR2,
-    for_workers,
 )
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_boundary, stop_broken, wishes_of
@@ -59,6 +58,8 @@ UNEXPLAINED_S = 1.0
 EFFECTS = (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)
 # All ranks of a job stop after the same step, also those whose agent has not yet heard why.
 STOPPED_HOLD_S = 2.0
+# Ranks of a job end at about the same time.
+LINGER_TOGETHER_S = 1.0
 
 
 def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step:
@@ -130,12 +131,15 @@ def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: fl
 
 
 def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s: float) -> Step:
-    """Note that it ends by itself: its peers may notice that before its process is gone."""
-    rank, words, held = event.local_rank, running.words, running.held
+    """Note that it ends by itself: its peers may notice that before its process is gone, which a thread may keep."""
+    rank, words, held, after_s = event.local_rank, running.words, running.held, agent.times.hang_after_s
     words = replace(words, returned=words.returned | {rank}, over=(*words.over, rank))
     if held and held.effects:
         held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
-    return replace(agent, phase=replace(running, words=words, held=held)), ()
+    running = replace(running, words=words, held=held)
+    if after_s and rank in running.live:
+        running = replace(running, lingers_s=(*running.lingers_s, (rank, now_s + after_s)))
+    return replace(agent, phase=running), ()
 
 
 def worker_listens(agent: Agent, running: Running, event: WorkerListens, _now_s: float) -> Step:
@@ -221,7 +225,7 @@ def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) ->
     # Whoever closes a pipe (`| head`) expects no more words.
     said = () if event.signum == SIGPIPE else (Say(_farewell_text(agent, event, len(running.live))),)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
-    agent, actions = _stop_for(agent, running, outcome, reason, for_workers(event.signum), now_s, *farewell, *said)
+    agent, actions = _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
     return agent, (*actions, *unheard)
 
 
@@ -232,6 +236,8 @@ def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
         text = "stopping: the head, which serves the job's store, and its ranks are lost"
         return stop_broken(agent, stopping, (Say(text, "error"),))
     agent, said = say_waits(agent, now_s)
+    agent, running, named = _name_lingering(agent, running, now_s)
+    said = (*said, *named)
     held = running.held
     if held and now_s >= held.until_s:
         if running.is_broken:
@@ -246,9 +252,20 @@ def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
 
 
 def due_s(running: Running) -> float | None:
-    """When an end is held no longer, or a worker that raised an exception has had its time."""
+    """When an end is held no longer, or a worker whose program has ended has had its time."""
     held_s = [running.held.until_s] if running.held else []
-    return min([*held_s, *(until_s for _, until_s in running.leaving_s)], default=None)
+    return min([*held_s, *(at_s for _, at_s in (*running.leaving_s, *running.lingers_s))], default=None)
+
+
+def _name_lingering(agent: Agent, running: Running, now_s: float) -> tuple[Agent, Running, tuple[Action, ...]]:
+    """Name workers whose programs have ended long ago; with them those that ended just after."""
+    if not any(now_s >= at_s for _, at_s in running.lingers_s):
+        return agent, running, ()
+    late = {rank: at_s for rank, at_s in running.lingers_s if now_s >= at_s - LINGER_TOGETHER_S}
+    for_s = agent.times.hang_after_s - max(0.0, max(late.values()) - now_s)
+    running = replace(running, lingers_s=tuple(each for each in running.lingers_s if each[0] not in late))
+    named = NameLingering(running.table.generation, frozenset(late), for_s, agent.called)
+    return replace(agent, phase=running), running, (named,)
 
 
 def _kill_late(agent: Agent, running: Running, now_s: float) -> Step:
@@ -291,13 +308,15 @@ def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float)
     return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
 
 
-def _why_stopping(generation: Generation) -> Say:
-    return Say(f"stopping: {generation.cause}", "info" if generation.kind is OpenKind.JOIN else "warning")
+def _why_stopping(running: Running, generation: Generation) -> Say:
+    return Say(
+        f"stopping: {_once(running, generation.cause)}", "info" if generation.kind is OpenKind.JOIN else "warning"
+    )
 
 
 def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
     """Stop this node's workers for a newer generation: at once where the group is broken, else after a step."""
-    times, said = agent.times, (_why_stopping(generation),)
+    times, said = agent.times, (_why_stopping(running, generation),)
     if generation.kind.is_urgent:
         if running.is_broken:
             # At the end of the look this node may know which rank was not there.
@@ -317,7 +336,7 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
 def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
     generation = agent.snapshot.generation
     assert generation
-    said = _why_stopping(generation)
+    said = _why_stopping(running, generation)
     agent, actions = _say(agent, running, said, now_s, is_secondary=generation.is_secondary)
     # The exit status of a rank of this node may be the cause.
     exit_s = EXIT_S if running.live & running.words.returned else 0.0
@@ -404,7 +423,8 @@ def _awaits_exit(
 
 def _without(running: Running, local_rank: int) -> Running:
     leaving_s = tuple((rank, until_s) for rank, until_s in running.leaving_s if rank != local_rank)
-    return replace(running, live=running.live - {local_rank}, leaving_s=leaving_s)
+    lingers_s = tuple(each for each in running.lingers_s if each[0] != local_rank)
+    return replace(running, live=running.live - {local_rank}, leaving_s=leaving_s, lingers_s=lingers_s)
 
 
 def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: tuple[Failure, ...] = ()) -> Step:
@@ -420,10 +440,8 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: 
     failures = (failure, *(each for each in failures if each.local_rank != failure.local_rank))
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
-    failed, said = (
-        Commit(transactions.fail(agent.snapshot, agent.me, failure)),
-        Say(failure.sentence + stopped, "error"),
-    )
+    failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
+    said = Say(_once(running, failure.sentence) + stopped, "error")
     agent, actions = _say(agent, running, said, now_s, is_secondary=failure.kind.is_secondary)
     stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=failures)
     return stop_broken(agent, stopping, (failed, *actions))
@@ -434,6 +452,12 @@ def _in_order(running: Running, failure: Failure) -> tuple[Failure, ...]:
     effects, over = running.held.effects if running.held else (), running.words.over
     known = failure, *(each for each in effects if each.local_rank != failure.local_rank)
     return tuple(sorted(known, key=lambda each: [*over, each.local_rank].index(each.local_rank)))
+
+
+def _once(running: Running, sentence: str) -> str:
+    """The sentence; a shorter one if it is that of a hang, which the log has."""
+    hang = running.standstill.said
+    return "the hang counts as a failure (--on-hang restart)" if hang and hang in sentence else sentence
 
 
 def _say(agent: Agent, running: Running, said: Say, now_s: float, *, is_secondary: bool) -> Step:
@@ -457,6 +481,6 @@ def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> 
 
 def _farewell_text(agent: Agent, event: Signalled, live: int) -> str:
     workers = "1 worker" if live == 1 else f"{live} workers"
-    again = "; Ctrl-C again kills now" if event.signum == SIGINT else ""
+    again = f"; Ctrl-C {'' if event.is_order else 'again '}kills now" if event.signum == SIGINT else ""
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
     return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{again}"

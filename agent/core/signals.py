@@ -27,8 +27,3 @@ SIGPIPE = Signal.SIGPIPE
 ENDS_JOB = frozenset((SIGINT, SIGPIPE))
 # Exit code of a program that a signal ended, as a shell says it: this and the signal.
 SHELL_BASE = 128
-
-
-def for_workers(signum: int) -> int:
-    """The signal that workers get after the agent got `signum`. Python ignores SIGPIPE."""
-    return SIGTERM if signum == SIGPIPE else signum

@@ -133,12 +133,21 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
 
 
 def record_of(
-    state: Standstill, node_id: str, first_rank: int, exited: frozenset[int], limit: HangLimit
+    state: Standstill,
+    node_id: str,
+    first_rank: int,
+    exited: frozenset[int],
+    limit: HangLimit,
+    *,
+    is_lingering: bool = False,
 ) -> StillNode | None:
-    """What this node tells the leader; None while its ranks work, or a person is at work in one of them."""
+    """What this node tells the leader; None while its ranks work, or a person is at work in one of them.
+
+    The programs of `exited` have ended; with `is_lingering` not all of these processes are gone.
+    """
     if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(state, limit):
         return None
-    found: dict[tuple[StillKind, str, str], list[int]] = {}
+    found: dict[tuple[StillKind, str, str], list[Stack]] = {}
     is_patient = False
     for stack in state.stacks:
         if stack.rank - first_rank not in state.still:
@@ -149,17 +158,22 @@ def record_of(
         if kind is None:
             return None
         is_patient = is_patient or (kind is StillKind.WAITS and _may_compute(stack, sort))
-        found.setdefault((kind, place_words(stack), _does(kind, stack)), []).append(stack.rank)
+        found.setdefault((kind, place_words(stack), _does(kind, stack)), []).append(stack)
     groups = tuple(
-        StillGroup(kind, ranks[0], len(ranks), ranks_words(ranks), where, does)
-        for (kind, where, does), ranks in list(found.items())[:GROUPS_MAX]
+        StillGroup(kind, same[0].rank, len(same), ranks_words([each.rank for each in same]), where, does, same[0].pid)
+        for (kind, where, does), same in list(found.items())[:GROUPS_MAX]
     )
     is_patient = is_patient or any(group.kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN) for group in groups)
     is_ready = not is_patient or state.spell_s >= _told_at_s(state, limit, PATIENCE)
     gone = sorted(first_rank + rank for rank in exited)
-    return StillNode(
-        node_id, round(state.spell_s, 1), is_ready, groups, ranks_words(gone) if gone else "", gone[0] if gone else -1
-    )
+    words, first = (ranks_words(gone), gone[0]) if gone else ("", -1)
+    return StillNode(node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
+
+
+def ended_record(node_id: str, first_rank: int, ended: frozenset[int], limit: HangLimit) -> StillNode:
+    """The record of a node whose programs have all ended, and not all processes: the other nodes may wait for them."""
+    gone = sorted(first_rank + rank for rank in ended)
+    return StillNode(node_id, limit.still_s, True, (), ranks_words(gone), gone[0], is_lingering=True)
 
 
 def is_news(told: StillNode | None, record: StillNode | None) -> bool:
@@ -251,7 +265,7 @@ def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
         return None if stack.rank in state.held_gil or not stack.waits else StillKind.WAITS
     if sort is Sort.SPINS:
         return StillKind.RUNS if stack.rank in state.held_gil else StillKind.ELSEWHERE
-    if what in (Doing.LOCK, Doing.LOADER) and not helpers_work(stack):
+    if what is Doing.END or (what in (Doing.LOCK, Doing.LOADER) and not helpers_work(stack)):
         return StillKind.STUCK
     return StillKind.ELSEWHERE
 

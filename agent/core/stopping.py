@@ -24,7 +24,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.messages import StopReason
 from elaunch.agent.core.phases import AtBoundary, Broken, Killing, Noticed, Stopping
-from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGPIPE, SIGTERM, for_workers
+from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGPIPE, SIGTERM
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import (
     go_on_stopping,
@@ -259,7 +259,7 @@ def _leave_after(agent: Agent, stopping: Stopping, event: Signalled, now_s: floa
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
     # Whoever closes a pipe (`| head`) expects no more words.
     said = () if event.signum == SIGPIPE else (_heard(event, stopping, now_s, part),)
-    return stop_otherwise(agent, stopping, reason, for_workers(event.signum), (*farewell, *said))
+    return stop_otherwise(agent, stopping, reason, event.to_workers, (*farewell, *said))
 
 
 def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
@@ -274,7 +274,7 @@ def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -
 def _heard(event: Signalled, stopping: Stopping, now_s: float, part: str) -> Say:
     """The answer to a signal that comes while the workers stop already."""
     left_s = max(0, math.ceil(stopping.due_s - now_s))
-    again = "; Ctrl-C again kills now" if event.signum == SIGINT else ""
+    again = f"; Ctrl-C {'' if event.is_order else 'again '}kills now" if event.signum == SIGINT else ""
     return Say(f"{event.name}: {part}stopping already, SIGKILL in {left_s} s{again}")
 
 

@@ -14,6 +14,7 @@ from elaunch.agent.core import (
     joining,
     leaving,
     membership,
+    orders,
     own_lease,
     own_store,
     running,
@@ -30,6 +31,7 @@ from elaunch.agent.core.events import (
     OwnStoreLost,
     Paced,
     Reported,
+    RestartOrdered,
     Sampled,
     ServiceLost,
     Signalled,
@@ -80,6 +82,7 @@ OVER = Ignored("this agent's work is done")
 ASKED_TO = Ignored("its signal may be the reason")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
 HAS_GRACE = Ignored("the stop's own deadline covers this worker")
+FORMING = Ignored("another generation is about to start, or the job ends")
 NOT_STOPPING = Ignored("nobody wants it to end")
 NOT_AWAITED = Ignored("workers that are to end need not report")
 KILLED_IN_TIME = Ignored("a worker that hangs gets SIGKILL at the stop's deadline")
@@ -141,6 +144,7 @@ ROWS: tuple[Row[Any], ...] = (
     Row(Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
     Row(Signalled,
         leaving.signalled, running.signalled, stopping.signalled, clearing.signalled, leaving.signalled),
+    Row(RestartOrdered, FORMING, orders.restart, FORMING, FORMING, orders.restart),
     Row(Tick, outage.tick, running.tick, stopping.tick, clearing.tick, outage.tick),
 )
 # fmt: on
@@ -182,7 +186,7 @@ In the tables below a dash marks an event that changes nothing in that phase, an
 _PARTS: tuple[tuple[str, tuple[type[Event], ...]], ...] = (
     ("What the store says", (*get_args(StoreEvent), OwnStoreLost)),
     ("What becomes of the workers", get_args(WorkerEvent)),
-    ("Signals and time", (Signalled, Tick)),
+    ("Signals, orders and time", (Signalled, RestartOrdered, Tick)),
 )
 
 

@@ -7,9 +7,11 @@ by its system call alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from elaunch.agent.core.stack_groups import Stack, ThreadStack, called_frame, place_words
+from elaunch.records import replace
 
 
 class Doing(Enum):
@@ -19,6 +21,7 @@ class Doing(Enum):
     RENDEZVOUS = "waits for the other ranks to make the process group"
     LOADER = "waits for its data loader"
     LOCK = "waits for a lock or for another thread"
+    END = "waits for its other threads, at the end of its program"
     CHILD = "waits for a child process"
     GPU = "waits for the GPU"
     SLEEP = "sleeps"
@@ -56,6 +59,8 @@ _GPU_FILE = "elaunch/trainer/memory/device_copy.py"
 _LOADER_FILES = ("torch/utils/data/dataloader.py",)
 # The lock of torch.utils.cpp_extension: whoever does not build sleeps until the file is gone.
 _BATON_FILE = "torch/utils/file_baton.py"
+# Python joins all threads that are no daemons in it, after the program and before exit functions.
+_END = ("_shutdown", "threading.py")
 _PROMPT_FILES = ("pdb.py", "bdb.py", "cmd.py", "code.py", "IPython/", "prompt_toolkit/")
 _CHILD_FILES = ("subprocess.py", "multiprocessing/popen_")
 _LOCK_FILES = ("threading.py", "queue.py", "concurrent/futures/", "multiprocessing/queues.py", "multiprocessing/synch")
@@ -66,6 +71,7 @@ _CHILD_CALLS = {"wait4", "waitid"}
 _NETWORK_CALLS = {"recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept", "accept4"}
 _POLL_CALLS = {"poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"}
 _LOCK_CALLS = {"futex"}
+_THREADS_SHOWN = 3
 _TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
 
@@ -84,6 +90,8 @@ def thread_doing(thread: ThreadStack) -> Doing:
         return Doing.PROMPT
     if any(frame.file.replace("\\", "/").endswith(_GPU_FILE) for frame in thread.frames):
         return Doing.GPU
+    if any((frame.function, frame.short_file) == _END for frame in thread.frames):
+        return Doing.END
     by_call, by_frames = _by_call(thread), _by_frames(thread)
     # torch sleeps between two tries to reach MASTER_PORT.
     if by_call in (Doing.FILE, Doing.CHILD) or (by_call is Doing.SLEEP and by_frames is not Doing.RENDEZVOUS):
@@ -124,6 +132,8 @@ def does_where(stack: Stack) -> str:
     if main is None or not main.frames:
         return f"{doing_words(stack)} ({stack.trouble or 'no Python frame'})"
     mine = main.innermost_user_frame or main.frames[0]
+    if doing(stack) is Doing.END:
+        return f"{doing_words(stack)}{_named([each for each in stack.threads if not each.is_main and not each.is_own])}"
     if doing(stack) is Doing.RUNS:
         return f"runs in {mine.words}"
     return f"{doing_words(stack)} ({mine.function}, {mine.short_file}:{mine.line}){_loader_words(stack)}"
@@ -138,6 +148,16 @@ def helpers_work(stack: Stack) -> bool:
     threads += [thread for child in stack.children for thread in child.threads]
     stuck = (Doing.LOCK, Doing.COLLECTIVE, Doing.RENDEZVOUS)
     return any(thread.frames and thread_doing(thread) not in stuck for thread in threads)
+
+
+def thread_words(thread: ThreadStack) -> str:
+    """A thread by its name, and what it does where."""
+    return f"{thread.name!r}, which {does_where(Stack(-1, -1, (replace(thread, is_main=True),)))}"
+
+
+def _named(threads: Sequence[ThreadStack]) -> str:
+    shown = [thread_words(each) for each in threads[:_THREADS_SHOWN]]
+    return f": {'; '.join(shown)}{'; …' if threads[_THREADS_SHOWN:] else ''}" if shown else ""
 
 
 def _loader_words(stack: Stack) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LINK_FD = 3
 # glibc's _IONBF.
 _UNBUFFERED = 2
+_NAMES_MAX, _NAME_MAX = 16, 100
 _FOLDER = os.path.dirname(os.__file__)  # noqa: PTH120
 _STANDARD = (_FOLDER, os.path.join(_FOLDER, "lib-dynload"))  # noqa: PTH118
 
@@ -87,7 +88,8 @@ def _report(link: int) -> None:
             _record(error)
         raised, reached = ("true" if is_so else "false" for is_so in (error is not None, _reached_store()))
         unused = ", ".join(f'"{name}"' for name in DEFAULT_PRELOAD if name not in sys.modules)
-        said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, "unused": [{unused}]}}'
+        threads = _threads()
+        said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, "unused": [{unused}]{threads}}}'
         _send(link, said, last=True)
 
 
@@ -103,6 +105,22 @@ def _keep_exit_code(crash_fd: int) -> None:
         libc.setvbuf(stream, None, _UNBUFFERED, ctypes.c_size_t(0))
         if libc.on_exit(libc.fputc, stream) == 0:
             os.write(crash_fd, EXIT_CODE)
+
+
+def _threads() -> str:
+    """The threads that Python will wait for, as a further field of the report; mostly there are none."""
+    try:
+        found = [each.name for each in threading.enumerate() if not each.daemon]
+        main = threading.main_thread().name
+        names = [name[:_NAME_MAX] for name in found if name != main][:_NAMES_MAX]
+    except Exception:
+        # gevent and others put classes of their own there.
+        return ""
+    if not names:
+        return ""
+    import json
+
+    return f', "threads": {json.dumps(names)}'
 
 
 class _StandardFinder(LeavingFinder):

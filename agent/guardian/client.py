@@ -40,6 +40,7 @@ class GuardianClient:
         self.restarts = 0
         self._folders: dict[str, str] = {}
         self._run_dirs = run_dirs
+        self._notes: dict[str, object] = {}
         self._fd, self._process = self._start()
         self.cgroup.make()
 
@@ -49,9 +50,16 @@ class GuardianClient:
         self._process.wait()
         self.restarts += 1
         self._fd, self._process = self._start()
+        self.note()
 
     def _start(self) -> tuple[int, subprocess.Popen[bytes]]:
         theirs, ours = os.pipe2(os.O_CLOEXEC)
+        # A guardian that is stopped reads nothing, and must not hold the agent.
+        os.set_blocking(ours, False)
+        try:
+            stderr = os.dup(2)
+        except OSError:
+            stderr = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         script = Path(__file__).with_name("start_guardian.py")
         try:
             # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
@@ -65,18 +73,20 @@ class GuardianClient:
                     self._kin.text(),
                     str(theirs),
                     self.cgroup.path,
+                    str(stderr),
                 ],
                 # Every user sees the arguments of a process, and could make these folders first.
                 env={"PATH": os.environ.get("PATH", os.defpath), RUN_DIRS: json.dumps(self._run_dirs)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(theirs,),
+                pass_fds=(theirs, stderr),
                 start_new_session=True,
                 cwd="/",
             )
         finally:
             os.close(theirs)
+            os.close(stderr)
         return ours, process
 
     @property
@@ -91,11 +101,16 @@ class GuardianClient:
         """`inherited` for a command that the agent runs: it ends with the agent, but not with a generation."""
         return _marked(inherited, marker_beside(self.marker))
 
-    def wake(self) -> None:
-        """Let the guardian import what it needs: no worker's start has to wait for that any more."""
-        # Whether there is a guardian to hear it is found out elsewhere.
+    def note(self, **facts: object) -> None:
+        """Note facts for the guardian's last words: `pid`, `form` of lines, `timeline`, `generation` and its `workers`.
+
+        `workers` also lets the guardian import what it needs: no worker's start has to wait for that any more. An agent
+        that notes `is_over` ends in order.
+        """
+        self._notes |= facts
+        # Whether there is a guardian to read it is found out elsewhere.
         with suppress(OSError):
-            os.write(self._fd, b"\0")
+            os.write(self._fd, json.dumps(self._notes).encode() + b"\n")
 
     def left_of(self, generation: int, spare: Collection[int]) -> list[int]:
         """The processes of a generation that live, except fork servers (`spare`) and helpers that end by themselves.
@@ -126,6 +141,7 @@ class GuardianClient:
 
     def finish(self) -> None:
         """Let the guardian clean up, and wait for it. If the guardian was killed, this process cleans up."""
+        self.note(is_over=True)
         os.close(self._fd)
         if self._process.wait() != 0:
             clean_up(self._kin, self.cgroup.path, self._run_dirs)

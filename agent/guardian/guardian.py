@@ -7,7 +7,8 @@ environment. Such a process is spared. It is in another job of the scheduler, or
 
 With start_guardian.py this file is the guardian, a process that outlives the agent for a moment: when the pipe FD ends,
 because the agent closed it or died, it ends all these processes and removes the run directories. Before that, it
-removes the run directories and empty cgroups of agents that were killed together with their guardians.
+removes the run directories and empty cgroups of agents that were killed together with their guardians. An agent that
+ends in order says so; after any other end the guardian writes a line to the job's stderr, and an event to its timeline.
 This file imports only the standard library, so that the guardian is small and starts without the package.
 """
 
@@ -24,6 +25,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+# `typing` itself is slow to import.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 # The variable's name is in every worker's environment; its value lists the markers of all agents above it.
 VARIABLE = "ELAUNCH_MARKER"
@@ -440,21 +446,34 @@ def _remove_what_killed_jobs_left(run_dirs: Iterable[str], cgroup: str) -> None:
     remove_abandoned(run_dirs)
 
 
-def main() -> None:
-    """Wait for the agent's end, then clean up."""
+def main(said: bytes = b"") -> None:
+    """Wait for the agent's end, then clean up. `said` was read from the agent's pipe already."""
     # Not after the agent's end: Python's own files may be gone then.
+    import importlib
     import shutil  # noqa: F401
 
+    # A file beside this one: the guardian runs without the package.
+    words = importlib.import_module("last_words")
+
     kin, fd, cgroup = Kin.read(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    notes: dict[str, Any] = {}
+    kernel_log = words.open_kernel_log()
     run_dirs = json.loads(os.environ[RUN_DIRS])
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
     # Where the system gives no thread, the next agent's guardian removes them.
     remover = threading.Thread(target=_remove_what_killed_jobs_left, args=(run_dirs, cgroup), daemon=True)
     with suppress(RuntimeError):
         remover.start()
-    while os.read(fd, 1):
-        pass
+    while True:
+        *lines, said = said.split(b"\n")
+        for line in lines:
+            notes.update(json.loads(line))
+        if not (piece := os.read(fd, 4096)):
+            break
+        said += piece
     clean_up(kin, cgroup, run_dirs)
+    if "pid" in notes and not notes.get("is_over"):
+        words.last_words(notes, int(sys.argv[4]), kernel_log)
     if remover.is_alive():
         # A job may be over before the removal has begun.
         remover.join(_REMOVAL_S)

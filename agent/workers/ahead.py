@@ -51,7 +51,7 @@ class ForksAhead:
         is_forked = group is not None and len(group.pids) >= group.slots
         if group and is_forked and not self._is_told:
             self._is_told = True
-            self._guardian.wake()
+            self._guardian.note(generation=group.generation, workers=len(group.pids))
             self._move(group)
         if group is None or self._server.preload is None:
             self._due_s = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
 from elaunch.agent.core import hang
-from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
+from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, NameLingering, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
+from elaunch.agent.core.lingering import lingering_words
 from elaunch.agent.core.stack_groups import Stack, full_text, group_words, grouped
 from elaunch.agent.core.standstill import LOOK_EVERY_S
 from elaunch.agent.linux import start_thread
@@ -33,7 +35,7 @@ _STOPPED_ADVICE = (
     "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
     " rank go on"
 )
-_ADVICE = "see where each rank is: the log has it above, and stacks.txt in the folder of --log-dir has all threads"
+_ADVICE = "see where each rank is: the log has it above"
 
 
 class HangMonitor:
@@ -92,6 +94,19 @@ class HangMonitor:
         """Take stacks in a thread; posts `StacksTaken`."""
         post = self._reporter.post
         self._take(order.local_ranks, lambda found: post(StacksTaken(order.generation, found)))
+
+    def name_lingering(self, order: NameLingering) -> None:
+        """Take the stacks of workers whose programs have ended, and say what keeps their processes."""
+        group = self._current.group
+        threads = {group.rank(local): group.links[local].threads for local in order.local_ranks & group.links.keys()}
+
+        def taken(found: tuple[Stack, ...]) -> None:
+            # One may have exited meanwhile.
+            there = [stack for stack in found if stack.state not in ("", "Z", "X")]
+            for line in lingering_words(there, threads, socket.gethostname(), order.for_s, order.job):
+                self._reporter.warn(line)
+
+        self._take(order.local_ranks, taken)
 
     def take_stacks(self, order: TakeStacks) -> None:
         """Take the stacks of workers that have gone silent, and write them to the log; posts `WorkersHung`."""
@@ -162,7 +177,9 @@ class HangMonitor:
     def _failure(self, group: WorkerGroup, local_rank: int, message: str) -> Failure:
         failure = self._reporter.node_failure(FailureKind.HANG, group.generation, message)
         is_stopped = linux.state(group.pids.get(local_rank, -1)) == "T"
-        failure = replace(failure, progressed=True, advice=_STOPPED_ADVICE if is_stopped else _ADVICE)
+        folder = self._run_dir.logs and self._run_dir.logs / f"attempt_{group.generation}"
+        advice = f"{_ADVICE}, and {folder / STACKS_FILE} has all threads" if folder else _ADVICE
+        failure = replace(failure, progressed=True, advice=_STOPPED_ADVICE if is_stopped else advice)
         if local_rank < 0:
             return failure
         link = group.links.get(local_rank)

@@ -30,6 +30,7 @@ from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.workers.step_times import StepTimes
 from elaunch.records import dataclass, field
 from elaunch.rendezvous.codec import parse_json
+from elaunch.rendezvous.texts import plain
 
 if TYPE_CHECKING:
     from elaunch.agent.workers.flight_recorder import FlightRecorder
@@ -60,7 +61,8 @@ class Link:
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group, `unused` are the modules
-    of DEFAULT_PRELOAD that it has not imported; both are None until the program has ended. `refused` is why it cannot
+    of DEFAULT_PRELOAD that it has not imported; both are None until the program has ended. `threads` are the names of
+    its threads that were no daemons then. `refused` is why it cannot
     do what is asked of it, if it has said so. `notes` are sentences for the log, `marks` are for the timeline, of which
     `marks_left` are still taken. `news` are events for the agent's core. `recorder` asks the worker about its
     collectives, while it has a process group.
@@ -77,6 +79,7 @@ class Link:
     raised: bool = False
     reached_store: bool | None = None
     unused: frozenset[str] | None = None
+    threads: tuple[str, ...] = ()
     refused: str = ""
     notes: list[str] = field(default_factory=list)
     marks: list[StartMark] = field(default_factory=list)
@@ -167,6 +170,8 @@ class Link:
                     self.news.append(WorkerRaised(*where) if raised else WorkerReturned(*where))
                 self.raised, self.reached_store = raised, reached_store
                 unused = message.get("unused")
+                names = message.get("threads")
+                self.threads = tuple(map(plain, filter(_is_text, names))) if isinstance(names, list) else ()
                 self.unused = frozenset(name for name in DEFAULT_PRELOAD if isinstance(unused, list) and name in unused)
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
@@ -191,6 +196,10 @@ class Link:
         if self.marks_left:
             self.marks_left -= 1
             self.marks.append(StartMark(name, min(said_s, time.monotonic())))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_step(value: object) -> bool:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
 from elaunch.agent.at_once import at_once
-from elaunch.agent.core.actions import Blame, Clear, KeepStacks, LookAtStacks, SignalWorkers, TakeStacks, TellWorkers
+from elaunch.agent.core.actions import (
+    Blame,
+    Clear,
+    KeepStacks,
+    LookAtStacks,
+    NameLingering,
+    SignalWorkers,
+    TakeStacks,
+    TellWorkers,
+)
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
 from elaunch.agent.core.failures import killer_of, with_tail
@@ -261,6 +270,10 @@ class Workers:
         """Log what workers are doing. Posts `WorkersHung`."""
         self.tell(TellWorkers(order.generation, order.listening, ShowStacks()))
         self._observers.hangs.take_stacks(order)
+
+    def name_lingering(self, order: NameLingering) -> None:
+        """Say what keeps processes whose programs have ended."""
+        self._observers.hangs.name_lingering(order)
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take workers' stacks. Posts `StacksTaken`."""

@@ -35,7 +35,7 @@ Look at this node: can it train? GPUs, driver, NCCL, torch, addresses, ports, th
 With the options of a job (--nnodes, --rdzv-endpoint, --token-file, --log-dir, --nproc-per-node, …)
 it looks at what that job needs; nothing is started, and nothing is written to the store.
 
-  --json  one JSON object in one line, for machines (docs/operations.md has its schema)
+  --json  one JSON object in one line, for machines
 
 On all nodes of a Slurm job: srun --ntasks-per-node=1 elaunch doctor
 Exit codes: 0 nothing is bad, 1 something is bad, 2 the command line is wrong.

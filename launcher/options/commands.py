@@ -10,6 +10,8 @@ COMMANDS = {
     "status": "show how a running job is doing",
     "top": "show a running job, refreshed each second",
     "stacks": "show where every rank of a running job is",
+    "stop": "end a running job on all nodes, as Ctrl-C does",
+    "restart": "start the workers of a running job again",
     "warm": "show or end what stays for the next start",
     "report": "make a page that shows what happened in a run",
 }

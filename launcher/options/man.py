@@ -22,6 +22,8 @@ _SYNOPSIS = (
     ("status", "[JOB] [--json] [--ranks]"),
     ("top", "[JOB] [--ranks]"),
     ("stacks", "[JOB] [--json]"),
+    ("stop", "JOB"),
+    ("restart", "JOB"),
     ("warm", "[--status|--stop] [--json]"),
     ("report", "[-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…"),
 )
@@ -32,7 +34,8 @@ _DESCRIPTION = (
     " variable, or in the job file of --config. The command line wins over variables, and variables over the file.",
     "A script called - is read from stdin.",
     "elaunch status, top and stacks show a running job of this host: once, refreshed each second, and where each rank"
-    " is. For a job of other hosts they take --rdzv-endpoint, --run-id, --token-file and --rdzv-conf as the job does.",
+    " is. elaunch stop ends it on all nodes, as Ctrl-C does; elaunch restart starts its workers again. For a job of"
+    " other hosts all of them take --rdzv-endpoint, --run-id, --token-file and --rdzv-conf as the job does.",
 )
 _VARIABLES = (
     ("PET_NAME", "The value of the option --name, as under torchrun: PET_MAX_RESTARTS=1."),

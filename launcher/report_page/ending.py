@@ -14,6 +14,8 @@ from elaunch.records import dataclass, replace
 SKEW_S = 2.0
 # The end that the most informed node tells. The first two are of the whole job, the others may be of a node that left.
 _OUTCOMES = ("failed", "succeeded", "interrupted", "refused", "unknown")
+# The end of a job whose last agent has died: the event of that one's guardian, and the outcome.
+DIED, KILLED = "agent_died", "killed"
 _OF_THE_JOB = 2
 # A job whose newest event is younger seems to run. One that reports steps has an event at least every 10 s.
 _FRESH_S = 60.0
@@ -72,6 +74,9 @@ def end_of(nodes: Sequence[NodeLog]) -> End:
     others_s = max((node.end_s for node in nodes if not _has_ended(node)), default=-math.inf)
     went_on = best >= _OF_THE_JOB and others_s > max((at_s for at_s, _ in told), default=last_s) + SKEW_S
     if not ranked or went_on or (best == len(_OUTCOMES) - 1 and others_s > -math.inf):
+        died = [(at_s, event.text("reason")) for node in nodes for at_s, event in node.events if event.event == DIED]
+        if died and max(died)[0] > others_s - SKEW_S and len(nodes) >= _seats(nodes):
+            return End(KILLED, -1, max(died)[1], _restarts(nodes, None), _max_restarts(nodes, None), last_s)
         return End("", -1, "", _restarts(nodes, None), _max_restarts(nodes, None), last_s, Life.UNKNOWN)
     _, event = ranked[0]
     return End(
@@ -82,6 +87,15 @@ def end_of(nodes: Sequence[NodeLog]) -> End:
         _max_restarts(nodes, event),
         last_s,
     )
+
+
+def _seats(nodes: Sequence[NodeLog]) -> int:
+    """How many nodes the newest table has: the logs of some may be on other disks."""
+    tables = [
+        (at_s, event.fields.get("nodes")) for node in nodes for at_s, event in node.events if event.event == "sealed"
+    ]
+    newest = max(tables, key=lambda each: each[0], default=(0.0, None))[1]
+    return len(newest) if isinstance(newest, list) else 1
 
 
 def _has_ended(node: NodeLog) -> bool:

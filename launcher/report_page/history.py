@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from statistics import median
 
-from elaunch.launcher.report_page.ending import SKEW_S, End, Life, Look, end_of, seen
+from elaunch.launcher.report_page.ending import DIED, SKEW_S, End, Life, Look, end_of, seen
 from elaunch.launcher.report_page.events import PastEvent, ReadLines
 from elaunch.launcher.report_page.faults import Fault, faults_of
 from elaunch.launcher.report_page.metrics import StepMetrics, Stretch
@@ -328,6 +328,7 @@ def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -
             yield f"{host}'s timeline is too long; only the beginning is shown"
         if lines.unreadable:
             yield f"{lines.unreadable} lines of {host}'s timeline cannot be read and are left out"
+        yield from (event.text("reason") for event in lines.events if event.event == DIED)
         started = started_event(folder)
         schema = started.number("schema", 0) if started else 0
         if schema == 0:

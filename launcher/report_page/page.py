@@ -8,7 +8,7 @@ from pathlib import PurePath
 from urllib.parse import quote
 
 from elaunch.launcher.report_page.charts import Chart, chart
-from elaunch.launcher.report_page.ending import Life
+from elaunch.launcher.report_page.ending import KILLED, Life
 from elaunch.launcher.report_page.events import text
 from elaunch.launcher.report_page.faults import Fault
 from elaunch.launcher.report_page.goodput import Goodput, Stage, StagePart, by_stage
@@ -108,6 +108,8 @@ def headline(history: History, found: Goodput) -> str:
             how = f"seems to be running, for {length} by now"
         case Life.UNKNOWN:
             how = f"has no end in its log, which stops {length} after the start"
+        case Life.ENDED if end.outcome == KILLED:
+            how = f"ended after {length}, since {end.reason.partition(',')[0]}"
         case Life.ENDED:
             how = f"{_SHOWN_ENDS.get(end.outcome, _SHOWN_ENDS['unknown'])} after {length}"
     if end.outcome == "failed" and end.max_restarts >= 0:
@@ -285,7 +287,7 @@ def summary(page: Page) -> dict[str, object]:
         "headline": headline(history, found),
         "state": history.end.life.value,
         "outcome": history.end.outcome or None,
-        "exit_code": history.end.code if history.end.outcome else None,
+        "exit_code": history.end.code if history.end.code >= 0 else None,
         "reason": history.end.reason,
         "command": history.command,
         "began_at": history.began_at,

@@ -156,7 +156,7 @@ def _check_secret(made: RendezvousPlan) -> None:
         return
     raise UsageError(
         "the first pod's store accepts only pods that know the job's token, and this pod has none; create a Secret once"
-        " in a namespace, and give its token to all pods as ELAUNCH_TOKEN (docs/kubernetes.md): kubectl create secret"
+        " in a namespace, and give its token to all pods as ELAUNCH_TOKEN: kubectl create secret"
         " generic elaunch-token --from-literal=token=$(openssl rand -hex 16)"
     )
 

@@ -50,7 +50,7 @@ Usage: elaunch submit k8s --image IMAGE [options] [elaunch options] train.py arg
 
 Create a Job whose pods run `elaunch train.py args…`. The image holds the program.
 """
-_END = "Needs kubectl, set up for the cluster (Kubernetes 1.29 or newer). See docs/kubernetes.md.\n"
+_END = "Needs kubectl, set up for the cluster (Kubernetes 1.29 or newer).\n"
 
 # A host name has at most 63 characters. The rest is for the submission's suffix: `name-1f2e3d`.
 _NAME_MAX = 52

@@ -42,7 +42,7 @@ Usage: elaunch submit slurm [options] [elaunch options] train.py args…
 
 Write a batch script that starts elaunch on every node of a Slurm job, and submit it with sbatch.
 """
-_END = "Needs sbatch. See docs/slurm.md.\n"
+_END = "Needs sbatch.\n"
 
 _CALL_S = 60.0
 

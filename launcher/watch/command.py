@@ -1,4 +1,4 @@
-"""`elaunch status`, `elaunch top` and `elaunch stacks`: reads the command line, and finds the job that is meant."""
+"""`elaunch status`, `top`, `stacks`, `stop` and `restart`: reads the command line, and finds the job that is meant."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from elaunch.launcher.watch.source import JobSource, LocalSource, StoreSource
 from elaunch.launcher.watch.words import span, text_of
 from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.texts import plain
 
 _WHERE = """\
@@ -36,7 +37,7 @@ nodes do; variables count too:
   --rdzv-backend NAME        as for the job
   --config FILE              a job file that has these options
 
-Exit codes: 0 it was shown, 2 the command line is wrong, 3 no such job runs, or its store is not there.
+Exit codes: 0 it was {done}, 2 the command line is wrong, 3 no such job runs, or its store is not there.
 Start a script called {name} with elaunch ./{name}.
 """
 _HELP = {
@@ -56,6 +57,18 @@ Usage: elaunch stacks [JOB] [--json]
 
 Show where every rank of a running job is: the stacks of all workers on all nodes, equal ones together.
 py-spy reads them from outside; the workers go on.
+""",
+    "stop": """\
+Usage: elaunch stop JOB
+
+End a running job on all nodes: its workers get SIGTERM and have the time of --stop-grace to save. The
+job's exit code is 130, as after Ctrl-C. To end one node's part only, send SIGTERM to its elaunch.
+""",
+    "restart": """\
+Usage: elaunch restart JOB
+
+Stop the workers of a running job on all nodes, and start them again, as after a failure: for a job that
+hangs. It is not counted to --max-restarts.
 """,
 }
 
@@ -92,7 +105,8 @@ def main(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def help_of(name: str) -> str:
     """The text of `elaunch NAME --help`."""
     switches = "".join(f"  {switch:8} {text}\n" for switch, text in WATCHES[name])
-    return f"{_HELP[name]}\n{switches}\n{_WHERE.format(name=name)}"
+    done = "ordered" if name in _ORDERS else "shown"
+    return f"{_HELP[name]}\n{switches}{switches and chr(10)}{_WHERE.format(name=name, done=done)}"
 
 
 def read(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> LookRequest:
@@ -123,6 +137,11 @@ def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
     if request.has_typed_store:
         return _by_store(request, environ)
     found = local_agents()
+    if request.name in _ORDERS and not request.job:
+        # The only job here may be another one than is meant.
+        these = ", ".join(_call(run_id, group) for (run_id, _), group in _jobs(found.agents).items())
+        here = f"; these run here: {these}" if these else "; none runs here"
+        raise UsageError(f"{request.name} needs the job's name or the pid of its elaunch{here}")
     jobs = _named(request.job, _jobs(found.agents)) if request.job else _jobs(found.agents)
     if len(jobs) == 1:
         # Those that are silent may be of this job, too.
@@ -282,4 +301,13 @@ def _stacks(request: LookRequest, source: JobSource) -> int:
     return 0
 
 
-_COMMANDS = {"status": _status, "top": _top, "stacks": _stacks}
+def _order(request: LookRequest, source: JobSource) -> int:
+    answer = source.order(_ORDERS[request.name])
+    if not answer.is_done:
+        raise SiteError(f"{request.name}: {plain(answer.text)}")
+    print(f"elaunch: {plain(answer.text)}")
+    return 0
+
+
+_ORDERS = {"stop": Topic.STOP, "restart": Topic.RESTART}
+_COMMANDS = {"status": _status, "top": _top, "stacks": _stacks, **dict.fromkeys(_ORDERS, _order)}

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 from elaunch.agent.answers.local_socket import SOCKET_NAME, credentials
 from elaunch.agent.at_once import at_once
+from elaunch.agent.core.orders import OrderAnswer
 from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
 from elaunch.agent.linux import is_stopped
 from elaunch.records import dataclass
-from elaunch.rendezvous.codec import decode_fields, parse_json
+from elaunch.rendezvous.codec import decode, decode_fields, parse_json
+from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
 from elaunch.rendezvous.texts import plain
 
@@ -147,6 +149,15 @@ def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
     if answer is None:
         raise NoAnswer(f"the elaunch with pid {pid} sent stacks that cannot be read")
     return answer
+
+
+def order_to(agent: LocalAgent, topic: Topic) -> OrderAnswer:
+    """Give that agent an order for its whole job. Raises NoAnswer."""
+    fields, pid, _ = _ask(agent.path, topic.value)
+    try:
+        return decode(OrderAnswer, json.dumps(fields.get("order")))
+    except ValueError:
+        raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
 
 
 def _sockets() -> tuple[list[tuple[Path, int]], list[str], tuple[int, ...]]:

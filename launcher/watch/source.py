@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from elaunch.agent.answers.answers import STACKS_S
+from elaunch.agent.core.orders import OrderAnswer
 from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer, stacks_in
 from elaunch.agent.core.stack_groups import Stack
 from elaunch.launcher.errors import SiteError
@@ -21,12 +22,14 @@ from elaunch.launcher.watch.local import (
     LocalAgent,
     NoAnswer,
     ask_all,
+    order_to,
     stacks_of,
     status_of,
     way_to_store,
 )
 from elaunch.launcher.watch.record import Gathered, absence
 from elaunch.records import dataclass, replace
+from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
@@ -60,6 +63,10 @@ class JobSource(Protocol):
 
     def stacks(self) -> NodeStacks:
         """The stacks of all workers, taken now. Raises SiteError."""
+        ...
+
+    def order(self, topic: Topic) -> OrderAnswer:
+        """Have the whole job do as ordered. Raises SiteError."""
         ...
 
     def close(self) -> None: ...
@@ -126,6 +133,24 @@ class StoreSource:
         ]
         said = [f"{host_of(id_)} {why}" for id_, why in silent.items() if id_ in seats]
         return NodeStacks(self._keys.run_id, tuple(stacks), tuple(said), (*self.notes, *notes))
+
+    def order(self, topic: Topic) -> OrderAnswer:
+        snapshot = self.snapshot()
+        if snapshot.ended:
+            return OrderAnswer(topic is Topic.STOP, f"the job has ended: {snapshot.ended.reason}")
+        leader = snapshot.leader
+        if leader is None or leader not in snapshot.members:
+            raise SiteError("no node leads the job now; wait for a moment, and type it again")
+        try:
+            text = ask_nodes(self._store, self._keys, topic, {leader}, patience_s(len(snapshot.members))).get(leader)
+            if text:
+                return decode(OrderAnswer, text)
+        except (NobodyAsked, StoreError, ValueError) as error:
+            raise SiteError(f"the job did not get the order: {error}") from None
+        raise SiteError(
+            f"{host_of(leader)}, which leads the job, did not answer: it may run an older elaunch, or be stopped; on a"
+            " host of the job, send SIGINT to its elaunch"
+        )
 
     def ask(
         self, topic: Topic, snapshot: Snapshot, known: Collection[str] = (), seconds: float = 0.0
@@ -204,6 +229,14 @@ class LocalSource:
         elif not answers:
             raise SiteError("; ".join(silent))
         return NodeStacks(self._agents[0].job.run_id, stacks_in(answers), tuple(silent), notes)
+
+    def order(self, topic: Topic) -> OrderAnswer:
+        # One agent is enough: it tells the others. A spare runs no workers.
+        agent = min(self._agents, key=lambda agent: agent.node.state not in ("running", "done"))
+        try:
+            return order_to(agent, topic)
+        except NoAnswer as error:
+            raise SiteError(str(error)) from None
 
     def store(self) -> StoreSource:
         """The job's store, as its agent here reaches it. Raises SiteError."""

@@ -31,7 +31,7 @@ class StillKind(Enum):
 
 @dataclass(frozen=True)
 class StillGroup(Bounded):
-    """Ranks of one node that stand still at the same place.
+    """Ranks of one node that stand still at the same place; `pid` is the process of `first_rank`.
 
     `ranks` names them ("ranks 0, 2–3"), `count` is their number. `where` is the place, equal on all nodes for ranks at
     the same place. `does` is what they do, as the middle of a sentence.
@@ -43,6 +43,7 @@ class StillGroup(Bounded):
     ranks: _Words
     where: _Words
     does: _Words
+    pid: int = -1
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class StillNode(Bounded):
     """A node says that all of its ranks stand still, for `still_s` when it wrote this.
 
     `is_ready` says that this is long enough for what they do. `exited` names ranks of this node that have exited with 0
-    before; empty if there are none, and then `exited_rank` is -1.
+    before; empty if there are none, and then `exited_rank` is -1. `is_lingering` says that the processes of some of
+    these are still there, after the end of their programs.
     """
 
     node_id: _Id
@@ -59,6 +61,7 @@ class StillNode(Bounded):
     groups: tuple[StillGroup, ...]
     exited: _Words = ""
     exited_rank: int = -1
+    is_lingering: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Hang(Bounded):
 
     `rank` is the rank to name, -1 where none differs from the others; `node_id` is its node, else rank 0's. `message`
     is the sentence about it, as in `Failure`. `is_blameless` as in `Failure`, too: a rank is named by order alone.
+    `is_unawaited` says that no rank waits for it, since all others have ended: that is no failure. `pid` is the named
+    rank's process, -1 if that is not known.
     """
 
     generation: int
@@ -74,6 +79,8 @@ class Hang(Bounded):
     rank: int
     message: Annotated[str, keep_head(2 << 10)]
     is_blameless: bool = False
+    is_unawaited: bool = False
+    pid: int = -1
 
     @property
     def said(self) -> str:
@@ -81,11 +88,12 @@ class Hang(Bounded):
         return self.message.removeprefix("hung: ").rstrip(",")
 
 
-def hang_words(hang: Hang, host: str = "") -> str:
-    """The verdict as a sentence that begins with the rank it names, on `host` if that is given."""
+def hang_words(hang: Hang, host: str) -> str:
+    """The verdict as a sentence that begins with the rank it names, on `host`."""
     if hang.rank < 0:
         return hang.said
-    return f"rank {hang.rank}{f' on {host}' if host else ''} {hang.said.removeprefix('it ')}"
+    where = f"(pid {hang.pid} on {host})" if hang.pid > 0 else f"on {host}"
+    return f"rank {hang.rank} {where} {hang.said.removeprefix('it ')}"
 
 
 def check_hang_record(record: StillNode | Hang) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elaunch.records import dataclass
+from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, StillNode
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -90,19 +90,23 @@ def verdict_on(
     places = sorted(_places(seats, records), key=lambda place: place.count)
     waiting = [place for place in reversed(places) if place.group.kind is StillKind.WAITS]
     others = [place for kind in _SUSPECT for place in places if place.group.kind is kind]
-    if not waiting and not _is_stuck_at_all(places, table):
+    exited = _exited(table, seats, records, done)
+    if not places or not (waiting or exited or _is_stuck_at_all(places, table)):
         return None
     still_s = min(records[seat.node_id].still_s for seat in seats) + stood_s
-    if not waiting and _are_unreadable(places):
-        all_ = f"hung: all {table.world_size} ranks {_plural(places[-1].group.does)}, for {still_s:.0f} s,"
+    left = sum(place.count for place in places)
+    if not waiting and _are_unreadable(places) and (left > 1 or not exited):
+        all_ = f"hung: all {left} ranks {_plural(places[-1].group.does)}, for {still_s:.0f} s,"
         return Hang(table.generation, seats[0].node_id, -1, all_, is_blameless=True)
     if others:
         is_blameless = not _points_at_node(others, waiting)
-        return _hang(table, others[0], [*waiting, *others[1:]], still_s, is_blameless=is_blameless)
-    if exited := _exited(table, seats, records, done):
-        seat, rank, who = exited
-        message = f"{who}exited with code 0, while {_all_said(waiting)}, for {still_s:.0f} s,"
-        return Hang(table.generation, seat.node_id, rank, message, is_blameless=True)
+        hang = _hang(table, others[0], [*waiting, *others[1:]], still_s, is_blameless=is_blameless)
+        if waiting or not exited:
+            return hang
+        return replace(hang, message=f"{hang.message.removesuffix(',')}, after {exited.words},", is_unawaited=True)
+    if exited:
+        message = f"{exited.said}, while {_all_said(waiting)}, for {still_s:.0f} s,"
+        return Hang(table.generation, exited.seat.node_id, exited.rank, message, is_blameless=True)
     if len(waiting) > 1:
         # The fewest are named. Of two alike, neither is right by number: the message has both.
         is_tie = waiting[-1].count == waiting[-2].count
@@ -157,20 +161,33 @@ def _are_unreadable(places: Sequence[_Place]) -> bool:
     return all(place.group.kind is StillKind.UNKNOWN for place in places)
 
 
+@dataclass(frozen=True)
+class _Exited:
+    """Ranks that ended while others wait: the node that says so, a rank (-1 for none), and how it is said of it."""
+
+    seat: Seat
+    rank: int
+    said: str
+    words: str
+
+
 def _exited(
     table: RankTable, seats: Sequence[Seat], records: Mapping[str, StillNode], done: frozenset[str]
-) -> tuple[Seat, int, str] | None:
-    """Ranks that exited with 0 while others wait: the node that says so, a rank, and words before "exited"."""
+) -> _Exited | None:
     for seat in seats:
         if (record := records[seat.node_id]).exited:
             is_one = record.exited == f"rank {record.exited_rank}"
-            return seat, record.exited_rank, "" if is_one else f"and others ({record.exited}) "
+            how = "reached the end of the program" if record.is_lingering else "exited with code 0"
+            said = how if is_one else f"and others ({record.exited}) {how}"
+            return _Exited(seat, record.exited_rank, said, f"{record.exited} {how}")
     gone = [seat for seat in table.seats if seat.node_id in done]
     if not gone:
         return None
     # A node that is done has no worker that could fail: a node that waits says it.
-    who = f"rank {gone[0].first_rank}" if gone[0].slots == 1 else "all ranks"
-    return seats[0], -1, f"hung: {who} of {gone[0].host} "
+    words = (
+        f"{f'rank {gone[0].first_rank}' if gone[0].slots == 1 else 'all ranks'} of {gone[0].host} exited with code 0"
+    )
+    return _Exited(seats[0], -1, f"hung: {words}", words)
 
 
 def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: float, *, is_blameless: bool) -> Hang:
@@ -178,7 +195,8 @@ def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: fl
     also = f" (as {'does' if suspect.count == 2 else 'do'} {suspect.count - 1} more)" if suspect.count > 1 else ""
     others = f", while {_all_said(rest)}" if rest else ""
     message = f"hung: it {suspect.group.does}{also}{others}, for {still_s:.0f} s,"
-    return Hang(table.generation, suspect.seat.node_id, suspect.group.first_rank, message, is_blameless)
+    group = suspect.group
+    return Hang(table.generation, suspect.seat.node_id, group.first_rank, message, is_blameless, pid=group.pid)
 
 
 def _all_said(places: Sequence[_Place]) -> str:

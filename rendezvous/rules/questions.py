@@ -2,7 +2,8 @@
 
 A question is one key that every node watches. It stands on a lease of the asker, and so do the answers: all of it goes
 with the asker. There is at most one question at a time. Answers are outside of the job's own keys, where no agent reads
-them. Nothing of the protocol depends on a question or an answer, whoever wrote it.
+them. An order, as `elaunch stop` writes it, is a question too; the leader answers it and does what its own signals or
+failures would do. Nothing else of the protocol depends on a question or an answer, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ class Topic(Enum):
 
     STATUS = "status"
     STACKS = "stacks"
+    STOP = "stop"
+    RESTART = "restart"
+
+    @property
+    def is_order(self) -> bool:
+        """Whether it asks the job to do something: only the leader answers, and sees to it."""
+        return self in (Topic.STOP, Topic.RESTART)
 
 
 @dataclass(frozen=True)

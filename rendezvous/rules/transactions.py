@@ -221,6 +221,15 @@ def end_job(snapshot: Snapshot, outcome: Outcome) -> Txn:
     return Txn((snapshot.live_guard,), ending(snapshot, outcome))
 
 
+def open_restart(snapshot: Snapshot, cause: str) -> Txn:
+    """Open a generation because a person asked for it; never over one that still forms."""
+    assert snapshot.generation
+    keys, number = snapshot.keys, snapshot.generation.number
+    opened = Generation(number + 1, OpenKind.RESTART, cause)
+    guards = (snapshot.gen_guard, snapshot.live_guard, Present(keys.table(number)))
+    return Txn(guards, (snapshot.put(keys.generation, encode(opened)),))
+
+
 # --- Only the leader writes what follows.
 
 

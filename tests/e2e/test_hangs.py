@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import stat
 from pathlib import Path
 
@@ -101,9 +102,11 @@ def runs(folder: Path, start: SharedStart, *cases: str) -> Job:
 
 
 def assert_verdict(job: Job, generation: int, case: str) -> None:
-    who = r"^elaunch: rank 1 \(local rank 1 on \S+, pid \d+\) "
-    words = f"{who}{VERDICTS[case]}, for \\d+ s, in generation {generation}"
-    assert re.search(words, job.stderr, re.MULTILINE), f"{words}\n{job.stderr}"
+    who = r"^elaunch: the job seems to hang: rank 1 (?:\(pid \d+ on \S+\)|on \S+) "
+    # Once in the log, in the order of the generations; the report has the last one.
+    words = f"{who}{VERDICTS[case].removeprefix('hung: it ')}, for \\d+ s$"
+    verdicts = re.findall(r"^elaunch: the job seems to hang: .*$", job.stderr, re.MULTILINE)
+    assert re.search(words, verdicts[generation]), f"{words}\n{job.stderr}"
 
 
 def test_a_rank_in_a_deadlock_is_named_its_stacks_are_kept_and_the_job_starts_again(
@@ -113,8 +116,10 @@ def test_a_rank_in_a_deadlock_is_named_its_stacks_are_kept_and_the_job_starts_ag
 
     assert job.code == 0, job.output
     assert_verdict(job, 0, "deadlock")
-    assert re.search(r"^  ranks 0, 2: all_reduce \(torch/distributed/\S+:\d+\) ← train_step", job.stderr, re.MULTILINE)
-    assert re.search(r"^  rank 1: deadlock \(train\.py:\d+\)$", job.stderr, re.MULTILINE)
+    assert re.search(
+        r"^elaunch:   ranks 0, 2: all_reduce \(torch/distributed/\S+:\d+\) ← train_step", job.stderr, re.MULTILINE
+    )
+    assert re.search(r"^elaunch:   rank 1: deadlock \(train\.py:\d+\)$", job.stderr, re.MULTILINE)
     (kept,) = (tmp_path / "logs").glob("*_*/attempt_0/stacks.txt")
     assert "in deadlock" in kept.read_text()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -128,8 +133,9 @@ def test_each_way_to_hang_is_told_from_the_others(tmp_path: Path, torch_start: S
     assert job.code == 0, job.output
     for generation, case in enumerate(VERDICTS):
         assert_verdict(job, generation, case)
+    verdicts = re.findall(r"^elaunch: the job seems to hang: .*$", job.stderr, re.MULTILINE)
     for generation, (case, words) in enumerate(OF_ALL.items(), len(VERDICTS)):
-        assert re.search(rf"^elaunch: {words}.* in generation {generation};", job.stderr, re.MULTILINE), (
+        assert re.search(words.removeprefix("hung: "), verdicts[generation]), (
             case,
             job.stderr,
         )
@@ -144,14 +150,17 @@ def test_on_two_nodes_the_rank_is_named_on_both_and_its_node_has_the_failure(tmp
     one, other = on_two_nodes(tmp_path, *options, "train.py", "python_loop", "3")
 
     words = (
-        r"the job seems to hang: rank 3 on \S+ runs in python_loop \(train\.py:\d+\), at the same line in every look"
+        r"the job seems to hang: rank 3 \(pid \d+ on \S+\) runs in python_loop \(train\.py:\d+\)"
+        r", at the same line in every look"
         rf"{AFTER}, while ranks 0, 1, 2 wait in all_reduce"
     )
     for job in (one, other):
         assert len(re.findall(words, job.stderr)) == 1, job.stderr
-    stacks = sorted(len(re.findall(r"^  rank 3: python_loop", job.stderr, re.MULTILINE)) for job in (one, other))
+    stacks = sorted(
+        len(re.findall(r"^elaunch:   rank 3: python_loop", job.stderr, re.MULTILINE)) for job in (one, other)
+    )
     assert stacks == [0, 1]
-    failed = r"^elaunch: rank 3 \(local rank 1 on \S+, pid \d+\) hung: it runs in python_loop"
+    failed = r"^elaunch: the hang counts as a failure \(--on-hang restart\); stopping 2 workers$"
     assert sorted(len(re.findall(failed, job.stderr, re.MULTILINE)) for job in (one, other)) == [0, 1]
 
 
@@ -162,7 +171,7 @@ def test_a_job_that_only_warns_goes_on_and_says_so(tmp_path: Path) -> None:
     with Job(
         tmp_path, "--preload-only", "torch.distributed", *OPTIONS, "--max-restarts", "0", "train.py", "stopped"
     ) as job:
-        job.wait_for_output(r"the job seems to hang: rank 1 is stopped by a signal \(SIGSTOP\)")
+        job.wait_for_output(r"the job seems to hang: rank 1 \(pid \d+ on \S+\) is stopped by a signal \(SIGSTOP\)")
         held = [process for process in job.processes() if process.status() == psutil.STATUS_STOPPED]
         for process in held:
             process.resume()
@@ -171,3 +180,29 @@ def test_a_job_that_only_warns_goes_on_and_says_so(tmp_path: Path) -> None:
     assert len(held) == 1
     assert job.stderr.count("the job seems to hang") == 1
     assert job.stdout.count("done stopped") == 3
+
+
+ENDS = """
+import atexit, os, threading, time
+def watch_forever():
+    while os.getppid() > 1: time.sleep(0.1)
+def clean_up():
+    time.sleep(600)
+print("ended", flush=True)
+if os.environ["RANK"] == "1": threading.Thread(target=watch_forever).start()
+if os.environ["RANK"] == "2": atexit.register(clean_up)
+"""
+
+
+def test_ranks_whose_programs_have_ended_are_named_with_what_keeps_their_processes(tmp_path: Path) -> None:
+    script(tmp_path, ENDS)
+    with Job(tmp_path, "--preload-only", "json", *OPTIONS[:4], "--run-id", "night", "train.py") as job:
+        job.wait_for_output(r"elaunch waits for that; to end the job now: elaunch stop night")
+        job.process.send_signal(signal.SIGTERM)
+        job.wait()
+
+    ended = r"^elaunch: the program of rank {} \(pid \d+ on \S+\) ended \d s ago, but its process has not exited: {}"
+    thread = r"Python waits for its thread 'Thread-1 \(watch_forever\)', which sleeps \(watch_forever, train\.py:\d+\);"
+    assert re.search(ended.format(1, thread), job.stderr, re.MULTILINE), job.stderr
+    assert re.search(ended.format(2, r"it sleeps \(clean_up, train\.py:\d+\)$"), job.stderr, re.MULTILINE), job.stderr
+    assert "seems to hang" not in job.stderr

@@ -484,3 +484,46 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(tmp_path: Path) ->
     absent = asked("status", name_of(tmp_path))
     assert absent.returncode == 3
     assert absent.stderr.count("\n") == 1
+
+
+def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_path: Path) -> None:
+    run_id = name_of(tmp_path)
+    there: dict[str, Any] = {"env": {"ELAUNCH_TOKEN": TOKEN}, "patience_s": DEADLINE_S}
+    with two_nodes(tmp_path, run_id) as (one, two, place):
+        trains(run_id, 2)
+        here = asked("restart", run_id)
+        for job in (one, two):
+            job.wait_for_output(r"generation 1: 2 workers on 2 nodes \(elaunch restart was received")
+        trains(run_id, 2)
+        elsewhere = asked("restart", "--run-id", run_id, "--rdzv-endpoint", place, **there)
+        for job in (one, two):
+            job.wait_for_output("generation 2: 2 workers on 2 nodes")
+        trains(run_id, 2)
+        status = status_of(run_id)
+        stop = asked("stop", run_id, "--rdzv-endpoint", place, **there)
+        codes = [job.wait() for job in (one, two)]
+        again = asked("stop", run_id)
+
+    restarted = "elaunch: all workers stop, and start again as generation {}\n"
+    for number, ended in enumerate((here, elsewhere), 1):
+        assert (ended.returncode, ended.stdout) == (0, restarted.format(number)), ended.stderr
+    assert (status["restarts"]["used"], status["generation"]["kind"]) == (0, "restart")
+    assert stop.returncode == 0, stop.stderr
+    assert "the job stops on all nodes: workers have 30 s to save; the job's exit code is 130" in stop.stdout
+    assert codes == [130, 130]
+    assert again.returncode == 3
+    assert f"no job {run_id} runs on this host" in again.stderr
+
+
+def test_an_order_without_a_name_names_the_jobs_that_run(tmp_path: Path) -> None:
+    run_id = name_of(tmp_path)
+    with running(tmp_path, "--run-id", run_id):
+        wait_for(lambda: status_of(run_id), "the job")
+        orders = [asked(name) for name in ("stop", "restart")]
+        is_running = status_of(run_id)["state"] == "running"
+
+    for name, ended in zip(("stop", "restart"), orders, strict=True):
+        assert (ended.returncode, ended.stdout) == (2, "")
+        needed = f"elaunch: {name} needs the job's name or the pid of its elaunch; these run here: "
+        assert re.search(rf"{needed}.*{run_id}", ended.stderr), ended.stderr
+    assert is_running

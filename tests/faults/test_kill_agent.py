@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from contextlib import ExitStack
@@ -68,6 +70,29 @@ def test_without_pidfds_a_job_restarts_and_nothing_outlives_its_agent(tmp_path: 
         job.kill_agent()
 
         job.assert_nothing_is_left(pids)
+
+
+def test_the_guardian_reports_a_killed_agent_on_stderr_and_in_the_timeline(tmp_path: Path) -> None:
+    script(tmp_path, WITH_CHILDREN)
+    with Light(tmp_path, "--log-dir", "logs", "--nproc-per-node", "2", "train.py") as job:
+        said_pids(job, *NAMES, each=2)
+
+        job.kill_agent()
+
+        who = f"elaunch itself (pid {job.process.pid}) died on {socket.gethostname()} in generation 0"
+        died = f"{who}, by a signal such as kill -9, or a crash of its own; its 2 workers there were ended"
+        job.assert_nothing_is_left()
+        assert job.said_by_agent()[-1] == died
+    event = json.loads(next((tmp_path / "logs").glob("*_*/timeline.jsonl")).read_text().splitlines()[-1])
+    assert (event["event"], event["generation"], event["workers"], event["reason"]) == ("agent_died", 0, 2, died)
+
+
+def test_the_guardian_of_a_job_that_ends_in_order_writes_nothing(tmp_path: Path) -> None:
+    script(tmp_path, "raise SystemExit(7)")
+    with Light(tmp_path, "--max-restarts", "0", "train.py") as job:
+        job.wait()
+
+    assert "itself" not in job.stderr
 
 
 def test_what_a_killed_agent_had_is_gone_within_a_second(tmp_path: Path) -> None:

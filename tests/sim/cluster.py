@@ -15,8 +15,10 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import Clear, Commit, Join, SignalWorkers, Spawn, TellWorkers
 from elaunch.agent.core.events import Cleared, Looked, ServiceLost, WorkerExited
+from elaunch.agent.core.orders import order
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
+from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.store import Answer, Delete, Put, Txn
 from elaunch.rendezvous.types import FailureKind, RankTable
 from tests.sim.agents import KEYS, AgentProcess, Host
@@ -270,6 +272,11 @@ class World:
             case Strike.INTERRUPT:
                 self.was_interrupted = True
                 self._signal(process, INT)
+            case Strike.RESTART:
+                event, _ = order(process.agent, Topic.RESTART)
+                if event is None:
+                    return False
+                process.hear(event)
             case Strike.PREEMPT:
                 self._preempt(process)
             case Strike.HANG if living:

@@ -45,6 +45,7 @@ class Strike(Enum):
     DEAF = "watch deaf"
     LEAVE = "SIGTERM or SIGUSR1 to the agent"
     INTERRUPT = "SIGINT to the agent"
+    RESTART = "elaunch restart"
     PREEMPT = "the same to agent and workers"
     CANCEL = "the same to all agents and workers"
     WORKER = "worker fails"
@@ -218,14 +219,18 @@ def draw(seed: int) -> Plan:
     sick = [Fault(apart.uniform(0, 8), Strike.SICK, apart.randrange(nodes), apart.uniform(5, 30))]
     roles = random.Random(f"roles {seed}")
     names = roles.choice([("default",)] * 5 + [("ps", "trainer", "trainer"), ("ps=1,trainer=1", "trainer")])
+    exclude_after, is_sick = apart.choice([0, 1, 2, 3, 3]), apart.random() < 0.15
+    orders = random.Random(f"orders {seed}")
+    restarts = [Fault(orders.uniform(1, 15), Strike.RESTART, orders.randrange(nodes)) for _ in range(2)]
+    is_ordered = orders.random() < 0.2
     return replace(
         plan,
         hosts=tuple(replace(host, role=roles.choice(names)) for host in plan.hosts),
         listens=listens,
         watches=watches,
         times=times,
-        exclude_after=apart.choice([0, 1, 2, 3, 3]),
-        faults=(*plan.faults, *hangs, *refusals, *(sick if apart.random() < 0.15 else [])),
+        exclude_after=exclude_after,
+        faults=(*plan.faults, *hangs, *refusals, *(sick if is_sick else []), *(restarts if is_ordered else [])),
     )
 
 

@@ -24,7 +24,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
     if not hosts and not is_script:
         raise ValueError(
             f"PBS_TASKNUM={environ['PBS_TASKNUM']} is one of several tasks, and no PBS_NODEFILE says which nodes have"
-            " them: copy the script's to a disk that they share (docs/mpi.md has the lines)"
+            " them: have the script copy its own to a disk that all nodes share, and name the copy in that variable"
         )
     if len(hosts) < 2 or is_script:
         others = f"its {len(hosts)} nodes are not used: pbsdsh -u elaunch … starts on all"

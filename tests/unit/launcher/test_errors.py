@@ -67,6 +67,7 @@ def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(comma
         "submit": ("--nods", "--nodes"),
         "warm": ("--statsu", "--status"),
         "top": ("--rank", "--ranks"),
+        **dict.fromkeys(("stop", "restart"), ("--tokn-file", "--token-file")),
     }.get(command, ("--jsn", "--json"))
     words = [command, "slurm"] if command == "submit" else [command] if command else []
 

@@ -14,12 +14,14 @@ import pytest
 from elaunch.agent.answers.answers import Answers
 from elaunch.agent.answers.limits import LOCAL_BURST
 from elaunch.agent.core.node_report import WorkersSeen
-from elaunch.rendezvous.codec import encode
+from elaunch.agent.core.orders import OrderAnswer
+from elaunch.agent.core.phases import Running, Stopping
+from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.rules.questions import Question, Topic, ask
 from elaunch.rendezvous.rules.reports import RankReport, read_node_report
 from elaunch.rendezvous.store import Put, Txn
 from tests.harness import DEADLINE_S, wait_for
-from tests.unit.agent.driver import KEYS, Driver, started
+from tests.unit.agent.driver import KEYS, Driver, pair, started
 
 QUESTION = Question("0123456789abcdef", Topic.STATUS, 4711)
 SEEN = WorkersSeen(0, 1.0, tuple(RankReport(local, local, -1, step=3) for local in range(3)))
@@ -44,7 +46,7 @@ def asking(driver: Driver, question: Question = QUESTION) -> None:
 
 
 def answers_of(driver: Driver, offered: list[Txn], way: str = "") -> Answers:
-    return Answers(lambda: driver.agent, lambda now_s: SEEN, offered.append, way, time.monotonic())
+    return Answers(lambda: driver.agent, lambda now_s: SEEN, offered.append, way, time.monotonic(), driver.happen)
 
 
 def when_due(answers: Answers) -> None:
@@ -127,6 +129,34 @@ def test_the_way_to_the_store_is_told_only_where_there_is_one() -> None:
     assert "token" not in encode(driver.agent.me) + alone.answer + unknown.answer
 
 
+def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
+    leader, other = pair()
+    question = Question("e" * 16, Topic.STOP, 4713)
+    offered: list[Txn] = []
+    for driver in (other, leader):
+        answers = answers_of(driver, offered)
+        answers.note(question)
+        when_due(answers)
+
+    assert isinstance(other.agent.phase, Running)
+    assert isinstance(leader.agent.phase, Stopping)
+    (txn,) = offered
+    (put,) = txn.then
+    assert isinstance(put, Put)
+    assert decode(OrderAnswer, put.value).is_done
+
+
+def test_an_order_of_this_host_is_obeyed_by_any_node() -> None:
+    _, other = pair()
+    heard = Heard("restart")
+
+    answers_of(other, []).asked(heard)  # type: ignore[arg-type]
+    other.settle()
+
+    assert json.loads(heard.answer)["order"]["is_done"]
+    assert isinstance(other.agent.phase, Stopping)
+
+
 def test_a_burst_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     # No time passes, however long the answers take.
     monkeypatch.setattr("elaunch.agent.answers.answers.time", SimpleNamespace(monotonic=lambda: 100.0))
@@ -151,7 +181,7 @@ def test_an_answer_has_the_memory_of_a_rank_and_of_its_host() -> None:
     ended.wait(DEADLINE_S)
     seen = WorkersSeen(0, 1.0, (RankReport(0, 0, os.getpid()), RankReport(1, 1, -1), RankReport(2, 2, ended.pid)))
     offered: list[Txn] = []
-    answers = Answers(lambda: driver.agent, lambda now_s: seen, offered.append, "", time.monotonic())
+    answers = Answers(lambda: driver.agent, lambda now_s: seen, offered.append, "", time.monotonic(), driver.happen)
     heard = Heard("status")
 
     answers.asked(heard)  # type: ignore[arg-type]

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, TellWorkers
-from elaunch.agent.core.events import Reported, Sampled, StacksTaken, Tick, WorkerListens
-from elaunch.agent.core.phases import Running
+from elaunch.agent.core.events import Reported, Sampled, Signalled, StacksTaken, Tick, WorkerListens
+from elaunch.agent.core.phases import Running, Stopping
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.standstill import LOOK_S_MAX, Standstill, Window, after_windows, may_stand_still
 from elaunch.rendezvous.rules.hang_records import StillKind
 from tests.unit.agent.core.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
-from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, started
+from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, settle, started
 
 IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S", is_whole=True)
 SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R", is_whole=True)
@@ -73,7 +73,8 @@ def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_n
 
     assert "hang" not in early
     assert (
-        "the job seems to hang: rank 1 runs in spin (train.py:12), at the same line in every look, while ranks 0, 2"
+        "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12)"
+        ", at the same line in every look, while ranks 0, 2"
         " wait in all_reduce (train_step, train.py:41), for 60 s\n"
         "  ranks 0, 2: all_reduce (torch/distributed/distributed_c10d.py:2810) ← train_step (train.py:41)\n"
         "  rank 1: spin (train.py:12)" in said(driver)
@@ -90,7 +91,7 @@ def test_a_look_at_the_collectives_of_a_rank_does_not_count_as_work_of_that_rank
         samples(driver, 25, IDLE_AND_LOOP, ONE_LOOPS)
         samples(driver, 5, {**IDLE_AND_LOOP, 1: written}, ONE_LOOPS)
 
-    assert said(driver).count("the job seems to hang: rank 1 runs in spin") == 1
+    assert said(driver).count("the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin") == 1
 
 
 def test_the_time_in_which_ranks_write_down_their_collectives_counts_as_the_time_before_it() -> None:
@@ -104,7 +105,7 @@ def test_the_time_in_which_ranks_write_down_their_collectives_counts_as_the_time
     samples(driver, 5, IDLE_AND_LOOP, ONE_LOOPS)
 
     assert "hang" not in early
-    assert "the job seems to hang: rank 1 runs in spin" in said(driver)
+    assert "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin" in said(driver)
 
 
 def test_a_window_that_could_not_be_whole_counts_if_the_next_one_shows_a_standstill() -> None:
@@ -125,7 +126,7 @@ def test_a_rank_that_loses_the_gil_to_the_answers_still_spins() -> None:
 
     samples(driver, 80, {**IDLE_AND_LOOP, 1: asked}, ONE_LOOPS)
 
-    assert "the job seems to hang: rank 1 runs in spin" in said(driver)
+    assert "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin" in said(driver)
 
 
 def test_it_is_said_once_and_a_failure_only_on_request() -> None:
@@ -224,7 +225,7 @@ def test_a_lock_that_a_busy_helper_may_open_is_waited_for() -> None:
     for one, hangs in ((locked, True), (helped, False)):
         driver = watching()
         samples(driver, 80, ALL_IDLE, (WAITING[0], one, WAITING[2]))
-        assert ("the job seems to hang: rank 1 waits for a lock" in said(driver)) is hangs
+        assert ("the job seems to hang: rank 1 (pid 4001 on node-a) waits for a lock" in said(driver)) is hangs
 
 
 def test_a_data_loader_is_shown_with_what_its_process_does() -> None:
@@ -234,7 +235,8 @@ def test_a_data_loader_is_shown_with_what_its_process_does() -> None:
     samples(driver, 80, ALL_IDLE, (WAITING[0], replace(stack(1, *frames, call="poll"), children=(child,)), WAITING[2]))
 
     assert (
-        "rank 1 waits for its data loader (train_step, train.py:41), whose process 4001 waits for a lock or for another"
+        "rank 1 (pid 4001 on node-a) waits for its data loader (train_step, train.py:41)"
+        ", whose process 4001 waits for a lock or for another"
         " thread in load (data.py:5), while" in said(driver)
     )
 
@@ -264,12 +266,27 @@ def test_that_a_job_goes_on_after_all_is_said_and_the_store_forgets_it() -> None
     assert (driver.snapshot.hang, driver.snapshot.still) == (None, {})
 
 
+def test_a_job_that_is_stopped_while_it_hangs_does_not_go_on_after_all() -> None:
+    one, other = two_nodes()
+    both(one, other, 80, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
+    assert "seems to hang" in said(other)
+
+    one.happen(Signalled(2, "SIGINT"))
+    settle(one, other)
+
+    assert isinstance(other.agent.phase, Stopping)
+    assert "goes on after all" not in said(one) + said(other)
+
+
 def test_a_rank_that_sigstop_holds_is_named() -> None:
     driver = watching()
     held = replace(stack(1, *ALL_REDUCE), state="T")
     samples(driver, 80, {**ALL_IDLE, 1: HELD}, (WAITING[0], held, WAITING[2]))
 
-    assert "rank 1 is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait" in said(driver)
+    assert (
+        "rank 1 (pid 4001 on node-a) is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait"
+        in said(driver)
+    )
     assert "\nto let rank 1 go on: kill -CONT 4001\n" in said(driver)
 
 
@@ -283,7 +300,7 @@ def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
 
     samples(driver, 5, {0: IDLE, 2: IDLE}, (WAITING[0], WAITING[2]))
 
-    assert "rank 1 exited with code 0, while ranks 0, 2 wait in all_reduce" in said(driver)
+    assert "rank 1 on node-a exited with code 0, while ranks 0, 2 wait in all_reduce" in said(driver)
 
 
 def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
@@ -347,7 +364,8 @@ def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somew
         samples(driver, 5, {0: OUTSTANDS, 1: SPINS, 2: OUTSTANDS}, (zero, busy(1), two))
 
     assert (
-        "the job seems to hang: rank 1 runs in spin (train.py:12), at the same line in every look, while ranks 0, 2"
+        "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12)"
+        ", at the same line in every look, while ranks 0, 2"
         f" wait for the GPU (train_step, train.py:41), {FIRST}, for 60 s" in said(driver)
     )
 
@@ -361,7 +379,10 @@ def test_a_rank_whose_gpu_is_in_no_collective_is_somewhere_else_than_those_that_
     samples(driver, 30, dict.fromkeys(ALL, OUTSTANDS), stacks)
 
     assert "hang" not in early
-    assert f"rank 1 waits for the GPU (train_step, train.py:41), {OTHER}, while ranks 0, 2" in said(driver)
+    assert (
+        f"rank 1 (pid 4001 on node-a) waits for the GPU (train_step, train.py:41), {OTHER}, while ranks 0, 2"
+        in said(driver)
+    )
 
 
 def test_where_the_gpu_may_still_compute_before_the_collective_it_gets_five_times_as_long() -> None:
@@ -408,7 +429,8 @@ def test_a_rank_that_is_behind_is_named_with_the_numbers() -> None:
     samples(driver, 80, ALL_IDLE, stacks)
 
     assert (
-        f"rank 1 waits in all_reduce (train_step, train.py:41), {OTHER}, while ranks 0, 2 wait in all_reduce"
+        f"rank 1 (pid 4001 on node-a) waits in all_reduce (train_step, train.py:41), {OTHER}"
+        ", while ranks 0, 2 wait in all_reduce"
         f" (train_step, train.py:41), {FIRST}, for 60 s" in said(driver)
     )
 
@@ -525,7 +547,10 @@ def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None
     both(one, other, 10, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
 
     assert "hang" not in early
-    words = "the job seems to hang: rank 3 on node-b runs in spin (train.py:12), at the same line in every look, while"
+    words = (
+        "the job seems to hang: rank 3 (pid 4003 on node-b) runs in spin (train.py:12)"
+        ", at the same line in every look, while"
+    )
     assert words in said(one)
     assert words in said(other)
     assert re.search(r"ranks 0, 1, 2 wait in all_reduce .*, for 6[05] s", said(one))

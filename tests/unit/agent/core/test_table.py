@@ -18,6 +18,7 @@ from elaunch.agent.core.events import (
     OwnStoreLost,
     Paced,
     Reported,
+    RestartOrdered,
     Sampled,
     ServiceLost,
     Signalled,
@@ -113,6 +114,7 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         lost(0, workers_too=True),
         cleared(0),
         Signalled(TERM, "SIGTERM"),
+        RestartOrdered(),
         Tick(),
     )
     (event,) = (event for event in events if isinstance(event, kind))

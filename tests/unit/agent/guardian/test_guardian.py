@@ -494,7 +494,7 @@ def test_the_guardian_imports_when_it_is_woken_and_waits_for_the_agents_end_then
         wait_for(lambda: thread_call(pid, pid)[0] == "poll", "the guardian to wait for its agent's word")
         before = Path(f"/proc/{pid}/statm").read_text().split()[1]
         woken_s = time.monotonic()
-        guard.wake()
+        guard.note(generation=0, workers=1)
         wait_for(lambda: thread_call(pid, pid)[0] == "read", "the guardian to wait for its agent's end")
         after = Path(f"/proc/{pid}/statm").read_text().split()[1]
 

@@ -39,7 +39,7 @@ class Guardian:
     def cgroup(self) -> Guardian:
         return self
 
-    def wake(self) -> None:
+    def note(self, **facts: object) -> None:
         self.said.append("woken")
 
     def move(self, pids: tuple[int, ...], generation: int) -> None:

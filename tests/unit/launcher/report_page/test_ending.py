@@ -102,6 +102,23 @@ def test_a_node_that_left_ends_no_job_that_went_on() -> None:
     assert past(job().add(25, 0, "ended", outcome="interrupted", code=143), left).end.outcome == "interrupted"
 
 
+def test_a_job_whose_agent_was_killed_says_so_unless_others_went_on_or_are_not_known() -> None:
+    reason = "elaunch itself (pid 7) died on node-b in generation 0, by kill -9; its 2 workers there were ended"
+
+    def killed(at_s: float) -> Timeline:
+        return job("node-b", 2).add(at_s, 0, "agent_died", reason=reason)
+
+    alone = past(killed(25))
+    assert (alone.end.outcome, alone.end.reason, alone.end.life) == ("killed", reason, Life.ENDED)
+    since = "since elaunch itself (pid 7) died on node-b in generation 0"
+    assert said(alone) == f"Job night ended after 25.0 s, {since}: no restart, 0 steps lost."
+    # The other node went on; it said how the job ended; its log is not here.
+    assert past(job().steps(60, 0, 50), killed(25)).end.life is Life.UNKNOWN
+    assert past(job().succeeds(99, 0), killed(25)).end.outcome == "succeeded"
+    beside = past(killed(25).add(21, 0, "sealed", nodes=[{}, {}]))
+    assert (beside.end.life, reason in beside.remarks) == (Life.UNKNOWN, True)
+
+
 def test_the_step_on_its_way_is_training_and_no_end() -> None:
     """The trainer's file has a step of 1 s at 20 s; the next one has not been written 5 s later."""
     row = b'{"step": %d, "seconds": 1, "generation": 0, "at": %f}'

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.rules.hang_records import GROUPS_MAX, Hang, StillGroup, StillKind, StillNode, check_hang_record
+from elaunch.rendezvous.rules.hang_records import (
+    GROUPS_MAX,
+    Hang,
+    StillGroup,
+    StillKind,
+    StillNode,
+    check_hang_record,
+    hang_words,
+)
 from elaunch.rendezvous.rules.hanging import verdict_on
 from elaunch.rendezvous.types import RankTable, Seat
 
@@ -152,6 +160,12 @@ def test_where_all_ranks_are_alike_none_is_named() -> None:
             "exited with code 0, while ranks 0, 2, 3 wait in all_reduce, for 63 s,",
         ),
         (
+            (StillNode(A, 60.0, True, (), "ranks 0, 1", 0, is_lingering=True), BOTH[1]),
+            NOBODY,
+            0,
+            "and others (ranks 0, 1) reached the end of the program, while ranks 2, 3 wait in all_reduce, for 60 s,",
+        ),
+        (
             (BOTH[0],),
             frozenset({B}),
             -1,
@@ -173,6 +187,25 @@ def test_programs_that_do_not_wait_for_each_other_do_not_hang(kind: StillKind) -
     alike = (group(kind, "ranks 0, 1", "serves", 0, 2), group(kind, "ranks 2, 3", "serves", 2, 2))
 
     assert verdict(node(A, alike[0]), node(B, alike[1])) is None
+
+
+@pytest.mark.parametrize("kind", [StillKind.STUCK, StillKind.ELSEWHERE, StillKind.UNKNOWN])
+def test_the_last_rank_that_stands_still_after_all_others_ended_is_named_but_no_failure(kind: StillKind) -> None:
+    last = replace(group(kind, "rank 1", "waits for a child process", 1), pid=77)
+    hang = verdict(node(A, last, exited="rank 0", exited_rank=0), done=frozenset({B}))
+
+    assert hang
+    assert (hang.rank, hang.pid, hang.is_unawaited) == (1, 77, True)
+    assert hang.message == "hung: it waits for a child process, for 63 s, after rank 0 exited with code 0,"
+    assert hang_words(hang, "node-a").startswith("rank 1 (pid 77 on node-a) waits for a child process")
+    # One that others wait for is.
+    awaited = verdict(node(A, last, waits("rank 0", 0)), done=frozenset({B}))
+    assert awaited
+    assert not awaited.is_unawaited
+
+
+def test_programs_that_have_all_ended_hang_in_no_collective() -> None:
+    assert verdict(*(StillNode(each, 60.0, True, (), "ranks 0, 1", 0, is_lingering=True) for each in (A, B))) is None
 
 
 def test_where_no_stack_can_be_read_it_is_known_only_that_nobody_uses_a_cpu() -> None:
