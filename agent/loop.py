@@ -50,6 +50,7 @@ from elaunch.agent.workers.workers import Workers
 from elaunch.records import replace
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
+from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Loop:
         self._inbox = Inbox()
         pump.when_stdout_closed(lambda: self._inbox.post(Signalled(signal.SIGPIPE, "SIGPIPE")))
         self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
-        host = socket.gethostname()
+        host = node_host(socket.gethostname())
         self._session = Session(job_store, LocalHost(host), config.times, self._inbox.post)
         # The session names each incarnation of this node.
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
@@ -126,6 +127,8 @@ class Loop:
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
         self._stamp_start()
+        if (host := self._agent.me.host) != (name := socket.gethostname()):
+            self._pump.say(f"this host's name, {name!r}, cannot be in keys and lines: this job calls it {host}", "warning")
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from elaunch.agent.config import LogFormat
+from elaunch.rendezvous.texts import node_host
 
 # For a `\r` too, so that a progress bar is a line each time it moves.
 _LINE_ENDS = re.compile(rb"\r\n|\n|\r")
@@ -22,7 +23,7 @@ class OwnLines:
     def __init__(self, form: LogFormat, *, has_terminal: bool) -> None:
         self._form = form
         self._has_time = form is LogFormat.TEXT and not has_terminal
-        self._host = socket.gethostname()
+        self._host = node_host(socket.gethostname())
         self.generation: int | None = None
 
     @classmethod

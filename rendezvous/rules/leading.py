@@ -7,8 +7,8 @@ from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
 from elaunch.rendezvous.rules.seating import newcomers_of
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.transactions import open_join, open_loss, succeed
-from elaunch.rendezvous.store import Txn
+from elaunch.rendezvous.rules.transactions import mend, open_join, open_loss, succeed
+from elaunch.rendezvous.store import Delete, Txn, Unchanged
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms
 
@@ -19,6 +19,7 @@ class LeaderState:
 
     `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
     last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
+    `mended` are the unreadable records that it has tried to restore or to delete.
     All nodes have said since `hang_since_s` that their ranks stand still, and since `slow_since[1]` that they wait for
     the node `slow_since[0]`.
     """
@@ -29,6 +30,7 @@ class LeaderState:
     join_interval_s: float = 0.0
     hang_since_s: float | None = None
     slow_since: tuple[str, float] | None = None
+    mended: tuple[Unchanged, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def lead(
     """
     if snapshot.ended or snapshot.generation is None or snapshot.terms is None:
         return Lead(leader_state)
+    if snapshot.mends and (mended := _mend(snapshot, leader_state)):
+        return mended
     table = snapshot.current_table
     if table is None:
         formed = form(
@@ -91,6 +95,19 @@ def lead(
         return led
     wakes_s = (hang.wake_s, slow.wake_s, led.wake_s)
     return replace(led, wake_s=min((at_s for at_s in wakes_s if at_s is not None), default=None))
+
+
+def _mend(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
+    """Get rid of one record that nobody can read; None if nothing is left to try."""
+    there = {broken for broken, _ in snapshot.mends}
+    tried = tuple(broken for broken in leader_state.mended if broken in there)
+    for broken, restored in snapshot.mends:
+        if broken not in tried:
+            return Lead(replace(leader_state, mended=(*tried, broken)), mend(snapshot, broken, restored))
+        if not broken.key.startswith(snapshot.keys.control):
+            # The lease of its node has ended.
+            return Lead(leader_state, mend(snapshot, broken, Delete(broken.key)))
+    return None
 
 
 def _watch_for_hang(

@@ -11,7 +11,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.pruning import ending, outdated
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.table_codec import encode_table
-from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard
+from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard, Unchanged
 from elaunch.rendezvous.types import (
     Failure,
     Generation,
@@ -107,10 +107,11 @@ def confirm_membership(snapshot: Snapshot, me: Node) -> Txn:
 
 
 def become_leader(snapshot: Snapshot, me: Node, lease: int) -> Txn:
-    """Take the lead if there is no leader."""
+    """Take the lead if there is no leader, or nobody can read which."""
     keys = snapshot.keys
+    free = snapshot.leader_guard if snapshot.leader_revision and not snapshot.leader else Absent(keys.leader)
     return Txn(
-        (Absent(keys.leader), snapshot.live_guard, Present(keys.member(me.node_id))),
+        (free, snapshot.live_guard, Present(keys.member(me.node_id))),
         (Put(keys.leader, me.node_id, lease),),
     )
 
@@ -255,6 +256,22 @@ def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
     # A transaction holds 128 guards and writes, so only one newcomer is guarded; one is enough to open a generation.
     there = Present(keys.joined(number, ready[0]))
     return _open(snapshot, opened, (there, Present(keys.table(number)), Empty(keys.done(number))))
+
+
+def mend(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
+    """Restore or delete a record that nobody can read: the guards of other transactions would trip over it.
+
+    A node with a seat that has joined the forming generation does not look again before the next one. So that one is
+    opened if its record is deleted: it joins again, or comes back as a new node.
+    """
+    keys, table, generation = snapshot.keys, snapshot.table, snapshot.generation
+    node_id, ops = broken.key.rpartition("/")[2], [restored]
+    is_seated = table is not None and table.group_rank(node_id) is not None
+    if isinstance(restored, Delete) and is_seated and generation and not snapshot.current_table:
+        if broken.key in (keys.member(node_id), keys.joined(generation.number, node_id)):
+            cause = f"a record of {host_of(node_id)} in the store could not be read"
+            ops.append(snapshot.put(keys.generation, encode(Generation(generation.number + 1, OpenKind.LOSS, cause))))
+    return Txn((*leader_guards(snapshot), broken), tuple(ops))
 
 
 def evict(snapshot: Snapshot, node_id: str) -> Txn:
