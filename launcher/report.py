@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import time
@@ -25,6 +26,7 @@ _USAGE_CODE, _USAGE_LINES = 2, 3
 # Lines that are shown from each end of a traceback. A longer one comes from a recursion, or has a long message.
 _TRACEBACK_LINES = 60
 _LINE_CHARACTERS = 1000
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
@@ -211,7 +213,8 @@ def _indented(text: str) -> list[str]:
 
 
 def _shown(line: str) -> str:
-    """The line, cut if it is very long."""
+    """The line without colours, cut if it is very long."""
+    line = _COLOUR.sub("", line)
     more = len(line) - _LINE_CHARACTERS
     return line if more <= 0 else f"{line[:_LINE_CHARACTERS]}… ({more:,} more characters)"
 

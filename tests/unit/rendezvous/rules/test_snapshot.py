@@ -215,7 +215,6 @@ def test_a_record_of_the_job_that_is_none_is_refused_with_its_key_and_its_value(
     [
         (KEYS.member("a"), '{"node_id":"a"}', "not a Node"),
         (KEYS.member("a"), encode(replace(NODE, host="a b")), "not a Node"),
-        (KEYS.member("a"), encode(replace(NODE, address="10.0.0.1\x1b]0;x\a")), "not a Node"),
         (KEYS.member("a"), encode(replace(NODE, role="a\nb")), "not a Node"),
         (KEYS.joined(3, "a"), "{}", "not a Joined"),
         (KEYS.still(3, "a"), "{}", "not a StillNode"),
