@@ -18,6 +18,7 @@ from elaunch.agent.core.failures import chain_start
 from elaunch.agent.workers.error_file import read_error_file
 from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.job_spec import JobSpec, ProgramKind
+from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 
 _TAIL_LINES = 20
@@ -213,8 +214,8 @@ def _indented(text: str) -> list[str]:
 
 
 def _shown(line: str) -> str:
-    """The line without colours, cut if it is very long."""
-    line = _COLOUR.sub("", line)
+    """The line without colours and other control characters, cut if it is very long."""
+    line = plain(_COLOUR.sub("", line), keep="\t")
     more = len(line) - _LINE_CHARACTERS
     return line if more <= 0 else f"{line[:_LINE_CHARACTERS]}… ({more:,} more characters)"
 
