@@ -24,7 +24,7 @@ RANK_VARIABLES = frozenset(
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
-        *("ELAUNCH_GENERATION", "ELAUNCH_HANG_TIMEOUT", "ELAUNCH_LINK", "ELAUNCH_MEMORY"),
+        *("ELAUNCH_GENERATION", "ELAUNCH_GENERATION_SECRET", "ELAUNCH_HANG_TIMEOUT", "ELAUNCH_LINK", "ELAUNCH_MEMORY"),
     )
 )
 
@@ -83,6 +83,7 @@ def rank_variables(
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
         "TORCHELASTIC_ERROR_FILE": error_file,
         "ELAUNCH_GENERATION": str(table.generation),
+        **({"ELAUNCH_GENERATION_SECRET": table.secret} if table.secret else {}),
         **({"ELAUNCH_MEMORY": memory} if memory else {}),
     }
 

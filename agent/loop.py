@@ -128,7 +128,9 @@ class Loop:
         """Live until the outcome is known; all workers are gone then."""
         self._stamp_start()
         if (host := self._agent.me.host) != (name := socket.gethostname()):
-            self._pump.say(f"this host's name, {name!r}, cannot be in keys and lines: this job calls it {host}", "warning")
+            self._pump.say(
+                f"this host's name, {name!r}, cannot be in keys and lines: this job calls it {host}", "warning"
+            )
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)
@@ -309,7 +311,8 @@ class Loop:
 
     def _join(self, order: Join) -> None:
         me = self._agent.me
-        joined = Joined(me.node_id, self._workers.reserve_port(), order.progressed, self._software)
+        port, secret = self._workers.reserve_port(), os.urandom(16).hex()
+        joined = Joined(me.node_id, port, order.progressed, self._software, secret)
         txn = join(self._agent.snapshot, me, joined, order.lease, is_member=order.is_member)
         self._session.commit(txn, Tag.JOIN)
 

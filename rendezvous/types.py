@@ -11,8 +11,16 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, NamedTuple
 
-from elaunch.records import dataclass, replace
-from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, Bounded, keep_ends, keep_head, keep_line, keep_tail
+from elaunch.records import dataclass, field, replace
+from elaunch.rendezvous.limits import (
+    HOST_BYTES_MAX,
+    ROLE_BYTES_MAX,
+    Bounded,
+    keep_ends,
+    keep_head,
+    keep_line,
+    keep_tail,
+)
 
 _RANDOM_DIGITS = 8
 
@@ -77,14 +85,15 @@ class Joined(Bounded):
     """A node states that its old workers are stopped and that it can run the generation.
 
     `port` is a port that the node has reserved on its `address`: the worker store listens there if the node becomes the
-    first in the table. `progressed` says that a worker of this node made progress in the generation that ran before.
-    `software` names the versions that must be equal on all nodes, empty if they are unknown.
+    first in the table, and `secret` is its ranks' then. `progressed` says that a worker of this node made progress in
+    the generation that ran before. `software` names the versions that must be equal on all nodes, empty if unknown.
     """
 
     node_id: _NodeId
     port: int
     progressed: bool = False
     software: Annotated[str, keep_head(120)] = ""
+    secret: Annotated[str, keep_head(64)] = field(default="", repr=False)
 
 
 # A named tuple: every agent makes one for each node, and a data class takes three times as long.
@@ -130,7 +139,8 @@ class RankTable(Bounded):
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
     `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
-    `vacant` are the roles of seats that are free, and stay free for a node of that role (rules/seating.py).
+    `vacant` are the roles of seats that are free, and stay free for a node of that role (rules/seating.py). Workers get
+    `secret` in their environment; it is empty if a node's elaunch is too old for it.
     """
 
     generation: int
@@ -146,6 +156,7 @@ class RankTable(Bounded):
     excluded: tuple[Exclusion, ...] = ()
     mismatch: Annotated[str, keep_head(600)] = ""
     vacant: tuple[str, ...] = ()
+    secret: Annotated[str, keep_head(64)] = field(default="", repr=False)
 
     @property
     def world_size(self) -> int:

@@ -37,7 +37,8 @@ class KeptToken:
     def __init__(self, token: str, endpoint: Endpoint) -> None:
         """Raises OSError if this user has no home, or nothing can be written there."""
         text = (
-            f"{token}\n# at {endpoint}\n# boot {_boot()}\n# host {node_host(socket.gethostname())}\n# network {_network()}\n"
+            f"{token}\n# at {endpoint}\n# boot {_boot()}\n"
+            f"# host {node_host(socket.gethostname())}\n# network {_network()}\n"
             f"# of an elaunch, process {os.getpid()}, which removes this at its end\n"
         )
         name = fingerprint(Secret(token).der)

@@ -43,6 +43,7 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
             check_node_id(record.node_id)
             _in_range("port", record.port, 0, _PORT_MAX)
             _check_text(record.software)
+            _check_text(record.secret)
         case Failure():
             _in_range("generation", record.generation, -1, _GENERATION_END)
             _check_time("failed_at", record.failed_at)
@@ -75,6 +76,7 @@ def check_table(table: RankTable) -> None:
         _in_range("streak", table.streak.times, 0, None)
         check_node_id(table.streak.who)
     _check_text(table.mismatch)
+    _check_text(table.secret)
     for role in table.vacant:
         _check_text(role)
     for each in table.excluded:

@@ -266,11 +266,11 @@ def mend(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
     """
     keys, table, generation = snapshot.keys, snapshot.table, snapshot.generation
     node_id, ops = broken.key.rpartition("/")[2], [restored]
-    is_seated = table is not None and table.group_rank(node_id) is not None
-    if isinstance(restored, Delete) and is_seated and generation and not snapshot.current_table:
-        if broken.key in (keys.member(node_id), keys.joined(generation.number, node_id)):
-            cause = f"a record of {host_of(node_id)} in the store could not be read"
-            ops.append(snapshot.put(keys.generation, encode(Generation(generation.number + 1, OpenKind.LOSS, cause))))
+    has_joined = generation and broken.key in (keys.member(node_id), keys.joined(generation.number, node_id))
+    is_forming = table is not None and not snapshot.current_table and table.group_rank(node_id) is not None
+    if isinstance(restored, Delete) and generation and has_joined and is_forming:
+        cause = f"a record of {host_of(node_id)} in the store could not be read"
+        ops.append(snapshot.put(keys.generation, encode(Generation(generation.number + 1, OpenKind.LOSS, cause))))
     return Txn((*leader_guards(snapshot), broken), tuple(ops))
 
 

@@ -59,7 +59,7 @@ HOSTILE = "x\nelaunch: succeeded\relaunch: succeeded\x1b]0;x\x07"
 def test_no_text_of_another_nodes_record_makes_a_line_of_elaunchs_own() -> None:
     names = ("host", "message", "exception", "frame", "traceback", "tail", "log_path", "error_file", "advice")
 
-    text = failed(replace(RAISED, **{name: HOSTILE for name in names}, is_cut=True), Path("logs"))  # type: ignore[arg-type]
+    text = failed(replace(RAISED, **dict.fromkeys(names, HOSTILE), is_cut=True), Path("logs"))  # type: ignore[arg-type]
     ended = report(replace(FAILED, kind=OutcomeKind.UNKNOWN, reason=HOSTILE), SPEC, None)
 
     assert [line for line in text.split("\n") if line.startswith("elaunch: succ") or not line.isprintable()] == []
