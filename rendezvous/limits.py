@@ -29,7 +29,7 @@ _CHARACTER_BYTES_MAX = 12
 
 @dataclass(frozen=True)
 class Limit:
-    """At most `bytes_max` bytes of a text; `cut` shortens a longer one. One that `is_line` has no control characters."""
+    """At most `bytes_max` bytes of a text; `cut` shortens a longer one. A line has no control characters."""
 
     bytes_max: int
     cut: Callable[[str, int], str]
