@@ -98,7 +98,7 @@ def lead(
 
 
 def _mend(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
-    """Get rid of one record that nobody can read; None if nothing is left to try."""
+    """Get rid of one unreadable record; None if nothing is left to try."""
     there = {broken for broken, _ in snapshot.mends}
     tried = tuple(broken for broken in leader_state.mended if broken in there)
     for broken, restored in snapshot.mends:

@@ -283,7 +283,8 @@ class SnapshotReader:
         self._known = known
         for key, error in broken.items():
             if known[key].record is None and _is_needed(known[key].parts, fields.get("generation"), tables):
-                raise ValueError(f"{_told(key, error)}; without it no node knows what this job does") from error
+                lost = "so it is not known what this job does; if no elaunch of it runs any more, delete that key"
+                raise ValueError(f"{_told(key, error)}, {lost}") from error
         return Snapshot(
             keys=keys,
             revision=view.revision,

@@ -107,7 +107,7 @@ def confirm_membership(snapshot: Snapshot, me: Node) -> Txn:
 
 
 def become_leader(snapshot: Snapshot, me: Node, lease: int) -> Txn:
-    """Take the lead if there is no leader, or nobody can read which."""
+    """Take the lead if there is no leader, or its name cannot be read."""
     keys = snapshot.keys
     free = snapshot.leader_guard if snapshot.leader_revision and not snapshot.leader else Absent(keys.leader)
     return Txn(
@@ -259,7 +259,7 @@ def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
 
 
 def mend(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
-    """Restore or delete a record that nobody can read: the guards of other transactions would trip over it.
+    """Restore or delete an unreadable record, since guards of other transactions would fail because of it.
 
     A node with a seat that has joined the forming generation does not look again before the next one. So that one is
     opened if its record is deleted: it joins again, or comes back as a new node.

@@ -33,7 +33,7 @@ def test_a_node_that_comes_late_gets_a_seat_in_a_new_generation(tmp_path: Path) 
         cluster.end()
 
 
-def test_a_node_with_any_hostname_joins_and_a_record_that_is_none_costs_nobody(tmp_path: Path) -> None:
+def test_a_node_with_any_hostname_joins_and_no_broken_record_costs_the_job(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         name = "my host\x1b]0;x\x07\n"
         sethostname = f"import socket; socket.sethostname({name!r})"
