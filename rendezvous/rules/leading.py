@@ -8,7 +8,7 @@ from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
 from elaunch.rendezvous.rules.seating import newcomers_of
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import mend, open_join, open_loss, succeed
-from elaunch.rendezvous.store import Delete, Txn, Unchanged
+from elaunch.rendezvous.store import Delete, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms
 
@@ -19,9 +19,8 @@ class LeaderState:
 
     `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
     last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
-    `mended` are the unreadable records that it has tried to restore or to delete.
     All nodes have said since `hang_since_s` that their ranks stand still, and since `slow_since[1]` that they wait for
-    the node `slow_since[0]`.
+    the node `slow_since[0]`. `mended` is the last transaction that was to get rid of an unreadable record.
     """
 
     formation: Formation = NO_FORMATION
@@ -30,7 +29,7 @@ class LeaderState:
     join_interval_s: float = 0.0
     hang_since_s: float | None = None
     slow_since: tuple[str, float] | None = None
-    mended: tuple[Unchanged, ...] = ()
+    mended: Txn | None = None
 
 
 @dataclass(frozen=True)
@@ -99,14 +98,13 @@ def lead(
 
 def _mend(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
     """Get rid of one unreadable record; None if nothing is left to try."""
-    there = {broken for broken, _ in snapshot.mends}
-    tried = tuple(broken for broken in leader_state.mended if broken in there)
     for broken, restored in snapshot.mends:
-        if broken not in tried:
-            return Lead(replace(leader_state, mended=(*tried, broken)), mend(snapshot, broken, restored))
-        if not broken.key.startswith(snapshot.keys.control):
+        txn = mend(snapshot, broken, restored)
+        if txn == leader_state.mended and not broken.key.startswith(snapshot.keys.control):
             # The lease of its node has ended.
-            return Lead(leader_state, mend(snapshot, broken, Delete(broken.key)))
+            txn = mend(snapshot, broken, Delete(broken.key))
+        if txn != leader_state.mended:
+            return Lead(replace(leader_state, mended=txn), txn)
     return None
 
 
