@@ -7,7 +7,7 @@ from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
 from elaunch.rendezvous.rules.seating import newcomers_of
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.transactions import mend, open_join, open_loss, succeed
+from elaunch.rendezvous.rules.transactions import mend, open_failed, open_join, open_loss, succeed
 from elaunch.rendezvous.store import Delete, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms
@@ -78,6 +78,8 @@ def lead(
     done = snapshot.done.get(table.generation, frozenset())
     if all(seat.node_id in done for seat in table.seats):
         return Lead(leader_state, succeed(snapshot, _succeeded(table, snapshot.terms)))
+    if failures := snapshot.failures.get(table.generation):
+        return Lead(leader_state, open_failed(snapshot, failures[0]))
     lost = _lost(snapshot, table, done)
     if lost:
         if now_s < lossless_until_s:

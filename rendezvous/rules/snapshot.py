@@ -308,6 +308,8 @@ class SnapshotReader:
         parts = key[len(self._keys.root) :].split("/")
         try:
             _check_number(parts)
+            if parts == _LEADER and not entry.lease:
+                raise ValueError(f"on no lease, so no elaunch wrote it: {entry.value[:_SHOWN]!r}")
             record = _decoder(parts)(entry.value)
             if before and before.good:
                 _check_successor(parts, before.good, before.record, entry, record)
@@ -339,8 +341,8 @@ def _is_needed(parts: list[str], generation: Generation | None, tables: Mapping[
 
 def _check_successor(parts: list[str], last: KeyEntry, record: Any, entry: KeyEntry, newer: Any) -> None:
     """Raises ValueError for a record that no agent writes over the last one, however readable it is."""
-    if parts in (_LEADER, _SPEC) and last.lease and not entry.lease:
-        # Each text is a name, and each object is terms: all of those have defaults.
+    if parts == _SPEC and last.lease and not entry.lease:
+        # Each object is terms: all of those have defaults.
         raise ValueError(f"on no lease, so no elaunch wrote it: {entry.value[:_SHOWN]!r}")
     is_over = last.create_revision == entry.create_revision
     if parts == ["ctl", "generation"] and is_over and newer.number < record.number:

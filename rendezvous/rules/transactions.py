@@ -225,6 +225,14 @@ def end_job(snapshot: Snapshot, outcome: Outcome) -> Txn:
 # --- Only the leader writes what follows.
 
 
+def open_failed(snapshot: Snapshot, failure: Failure) -> Txn:
+    """Open a generation after a failure whose node could not: its guard did not hold, as the key was written over."""
+    assert snapshot.generation
+    number, is_secondary = snapshot.generation.number + 1, failure.kind.is_secondary
+    opened = Generation(number, OpenKind.FAIL, failure.sentence, failure.node_id, is_secondary=is_secondary)
+    return _open(snapshot, opened, ())
+
+
 def open_loss(snapshot: Snapshot, lost: list[str]) -> Txn:
     """Open a generation without these seated nodes, whose leases have ended.
 

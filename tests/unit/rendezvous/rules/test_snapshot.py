@@ -48,7 +48,8 @@ def write(store: MemoryStore, *ops: Op) -> None:
 
 def store_with(puts: dict[str, str]) -> MemoryStore:
     store = MemoryStore()
-    write(store, *(Put(key, value) for key, value in puts.items()))
+    store.grant(9, 3600.0)
+    write(store, *(Put(key, value, 9 if key.endswith("ctl/leader") else 0) for key, value in puts.items()))
     return store
 
 
@@ -144,7 +145,7 @@ def test_the_generation_guard_fails_once_a_generation_was_opened() -> None:
     store = store_with({KEYS.generation: encode(Generation(0, OpenKind.START, ""))})
     snapshot = read(store)
 
-    before = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "a"),))).held
+    before = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "a", 9),))).held
     write(store, Put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, ""))))
     after = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "b"),))).held
 
@@ -172,7 +173,7 @@ def test_the_leader_guard_fails_once_another_leads_though_it_be_the_same_node_ag
     guard = read(store).leader_guard
 
     before = store.commit(Txn((guard,), (Put(KEYS.spec, "x"),))).held
-    write(store, Put(KEYS.leader, "a"))
+    write(store, Put(KEYS.leader, "a", 9))
     after = store.commit(Txn((guard,), (Put(KEYS.spec, "y"),))).held
 
     assert (before, after) == (True, False)
@@ -368,7 +369,7 @@ def test_a_record_that_was_written_again_is_read_anew() -> None:
     store = store_with({KEYS.leader: "a"})
     reader = SnapshotReader(KEYS)
     reader.read(store.read(KEYS.root), whole=True)
-    write(store, Put(KEYS.leader, "b"))
+    write(store, Put(KEYS.leader, "b", 9))
 
     assert reader.read(store.read(KEYS.root), whole=True).leader == "b"
 
