@@ -12,7 +12,7 @@ from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 from tests.sim.agents import KEYS
 from tests.sim.cluster import World
-from tests.sim.plans import TIMES, Fault, HostPlan, Plan, Strike
+from tests.sim.plans import TIMES, Fault, HostPlan, Plan, Strike, draw
 
 # Two run at first; the third comes when the records are broken, and a worker fails after that.
 HOSTS = (HostPlan("host-0", 1), HostPlan("host-1", 1), HostPlan("host-2", 1, start_s=6.0))
@@ -32,9 +32,9 @@ TEXTS = {
 class Scribbled(World):
     """A world in which, at one moment, every key of a kind is written over, on no lease."""
 
-    def __init__(self, plan: Plan, kind: str, text: str) -> None:
+    def __init__(self, plan: Plan, kind: str, text: str, at_s: float = SCRIBBLE_S) -> None:
         super().__init__(plan)
-        self.later(SCRIBBLE_S, lambda: self._scribble(kind, text))
+        self.later(at_s, lambda: self._scribble(kind, text))
 
     def _scribble(self, kind: str, text: str) -> None:
         # What the checks know of the keys would be wrong from now on.
@@ -80,6 +80,17 @@ def test_an_outcome_that_is_none_ends_the_job_at_once_with_its_key(text: str) ->
     assert {end and end.kind for end in world.ends} == {OutcomeKind.UNKNOWN}
     assert all(end and end.reason.startswith(f"{KEYS.ended} in the store is not a Outcome") for end in world.ends)
     assert max(at_s for at_s, _, what in world.history if isinstance(what, Exit)) < SCRIBBLE_S + TIMES.stop_grace_s
+
+
+@pytest.mark.parametrize(
+    ("seed", "at_s", "kind", "text"),
+    [(21300, 17.494, "ctl/generation", "empty"), (20136, 6.187, "ctl/leader", "huge")],
+)
+def test_a_life_that_once_stood_still_after_a_scribble_ends(seed: int, at_s: float, kind: str, text: str) -> None:
+    world = Scribbled(draw(seed), kind, TEXTS[text], at_s)
+
+    # Raises Violation if an agent waits for ever.
+    world.live()
 
 
 @pytest.mark.parametrize("kind", ["members", "joined", "ctl/generation", "ctl/leader"])

@@ -460,6 +460,24 @@ def test_a_record_that_somebody_wrote_over_stops_nobody_and_is_said_once() -> No
     assert driver.snapshot.generation.number == 1
 
 
+def test_a_node_whose_end_met_a_written_over_generation_reports_it_again_once() -> None:
+    driver = started()
+    before = driver.store.read(KEYS.generation).entries[KEYS.generation].value
+    driver.write(Put(KEYS.generation, before))
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+    key = KEYS.done(0, driver.node_id)
+    lost = key not in driver.store.read(key).entries
+
+    driver.look()
+
+    assert (lost, key in driver.store.read(key).entries) == (True, True)
+    driver.settle()
+    assert isinstance(driver.agent.phase, Exited)
+    assert driver.agent.phase.outcome.kind is OutcomeKind.SUCCEEDED
+
+
 def test_an_agent_wants_no_tick_without_a_deadline() -> None:
     driver = Driver().begin()
     deadlines = [deadline_s(driver.agent)]
