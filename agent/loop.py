@@ -54,6 +54,7 @@ from elaunch.records import replace
 from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
+from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Loop:
         self._inbox = Inbox()
         pump.when_stdout_closed(lambda: self._inbox.post(Signalled(signal.SIGPIPE, "SIGPIPE")))
         self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
-        host = socket.gethostname()
+        host = node_host(socket.gethostname())
         self._session = Session(job_store, LocalHost(host), config.times, self._inbox.post)
         # The session names each incarnation of this node.
         node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
@@ -140,6 +141,10 @@ class Loop:
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
         self._stamp_start()
+        if (host := self._agent.me.host) != (name := socket.gethostname()):
+            self._pump.say(
+                f"this host's name, {name!r}, cannot be in keys and lines: this job calls it {host}", "warning"
+            )
         self._inbox.catch(self._config.signals)
         for fd in self._inbox.fds:
             self._selector.register(fd, selectors.EVENT_READ)
@@ -324,7 +329,8 @@ class Loop:
 
     def _join(self, order: Join) -> None:
         me = self._agent.me
-        joined = Joined(me.node_id, self._workers.reserve_port(), order.progressed, self._software)
+        port, secret = self._workers.reserve_port(), os.urandom(16).hex()
+        joined = Joined(me.node_id, port, order.progressed, self._software, secret)
         txn = join(self._agent.snapshot, me, joined, order.lease, is_member=order.is_member)
         self._session.commit(txn, Tag.JOIN)
 

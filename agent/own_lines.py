@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from elaunch.agent.config import LogFormat
+from elaunch.rendezvous.texts import node_host, plain
 
 # For a `\r` too, so that a progress bar is a line each time it moves.
 _LINE_ENDS = re.compile(rb"\r\n|\n|\r")
@@ -22,7 +23,7 @@ class OwnLines:
     def __init__(self, form: LogFormat, *, has_terminal: bool) -> None:
         self._form = form
         self._has_time = form is LogFormat.TEXT and not has_terminal
-        self._host = socket.gethostname()
+        self._host = node_host(socket.gethostname())
         self.generation: int | None = None
 
     @classmethod
@@ -35,18 +36,19 @@ class OwnLines:
         return self._form is LogFormat.JSON
 
     def line(self, text: str, level: str = "info") -> bytes:
-        """Elaunch's own line, or lines."""
+        """Elaunch's own line, or lines. Texts of other nodes and of programs are in them."""
         if self.is_json:
             return self._object(time.time(), level, text=text)
         head = f"{self._time()}elaunch: "
-        return "".join(f"{head}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
+        return "".join(f"{head}{line}\n" for line in plain(text, keep="\n\t").split("\n")).encode()
 
     def report(self, text: str, record: Mapping[str, object]) -> bytes:
-        """The report: `text` as it is, with the time before elaunch's own lines in it; or `record` as an object."""
+        """The report: `text`, with the time before elaunch's own lines in it; or `record` as an object."""
         if self.is_json:
             level = "info" if record["exit_code"] == 0 else "error"
             return self._object(time.time(), level, text=text, report=record)
-        return re.sub(r"^elaunch: ", f"{self._time()}elaunch: ", text, flags=re.M).encode(errors="backslashreplace")
+        text = plain(text, keep="\n\t")
+        return re.sub(r"^elaunch: ", f"{self._time()}elaunch: ", text, flags=re.M).encode()
 
     def frame(self, generation: int, rank: int, stream: str) -> Callable[[bytes], bytes] | None:
         """What makes objects of a worker's lines; None where they stay as they are."""

@@ -21,6 +21,7 @@ from elaunch.agent.forkserver.learned_file import read
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.run_dir import Places, RunDir, new_places
 from elaunch.records import replace
+from elaunch.rendezvous.texts import node_host
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
@@ -233,7 +234,7 @@ def _hook(config: AgentConfig, guardian: GuardianClient, pump: Pump) -> EventHoo
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: Places) -> RunDir:
     # Nodes may share a disk: whose folder it is shows in its name.
-    node = f"_{socket.gethostname()}" if config.spec.nodes_max > 1 else ""
+    node = f"_{node_host(socket.gethostname())}" if config.spec.nodes_max > 1 else ""
     log_dir = config.output.log_dir
     try:
         if config.output.makes_log_dir:

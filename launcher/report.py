@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import time
@@ -18,6 +19,7 @@ from elaunch.agent.workers.error_file import read_error_file
 from elaunch.launcher.errors import tidy
 from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.job_spec import JobSpec, ProgramKind
+from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 
 _TAIL_LINES = 20
@@ -26,6 +28,7 @@ _USAGE_CODE, _USAGE_LINES = 2, 3
 # Lines that are shown from each end of a traceback. A longer one comes from a recursion, or has a long message.
 _TRACEBACK_LINES = 60
 _LINE_CHARACTERS = 1000
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
@@ -224,7 +227,8 @@ def _indented(text: str) -> list[str]:
 
 
 def _shown(line: str) -> str:
-    """The line, cut if it is very long."""
+    """The line without colours and other control characters, cut if it is very long."""
+    line = plain(_COLOUR.sub("", line), keep="\t")
     more = len(line) - _LINE_CHARACTERS
     return line if more <= 0 else f"{line[:_LINE_CHARACTERS]}… ({more:,} more characters)"
 

@@ -15,6 +15,7 @@ from functools import cache
 from typing import get_type_hints
 
 from elaunch.records import dataclass
+from elaunch.rendezvous.texts import plain
 
 # Names that the command line gives. It refuses longer ones: a cut name could be the name of another job.
 ROLE_BYTES_MAX = 64
@@ -28,16 +29,25 @@ _CHARACTER_BYTES_MAX = 12
 
 @dataclass(frozen=True)
 class Limit:
-    """At most `bytes_max` bytes of a text; `cut` shortens a longer one."""
+    """At most `bytes_max` bytes of a text; `cut` shortens a longer one. A line has no control characters."""
 
     bytes_max: int
     cut: Callable[[str, int], str]
+    is_line: bool = False
 
     def of(self, text: str) -> str:
         """The text itself if it fits, else the shortened text."""
-        return text if self.fits(text) else self.cut(text, self.bytes_max)
+        text = self.clean(text)
+        return text if self._has_room(text) else self.cut(text, self.bytes_max)
+
+    def clean(self, text: str) -> str:
+        """The text, or if it is a line as much of it as could fit, without control characters."""
+        return plain(text[: self.bytes_max + 1], keep="\t") if self.is_line else text
 
     def fits(self, text: str) -> bool:
+        return self._has_room(text) and (not self.is_line or str.isprintable(text))
+
+    def _has_room(self, text: str) -> bool:
         # Nearly all texts are so short that they fit in any encoding, and need not be encoded to find that out.
         is_short = len(text) * _CHARACTER_BYTES_MAX <= self.bytes_max
         return is_short or (len(text) <= self.bytes_max and json_bytes(text) <= self.bytes_max)
@@ -62,6 +72,11 @@ def json_bytes(text: str) -> int:
 def keep_head(bytes_max: int) -> Limit:
     """A limit that keeps the beginning."""
     return Limit(bytes_max, cut_to_head)
+
+
+def keep_line(bytes_max: int) -> Limit:
+    """A limit that keeps the beginning of a text for lines, which may come from another node's program."""
+    return Limit(bytes_max, cut_to_head, is_line=True)
 
 
 def keep_ends(bytes_max: int) -> Limit:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# What Linux takes as a host name. As JSON it is shorter than `HOST_BYTES_MAX`.
+_HOST_BYTES_MAX = 64
+
 
 def listed(items: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     return f"{', '.join(items[:-1])} and {items[-1]}" if len(items) > 1 else "".join(items)
+
+
+def node_host(hostname: str) -> str:
+    """A host's name as keys, records and lines have it: Linux takes any bytes, and these need one printable word."""
+    word = "".join(letter if letter.isprintable() and letter not in " /" else "-" for letter in hostname)
+    return word.encode()[:_HOST_BYTES_MAX].decode(errors="ignore") or "unnamed"
 
 
 def plain(text: str, keep: str = "") -> str:

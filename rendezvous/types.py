@@ -11,17 +11,26 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, NamedTuple
 
-from elaunch.records import dataclass, replace
-from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, Bounded, keep_ends, keep_head, keep_tail
+from elaunch.records import dataclass, field, replace
+from elaunch.rendezvous.limits import (
+    HOST_BYTES_MAX,
+    ROLE_BYTES_MAX,
+    Bounded,
+    keep_ends,
+    keep_head,
+    keep_line,
+    keep_tail,
+)
 
 _RANDOM_DIGITS = 8
 
-_Host = Annotated[str, keep_head(HOST_BYTES_MAX)]
-_NodeId = Annotated[str, keep_head(HOST_BYTES_MAX + 1 + _RANDOM_DIGITS)]
-_Reason = Annotated[str, keep_head(4 << 10)]
-_Cause = Annotated[str, keep_head(1 << 10)]
+_Host = Annotated[str, keep_line(HOST_BYTES_MAX)]
+_NodeId = Annotated[str, keep_line(HOST_BYTES_MAX + 1 + _RANDOM_DIGITS)]
+_Reason = Annotated[str, keep_line(4 << 10)]
+_Cause = Annotated[str, keep_line(1 << 10)]
+_MESSAGE = keep_line(2 << 10)
 # Linux takes no longer paths.
-_Path = Annotated[str, keep_head(4 << 10)]
+_Path = Annotated[str, keep_line(4 << 10)]
 # Limits of a full failure record, and of a brief one: one record of each generation is full.
 TRACEBACK, TAIL = keep_ends(32 << 10), keep_tail(8 << 10)
 _BRIEF_TRACEBACK, _BRIEF_TAIL = keep_ends(2 << 10), keep_tail(1 << 10)
@@ -47,7 +56,7 @@ class Terms(Bounded):
     max_restarts: int = 3
     restart_window_s: float | None = None
     # Two commands usually differ near their beginning.
-    command: Annotated[str, keep_head(300)] = ""
+    command: Annotated[str, keep_line(300)] = ""
     digest: str = ""
     exclude_after: int = 0
 
@@ -76,14 +85,15 @@ class Joined(Bounded):
     """A node states that its old workers are stopped and that it can run the generation.
 
     `port` is a port that the node has reserved on its `address`: the worker store listens there if the node becomes the
-    first in the table. `progressed` says that a worker of this node made progress in the generation that ran before.
-    `software` names the versions that must be equal on all nodes, empty if they are unknown.
+    first in the table, and `secret` is its ranks' then. `progressed` says that a worker of this node made progress in
+    the generation that ran before. `software` names the versions that must be equal on all nodes, empty if unknown.
     """
 
     node_id: _NodeId
     port: int
     progressed: bool = False
     software: Annotated[str, keep_head(120)] = ""
+    secret: Annotated[str, keep_head(64)] = field(default="", repr=False)
 
 
 # A named tuple: every agent makes one for each node, and a data class takes three times as long.
@@ -108,7 +118,7 @@ class Streak(Bounded):
     """
 
     who: _NodeId
-    way: Annotated[str, keep_head(300)]
+    way: Annotated[str, keep_line(300)]
     times: int
 
 
@@ -117,8 +127,8 @@ class Exclusion(Bounded):
     """A node that gets no seat while enough others are there. `who` and `way` are as in `Streak`."""
 
     who: _NodeId
-    way: Annotated[str, keep_head(300)]
-    why: Annotated[str, keep_head(600)]
+    way: Annotated[str, keep_line(300)]
+    why: Annotated[str, keep_line(600)]
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,8 @@ class RankTable(Bounded):
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
     `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
-    `vacant` are the roles of seats that are free, and stay free for a node of that role (rules/seating.py).
+    `vacant` are the roles of seats that are free, and stay free for a node of that role (rules/seating.py). Workers get
+    `secret` in their environment; it is empty if a node's elaunch is too old for it.
     """
 
     generation: int
@@ -145,6 +156,7 @@ class RankTable(Bounded):
     excluded: tuple[Exclusion, ...] = ()
     mismatch: Annotated[str, keep_head(600)] = ""
     vacant: tuple[str, ...] = ()
+    secret: Annotated[str, keep_head(64)] = field(default="", repr=False)
 
     @property
     def world_size(self) -> int:
@@ -242,8 +254,8 @@ class Failure(Bounded):
     local_rank: int
     pid: int
     code: int | None
-    message: Annotated[str, keep_head(2 << 10)]
-    exception: Annotated[str, keep_head(256)] = ""
+    message: Annotated[str, _MESSAGE]
+    exception: Annotated[str, keep_line(256)] = ""
     frame: _Cause = ""
     traceback: Annotated[str, TRACEBACK] = ""
     tail: Annotated[str, TAIL] = ""
@@ -252,8 +264,8 @@ class Failure(Bounded):
     failed_at: float = 0.0
     progressed: bool | None = None
     is_cut: bool = False
-    call: Annotated[str, keep_head(256)] = ""
-    advice: Annotated[str, keep_head(1 << 10)] = ""
+    call: Annotated[str, keep_line(256)] = ""
+    advice: Annotated[str, keep_line(1 << 10)] = ""
     step: int = -1
     lived_s: float = 0.0
     is_blameless: bool = False
@@ -261,7 +273,7 @@ class Failure(Bounded):
     ranks_alike: int = 1
 
     def __post_init__(self) -> None:
-        said = self.message, self.traceback
+        said = _MESSAGE.clean(self.message), self.traceback
         super().__post_init__()
         if (self.message, self.traceback) != said:
             object.__setattr__(self, "is_cut", True)

@@ -103,7 +103,8 @@ def _go_on(agent: Agent, clearing: Clearing) -> Step:
     newest, number = agent.snapshot.generation, clearing.table.generation
     if isinstance(clearing.ended, WorkersDone) and newest and newest.number == number:
         done = Commit(transactions.report_done(agent.snapshot, agent.me, number))
-        return replace(agent, phase=Finished(clearing.table, clearing.ended.ends)), (done,)
+        finished = Finished(clearing.table, clearing.ended.ends, agent.snapshot.generation_revision)
+        return replace(agent, phase=finished), (done,)
     told = report_ends(agent, number, clearing.ended.ends) if isinstance(clearing.ended, WorkersDone) else ()
     return join_again(agent, number), told
 

@@ -280,10 +280,14 @@ class Clearing:
 
 @dataclass(frozen=True)
 class Finished:
-    """All workers of this node exited with 0; the agent stays until the job has ended. `ends` as in `Running`."""
+    """All workers of this node exited with 0; the agent stays until the job has ended. `ends` as in `Running`.
+
+    It has reported that under the guard that the generation's key is as at revision `reported`.
+    """
 
     table: RankTable
     ends: tuple[Failure, ...] = ()
+    reported: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which torch and Python this node's workers have, without importing torch."""
+"""Which torch, Python and elaunch this node has, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from elaunch import __version__
 from elaunch.rendezvous.job_spec import Program
 
 _VERSION = re.compile(r"^__version__ = ['\"]([^'\"]{1,80})['\"]", re.MULTILINE)
 
 
 def software(program: Program) -> str:
-    """The versions in words; empty if the workers run another interpreter than this, or one that is not known."""
+    """The versions in words: elaunch's own alone if the workers run another interpreter, or one that is not known."""
+    own = f"elaunch {__version__}"
     if program.interpreter != sys.executable:
-        return ""
+        return own
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
     torch = _torch()
-    return f"torch {torch}, Python {python}" if torch else f"Python {python}"
+    return f"torch {torch}, Python {python}, {own}" if torch else f"Python {python}, {own}"
 
 
 def _torch() -> str:

@@ -43,6 +43,7 @@ from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.spawner import Spawner
 from elaunch.agent.workers.stdio import Stdio
+from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, RankTable
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Workers:
         # Before any worker starts: it reads what the kernel says from then on.
         self._log, self._kill_counters = KernelLog(), counter_files()
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
-        self._exits = ExitReader(socket.gethostname(), oom, keeps_files=run_dir.logs is not None)
+        self._exits = ExitReader(node_host(socket.gethostname()), oom, keeps_files=run_dir.logs is not None)
         text, file = config.text, config.imports_file
         self._learner = PreloadLearner(fork_server, text, self._current, reporter, selector, file, _within_reason)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)

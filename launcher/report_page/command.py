@@ -37,6 +37,7 @@ from elaunch.launcher.report_page.trace import trace
 from elaunch.launcher.report_page.wording import printable
 from elaunch.launcher.watch.local import local_agents
 from elaunch.records import dataclass
+from elaunch.rendezvous.texts import node_host
 
 HELP = """\
 Usage: elaunch report [-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…
@@ -130,7 +131,7 @@ def parse(argv: Sequence[str]) -> ReportRequest:
 
 def _look(job: Sequence[NodeFolder]) -> Look:
     """The time, and the agents of this host, which are asked only if one of the job may still run here."""
-    host = socket.gethostname()
+    host = node_host(socket.gethostname())
     open_here = [
         Path(folder.path)
         for folder in job

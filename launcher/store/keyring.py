@@ -21,6 +21,7 @@ from elaunch.launcher.options.secret_file import FOLDER, open_own, private_folde
 from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
+from elaunch.rendezvous.texts import node_host
 
 STORES = f"{FOLDER}/stores"
 
@@ -36,7 +37,8 @@ class KeptToken:
     def __init__(self, token: str, endpoint: Endpoint) -> None:
         """Raises OSError if this user has no home, or nothing can be written there."""
         text = (
-            f"{token}\n# at {endpoint}\n# boot {_boot()}\n# host {socket.gethostname()}\n# network {_network()}\n"
+            f"{token}\n# at {endpoint}\n# boot {_boot()}\n"
+            f"# host {node_host(socket.gethostname())}\n# network {_network()}\n"
             f"# of an elaunch, process {os.getpid()}, which removes this at its end\n"
         )
         name = fingerprint(Secret(token).der)
@@ -148,7 +150,7 @@ def _is_of_this_host(lines: list[str]) -> bool:
 
     On a disk that hosts share, a lock may be visible on one host only. So an agent of another host may live.
     """
-    host = socket.gethostname()
+    host = node_host(socket.gethostname())
     return f"# boot {_boot()}" in lines or (f"# host {host}" in lines and host.partition(".")[0] != "localhost")
 
 

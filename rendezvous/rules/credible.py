@@ -32,13 +32,18 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
     """Raises ValueError for a record that is not credible."""
     match record:
         case Node():
-            _check_node_id(record.node_id)
+            check_node_id(record.node_id)
+            # A table has these of all its nodes: one that cannot be read would end the job.
+            check_node_id(record.host)
+            for text in (record.address, record.role, record.topology):
+                _check_text(text)
             _in_range("slots", record.slots, 1, SLOTS_MAX)
             _in_range("node_rank", record.node_rank, -1, _GENERATION_END)
         case Joined():
-            _check_node_id(record.node_id)
+            check_node_id(record.node_id)
             _in_range("port", record.port, 0, _PORT_MAX)
             _check_text(record.software)
+            _check_text(record.secret)
         case Failure():
             _in_range("generation", record.generation, -1, _GENERATION_END)
             _check_time("failed_at", record.failed_at)
@@ -69,12 +74,13 @@ def check_table(table: RankTable) -> None:
     _in_range("barren", table.barren, 0, None)
     if table.streak:
         _in_range("streak", table.streak.times, 0, None)
-        _check_node_id(table.streak.who)
+        check_node_id(table.streak.who)
     _check_text(table.mismatch)
+    _check_text(table.secret)
     for role in table.vacant:
         _check_text(role)
     for each in table.excluded:
-        _check_node_id(each.who)
+        check_node_id(each.who)
     for age_s in table.restart_ages_s:
         _check_time("restart_ages_s", age_s)
 
@@ -86,10 +92,11 @@ def check_seats(node_ids: Sequence[str], slots: Iterable[int]) -> None:
     if len(set(node_ids)) < len(node_ids):
         raise ValueError("a node has two seats")
     # All names in one check: every agent reads the names of all nodes, so this must be fast.
-    _check_node_id("".join(node_ids) or "nobody")
+    check_node_id("".join(node_ids) or "nobody")
 
 
-def _check_node_id(node_id: str) -> None:
+def check_node_id(node_id: str) -> None:
+    """Raises ValueError for what cannot be the id of a node, nor a host's name in it."""
     # A slash would name another key, and a blank separates names in a rank table. UTF-8 has no lone surrogates.
     if not node_id or not node_id.isprintable() or "/" in node_id or " " in node_id:
         raise ValueError(f"{node_id[:40]!r} is no name of a node")

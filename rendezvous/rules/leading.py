@@ -7,8 +7,8 @@ from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
 from elaunch.rendezvous.rules.seating import newcomers_of
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.transactions import open_join, open_loss, succeed
-from elaunch.rendezvous.store import Txn
+from elaunch.rendezvous.rules.transactions import mend, open_failed, open_join, open_loss, succeed
+from elaunch.rendezvous.store import Delete, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms
 
@@ -20,7 +20,7 @@ class LeaderState:
     `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
     last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
     All nodes have said since `hang_since_s` that their ranks stand still, and since `slow_since[1]` that they wait for
-    the node `slow_since[0]`.
+    the node `slow_since[0]`. `mended` is the last transaction that was to get rid of an unreadable record.
     """
 
     formation: Formation = NO_FORMATION
@@ -29,6 +29,7 @@ class LeaderState:
     join_interval_s: float = 0.0
     hang_since_s: float | None = None
     slow_since: tuple[str, float] | None = None
+    mended: Txn | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def lead(
     """
     if snapshot.ended or snapshot.generation is None or snapshot.terms is None:
         return Lead(leader_state)
+    if snapshot.mends and (mended := _mend(snapshot, leader_state)):
+        return mended
     table = snapshot.current_table
     if table is None:
         formed = form(
@@ -75,6 +78,8 @@ def lead(
     done = snapshot.done.get(table.generation, frozenset())
     if all(seat.node_id in done for seat in table.seats):
         return Lead(leader_state, succeed(snapshot, _succeeded(table, snapshot.terms)))
+    if failures := snapshot.failures.get(table.generation):
+        return Lead(leader_state, open_failed(snapshot, failures[0]))
     lost = _lost(snapshot, table, done)
     if lost:
         if now_s < lossless_until_s:
@@ -91,6 +96,18 @@ def lead(
         return led
     wakes_s = (hang.wake_s, slow.wake_s, led.wake_s)
     return replace(led, wake_s=min((at_s for at_s in wakes_s if at_s is not None), default=None))
+
+
+def _mend(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
+    """Get rid of one unreadable record; None if nothing is left to try."""
+    for broken, restored in snapshot.mends:
+        txn = mend(snapshot, broken, restored)
+        if txn == leader_state.mended and not broken.key.startswith(snapshot.keys.control):
+            # The lease of its node has ended.
+            txn = mend(snapshot, broken, Delete(broken.key))
+        if txn != leader_state.mended:
+            return Lead(replace(leader_state, mended=txn), txn)
+    return None
 
 
 def _watch_for_hang(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.limits import Bounded, keep_head
+from elaunch.rendezvous.limits import Bounded, keep_line
 from elaunch.rendezvous.rules.hang_records import hang_words
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.verdict import decisive_failure
@@ -23,8 +23,8 @@ RANKS_MAX = 1024
 _TIME_END_S = 1e9
 # No host has as much memory, and none has as many CPUs or processes that wait for one.
 _BYTES_END, _COUNT_END = 1 << 60, 1 << 30
-_Name = Annotated[str, keep_head(512)]
-_Sentence = Annotated[str, keep_head(1 << 10)]
+_Name = Annotated[str, keep_line(512)]
+_Sentence = Annotated[str, keep_line(1 << 10)]
 
 
 class JobState(Enum):
@@ -52,7 +52,7 @@ class RankReport(Bounded):
     pid: int
     state: str = "running"
     step: int = -1
-    phase: Annotated[str, keep_head(128)] = ""
+    phase: Annotated[str, keep_line(128)] = ""
     step_s: float | None = None
     reported_ago_s: float | None = None
     memory_bytes: int | None = None

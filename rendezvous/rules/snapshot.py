@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from elaunch.records import dataclass, field
 from elaunch.rendezvous.codec import Decoded, decode
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.credible import check, check_generation_of_key
+from elaunch.rendezvous.rules.credible import check, check_generation_of_key, check_node_id
 from elaunch.rendezvous.rules.table_codec import decode_table
-from elaunch.rendezvous.store import Absent, KeyEntry, Put, Unchanged, View
+from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, Unchanged, View
+from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.rules.questions import Question
 
 Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode", "NodePace")
-# Without such a record the job goes on: a sentence says that it cannot be read.
-_SPARED = (["failures"], ["still"], ["pace"], ["ctl", "hang"], ["ctl", "slow"], ["ctl", "cause"])
+_LEADER, _SPEC = ["ctl", "leader"], ["ctl", "spec"]
+# Sentences about unreadable records that one snapshot has: somebody may have written thousands.
+_SENTENCES_MAX = 8
+# Characters of a key or value in such a sentence.
+_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,9 @@ class Snapshot:
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
     order in which they were recorded), done, still and pace. `causes` are failures that explain an earlier one of the
     same generation. `starter` has claimed the start of the first run. `question` is what somebody asks the nodes;
-    nothing is decided from it, nor from `causes`. `unreadable` holds sentences about records that could not be read.
+    nothing is decided from it, nor from `causes`. `unreadable` holds sentences about records that could not be read,
+    each once. `mends` is how the leader gets rid of these: the guard that one is still there, and the operation that
+    restores the last readable record, or deletes it.
     """
 
     keys: Keys
@@ -155,6 +161,7 @@ class Snapshot:
     pace: Mapping[int, Mapping[str, NodePace]] = field(default_factory=dict)
     slow: SlowNode | None = None
     unreadable: tuple[str, ...] = ()
+    mends: tuple[tuple[Unchanged, Op], ...] = ()
 
     @property
     def table(self) -> RankTable | None:
@@ -188,22 +195,33 @@ class Snapshot:
         return Put(key, value, self.lease)
 
 
+class _Known(NamedTuple):
+    """An entry with the parts of its key; its record, and the entry that this was read from: None if there is none."""
+
+    entry: KeyEntry
+    parts: list[str]
+    record: Any
+    good: KeyEntry | None
+
+
 class SnapshotReader:
     """Turns views of one job's keys into snapshots. A record that has not changed is decoded only once."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        # For each key: its entry, the decoded record, and the parts of the key.
-        self._known: dict[str, tuple[KeyEntry, Any, list[str]]] = {}
+        self._known: dict[str, _Known] = {}
 
     def read(self, view: View, *, whole: bool) -> Snapshot:
         """The snapshot for `view`.
 
-        If somebody has overwritten a record with something unreadable, the last readable record counts. Without one, an
-        unreadable failure is left out, and any other unreadable record raises ValueError with the name of the key.
+        If somebody has overwritten a record with something unreadable, the last readable record counts. Without one it
+        is left out: it costs the node that wrote it, not the job. Raises ValueError with the name of the key only for a
+        record of the whole job, without which no node knows what to do.
         """
         keys, known = self._keys, {}
+        broken: dict[str, ValueError] = {}
         unreadable: list[str] = []
+        mends: list[tuple[Unchanged, Op]] = []
         fields: dict[str, Any] = {}
         members: dict[str, Node] = {}
         joined: dict[int, dict[str, Joined]] = {}
@@ -216,25 +234,32 @@ class SnapshotReader:
         for key, entry in view.entries.items():
             before = self._known.get(key)
             # The leader of many nodes reads often, and few entries have changed.
-            if before is None or (before[0] is not entry and before[0] != entry):
-                parts = key[len(keys.root) :].split("/")
-                record = self._record(key, entry, parts, unreadable)
-                known[key] = entry, record, parts
-            else:
-                known[key] = before
-                _, record, parts = before
+            if before is None or (before.entry is not entry and before.entry != entry):
+                before = self._read(key, entry, before, broken, unreadable)
+            known[key] = before
+            last, parts, record, good = before
+            # Something on no lease in the place of a question would stay there, and nobody could ask.
+            is_broken = good is not last or (record is None and not last.lease)
+            if is_broken and parts != _LEADER:
+                restored = Put(key, good.value, good.lease) if good is not last and good else Delete(key)
+                mends.append((Unchanged(key, last.mod_revision), restored))
             match parts:
+                case ["ctl", "leader"]:
+                    # Over a leader's name that cannot be read any node may take the lead.
+                    fields |= {"leader": record or "", "leader_revision": entry.mod_revision}
+                case _ if record is None:
+                    pass
                 case ["members", node_id]:
                     members[node_id] = record
                 case ["joined", generation, node_id]:
                     joined.setdefault(int(generation), {})[node_id] = record
-                case ["failures", generation, _] if record is not None:
+                case ["failures", generation, _]:
                     failures.setdefault(int(generation), []).append((entry.create_revision, record))
                 case ["done", generation, node_id]:
                     done.setdefault(int(generation), set()).add(node_id)
-                case ["still", generation, node_id] if record is not None:
+                case ["still", generation, node_id]:
                     still.setdefault(int(generation), {})[node_id] = record
-                case ["pace", generation, node_id] if record is not None:
+                case ["pace", generation, node_id]:
                     pace.setdefault(int(generation), {})[node_id] = record
                 case ["ctl", "hang"]:
                     fields |= {"hang": record}
@@ -242,21 +267,24 @@ class SnapshotReader:
                     fields |= {"slow": record}
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
-                case ["ctl", "cause", generation] if record is not None:
+                case ["ctl", "cause", generation]:
                     causes[int(generation)] = record
                 case ["ctl", "spec"]:
-                    fields |= {"terms": record, "lease": entry.lease}
+                    # Whoever wrote over it did not do so on the run's lease.
+                    fields |= {"terms": record, "lease": good.lease if good else 0}
                 case ["ctl", "generation"]:
                     fields |= {"generation": record, "generation_revision": entry.mod_revision}
                 case ["ctl", "starter"]:
                     fields |= {"starter": record}
-                case ["ctl", "leader"]:
-                    fields |= {"leader": record, "leader_revision": entry.mod_revision}
                 case ["ctl", "ended"]:
                     fields |= {"ended": record}
                 case ["ctl", "question"]:
                     fields |= {"question": record}
         self._known = known
+        for key, error in broken.items():
+            if known[key].record is None and _is_needed(known[key].parts, fields.get("generation"), tables):
+                lost = "so it is not known what this job does; if no elaunch of it runs any more, delete that key"
+                raise ValueError(f"{_told(key, error)}, {lost}") from error
         return Snapshot(
             keys=keys,
             revision=view.revision,
@@ -269,22 +297,56 @@ class SnapshotReader:
             pace=pace,
             tables=tables,
             causes=causes,
-            unreadable=tuple(unreadable),
+            unreadable=tuple(unreadable[:_SENTENCES_MAX]),
+            mends=tuple(mends),
             **fields,
         )
 
-    def _record(self, key: str, entry: KeyEntry, parts: list[str], unreadable: list[str]) -> Any:
-        """The record in an entry; None where an unreadable one can be done without."""
-        known = self._known.get(key)
+    def _read(
+        self, key: str, entry: KeyEntry, before: _Known | None, broken: dict[str, ValueError], unreadable: list[str]
+    ) -> _Known:
+        parts = key[len(self._keys.root) :].split("/")
         try:
             _check_number(parts)
-            return _decoder(parts)(entry.value)
+            if parts == _LEADER and not entry.lease:
+                raise ValueError(f"on no lease, so no elaunch wrote it: {entry.value[:_SHOWN]!r}")
+            record = _decoder(parts)(entry.value)
+            if before and before.good:
+                _check_successor(parts, before.good, before.record, entry, record)
+            return _Known(entry, parts, record, entry)
         except ValueError as error:
-            sentence = f"{key} in the store is {error}"
-            if known is None and parts[:1] not in _SPARED and parts[:2] not in _SPARED:
-                raise ValueError(sentence) from error
-            unreadable.append(sentence)
-            return known[1] if known else None
+            broken[key] = error
+            # Somebody may write such a record again and again.
+            if before is None or before.good is before.entry:
+                unreadable.append(_told(key, error))
+            # A leader that has lost its key does not lead any more.
+            last = before.record if before and parts != _LEADER else None
+            return _Known(entry, parts, last, before.good if before else None)
+
+
+def _told(key: str, error: ValueError) -> str:
+    return f"{plain(key[:_SHOWN])} in the store is {error}"
+
+
+def _is_needed(parts: list[str], generation: Generation | None, tables: Mapping[int, RankTable]) -> bool:
+    """Whether a record of the job cannot be done without."""
+    match parts:
+        case ["ctl", "spec" | "generation" | "ended"]:
+            return True
+        case ["ctl", "table", digits] if generation and digits.isdecimal():
+            # The ranks that run, or that have to be gone before others run.
+            return max(tables, default=-1) < int(digits) <= generation.number
+    return False
+
+
+def _check_successor(parts: list[str], last: KeyEntry, record: Any, entry: KeyEntry, newer: Any) -> None:
+    """Raises ValueError for a record that no agent writes over the last one, however readable it is."""
+    if parts == _SPEC and last.lease and not entry.lease:
+        # Each object is terms: all of those have defaults.
+        raise ValueError(f"on no lease, so no elaunch wrote it: {entry.value[:_SHOWN]!r}")
+    is_over = last.create_revision == entry.create_revision
+    if parts == ["ctl", "generation"] and is_over and newer.number < record.number:
+        raise ValueError(f"that of generation {newer.number}, after generation {record.number}")
 
 
 def _check_number(parts: list[str]) -> None:
@@ -312,6 +374,8 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             return lambda text: _credible(Generation, text)
         case ["ctl", "ended"]:
             return lambda text: _credible(Outcome, text)
+        case ["ctl", "leader"]:
+            return _node_id
         # Imported here: few jobs hang, or are asked.
         case ["ctl", "question"]:
             from elaunch.rendezvous.rules.questions import read_question
@@ -344,6 +408,14 @@ def _credible(kind: type[Decoded], text: str, check: Callable[[Any], None] = che
     except ValueError as error:
         raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from None
     return record
+
+
+def _node_id(text: str) -> str:
+    try:
+        check_node_id(text)
+    except ValueError as error:
+        raise ValueError(f"not a node: {error}") from None
+    return text
 
 
 def _of_node(node_id: str, record: Belonging) -> Belonging:

@@ -48,6 +48,8 @@ def encode_table(table: RankTable) -> str:
         record["mismatch"] = table.mismatch
     if table.vacant:
         record["vacant"] = table.vacant
+    if table.secret:
+        record["secret"] = table.secret
     text = json.dumps(record, separators=(",", ":"))
     return text if len(text) < _LARGE else _PACKED + b64encode(zlib.compress(text.encode())).decode()
 
@@ -82,10 +84,11 @@ def _table(record: Any) -> RankTable:
     numbers = {word: int(word) for word, _ in record["slots"]}
     check_seats(nodes, numbers.values())
     slots = [numbers[word] for word in _unrun(record["slots"], len(nodes))]
-    rare: dict[str, Any] = {"streak": None, "excluded": [], "mismatch": "", "vacant": []}
+    rare: dict[str, Any] = {"streak": None, "excluded": [], "mismatch": "", "vacant": [], "secret": ""}
     plain |= decode_fields(
         {
             "streak": Streak | None, "excluded": tuple[Exclusion, ...], "mismatch": str, "vacant": tuple[str, ...],
+            "secret": str,
         },
         {name: record.get(name, default) for name, default in rare.items()},
     )  # fmt: skip

@@ -11,7 +11,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.pruning import ending, outdated
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.table_codec import encode_table
-from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard
+from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard, Unchanged
 from elaunch.rendezvous.types import (
     Failure,
     Generation,
@@ -107,10 +107,11 @@ def confirm_membership(snapshot: Snapshot, me: Node) -> Txn:
 
 
 def become_leader(snapshot: Snapshot, me: Node, lease: int) -> Txn:
-    """Take the lead if there is no leader."""
+    """Take the lead if there is no leader, or its name cannot be read."""
     keys = snapshot.keys
+    free = snapshot.leader_guard if snapshot.leader_revision and not snapshot.leader else Absent(keys.leader)
     return Txn(
-        (Absent(keys.leader), snapshot.live_guard, Present(keys.member(me.node_id))),
+        (free, snapshot.live_guard, Present(keys.member(me.node_id))),
         (Put(keys.leader, me.node_id, lease),),
     )
 
@@ -233,6 +234,14 @@ def open_restart(snapshot: Snapshot, cause: str) -> Txn:
 # --- Only the leader writes what follows.
 
 
+def open_failed(snapshot: Snapshot, failure: Failure) -> Txn:
+    """Open a generation after a failure whose node could not: its guard did not hold, as the key was written over."""
+    assert snapshot.generation
+    number, is_secondary = snapshot.generation.number + 1, failure.kind.is_secondary
+    opened = Generation(number, OpenKind.FAIL, failure.sentence, failure.node_id, is_secondary=is_secondary)
+    return _open(snapshot, opened, ())
+
+
 def open_loss(snapshot: Snapshot, lost: list[str]) -> Txn:
     """Open a generation without these seated nodes, whose leases have ended.
 
@@ -264,6 +273,22 @@ def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
     # A transaction holds 128 guards and writes, so only one newcomer is guarded; one is enough to open a generation.
     there = Present(keys.joined(number, ready[0]))
     return _open(snapshot, opened, (there, Present(keys.table(number)), Empty(keys.done(number))))
+
+
+def mend(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
+    """Restore or delete an unreadable record, since guards of other transactions would fail because of it.
+
+    A node with a seat that has joined the forming generation does not look again before the next one. So that one is
+    opened if its record is deleted: it joins again, or comes back as a new node.
+    """
+    keys, table, generation = snapshot.keys, snapshot.table, snapshot.generation
+    node_id, ops = broken.key.rpartition("/")[2], [restored]
+    has_joined = generation and broken.key in (keys.member(node_id), keys.joined(generation.number, node_id))
+    is_forming = table is not None and not snapshot.current_table and table.group_rank(node_id) is not None
+    if isinstance(restored, Delete) and generation and has_joined and is_forming:
+        cause = f"a record of {host_of(node_id)} in the store could not be read"
+        ops.append(snapshot.put(keys.generation, encode(Generation(generation.number + 1, OpenKind.LOSS, cause))))
+    return Txn((*leader_guards(snapshot), broken), tuple(ops))
 
 
 def evict(snapshot: Snapshot, node_id: str) -> Txn:

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.harness import RUN_LIMIT_S, environment, script
+from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, script, wait_for
+from tests.warm import SharedStart
 
 # With this switch interval, a thread gets the interpreter only when the main thread waits for something. On a busy
 # machine that happens once in thousands of runs. Gloo's threads may still hold a program's last operations when Python
@@ -51,3 +53,50 @@ def test_who_ends_right_after_the_last_word_ends_well(tmp_path: Path) -> None:
 
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["0"] * 16, ended.stderr
+
+
+# The ranks meet over a channel, which uses what the agent gave them. Generation 0 fails then.
+GIVEN = """
+import os, pathlib
+import torch.distributed as dist
+from elaunch.trainer.ranks.group_member import GroupMember
+
+generation, rank = os.environ["ELAUNCH_GENERATION"], os.environ["RANK"]
+dist.init_process_group("gloo")
+channel = GroupMember.of().channel("probe")
+assert channel.all_gather(rank.encode()) == [b"0", b"1"]
+with open("." + rank, "w") as file:
+    file.write(os.environ["ELAUNCH_GENERATION_SECRET"])
+os.rename("." + rank, generation + rank)
+if generation == "0":
+    raise ValueError("again")
+while not channel.broadcast(b"end" if rank == "0" and pathlib.Path("end").exists() else b""):
+    pass
+"""
+
+
+def test_a_generations_secret_is_in_no_log_no_event_and_no_command_line(
+    tmp_path: Path, torch_start: SharedStart
+) -> None:
+    events = tmp_path / "events"
+    options = ("--nproc-per-node", "2", "--log-dir", "logs", "--run-id", "given", "--on-event", f"cat >> {events}")
+    with Job(tmp_path, *torch_start.options, *options, str(script(tmp_path, GIVEN)), env=torch_start.env) as job:
+        wait_for(lambda: (tmp_path / "10").exists() and (tmp_path / "11").exists(), "generation 1 has met")
+        asked = [
+            subprocess.run(
+                [*COMMAND, what, "given"], env=environment(torch_start.env), capture_output=True, timeout=RUN_LIMIT_S
+            )
+            for what in ("status", "stacks")
+        ]
+        lines = [" ".join(each.info["cmdline"] or ()).encode() for each in psutil.process_iter(["cmdline"])]
+        (tmp_path / "end").touch()
+        assert job.wait() == 0, job.output
+
+    secrets = {name: (tmp_path / name).read_bytes() for name in ("00", "01", "10", "11")}
+    assert len(secrets["00"]) == 32
+    assert (secrets["00"], secrets["10"]) == (secrets["01"], secrets["11"])
+    assert secrets["00"] != secrets["10"]
+    files = [path.read_bytes() for path in [events, *(tmp_path / "logs").rglob("*")] if path.is_file()]
+    shown = [job.output.encode(), *files, *lines, *(each.stdout + each.stderr for each in asked)]
+    assert (asked[0].returncode, asked[1].returncode, len(files) > 2) == (0, 0, True)
+    assert [text for text in shown for secret in secrets.values() if secret in text] == []

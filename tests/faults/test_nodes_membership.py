@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from elaunch.rendezvous.rules.snapshot import Keys
 from tests.faults.cluster import PATIENT, Cluster, LightCluster
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
@@ -28,6 +31,30 @@ def test_a_node_that_comes_late_gets_a_seat_in_a_new_generation(tmp_path: Path) 
         assert both.hosts == ["node0", "node1"]
         assert both.restarts == 0
         cluster.end()
+
+
+def test_a_node_with_any_hostname_joins_and_no_broken_record_costs_the_job(tmp_path: Path) -> None:
+    with LightCluster(tmp_path, 3) as cluster:
+        name = "my host\x1b]0;x\x07\n"
+        sethostname = f"import socket; socket.sethostname({name!r})"
+        subprocess.run([*cluster.nodes[2].prefix, sys.executable, "-c", sethostname], check=True, timeout=30)
+        cluster.start(0, 1, nnodes="2:3")
+        first = cluster.meeting(2)
+        keys = Keys("job")
+        scribbled = [keys.joined(first.generation, "x-1"), keys.table(first.generation), keys.leader, keys.generation]
+        for key in scribbled:
+            cluster.etcd.ctl("put", key, "{")
+
+        cluster.start(2, nnodes="2:3")
+
+        three = cluster.meeting(3, after=first)
+        assert sorted(three.hosts) == [name, "node0", "node1"]
+        cluster.end()
+        said = "".join(agent.output for agent in cluster.agents.values())
+        assert [key for key in scribbled if f"{key} in the store is" not in said] == []
+        assert "this job calls it my-host-]0;x--" in said
+        own = [line for line in said.splitlines() if line.startswith("elaunch: ")]
+        assert [line for line in own if not line.isprintable()] == []
 
 
 @pytest.mark.slow

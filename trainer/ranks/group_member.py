@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hmac
 import itertools
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -54,18 +56,30 @@ def _outlives_restarts(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class _StoreContacts:
-    """Where the ranks of a channel listen, in the store by which the job's process group was made."""
+    """Where the ranks of a channel listen, in the store by which the job's process group was made.
+
+    Everybody who reaches MASTER_PORT can read that store. So under elaunch it holds no secret as it is: the agents have
+    given one to all ranks of the generation.
+    """
 
     channel: str
     may_be_old: bool
 
     def publish(self, rank: int, content: bytes) -> None:
-        _store().set(f"{self.channel}/{rank}", content)
+        key = f"{self.channel}/{rank}"
+        _store().set(key, _masked(key, content))
 
     def find(self, rank: int) -> bytes | None:
         # Not `wait` with a limit: torch prints two warnings whenever its time is over.
         key = f"{self.channel}/{rank}"
-        return bytes(_store().get(key)) if _store().check([key]) else None
+        return _masked(key, bytes(_store().get(key))) if _store().check([key]) else None
+
+
+def _masked(key: str, contact: bytes) -> bytes:
+    """The contact with its secret, which comes first, masked by a pad for this key; masking it again reveals it."""
+    given = os.environ.get("ELAUNCH_GENERATION_SECRET", "")
+    pad = hmac.digest(given.encode(), key.encode(), "sha256") if given else b""
+    return bytes(map(operator.xor, contact, pad)) + contact[len(pad) :]
 
 
 def _store() -> Any:

@@ -23,6 +23,7 @@ TABLE = RankTable(
     master_addr="host-a",
     master_port=29511,
     reason="restart 2 of 3",
+    secret="c0ffee",
     restarts=2,
 )
 
@@ -62,8 +63,14 @@ def test_a_worker_gets_torchruns_variables_and_its_generation() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": "/run/error.json",
         "ELAUNCH_GENERATION": "4",
+        "ELAUNCH_GENERATION_SECRET": "c0ffee",
         "ELAUNCH_MEMORY": "/dev/shm/mine",
     }
+
+
+def test_where_a_node_knows_no_secret_none_is_given_and_none_is_shown() -> None:
+    assert "ELAUNCH_GENERATION_SECRET" not in variables(table=replace(TABLE, secret=""))
+    assert TABLE.secret not in repr(TABLE)
 
 
 def test_where_no_folder_can_be_made_for_the_workers_memory_none_is_named() -> None:

@@ -31,6 +31,15 @@ def test_only_a_text_that_nobody_watches_has_times(form: LogFormat, has_terminal
     assert re.fullmatch(f"{TIME if has_time else ''}elaunch: the job starts\n", line)
 
 
+def test_no_control_character_of_a_text_reaches_the_terminal() -> None:
+    lines, text = OwnLines(LogFormat.PLAIN, has_terminal=True), "a\x1b]0;x\x07b\x9b2J\r\u202e\x7f\tc"
+
+    (shown, reported) = lines.line(text).decode(), lines.report(f"=\n{text}\n", {}).decode()
+
+    cleaned = "a\\x1b]0;x\\x07b\\x9b2J\\x0d\\u202e\\x7f\tc"
+    assert (shown, reported) == (f"elaunch: {cleaned}\n", f"=\n{cleaned}\n")
+
+
 def test_in_a_report_elaunchs_own_lines_alone_get_the_time() -> None:
     text = "=====\n    elaunch: a worker's line\nelaunch: the workers' output is in logs\n"
 

@@ -53,6 +53,23 @@ def test_a_failed_run_names_who_failed_first_and_why_it_stopped() -> None:
     assert "the budget of 3 restarts is spent" in text
 
 
+HOSTILE = "x\nelaunch: succeeded\relaunch: succeeded\x1b]0;x\x07"
+
+
+def test_no_text_of_another_nodes_record_makes_a_line_of_elaunchs_own() -> None:
+    names = ("host", "message", "exception", "frame", "traceback", "tail", "log_path", "error_file", "advice")
+
+    text = failed(replace(RAISED, **dict.fromkeys(names, HOSTILE), is_cut=True), Path("logs"))  # type: ignore[arg-type]
+    ended = report(replace(FAILED, kind=OutcomeKind.UNKNOWN, reason=HOSTILE), SPEC, None)
+
+    assert [line for line in text.split("\n") if line.startswith("elaunch: succ") or not line.isprintable()] == []
+    assert ended.splitlines()[1:] == []
+
+
+def test_the_colours_of_the_last_lines_are_left_out() -> None:
+    assert "    ERROR it broke" in failed(replace(KILLED, tail="\x1b[31;1mERROR\x1b[0m it broke\n")).splitlines()
+
+
 def test_the_words_that_scripts_look_for_in_torchruns_box_are_there() -> None:
     lines = failed(RAISED).splitlines()
 

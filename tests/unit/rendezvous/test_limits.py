@@ -55,6 +55,15 @@ def test_the_other_records_have_a_longest_form_too(character: str) -> None:
     assert len(encode_table(RankTable(1, seats, text, 1, text))) < 6 << 10
 
 
+def test_a_line_has_no_control_characters_and_that_alone_cuts_nothing() -> None:
+    said = failure("a\nelaunch: b\x1b[2J\x9b\u202e\tc")
+
+    assert said.message == said.exception == said.host == said.log_path == "a\\x0aelaunch: b\\x1b[2J\\x9b\\u202e\tc"
+    assert "\n" in said.tail
+    assert not said.is_cut
+    assert decode(Failure, encode(said)) == said
+
+
 def test_what_is_short_enough_is_left_as_it_is() -> None:
     short = failure("a few words")
 

@@ -565,7 +565,8 @@ def newcomer(*, progressed: bool = True) -> Driver:
     leader = "node-z-00000000"
     seats = seats_of([(node_id, 3, "default") for node_id in (leader, driver.node_id)])
     table = RankTable(0, seats, "10.0.0.9", 1, "node-a joins", restarts=1, progressed=progressed)
-    driver.write(Put(KEYS.leader, leader), Put(KEYS.table(0), encode_table(table)))
+    driver.store.grant(9, 60.0)
+    driver.write(Put(KEYS.leader, leader, 9), Put(KEYS.table(0), encode_table(table)))
     driver.settle()
     assert isinstance(driver.agent.phase, Running)
     return driver

@@ -286,7 +286,8 @@ def test_a_node_without_a_seat_waits_and_says_so_once(
     driver.look()
     driver.answer()
     driver.look()
-    driver.write(Put(KEYS.table(0), encode_table(other_table(0, seats))), Put(KEYS.leader, "node-z-00000000"))
+    driver.store.grant(9, 60.0)
+    driver.write(Put(KEYS.table(0), encode_table(other_table(0, seats))), Put(KEYS.leader, "node-z-00000000", 9))
     driver.answer()
 
     first = driver.look()
@@ -443,17 +444,38 @@ def test_a_store_that_is_lost_while_workers_stop_after_a_failure_leaves_the_outc
 
 def test_a_record_that_somebody_wrote_over_stops_nobody_and_is_said_once() -> None:
     driver = started()
+    before = driver.store.read(KEYS.generation).entries[KEYS.generation].value
     driver.write(Put(KEYS.generation, "scribbled"))
 
-    done = driver.look()
-    said, again = driver.said, driver.look()
+    driver.look()
+    said = driver.said
+    driver.settle()
 
-    assert (done, again, driver.said) == ([], [], "")
+    assert driver.said == ""
+    assert driver.store.read(KEYS.generation).entries[KEYS.generation].value == before
     assert said.startswith(f"{KEYS.generation} in the store is not a Generation: 'scribbled'")
     assert said.endswith("; going on without it")
     assert driver.exits(1, 3) == [SignalWorkers(0, frozenset({0, 2}), TERM)]
     assert driver.snapshot.generation
     assert driver.snapshot.generation.number == 1
+
+
+def test_a_node_whose_end_met_a_written_over_generation_reports_it_again_once() -> None:
+    driver = started()
+    before = driver.store.read(KEYS.generation).entries[KEYS.generation].value
+    driver.write(Put(KEYS.generation, before))
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+    key = KEYS.done(0, driver.node_id)
+    lost = key not in driver.store.read(key).entries
+
+    driver.look()
+
+    assert (lost, key in driver.store.read(key).entries) == (True, True)
+    driver.settle()
+    assert isinstance(driver.agent.phase, Exited)
+    assert driver.agent.phase.outcome.kind is OutcomeKind.SUCCEEDED
 
 
 def test_an_agent_wants_no_tick_without_a_deadline() -> None:

@@ -284,12 +284,12 @@ def test_what_others_write_is_seen_from_whichever_thread_it_is_told() -> None:
         bench.session.look()
         looks = bench.looks_due
 
-        bench.store.write(Txn((), (Put(KEYS.leader, "node-b-00000001"),)))
+        bench.store.write(Txn((), (Put(KEYS.starter, "node-b-00000001"),)))
 
         assert bench.looks_due == looks + 1
         looked = bench.session.look()
         assert isinstance(looked, Looked)
-        assert looked.snapshot.leader == "node-b-00000001"
+        assert looked.snapshot.starter == "node-b-00000001"
 
 
 # --- the end

@@ -138,11 +138,11 @@ def test_a_store_that_can_be_reached_in_another_way_is_looked_at_so() -> None:
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(remote: bool) -> None:
     bench = Bench(remote=remote)
-    bench.write(Put(KEYS.leader, "x"), Put(KEYS.member(NODE.node_id), encode(NODE)))
+    bench.write(Put(KEYS.starter, "x"), Put(KEYS.member(NODE.node_id), encode(NODE)))
 
     snapshot = bench.begun().snapshot
 
-    assert (snapshot.leader, snapshot.whole, bool(snapshot.members)) == ("x", not remote, not remote)
+    assert (snapshot.starter, snapshot.whole, bool(snapshot.members)) == ("x", not remote, not remote)
 
 
 @pytest.mark.parametrize("method", ["check", "grant", "watch", "begun"])
@@ -612,12 +612,12 @@ def test_a_transaction_with_a_tag_is_answered_and_one_without_is_not() -> None:
 def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
     bench = Bench().begun()
     bench.store.deaf = True
-    bench.write(Put(KEYS.leader, "x"))
+    bench.write(Put(KEYS.starter, "x"))
     seen: list[str] = []
     post = bench.events.append
-    bench.client._post = lambda event: (seen.append(bench.snapshot.leader), post(event))[1]
+    bench.client._post = lambda event: (seen.append(bench.snapshot.starter), post(event))[1]
 
-    bench.client.commit(Txn((Absent(KEYS.leader),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
+    bench.client.commit(Txn((Absent(KEYS.starter),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
 
     assert seen == ["x"]
     assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.read().revision)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from elaunch import __version__
 from elaunch.agent.workers.software import software
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 OURS = Program(ProgramKind.SCRIPT, "train.py", interpreter=sys.executable)
-PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}, elaunch {__version__}"
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,6 @@ def test_torchs_version_is_read_from_its_file(
     assert software(OURS) == words
 
 
-def test_of_another_interpreter_nothing_is_said() -> None:
-    assert software(Program(ProgramKind.SCRIPT, "train.py", interpreter="/other/python")) == ""
-    assert software(Program(ProgramKind.COMMAND, "bash")) == ""
+def test_with_another_interpreter_only_elaunchs_own_version_is_known() -> None:
+    assert software(Program(ProgramKind.SCRIPT, "train.py", interpreter="/other/python")) == f"elaunch {__version__}"
+    assert software(Program(ProgramKind.COMMAND, "bash")) == f"elaunch {__version__}"

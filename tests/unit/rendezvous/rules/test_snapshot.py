@@ -10,7 +10,8 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.table_codec import encode_table
-from elaunch.rendezvous.store import Absent, Op, Put, Txn, Unchanged
+from elaunch.rendezvous.rules.transactions import become_leader
+from elaunch.rendezvous.store import Absent, Delete, Op, Put, Txn, Unchanged
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -47,7 +48,8 @@ def write(store: MemoryStore, *ops: Op) -> None:
 
 def store_with(puts: dict[str, str]) -> MemoryStore:
     store = MemoryStore()
-    write(store, *(Put(key, value) for key, value in puts.items()))
+    store.grant(9, 3600.0)
+    write(store, *(Put(key, value, 9 if key.endswith("ctl/leader") else 0) for key, value in puts.items()))
     return store
 
 
@@ -143,7 +145,7 @@ def test_the_generation_guard_fails_once_a_generation_was_opened() -> None:
     store = store_with({KEYS.generation: encode(Generation(0, OpenKind.START, ""))})
     snapshot = read(store)
 
-    before = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "a"),))).held
+    before = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "a", 9),))).held
     write(store, Put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, ""))))
     after = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "b"),))).held
 
@@ -171,7 +173,7 @@ def test_the_leader_guard_fails_once_another_leads_though_it_be_the_same_node_ag
     guard = read(store).leader_guard
 
     before = store.commit(Txn((guard,), (Put(KEYS.spec, "x"),))).held
-    write(store, Put(KEYS.leader, "a"))
+    write(store, Put(KEYS.leader, "a", 9))
     after = store.commit(Txn((guard,), (Put(KEYS.spec, "y"),))).held
 
     assert (before, after) == (True, False)
@@ -185,19 +187,22 @@ def test_another_jobs_keys_are_not_read() -> None:
     assert snapshot == Snapshot(KEYS, revision=snapshot.revision, whole=True)
 
 
+RUNS = encode(Generation(3, OpenKind.FAIL, "rank 0 failed"))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "what"),
     [
-        (KEYS.member("a"), '{"node_id":"a"}', "not a Node"),
-        (KEYS.joined(3, "a"), "{}", "not a Joined"),
         (KEYS.table(3), "{}", "not a rank table"),
         (KEYS.spec, "null", "not a Terms"),
         (KEYS.generation, "7", "not a Generation"),
         (KEYS.ended, "yes", "not a Outcome"),
     ],
 )
-def test_a_record_that_is_none_is_refused_with_its_key_and_its_value(key: str, value: str, what: str) -> None:
-    store = store_with({KEYS.leader: "a", key: value})
+def test_a_record_of_the_job_that_is_none_is_refused_with_its_key_and_its_value(
+    key: str, value: str, what: str
+) -> None:
+    store = store_with({KEYS.leader: "a", KEYS.generation: RUNS, key: value})
 
     with pytest.raises(ValueError, match=what) as caught:
         read(store)
@@ -206,12 +211,88 @@ def test_a_record_that_is_none_is_refused_with_its_key_and_its_value(key: str, v
     assert value in str(caught.value)
 
 
-@pytest.mark.parametrize("key", [f"{KEYS.root}joined/x/a", f"{KEYS.root}done/-/a", f"{KEYS.control}table/new"])
-def test_a_key_whose_generation_is_no_number_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match="is no number") as caught:
-        read(store_with({key: ""}))
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        (KEYS.member("a"), '{"node_id":"a"}', "not a Node"),
+        (KEYS.member("a"), encode(replace(NODE, host="a b")), "not a Node"),
+        (KEYS.member("a"), encode(replace(NODE, role="a\nb")), "not a Node"),
+        (KEYS.joined(3, "a"), "{}", "not a Joined"),
+        (KEYS.still(3, "a"), "{}", "not a StillNode"),
+        (KEYS.table(2), "{}", "not a rank table"),
+        (KEYS.table(4), "x" * 1_000_000, "not a rank table"),
+        (f"{KEYS.root}joined/x/a", "", "not a generation's"),
+        (f"{KEYS.root}done/-/a", "", "not a generation's"),
+        (f"{KEYS.control}table/new", "", "not a generation's"),
+    ],
+)
+def test_any_other_record_that_is_none_costs_a_sentence_and_the_leader_deletes_it(
+    key: str, value: str, what: str
+) -> None:
+    job = {KEYS.leader: "b", KEYS.generation: RUNS, KEYS.table(3): encode_table(table(3))}
+    store = store_with(job | {key: value})
+    reader = SnapshotReader(KEYS)
 
-    assert str(caught.value).startswith(f"{key} in the store is not a generation's")
+    first, second = (reader.read(store.read(KEYS.root), whole=True) for _ in range(2))
+
+    assert [sentence.startswith(f"{key} in the store is {what}") for sentence in first.unreadable] == [True]
+    assert len(first.unreadable[0]) < 1000
+    assert second.unreadable == ()
+    assert (first.members, first.joined, first.still, first.done, [*first.tables]) == ({}, {}, {}, {}, [3])
+    assert [op for _, op in second.mends] == [Delete(key)]
+
+
+def test_whatever_is_written_again_and_again_gets_one_sentence_and_thousands_get_a_few() -> None:
+    store, reader = store_with({KEYS.member("a"): encode(NODE)}), SnapshotReader(KEYS)
+    reader.read(store.read(KEYS.root), whole=True)
+    said = []
+    for text in ("one", "two"):
+        write(store, Put(KEYS.member("a"), text))
+        said.append(len(reader.read(store.read(KEYS.root), whole=True).unreadable))
+
+    write(store, *(Put(KEYS.joined(3, f"x-{n}"), "x") for n in range(100)))
+
+    assert said == [1, 0]
+    assert len(reader.read(store.read(KEYS.root), whole=True).unreadable) < 10
+
+
+def test_over_a_leader_that_is_no_node_or_stands_on_no_lease_any_member_may_lead() -> None:
+    store, reader = store_with({KEYS.generation: RUNS}), SnapshotReader(KEYS)
+    store.grant(7, 60.0)
+    write(store, Put(KEYS.leader, "a", 7), Put(KEYS.member("a"), encode(NODE), 7))
+    for scribble in ("b", "a\x1b[2J", ""):
+        reader.read(store.read(KEYS.root), whole=True)
+        write(store, Put(KEYS.leader, scribble))
+
+        snapshot = reader.read(store.read(KEYS.root), whole=True)
+
+        assert snapshot.leader == ""
+        assert store.commit(become_leader(snapshot, NODE, 7)).held
+        assert reader.read(store.read(KEYS.root), whole=True).leader == "a"
+
+
+def test_a_generation_does_not_go_back() -> None:
+    store, reader = store_with({KEYS.generation: RUNS}), SnapshotReader(KEYS)
+    before = reader.read(store.read(KEYS.root), whole=True)
+    write(store, Put(KEYS.generation, encode(Generation(2, OpenKind.START, ""))))
+
+    after = reader.read(store.read(KEYS.root), whole=True)
+
+    assert after.generation == before.generation
+    assert [op for _, op in after.mends] == [Put(KEYS.generation, RUNS)]
+
+
+def test_the_runs_lease_is_not_forgotten_when_somebody_writes_over_the_terms() -> None:
+    store, reader = MemoryStore(), SnapshotReader(KEYS)
+    store.grant(7, 60.0)
+    write(store, Put(KEYS.spec, encode(Terms()), 7))
+    reader.read(store.read(KEYS.root), whole=True)
+    write(store, Put(KEYS.spec, "scribbled"))
+
+    snapshot = reader.read(store.read(KEYS.root), whole=True)
+
+    assert (snapshot.lease, snapshot.terms) == (7, Terms())
+    assert [op for _, op in snapshot.mends] == [Put(KEYS.spec, encode(Terms()), 7)]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +369,7 @@ def test_a_record_that_was_written_again_is_read_anew() -> None:
     store = store_with({KEYS.leader: "a"})
     reader = SnapshotReader(KEYS)
     reader.read(store.read(KEYS.root), whole=True)
-    write(store, Put(KEYS.leader, "b"))
+    write(store, Put(KEYS.leader, "b", 9))
 
     assert reader.read(store.read(KEYS.root), whole=True).leader == "b"
 

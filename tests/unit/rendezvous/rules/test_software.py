@@ -59,6 +59,20 @@ def test_a_table_keeps_it_as_text_and_is_no_longer_without_it() -> None:
         decode_table(text.replace("they differ", "\\u001b[2J"))
 
 
+@pytest.mark.parametrize(("secrets", "sealed"), [(("s1", "s2"), "s1"), (("s1", ""), ""), (("", ""), "")])
+def test_a_table_has_the_first_nodes_secret_if_every_node_knows_what_it_is_for(
+    secrets: tuple[str, str], sealed: str
+) -> None:
+    world = World(TERMS)
+    for who, secret in zip((A, B), secrets, strict=True):
+        joined = Joined(who.node_id, 1, secret=secret)
+        is_member = who.node_id in world.snapshot.members
+        world.commit(transactions.join(world.snapshot, who, joined, world.lease(who), is_member=is_member))
+    world.run()
+
+    assert (world.table.secret, decode_table(encode_table(world.table)).secret) == (sealed, sealed)
+
+
 def test_what_no_node_would_say_is_no_record() -> None:
     with pytest.raises(ValueError, match="no text for people"):
         check(Joined(A.node_id, 1, software="\x1b[2J"))

@@ -472,7 +472,7 @@ def test_who_no_longer_leads_takes_the_lead_from_nobody() -> None:
     world = running(A, B)
     old = world.snapshot
     world.commit(transactions.resign(old))
-    world.commit(transactions.become_leader(world.snapshot, B, 0))
+    world.commit(transactions.become_leader(world.snapshot, B, world.lease(B)))
 
     world.commit(transactions.resign(old))
 

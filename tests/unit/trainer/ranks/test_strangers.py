@@ -11,13 +11,16 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from elaunch.trainer.ranks import connections, listener
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.greeting import CONFIRMATION_BYTES, HELLO_BYTES, NONCE_BYTES, REPLY_BYTES, Contact
+from elaunch.trainer.ranks.group_member import _StoreContacts
 from elaunch.trainer.ranks.listener import RankListener
 from elaunch.trainer.ranks.own_address import own_address
 from tests.harness import DEADLINE_S
@@ -32,6 +35,31 @@ def test_a_contact_is_read_as_it_was_written() -> None:
     assert Contact.from_bytes("job/peers", 0, CONTACT.to_bytes()) == CONTACT
     six = replace(CONTACT, address="fd00::1")
     assert Contact.from_bytes("job/peers", 0, six.to_bytes()) == six
+
+
+@pytest.fixture
+def group_store() -> Iterator[Any]:
+    """The store of a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("given", ["", "5" * 32])
+def test_under_elaunch_the_process_groups_store_does_not_have_the_secret(
+    given: str, group_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELAUNCH_GENERATION_SECRET", given)
+    contacts, content = _StoreContacts("job/peers", may_be_old=False), CONTACT.to_bytes()
+
+    contacts.publish(0, content)
+
+    stored = group_store.get("job/peers/0")
+    assert (stored == content) == (given == "")
+    assert (CONTACT.secret in stored) == (given == "")
+    assert contacts.find(0) == content
+    monkeypatch.setenv("ELAUNCH_GENERATION_SECRET", "6" * 32)
+    assert contacts.find(0) != content
 
 
 def test_only_who_knows_the_secret_the_channel_and_the_receiver_is_taken_for_a_rank() -> None:
