@@ -39,10 +39,13 @@ def prepare(c10d: ModuleType | None) -> GlooThreads:
     """
     gloo = GlooThreads()
     thread, own_port = _AnsweringThread(gloo), os.environ.get("MASTER_PORT", "")
+    generation = os.environ.get("ELAUNCH_GENERATION", "0")
 
     def found(c10d: ModuleType) -> None:
         thread.follow(c10d)
         _use_agents_store_at(own_port, c10d)
+        if generation != "0":
+            _separate_file_stores_of(generation, c10d)
 
     if c10d is None:
         # Just before Python's own search of sys.path: a finder of the program's stays the first.
@@ -68,6 +71,22 @@ def _use_agents_store_at(own_port: str, c10d: ModuleType) -> None:
         return bool(uses(*args, **kwargs)) and str(port) == own_port
 
     rendezvous["_torchelastic_use_agent_store"] = _torchelastic_use_agent_store
+
+
+def _separate_file_stores_of(generation: str, c10d: ModuleType) -> None:
+    """Give this generation keys of its own in the file of init_method=file://, which has the dead ranks' addresses."""
+    rendezvous: Any = getattr(getattr(c10d, "rendezvous", None), "__globals__", {})
+    handlers: Any = rendezvous.get("_rendezvous_handlers", {})
+    of_file: Any = handlers.get("file")
+    prefix_store: Any = getattr(c10d, "PrefixStore", None)
+    if of_file is None or prefix_store is None:
+        return
+
+    def file_rendezvous(*args: Any, **kwargs: Any) -> Any:
+        for store, rank, world_size in of_file(*args, **kwargs):
+            yield prefix_store(f"generation-{generation}", store), rank, world_size
+
+    handlers["file"] = file_rendezvous
 
 
 class _Finder(LeavingFinder):

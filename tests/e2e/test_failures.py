@@ -231,6 +231,31 @@ def test_a_bug_of_two_ranks_in_each_generation_is_one_traceback(tmp_path: Path) 
     assert _report(shown_all).count("Traceback (most recent call last):") == 1
 
 
+MEETS_IN_A_FILE = """
+import os, sys
+import torch.distributed as dist
+
+rank, generation = int(os.environ["RANK"]), os.environ["ELAUNCH_GENERATION"]
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meet", rank=rank, world_size=2)
+dist.barrier()
+print(f"met in {generation}", flush=True)
+if generation == "0" and rank == 1:
+    os.kill(os.getpid(), 9)
+dist.barrier()
+"""
+
+
+def test_ranks_that_meet_in_a_file_meet_again_after_a_restart(tmp_path: Path, torch_start: SharedStart) -> None:
+    """The file still has the addresses of the first generation's ranks."""
+    script(tmp_path, MEETS_IN_A_FILE)
+
+    job = finished(
+        tmp_path, *torch_start.options, "--nproc-per-node", "2", "--max-restarts", "1", "train.py", env=torch_start.env
+    )
+
+    assert (job.code, job.stdout.count("met in 0"), job.stdout.count("met in 1")) == (0, 2, 2), job.output
+
+
 READS_ERROR_FILE = """
 import json, sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
