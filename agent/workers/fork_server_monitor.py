@@ -77,7 +77,12 @@ class ForkServerMonitor:
             self.replace(self._current.generation, "did not answer when a worker was gone")
 
     def check(self) -> None:
-        """A link has ended, as at a worker's death: ask whether the fork server is there to report that death."""
+        """A link has ended, as at a worker's death: ask whether the fork server is there to report that death.
+
+        One that still imports cannot answer, and has no worker: that link was one of its predecessor's workers.
+        """
+        if not self.is_ready:
+            return
         with suppress(OSError):
             self._server.ping()
             self._questions += 1

@@ -38,8 +38,8 @@ def server() -> Iterator[Server]:
     made.theirs.close()
 
 
-def test_nobody_waits_for_the_answer_of_a_fork_server_that_was_replaced(server: Server) -> None:
-    """Survivors of a failure are looked at only when no answer is awaited."""
+@pytest.fixture
+def monitor(server: Server) -> Iterator[ForkServerMonitor]:
     group: Any = SimpleNamespace(slots=1)
     current: Any = SimpleNamespace(group=group, generation=1)
     reporter: Any = SimpleNamespace(timeline=SimpleNamespace(stamp=lambda *_args, **_fields: None))
@@ -47,11 +47,30 @@ def test_nobody_waits_for_the_answer_of_a_fork_server_that_was_replaced(server: 
     monitored: Any = server
     exits: Any = None
     with selectors.DefaultSelector() as selector:
-        monitor = ForkServerMonitor(monitored, current, exits, reporter, selector, learner)
-        monitor.check()
-        assert monitor.awaits_answer
+        yield ForkServerMonitor(monitored, current, exits, reporter, selector, learner)
 
-        monitor.begin_generation()
+
+def test_nobody_waits_for_the_answer_of_a_fork_server_that_was_replaced(
+    server: Server, monitor: ForkServerMonitor
+) -> None:
+    """Survivors of a failure are looked at only when no answer is awaited."""
+    monitor.is_ready = True
+    monitor.check()
+    assert monitor.awaits_answer
+
+    monitor.begin_generation()
 
     assert server.asked == 1
     assert not monitor.awaits_answer
+
+
+def test_a_fork_server_that_imports_is_not_asked_about_links_of_its_predecessors_workers(
+    server: Server, monitor: ForkServerMonitor
+) -> None:
+    """It answers after the import only, and would be replaced as a silent one: again and again on a busy host."""
+    monitor._patience_until_s = None
+
+    monitor.check()
+
+    assert server.asked == 0
+    assert monitor.due_s is None
