@@ -31,7 +31,7 @@ _TRY_EVERY_S_MAX = 60.0
 _AFTER_GROUP_S = 120.0
 _TRY_S = 2.0
 _SYN_SENT = "02"
-_NO_ANSWER = "no answer"
+_NO_ANSWER, _REFUSED = "no answer", "refused"
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -44,12 +44,12 @@ class Unanswered:
         self._look_at_s = self._try_at_s = 0.0
         self._pause_s = LOOK_EVERY_S
         self._before: frozenset[tuple[int, Endpoint]] = frozenset()
-        self._is_reached = self._is_busy = self._is_said = False
+        self._is_reached = self._is_busy = self._is_said = self._was_refused = False
 
     def tick(self, group: WorkerGroup, now_s: float, *, has_store: bool) -> None:
         """Look, if that is due. `has_store`: a process of its own serves MASTER_PORT, which listens from the start."""
         if group is not self._group:
-            self._group, self._before, self._is_said = group, frozenset(), False
+            self._group, self._before, self._is_said, self._was_refused = group, frozenset(), False, False
             self._is_reached, self._pause_s = group.group_rank == 0 or not has_store, LOOK_EVERY_S
             self._look_at_s = self._try_at_s = group.started_s + LOOK_EVERY_S
         is_past = len(group.recorders) == group.slots and now_s - group.started_s > _AFTER_GROUP_S
@@ -74,6 +74,9 @@ class Unanswered:
             why = _why_not(master) if is_to_try or to_master else ""
             if group is self._group:
                 self._is_reached |= is_to_try and not why
+                # The node of rank 0 may start its workers later than this one, or just be losing them.
+                is_first, self._was_refused = why == _REFUSED and not self._was_refused, why == _REFUSED
+                why = "" if is_first else why
             if to_master and why:
                 self._say(group, to_master, master, why)
                 return
@@ -150,7 +153,7 @@ def _why_not(master: Endpoint) -> str:
     except socket.gaierror:
         return ""
     except ConnectionRefusedError:
-        return "refused"
+        return _REFUSED
     except TimeoutError:
         return _NO_ANSWER
     except OSError as error:
