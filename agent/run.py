@@ -56,7 +56,8 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         # Folders are made until the end; from the pump's start on its console has the word.
         run_dir = _run_dir(config, lambda trouble: warn(trouble), places)
         form = config.output.log_format.value
-        guardian.note(pid=os.getpid(), form="timed" if form == "text" and not os.isatty(2) else form)
+        form = "timed" if form == "text" and not os.isatty(2) else form
+        guardian.note(pid=os.getpid(), host=node_host(socket.gethostname()), form=form)
         environment = guardian.environment(config.environment)
         fork_server = _fork_server(config, environment)
         guardian.cgroup.move([fork_server.pid], 0)
@@ -186,10 +187,12 @@ class AgentRun:
 
     def without_shown(self, outcome: Outcome) -> Outcome:
         """The same for the report, with a line in place of a traceback that stands just above on this console."""
-        failure = outcome.failure
-        if failure is None or not (where := self._services.pump.tracebacks.near(failure.traceback)):
-            return outcome
-        return replace(outcome, failure=replace(failure, traceback=f"{where}, of {failure.frame}"))
+        return replace(outcome, failure=self._shortened(outcome.failure), first=self._shortened(outcome.first))
+
+    def _shortened(self, failure: Failure | None) -> Failure | None:
+        if failure and (where := self._services.pump.tracebacks.near(failure.traceback)):
+            return replace(failure, traceback=f"{where}, of {failure.frame}")
+        return failure
 
     def write_report(self, text: str, record: Mapping[str, object]) -> None:
         """Write the report to stderr, as text or as a record, after all that the workers wrote."""

@@ -151,7 +151,7 @@ def _details(failure: Failure, logs: Path | None, lacks: str) -> list[str]:
     lines = [
         f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.failed_at))}",
         f"  host      : {failure.host}",
-        f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
+        *([f"  rank      : {failure.rank} (local_rank: {failure.local_rank})"] if failure.rank >= 0 else []),
         f"  exitcode  : {_exit_code(failure)}",
         f"  error_file: {failure.error_file if logs and failure.error_file else '<N/A>'}",
     ]

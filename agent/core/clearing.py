@@ -140,7 +140,9 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
     cause = decisive_failure(known)
     cause = with_cause(event.killer if event.killer and is_sigkill(cause) else cause)
-    cause = replace(killed_together(cause, known), ranks_alike=max(1, sum(is_one_bug(cause, each) for each in known)))
+    cause = replace(
+        killed_together(cause, known), ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1
+    )
     actions: tuple[Action, ...] = (
         *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),
         *name_cause(agent, cause),

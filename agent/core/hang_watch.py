@@ -53,7 +53,7 @@ def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action,
         return running, ()
     healed_s = max(state.healed_s, state.spell_s)
     calm = replace(running, standstill=replace(state, said="", healed_s=healed_s))
-    return calm, (Say("the job goes on after all: a rank that stood still works again"),)
+    return calm, (Say("the job is no longer idle: a rank has made progress, or has exited"),)
 
 
 def _is_watched_otherwise(agent: Agent, running: Running) -> bool:

@@ -26,7 +26,7 @@ def lingering_words(
         f" ago, but {'its process has' if len(group) == 1 else 'their processes have'} not exited: {why}"
         for why, group in found.items()
     ]
-    return (*lines, f"elaunch waits for that; to end the job now: elaunch stop {job}") if lines else ()
+    return (*lines, f"to end the job now: elaunch stop {job}") if lines else ()
 
 
 def _pids(group: Sequence[Stack]) -> str:

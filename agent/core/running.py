@@ -58,6 +58,8 @@ UNEXPLAINED_S = 1.0
 EFFECTS = (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)
 # All ranks of a job stop after the same step, also those whose agent has not yet heard why.
 STOPPED_HOLD_S = 2.0
+# A rank that others wait for is named by the verdict on the hang, and that once.
+AFTER_HANG_S = 10.0
 # Ranks of a job end at about the same time.
 LINGER_TOGETHER_S = 1.0
 
@@ -138,7 +140,7 @@ def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s
         held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
     running = replace(running, words=words, held=held)
     if after_s and rank in running.live:
-        running = replace(running, lingers_s=(*running.lingers_s, (rank, now_s + after_s)))
+        running = replace(running, lingers_s=(*running.lingers_s, (rank, now_s + after_s + AFTER_HANG_S)))
     return replace(agent, phase=running), ()
 
 
@@ -262,8 +264,10 @@ def _name_lingering(agent: Agent, running: Running, now_s: float) -> tuple[Agent
     if not any(now_s >= at_s for _, at_s in running.lingers_s):
         return agent, running, ()
     late = {rank: at_s for rank, at_s in running.lingers_s if now_s >= at_s - LINGER_TOGETHER_S}
-    for_s = agent.times.hang_after_s - max(0.0, max(late.values()) - now_s)
+    for_s = agent.times.hang_after_s + AFTER_HANG_S - max(0.0, max(late.values()) - now_s)
     running = replace(running, lingers_s=tuple(each for each in running.lingers_s if each[0] not in late))
+    if running.standstill.said:
+        return replace(agent, phase=running), running, ()
     named = NameLingering(running.table.generation, frozenset(late), for_s, agent.called)
     return replace(agent, phase=running), running, (named,)
 

@@ -21,7 +21,7 @@ STILL_AWAY_S = 60.0
 # What to type when the head's store is given up.
 _AGAIN = (
     "to start the job again, type its command on all nodes; if the host that served the store stays away, type it on"
-    " the others, with one of them in --rdzv-endpoint"
+    " the others, with one of them in --rdzv-endpoint and as many nodes in --nnodes as are left"
 )
 
 

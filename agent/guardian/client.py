@@ -102,8 +102,9 @@ class GuardianClient:
         return _marked(inherited, marker_beside(self.marker))
 
     def note(self, **facts: object) -> None:
-        """Note facts for the guardian's last words: `pid`, `form` of lines, `timeline`, `generation` and its `workers`.
+        """Note facts for the guardian's report of a killed agent.
 
+        `pid`, `host`, `form` of lines, `timeline`, `generation` and its `workers`.
         `workers` also lets the guardian import what it needs: no worker's start has to wait for that any more. An agent
         that notes `is_over` ends in order.
         """

@@ -29,7 +29,7 @@ def last_words(notes: Mapping[str, Any], stderr: int, kernel_log: int) -> None:
     `notes` are facts that the agent has noted: see `GuardianClient.note`.
     """
     pid, generation, count = notes["pid"], notes.get("generation", -1), notes.get("workers", 0)
-    host = os.uname().nodename
+    host = notes["host"]
     when = f"in generation {generation}" if generation >= 0 else "before its workers ran"
     ended = f"; its {count} workers there were ended" if count > 1 else "; its worker there was ended" * count
     why = (

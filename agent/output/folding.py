@@ -189,4 +189,4 @@ def said_of_folded(lines: dict[int, int], *, is_interrupted: bool) -> str:
         ranks = [*ranks[:_RANKS_SHOWN], f"{len(ranks) - _RANKS_SHOWN} more"]
     count = sum(lines.values())
     hidden = f"{their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
-    return f"rank {listed(ranks)} {how} and ended; {hidden}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {how} and ended; {hidden}"

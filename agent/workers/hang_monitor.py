@@ -21,6 +21,7 @@ from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.vitals import Vitals
 from elaunch.records import replace
+from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, FailureKind
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class HangMonitor:
         def taken(found: tuple[Stack, ...]) -> None:
             # One may have exited meanwhile.
             there = [stack for stack in found if stack.state not in ("", "Z", "X")]
-            for line in lingering_words(there, threads, socket.gethostname(), order.for_s, order.job):
+            for line in lingering_words(there, threads, node_host(socket.gethostname()), order.for_s, order.job):
                 self._reporter.warn(line)
 
         self._take(order.local_ranks, taken)

@@ -83,7 +83,10 @@ class Unanswered:
             # What gets no answer is in `lasting` as soon as a worker tries it.
             tried = why and why != _NO_ANSWER
             waiting = _that_wait(group) if tried or lasting else {}
-            remotes = {remote: {rank for rank, other in lasting if other == remote} for _, remote in lasting}
+            first, last = map(int, _own_ports())
+            # The kernel gives ranks their ports; a program's server on another host has one of its own.
+            of_ranks = {remote for _, remote in lasting if first <= remote.port <= last}
+            remotes = {remote: {rank for rank, other in lasting if other == remote} for remote in of_ranks}
             for remote, ranks in remotes.items():
                 if found := frozenset(rank for rank in ranks if waiting.get(rank)):
                     self._say(group, found, remote, _NO_ANSWER)

@@ -25,6 +25,7 @@ from elaunch.launcher.store.plan import plan
 from elaunch.launcher.store.rendezvous_plan import Planned
 from elaunch.records import replace
 from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.texts import node_host
 
 HELP = """\
 Usage: elaunch doctor [--json] [options of a job] [script.py args…]
@@ -123,7 +124,7 @@ def program_trouble(options: Options, environ: Mapping[str, str]) -> str:
 
 
 def _print(checked: tuple[Checked, ...], took_s: float, *, is_json: bool) -> None:
-    host = socket.gethostname()
+    host = node_host(socket.gethostname())
     if is_json:
         print(show.as_json(checked, host, took_s))
         return

@@ -16,6 +16,7 @@ Usage: elaunch [options] script.py args…
        elaunch submit slurm|k8s [--dry-run] … script.py args…
        elaunch doctor [--json] [options]
        elaunch status|top|stacks [JOB]
+       elaunch stop|restart JOB
        elaunch warm [--status|--stop]
        elaunch report [-o FILE] [--perfetto FILE] [--json] DIR
 

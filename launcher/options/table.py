@@ -141,7 +141,7 @@ _RESTARTS = (
         default=OnHang.WARN, default_text="warn",
     ),
     OptionSpec(
-        "hang-after", Group.RESTARTS, "SECONDS", "how long ranks stand still until it is a hang",
+        "hang-after", Group.RESTARTS, "SECONDS", "how long ranks wait for each other until it is a hang",
         values.positive_seconds, default=60.0, default_text="60",
     ),
     OptionSpec(

@@ -59,7 +59,8 @@ class NewToken:
         """A line for nodes without the token's file; none if no node needs it."""
         if not (file := self.file_to_type(endpoint)):
             return ()
-        copy = joined(["scp", f"{endpoint.host}:{file}", "token"])
+        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+        copy = joined(["scp", f"{host}:{file}", "token"])
         return (
             f"the store's token is in {file}, which only you can read: nodes that share this home find it there;"
             f" on another node copy it first ({copy}), and type --token-file token",

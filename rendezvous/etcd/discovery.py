@@ -174,7 +174,7 @@ class FoundStore:
         except Unavailable as error:
             if not self._is_ours:
                 raise
-            away = HeadAway(f"the job's store, which {self._endpoint.host} serves, is silent: {error}")
+            away = HeadAway(f"the job's store, which {self._endpoint.host} serves, does not respond: {error}")
             away.is_silent = error.is_silent and self._is_heads
             raise away from error
         except HistoryLost as error:

@@ -83,7 +83,8 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     shown = listed([str(rank) for rank in sorted(named)])
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
-    return replace(early, message=f"{said}{_AWAITED}rank {shown} waited{where},")
+    which = f"rank{'s' if len(named) > 1 else ''} {shown}"
+    return replace(early, message=f"{said}{_AWAITED}{which} waited{where},")
 
 
 def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
@@ -98,9 +99,12 @@ def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
     from elaunch.rendezvous.texts import listed
 
     shown = listed([str(rank) for rank in others[:_RANKS_SHOWN]])
-    more = f" and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    more = " and others" if len(others) > _RANKS_SHOWN else ""
     were = "was" if len(others) == 1 else "were"
-    return replace(killed, message=f"{killed.message.partition(_TOO)[0]}{_TOO}{were} rank {shown}{more},")
+    return replace(
+        killed,
+        message=f"{killed.message.partition(_TOO)[0]}{_TOO}{were} rank{'s' if len(others) > 1 else ''} {shown}{more},",
+    )
 
 
 def identical(one: Failure, other: Failure) -> bool:

@@ -197,7 +197,7 @@ if os.environ["RANK"] == "2": atexit.register(clean_up)
 def test_ranks_whose_programs_have_ended_are_named_with_what_keeps_their_processes(tmp_path: Path) -> None:
     script(tmp_path, ENDS)
     with Job(tmp_path, "--preload-only", "json", *OPTIONS[:4], "--run-id", "night", "train.py") as job:
-        job.wait_for_output(r"elaunch waits for that; to end the job now: elaunch stop night")
+        job.wait_for_output(r"to end the job now: elaunch stop night")
         job.process.send_signal(signal.SIGTERM)
         job.wait()
 

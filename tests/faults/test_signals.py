@@ -260,7 +260,7 @@ def test_after_ctrl_c_the_tracebacks_of_ranks_without_a_handler_are_one_line(
         assert_stopped(job, 130)
         assert "Traceback" not in job.output
         assert "KeyboardInterrupt" not in job.output
-        assert re.search(r"^elaunch: rank 0 and 1 were interrupted and ended; their tracebacks \(\d", job.stderr, re.M)
+        assert re.search(r"^elaunch: ranks 0 and 1 were interrupted and ended; their tracebacks \(\d", job.stderr, re.M)
         logs = [path.read_text() for path in tmp_path.glob("logs/latest/*/*/stderr.log")]
         assert sorted(log.rstrip().endswith("\nKeyboardInterrupt") for log in logs) == [True, True]
 

@@ -72,7 +72,7 @@ RULES = (
     CauseRule(
         "a rank's address at which nothing listens",
         "nothing listens at {address}: that rank has ended, or a file of init_method='file://…' still has the addresses"
-        " of an earlier run or generation; name the file after TORCHELASTIC_RESTART_COUNT, or use 'env://'",
+        " of an earlier run; remove it before the start, or use 'env://'",
         pattern=regex(r"connectFullMesh failed[^\n]{0,400}Connection refused, remote=(?P<address>[][0-9a-f.:]{1,64})"),
     ),
     CauseRule(
@@ -118,8 +118,8 @@ RULES = (
     CauseRule(
         "the process group's store cannot be reached",
         "the workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: let no firewall close that port between the"
-        " nodes; for a store at another port set TORCHELASTIC_USE_AGENT_STORE=False first, else torch makes every rank"
-        " a client of it",
+        " nodes; a process that a rank starts can serve a store of its own only while TORCHELASTIC_USE_AGENT_STORE is"
+        " False in its environment",
         pattern=regex(r"client socket has (?:failed to connect|timed out)"),
         more=_no_store,
     ),

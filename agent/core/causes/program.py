@@ -223,7 +223,7 @@ RULES = (
     CauseRule(
         "a file or folder that exists already",
         "each restart runs the program from its beginning, and so does every rank: let it use what is there"
-        " (os.makedirs(path, exist_ok=True)), or make it in rank 0 only while TORCHELASTIC_RESTART_COUNT is 0",
+        " (os.makedirs(path, exist_ok=True)), or make it in rank 0 only while ELAUNCH_GENERATION is 0",
         pattern=regex(r"\[Errno 17\] File exists"),
         exceptions=frozenset({"FileExistsError"}),
     ),

@@ -112,7 +112,7 @@ def test_a_worker_that_exited_with_nought_before_its_peers_is_what_they_lost() -
     assert "while rank 0 waited for it, in generation 0; stopping 1 other" in said
     assert driver.outcome.failure
     assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (1, FailureKind.ENDED_EARLY)
-    assert "rank 0 and 2 waited" in driver.outcome.failure.message
+    assert "ranks 0 and 2 waited" in driver.outcome.failure.message
 
 
 RETURNED = replace(ended(0, 1), code=None, message="reached the end of its program, but did not exit in time")
@@ -142,7 +142,7 @@ def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
     failed = (1, code) if code or kind.is_secondary else (0, 1)
     assert (driver.outcome.failure.rank, driver.outcome.failure.code) == failed
     if kind.is_secondary:
-        assert "while rank 0 and 2 waited for it," in driver.outcome.failure.message
+        assert "while ranks 0 and 2 waited for it," in driver.outcome.failure.message
 
 
 @pytest.mark.parametrize("code", [7, -KILL])

@@ -262,7 +262,7 @@ def test_that_a_job_goes_on_after_all_is_said_and_the_store_forgets_it() -> None
 
     samples(driver, 5, {**ALL_IDLE, 1: WORKS})
 
-    assert "the job goes on after all" in said(driver)
+    assert "the job is no longer idle" in said(driver)
     assert (driver.snapshot.hang, driver.snapshot.still) == (None, {})
 
 
@@ -275,7 +275,7 @@ def test_a_job_that_is_stopped_while_it_hangs_does_not_go_on_after_all() -> None
     settle(one, other)
 
     assert isinstance(other.agent.phase, Stopping)
-    assert "goes on after all" not in said(one) + said(other)
+    assert "no longer idle" not in said(one) + said(other)
 
 
 def test_a_rank_that_sigstop_holds_is_named() -> None:

@@ -157,7 +157,7 @@ def test_an_interrupt_that_nobody_sent_is_shown(fold: TracebackFold) -> None:
     [
         ({1: 9}, False, "rank 1 lost a peer and ended; its traceback (9 lines) is not shown"),
         ({1: 9}, True, "rank 1 was interrupted and ended; its traceback (9 lines) is not shown"),
-        ({1: 9, 0: 3}, True, "rank 0 and 1 were interrupted and ended; their tracebacks (12 lines) are not shown"),
+        ({1: 9, 0: 3}, True, "ranks 0 and 1 were interrupted and ended; their tracebacks (12 lines) are not shown"),
     ],
 )
 def test_one_line_says_whose_tracebacks_are_not_shown(lines: dict[int, int], is_interrupted: bool, said: str) -> None:

@@ -192,14 +192,14 @@ def test_a_rank_that_ended_before_the_others_is_the_peer_that_they_lost() -> Non
     cause = decisive_failure([first, EARLY, later])
 
     assert cause.rank == EARLY.rank
-    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 waited in all_reduce,"
+    assert cause.message == "ended with exit code 0 at 12:00:00, while ranks 0 and 3 waited in all_reduce,"
     assert decisive_failure([cause, first, later]) == cause
 
 
 def test_where_the_others_waited_is_not_said_if_they_waited_in_different_calls() -> None:
     cause = decisive_failure([replace(PEER, call="all_reduce"), replace(PEER, rank=0, call="barrier"), EARLY])
 
-    assert cause.message == "ended with exit code 0 at 12:00:00, while rank 0 and 3 waited for it,"
+    assert cause.message == "ended with exit code 0 at 12:00:00, while ranks 0 and 3 waited for it,"
 
 
 def test_a_rank_that_ended_well_explains_no_failure_of_its_own() -> None:
@@ -320,7 +320,7 @@ def test_ranks_that_were_killed_at_once_are_all_named() -> None:
     both = killed_together(here, [here, replace(KILLED, rank=4)])
 
     assert here.message == "was killed by SIGKILL, and so was rank 2,"
-    assert both.message == "was killed by SIGKILL, and so were rank 2 and 4,"
+    assert both.message == "was killed by SIGKILL, and so were ranks 2 and 4,"
     assert alike(KILLED, both), "which of them are recorded is chance"
 
 
@@ -331,7 +331,7 @@ def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
 
     assert named.message == "exited with code 7, while rank 3 waited in all_reduce,"
     both = decisive_failure([named, replace(PEER, rank=5, call="all_reduce")])
-    assert both.message == "exited with code 7, while rank 3 and 5 waited in all_reduce,"
+    assert both.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce,"
     assert identical(named, replace(left, generation=2))
 
 
