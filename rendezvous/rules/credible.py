@@ -22,9 +22,14 @@ _SIGNAL_MAX = 64
 _TIME_END_S = 253_402_300_800.0
 
 
+def is_generation_of_key(digits: str) -> bool:
+    """Whether `digits` is a generation as `Keys` writes it into a key."""
+    return re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits) is not None
+
+
 def check_generation_of_key(digits: str) -> None:
     """Raises ValueError unless `digits` is a generation as `Keys` writes it into a key."""
-    if not re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits):
+    if not is_generation_of_key(digits):
         raise ValueError(f"not a generation's: {digits[:40]!r} is no number of {GENERATION_DIGITS} digits")
 
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from elaunch.records import dataclass, field
 from elaunch.rendezvous.codec import Decoded, decode
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.credible import check, check_generation_of_key, check_node_id
+from elaunch.rendezvous.rules.credible import check, check_generation_of_key, check_node_id, is_generation_of_key
 from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, Unchanged, View
 from elaunch.rendezvous.texts import plain
@@ -333,7 +333,7 @@ def _is_needed(parts: list[str], generation: Generation | None, tables: Mapping[
     match parts:
         case ["ctl", "spec" | "generation" | "ended"]:
             return True
-        case ["ctl", "table", digits] if generation and digits.isdecimal():
+        case ["ctl", "table", digits] if generation and is_generation_of_key(digits):
             # The ranks that run, or that have to be gone before others run.
             return max(tables, default=-1) < int(digits) <= generation.number
     return False
