@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.rules.questions import Question
 
 Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode", "NodePace")
-_LEADER, _SPEC = ["ctl", "leader"], ["ctl", "spec"]
+_LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
 # Sentences about unreadable records that one snapshot has: somebody may have written thousands.
 _SENTENCES_MAX = 8
 # Characters of a key or value in such a sentence.
@@ -311,6 +311,9 @@ class SnapshotReader:
             if parts == _LEADER and not entry.lease:
                 raise ValueError(f"on no lease, so no elaunch wrote it: {entry.value[:_SHOWN]!r}")
             record = _decoder(parts)(entry.value)
+            if parts == _QUESTION and record and record.lease != entry.lease:
+                # It would not go with its asker, and nobody could ask another one.
+                raise ValueError(f"not on the asker's lease, so no elaunch wrote it: {entry.value[:_SHOWN]!r}")
             if before and before.good:
                 _check_successor(parts, before.good, before.record, entry, record)
             return _Known(entry, parts, record, entry)
@@ -319,9 +322,10 @@ class SnapshotReader:
             # Somebody may write such a record again and again.
             if before is None or before.good is before.entry:
                 unreadable.append(_told(key, error))
-            # A leader that has lost its key does not lead any more.
-            last = before.record if before and parts != _LEADER else None
-            return _Known(entry, parts, last, before.good if before else None)
+            # A leader that has lost its key does not lead any more, and an asker waits for no answer.
+            if before is None or parts in (_LEADER, _QUESTION):
+                return _Known(entry, parts, None, None)
+            return _Known(entry, parts, before.record, before.good)
 
 
 def _told(key: str, error: ValueError) -> str:
