@@ -48,7 +48,7 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
             check_node_id(record.node_id)
             _in_range("port", record.port, 0, _PORT_MAX)
             _check_text(record.software)
-            _check_text(record.secret)
+            _check_secret(record.secret)
         case Failure():
             _in_range("generation", record.generation, -1, _GENERATION_END)
             _check_time("failed_at", record.failed_at)
@@ -81,7 +81,7 @@ def check_table(table: RankTable) -> None:
         _in_range("streak", table.streak.times, 0, None)
         check_node_id(table.streak.who)
     _check_text(table.mismatch)
-    _check_text(table.secret)
+    _check_secret(table.secret)
     for role in table.vacant:
         _check_text(role)
     for each in table.excluded:
@@ -111,6 +111,11 @@ def _check_text(text: str) -> None:
     """It goes to every node's terminal."""
     if not text.isprintable():
         raise ValueError(f"{text[:40]!r} is no text for people")
+
+
+def _check_secret(text: str) -> None:
+    if not text.isprintable():
+        raise ValueError("its secret has control characters")
 
 
 def _check_time(name: str, seconds: float) -> None:
