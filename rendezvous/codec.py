@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
@@ -27,6 +28,11 @@ def shown(value: object) -> str:
     except RecursionError:
         return "something deeply nested"
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
+
+
+def shown_text(text: str) -> str:
+    """The head of `text`, which may be a broken record, for a message: only what is before a secret."""
+    return re.split("[\"']secret", text[:_SHOWN_MAX], maxsplit=1)[0]
 
 
 def encode(record: Any) -> str:
@@ -56,8 +62,7 @@ def decode(kind: type[Decoded], text: str) -> Decoded:
     try:
         return _build(kind, _parsed(text, _RECORD))  # type: ignore[no-any-return]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        why = str(error)[:_SHOWN_MAX]
-        raise ValueError(f"not a {kind.__name__}: {text[:_SHOWN_MAX]!r} ({why})") from error
+        raise ValueError(f"not a {kind.__name__}: {shown_text(text)!r} ({shown_text(str(error))})") from error
 
 
 def decode_fields(hints: Mapping[str, Any], fields: Any) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def set_threads(changed: Collection[str], modules: Mapping[str, Any]) -> None:
 def _number(variable: str) -> int:
     """The positive number in `variable`, else 0. OMP_NUM_THREADS may be a list, with one for each level of nesting."""
     text = os.environ.get(variable, "").partition(",")[0].strip()
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
 @cache

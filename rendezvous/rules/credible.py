@@ -22,9 +22,14 @@ _SIGNAL_MAX = 64
 _TIME_END_S = 253_402_300_800.0
 
 
+def is_generation_of_key(digits: str) -> bool:
+    """Whether `digits` is a generation as `Keys` writes it into a key."""
+    return re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits) is not None
+
+
 def check_generation_of_key(digits: str) -> None:
     """Raises ValueError unless `digits` is a generation as `Keys` writes it into a key."""
-    if not re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits):
+    if not is_generation_of_key(digits):
         raise ValueError(f"not a generation's: {digits[:40]!r} is no number of {GENERATION_DIGITS} digits")
 
 
@@ -43,7 +48,7 @@ def check(record: Node | Joined | Failure | Terms | Generation | Outcome) -> Non
             check_node_id(record.node_id)
             _in_range("port", record.port, 0, _PORT_MAX)
             _check_text(record.software)
-            _check_text(record.secret)
+            _check_secret(record.secret)
         case Failure():
             _in_range("generation", record.generation, -1, _GENERATION_END)
             _check_time("failed_at", record.failed_at)
@@ -76,7 +81,7 @@ def check_table(table: RankTable) -> None:
         _in_range("streak", table.streak.times, 0, None)
         check_node_id(table.streak.who)
     _check_text(table.mismatch)
-    _check_text(table.secret)
+    _check_secret(table.secret)
     for role in table.vacant:
         _check_text(role)
     for each in table.excluded:
@@ -106,6 +111,11 @@ def _check_text(text: str) -> None:
     """It goes to every node's terminal."""
     if not text.isprintable():
         raise ValueError(f"{text[:40]!r} is no text for people")
+
+
+def _check_secret(text: str) -> None:
+    if not text.isprintable():
+        raise ValueError("its secret has control characters")
 
 
 def _check_time(name: str, seconds: float) -> None:

@@ -88,5 +88,5 @@ def _give(nodes: Iterable[Node], seats: Counter[str], room: int) -> Seating:
 def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:
     """The sort key of newcomers: host-2 comes before host-10."""
     words = re.split(r"(\d+)", node.host)
-    natural: list[str | int] = [int(word) if word.isdigit() else word for word in words]
+    natural: list[str | int] = [int(word) if word.isdecimal() else word for word in words]
     return (node.node_rank < 0, node.node_rank, node.topology, natural, node.node_id)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from elaunch.records import dataclass, field
-from elaunch.rendezvous.codec import Decoded, decode
+from elaunch.rendezvous.codec import Decoded, decode, shown, shown_text
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.credible import check, check_generation_of_key, check_node_id
+from elaunch.rendezvous.rules.credible import check, check_generation_of_key, check_node_id, is_generation_of_key
 from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, Unchanged, View
 from elaunch.rendezvous.texts import plain
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.rules.questions import Question
 
 Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode", "NodePace")
-_LEADER, _SPEC = ["ctl", "leader"], ["ctl", "spec"]
+_LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
 # Sentences about unreadable records that one snapshot has: somebody may have written thousands.
 _SENTENCES_MAX = 8
-# Characters of a key or value in such a sentence.
+# Characters of a key in such a sentence.
 _SHOWN = 200
 
 
@@ -309,8 +309,11 @@ class SnapshotReader:
         try:
             _check_number(parts)
             if parts == _LEADER and not entry.lease:
-                raise ValueError(f"on no lease, so no elaunch wrote it: {entry.value[:_SHOWN]!r}")
+                raise ValueError(f"on no lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
             record = _decoder(parts)(entry.value)
+            if parts == _QUESTION and record and record.lease != entry.lease:
+                # It would not go with its asker, and nobody could ask another one.
+                raise ValueError(f"not on the asker's lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
             if before and before.good:
                 _check_successor(parts, before.good, before.record, entry, record)
             return _Known(entry, parts, record, entry)
@@ -319,9 +322,10 @@ class SnapshotReader:
             # Somebody may write such a record again and again.
             if before is None or before.good is before.entry:
                 unreadable.append(_told(key, error))
-            # A leader that has lost its key does not lead any more.
-            last = before.record if before and parts != _LEADER else None
-            return _Known(entry, parts, last, before.good if before else None)
+            # A leader that has lost its key does not lead any more, and an asker waits for no answer.
+            if before is None or parts in (_LEADER, _QUESTION):
+                return _Known(entry, parts, None, None)
+            return _Known(entry, parts, before.record, before.good)
 
 
 def _told(key: str, error: ValueError) -> str:
@@ -333,7 +337,7 @@ def _is_needed(parts: list[str], generation: Generation | None, tables: Mapping[
     match parts:
         case ["ctl", "spec" | "generation" | "ended"]:
             return True
-        case ["ctl", "table", digits] if generation and digits.isdecimal():
+        case ["ctl", "table", digits] if generation and is_generation_of_key(digits):
             # The ranks that run, or that have to be gone before others run.
             return max(tables, default=-1) < int(digits) <= generation.number
     return False
@@ -343,7 +347,7 @@ def _check_successor(parts: list[str], last: KeyEntry, record: Any, entry: KeyEn
     """Raises ValueError for a record that no agent writes over the last one, however readable it is."""
     if parts == _SPEC and last.lease and not entry.lease:
         # Each object is terms: all of those have defaults.
-        raise ValueError(f"on no lease, so no elaunch wrote it: {entry.value[:_SHOWN]!r}")
+        raise ValueError(f"on no lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
     is_over = last.create_revision == entry.create_revision
     if parts == ["ctl", "generation"] and is_over and newer.number < record.number:
         raise ValueError(f"that of generation {newer.number}, after generation {record.number}")
@@ -406,7 +410,7 @@ def _credible(kind: type[Decoded], text: str, check: Callable[[Any], None] = che
     try:
         check(record)
     except ValueError as error:
-        raise ValueError(f"not a {kind.__name__}: {text[:200]!r} ({error})") from None
+        raise ValueError(f"not a {kind.__name__}: {shown(record)} ({error})") from None
     return record
 
 

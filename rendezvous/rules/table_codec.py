@@ -10,7 +10,7 @@ from itertools import accumulate, chain, groupby, repeat, starmap
 from typing import Any
 
 from elaunch.records import asdict
-from elaunch.rendezvous.codec import decode_fields, parse_json
+from elaunch.rendezvous.codec import decode_fields, parse_json, shown_text
 from elaunch.rendezvous.rules.credible import check_seats, check_table
 from elaunch.rendezvous.types import Exclusion, RankTable, Seat, Streak
 
@@ -61,7 +61,7 @@ def decode_table(text: str) -> RankTable:
         check_table(table)
         return table
     except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
-        raise ValueError(f"not a rank table: {text[:200]!r} ({str(error)[:200]})") from error
+        raise ValueError(f"not a rank table: {shown_text(text)!r} ({shown_text(str(error))})") from error
 
 
 def _unpacked(text: str) -> bytes:

@@ -101,3 +101,14 @@ def test_a_leader_that_finds_broken_records_of_the_others_goes_on_with_them(kind
     world.live()
 
     assert [end and end.kind for end in world.ends] == [None, OutcomeKind.SUCCEEDED, OutcomeKind.SUCCEEDED]
+
+
+# A generation forms at 0.1 s: a table that has its number and cannot be read would be needed.
+@pytest.mark.parametrize("number", ["0", "9" * 5000], ids=["unpadded", "long"])
+@pytest.mark.parametrize("at_s", [0.1, SCRIBBLE_S])
+def test_a_tables_key_that_no_elaunch_writes_costs_nothing(number: str, at_s: float) -> None:
+    world = Scribbled(Plan(1, HOSTS, 2, 3, work_s=15.0), f"ctl/table/{number}", "{", at_s)
+    world.live()
+
+    assert [end and end.kind for end in world.ends] == [OutcomeKind.SUCCEEDED] * 3
+    assert world.said

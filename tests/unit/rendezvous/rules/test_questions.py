@@ -10,7 +10,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.rules.questions import QUESTION_BYTES_MAX, Question, Topic, answer, ask, read_question
 from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
-from elaunch.rendezvous.store import KeyEntry, LeaseGone, Put, Txn, View
+from elaunch.rendezvous.store import Delete, KeyEntry, LeaseGone, Put, Txn, View
 from elaunch.rendezvous.types import Generation, OpenKind
 
 KEYS = Keys("night/1")
@@ -91,3 +91,23 @@ def test_no_agent_watches_the_answers_not_even_the_one_that_leads() -> None:
     # Whatever a job is called, its keys are none of these.
     for run_id in ("?answers", "night/1", "%3Fanswers", "answers"):
         assert not key.startswith(Keys(run_id).root)
+
+
+@pytest.mark.parametrize("lease", [0, 8])
+@pytest.mark.parametrize("topic", [Topic.STATUS, Topic.STOP])
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_question_that_is_not_on_its_askers_lease_is_none_and_the_leader_deletes_it(
+    lease: int, topic: Topic, is_over: bool
+) -> None:
+    with_job, reader = store(), SnapshotReader(KEYS)
+    with_job.grant(8, 10)
+    if is_over:
+        with_job.commit(ask(KEYS, QUESTION))
+        reader.read(with_job.read(KEYS.root), whole=True)
+    with_job.commit(Txn((), (Put(KEYS.question, encode(Question("f" * 16, topic, 7)), lease),)))
+
+    snapshot = reader.read(with_job.read(KEYS.root), whole=True)
+
+    assert snapshot.question is None
+    assert [op for _, op in snapshot.mends] == [Delete(KEYS.question)]
+    assert [text.startswith(f"{KEYS.question} in the store is not on the") for text in snapshot.unreadable] == [True]

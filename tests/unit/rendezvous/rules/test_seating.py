@@ -123,3 +123,14 @@ def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> Non
         "no node with the role ps came in 600 s for a free seat (2 nodes were here); start a node with that role,"
         " or raise --rdzv-conf join_timeout=SECONDS"
     )
+
+
+def test_a_host_with_a_digit_that_is_no_number_has_its_place() -> None:
+    hosts = ["gpu1²", "gpu10", "gpu2", "²"]
+
+    assert [n.host for n in in_order_of_rank([node("a", host=host) for host in hosts], None)] == [
+        "gpu1²",
+        "gpu2",
+        "gpu10",
+        "²",
+    ]

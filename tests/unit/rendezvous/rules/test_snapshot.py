@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -240,6 +241,39 @@ def test_any_other_record_that_is_none_costs_a_sentence_and_the_leader_deletes_i
     assert second.unreadable == ()
     assert (first.members, first.joined, first.still, first.done, [*first.tables]) == ({}, {}, {}, {}, [3])
     assert [op for _, op in second.mends] == [Delete(key)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"port":1', '"port":70000'),
+        ('"port":1', '"port":"1"'),
+        ('"port":1', '"port":'),
+        ('5ec12e7"', '5ec12e7\\u0007"'),
+        ('5ec12e7"}', "5ec12e7"),
+        ('"progressed":false', '"progressed":0'),
+    ],
+)
+def test_no_sentence_about_a_broken_record_shows_its_secret(old: str, new: str) -> None:
+    joined = encode(Joined("a", 1, secret="5ec12e7"))
+    sealed = encode_table(replace(table(2), secret="5ec12e7")).replace('"master_port":1', '"port":1')
+    assert "5ec12e7" in joined
+    assert "5ec12e7" in sealed[:200]
+    broken = joined.replace(old, new)
+    list_of_one, text = f"[{joined}]", json.dumps(joined)
+    over_terms, reader = MemoryStore(), SnapshotReader(KEYS)
+    over_terms.grant(7, 60.0)
+
+    for key in (KEYS.joined(3, "a"), KEYS.member("a"), KEYS.table(2), KEYS.hang):
+        for value in (broken, sealed.replace(old, new), list_of_one, text):
+            sentences = read(store_with({key: value})).unreadable
+            assert len(sentences) == 1
+            assert "5ec12e7" not in sentences[0]
+    for put in (Put(KEYS.spec, encode(Terms()), 7), Put(KEYS.spec, joined)):
+        write(over_terms, put)
+        sentences = reader.read(over_terms.read(KEYS.root), whole=True).unreadable
+    assert len(sentences) == 1
+    assert "5ec12e7" not in sentences[0]
 
 
 def test_whatever_is_written_again_and_again_gets_one_sentence_and_thousands_get_a_few() -> None:
