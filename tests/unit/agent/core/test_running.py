@@ -113,6 +113,7 @@ def test_a_worker_that_exited_with_nought_before_its_peers_is_what_they_lost() -
     assert driver.outcome.failure
     assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (1, FailureKind.ENDED_EARLY)
     assert "ranks 0 and 2 waited" in driver.outcome.failure.message
+    assert driver.outcome.failure.ranks_alike == 1, "its end is known twice"
 
 
 RETURNED = replace(ended(0, 1), code=None, message="reached the end of its program, but did not exit in time")
