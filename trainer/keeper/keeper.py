@@ -43,7 +43,6 @@ from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.model_state import hook_after_forward, passes_to_final_sums, unwrap
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import cloned
 
 
 class Keeper:
@@ -315,13 +314,13 @@ class Keeper:
 
     def _warm(self) -> None:
         """Make DDP sum gradients in its final order. Everything else is restored."""
-        before = cloned(self._training.own(large=True))
+        before = self._training.before_warm_up()
         if self._warm_up is not None:
             for _ in range(passes_to_final_sums(self._training.models, self._peers.world_size)):
                 self._warm_up()
         for model in self._training.models:
             model.zero_grad(set_to_none=True)
-        self._training.load_own(before)
+        self._training.restore_after_warm_up(before)
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
