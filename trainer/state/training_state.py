@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from elaunch.trainer.state.model_state import (
 from elaunch.trainer.state.packing import NotPlain, not_plain, pack, require_dense, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
-from elaunch.trainer.state.tree import State, cloned, flatten, local_parts, put_into, tensors_sha256
+from elaunch.trainer.state.tree import State, cloned, flatten, local_parts, put_into, some, tensors_sha256
 
 Found = TypeVar("Found")
 
@@ -76,6 +76,7 @@ class Training:
         self.device = _device_of(self.model)
         self.random = RandomStates(self.device)
         self._buffers = Buffers(self.model, self.device)
+        self._entries = set() if self.is_in_parts else set(self.model.state_dict())
         # DDP gives every rank rank 0's before each forward pass.
         self._shares_buffers = all(getattr(one, "broadcast_buffers", False) for one in self.models)
 
@@ -159,6 +160,11 @@ class Training:
         """The replicated state, with the live tensors that training changes."""
         model = self.model.state_dict()
         without_buffers(model, self._buffers)
+        if new := [name for name in model if name not in self._entries]:
+            raise NotPlain(
+                f"the model has got {some(new)} since the Keeper was entered, and a restart would begin without it; "
+                "add modules, prune and parametrize before the Keeper"
+            )
         return {"model": model, "optimizer": [one.state_dict() for one in self._optimizers[:1]], **self.rest()}
 
     def rest(self) -> State:
@@ -326,10 +332,13 @@ class Training:
 
     def _load_rest(self, state: State) -> None:
         """Load the parts that exist: a checkpoint of an earlier release has only model and optimizer."""
+        # A program's first `extra` may be the live `model.state_dict()`, for which it puts copies later.
+        tensors = [part for each in (*self.model.parameters(), *self.model.buffers()) for part in local_parts(each)]
+        spare = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
         for name, part in self._rest.items():
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
-                    _load(one, its)
+                    _load(one, its, spare)
         for one, groups in zip(self._optimizers, state.get("param_groups", ()), strict=False):
             for group, its in zip(one.param_groups, groups, strict=True):
                 optimizer_state.put_options(group, its)
@@ -380,8 +389,8 @@ def _is_object(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
-def _load(part: Any, state: Any) -> None:
-    """Load a part's state, which is copied."""
+def _load(part: Any, state: Any, spare: Collection[int]) -> None:
+    """Load a part's state, which is copied; tensors in the storages in `spare` are left alone."""
     if isinstance(part, Optimizer):
         optimizer_state.load(part, state)
     elif isinstance(part, nn.Module):
@@ -389,4 +398,4 @@ def _load(part: Any, state: Any) -> None:
     elif hasattr(part, "load_state_dict"):
         part.load_state_dict(cloned(state))
     else:
-        put_into(part, state)
+        put_into(part, state, spare=spare)

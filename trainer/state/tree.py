@@ -6,7 +6,7 @@ import hashlib
 import io
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,11 +214,14 @@ def cloned(value: Any, device: torch.device | None = None) -> Any:
     return value
 
 
-def put_into(there: Any, saved: Any, known: dict[int, tuple[Any, Any]] | None = None) -> Any:
+def put_into(
+    there: Any, saved: Any, known: dict[int, tuple[Any, Any]] | None = None, spare: Collection[int] = ()
+) -> Any:
     """Copy `saved` into the tensors, dictionaries, lists and sets of `there`, which a program may have by other names.
 
     Returns `there` with the content of `saved`, or a copy of `saved` if `there` is no such object. What is in several
-    places of `there`, with different contents in `saved`, stays in the first of them.
+    places of `there`, with different contents in `saved`, stays in the first of them. Tensors in the storages at the
+    addresses in `spare` are never changed. `known` has what was met before.
     """
     if not isinstance(saved, Tensor | dict | list | tuple | set):
         return saved
@@ -228,10 +231,10 @@ def put_into(there: Any, saved: Any, known: dict[int, tuple[Any, Any]] | None = 
         if first is not saved and not equal(first, saved):
             there = None
     if isinstance(saved, Tensor):
-        return _filled(there, saved)
+        return _filled(there, saved, spare)
     if isinstance(saved, dict):
         before = there if isinstance(there, dict) else {}
-        items = {key: put_into(before.get(key), item, known) for key, item in saved.items()}
+        items = {key: put_into(before.get(key), item, known, spare) for key, item in saved.items()}
         target = there if isinstance(there, dict) else saved.copy()
         target.clear()
         for key, item in items.items():
@@ -244,17 +247,19 @@ def put_into(there: Any, saved: Any, known: dict[int, tuple[Any, Any]] | None = 
         there.update(saved)
         return there
     old = there if isinstance(there, list | tuple) else ()
-    values = [put_into(old[n] if n < len(old) else None, item, known) for n, item in enumerate(saved)]
+    values = [put_into(old[n] if n < len(old) else None, item, known, spare) for n, item in enumerate(saved)]
     if isinstance(there, list) and isinstance(saved, list):
         there[:] = values
         return there
     return values if isinstance(saved, list) else tuple(values)
 
 
-def _filled(there: Any, saved: Tensor) -> Tensor:
+def _filled(there: Any, saved: Tensor, spare: Collection[int]) -> Tensor:
     if not isinstance(there, Tensor):
         return saved.detach().clone()
     try:
+        if spare and there.untyped_storage().data_ptr() in spare:
+            return there if torch.equal(there.cpu(), saved) else saved.detach().to(there.device, copy=True)
         if there.shape == saved.shape and there.dtype == saved.dtype:
             there.detach().copy_(saved)
         else:
