@@ -27,11 +27,12 @@ class OwnState:
 
     def put_down(self, version: Version, *, unless_same: bool = False) -> bool:
         """Store the present state as that of `version`. Returns whether that was done."""
-        own, buffers = self._training.own(), versions(self._training.buffers())
+        own, present = self._training.own(), self._training.buffers()
+        buffers = versions(present)
         if unless_same and (version, buffers) == self._put[:2] and equal(own, self._put[2]):
             return False
         self._put = (version, buffers, own)
-        return self._stage(version)
+        return self._stage(version, present)
 
     def redraw(self, version: Version) -> bool:
         """Random numbers may have been drawn since `put_down(version)`: store the generators' present states with it.
@@ -43,7 +44,7 @@ class OwnState:
         if stored != version or equal(random, own["random"]):
             return False
         self._put = (version, buffers, {**own, "random": random})
-        return self._stage(version)
+        return self._stage(version, self._training.buffers())
 
     def of(self, version: Version) -> State:
         """Random states and `per_rank` as of the end of that step: a loop may have drawn or fetched since."""
@@ -51,13 +52,12 @@ class OwnState:
             return self._put[2]
         return self._training.own()
 
-    def _stage(self, version: Version) -> bool:
+    def _stage(self, version: Version, buffers: State) -> bool:
         if self._records is None:
             return False
-        state = {**self._training.buffers(), **self._put[2]}
+        state = {**buffers, **self._put[2]}
         # Often there is nothing else, and nobody draws random numbers. The same object says so.
-        has_buffers = state["buffers"] or state["transient"]
-        if has_buffers or "per_rank" in state or state["random"] is not self._staged.get("random"):
+        if any(buffers.values()) or "per_rank" in state or state["random"] is not self._staged.get("random"):
             self._staged = state
         try:
             self._records.stage(version, self._staged)

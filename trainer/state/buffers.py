@@ -26,6 +26,8 @@ class Buffers:
         self._device = device
         self._owners = [(_dotted(name), owner) for name, owner in model.named_modules()]
         self._by_prefix = dict(self._owners)
+        self._with: list[tuple[str, nn.Module]] = []
+        self._without = [owner._buffers for _, owner in self._owners]
         # A module that is in several places has several names.
         self._all = [(_dotted(name), owner) for name, owner in model.named_modules(remove_duplicate=False)]
         self._given = {name: _kind(value) for name, value, persists in self._named() if persists}
@@ -48,12 +50,16 @@ class Buffers:
         """
         kept: dict[str, Tensor | None] = {}
         transient: dict[str, Tensor | None] = {}
-        for name, value, persists in self._named():
-            if persists:
-                if value is not None or self._given.get(name) is not None or all_of_them:
-                    kept[name] = value
-            elif all_of_them or name in self._changed or self._has_changed(name, value):
-                transient[name] = value
+        # Without a generator, since this happens in each step.
+        for prefix, owner in self._with_buffers():
+            loose = owner._non_persistent_buffers_set
+            for short, value in owner._buffers.items():
+                name = prefix + short
+                if short not in loose:
+                    if value is not None or all_of_them or self._given.get(name):
+                        kept[name] = value
+                elif all_of_them or name in self._changed or self._has_changed(name, value):
+                    transient[name] = value
         return {"buffers": kept, "transient": transient}
 
     def put(self, state: State, *, all_of_them: bool = False) -> None:
@@ -115,11 +121,16 @@ class Buffers:
 
     def _named(self) -> Iterator[tuple[str, Tensor | None, bool]]:
         """Each buffer that is registered: its name, its value, and whether it is persistent."""
-        for prefix, owner in self._owners:
-            if owner._buffers:
-                loose = owner._non_persistent_buffers_set
-                for short, value in owner._buffers.items():
-                    yield prefix + short, value, short not in loose
+        for prefix, owner in self._with_buffers():
+            for short, value in owner._buffers.items():
+                yield prefix + short, value, short not in owner._non_persistent_buffers_set
+
+    def _with_buffers(self) -> list[tuple[str, nn.Module]]:
+        """The modules that have buffers. Most have none and never get one, so this asks about all others at once."""
+        if any(self._without):
+            self._with = [pair for pair in self._owners if pair[1]._buffers]
+            self._without = [owner._buffers for _, owner in self._owners if not owner._buffers]
+        return self._with
 
     def _has_changed(self, name: str, value: Tensor | None) -> bool:
         before, version = self._noted.get(name, (None, -1))

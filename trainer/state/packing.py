@@ -35,7 +35,13 @@ _PLAIN: dict[tuple[str, str], Any] = {
     (numpy_scalar.__module__, numpy_scalar.__qualname__): numpy_scalar,
 }
 _WAY_OUT = "put tensors and plain values (numbers, strings, lists, dictionaries) into the state"
-_VALUES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
+_VALUES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
+    | {Tensor, torch.nn.Parameter}
+)
+_KEYS = frozenset({str, int})
+_DICTIONARIES = frozenset({dict, OrderedDict, Counter, PerRank})
+_SEQUENCES = frozenset({list, tuple, set, frozenset})
 
 # Errors that pickle raises for wrong bytes besides its own, and errors of torch for impossible shapes.
 _NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
@@ -229,27 +235,42 @@ def not_plain(value: object, path: str, *, durably: bool = False) -> str:
     """A sentence about the first value in dictionaries, lists, tuples and sets that cannot be kept; "" if all can.
 
     `path` is the name of `value`. With `durably` keys must be strings or integers. Tensors are not looked at, so this
-    is quick: 0.1 µs for each value.
+    is quick.
     """
     kind = type(value)
-    if kind in _VALUES or isinstance(value, Tensor):
+    if is_quickly_plain(value) or isinstance(value, Tensor | type) or is_numpy_scalar(value):
         return ""
-    if kind in (dict, OrderedDict, Counter, PerRank):
+    if kind in _DICTIONARIES:
         for key, item in cast(dict[Any, Any], value).items():
-            if type(item) not in _VALUES and (found := not_plain(item, f"{path}.{key}", durably=durably)):
+            if found := not_plain(item, f"{path}.{key}", durably=durably):
                 return found
-            if type(key) not in (str, int) and not is_numpy_scalar(key):
-                if durably and kind is not Counter:
-                    return f"`{path}` has the key {key!r:.80}, which no checkpoint can hold; use strings or integers"
-                if found := not_plain(key, f"a key of {path}"):
-                    return found
-    elif kind in (list, tuple, set, frozenset):
-        for number, item in enumerate(cast(list[Any], value)):
-            if type(item) not in _VALUES and (found := not_plain(item, f"{path}.{number}", durably=durably)):
+            if durably and kind is not Counter and type(key) not in (str, int) and not is_numpy_scalar(key):
+                return f"`{path}` has the key {key!r:.80}, which no checkpoint can hold; use strings or integers"
+            if found := not_plain(key, f"a key of {path}"):
                 return found
-    elif not isinstance(value, type) and not is_numpy_scalar(value):
-        return f"`{path}` cannot be kept: {value!r:.80} is a {_type_of(value)}; {_WAY_OUT}"
-    return ""
+        return ""
+    if kind in _SEQUENCES:
+        items = enumerate(cast(list[Any], value))
+        return next(filter(None, (not_plain(item, f"{path}.{n}", durably=durably) for n, item in items)), "")
+    return f"`{path}` cannot be kept: {value!r:.80} is a {_type_of(value)}; {_WAY_OUT}"
+
+
+def is_quickly_plain(value: Any) -> bool:
+    """Whether this finds quickly that `not_plain` would find nothing: 1 µs, and 0.02 µs for each number or tensor."""
+    kind = type(value)
+    if kind in _VALUES:
+        return True
+    if kind in _DICTIONARIES:
+        items = value.values()
+        if not set(map(type, value)) <= _KEYS:
+            return False
+    elif kind in _SEQUENCES:
+        items = value
+    else:
+        return False
+    return set(map(type, items)) <= _VALUES or all(
+        is_quickly_plain(item) for item in items if type(item) not in _VALUES
+    )
 
 
 def _in_order(size: Shape) -> Shape:
