@@ -28,8 +28,10 @@ class Buffers:
         self._by_prefix = dict(self._owners)
         self._with: list[tuple[str, nn.Module]] = []
         self._without = [owner._buffers for _, owner in self._owners]
-        # A module that is in several places has several names.
-        self._all = [(_dotted(name), owner) for name, owner in model.named_modules(remove_duplicate=False)]
+        # A module that is in several places has several names, of which the first counts.
+        first = {id(owner): prefix for prefix, owner in self._owners}
+        places = model.named_modules(remove_duplicate=False)
+        self._first_prefix = {_dotted(name): first[id(owner)] for name, owner in places}
         self._given = {name: _kind(value) for name, value, persists in self._named() if persists}
         self._changed: set[str] = set()
         self._noted: dict[str, tuple[Tensor | None, int]] = {}
@@ -90,9 +92,10 @@ class Buffers:
 
     def names(self) -> set[str]:
         """The names of all persistent buffers, as `plain_name` makes them; of a shared module under all its names."""
+        owners = [(prefix, self._by_prefix[first]) for prefix, first in self._first_prefix.items()]
         return {
             prefix + short
-            for prefix, owner in self._all
+            for prefix, owner in owners
             for short in owner._buffers
             if short not in owner._non_persistent_buffers_set
         }
@@ -108,12 +111,14 @@ class Buffers:
         Raises ValueError if another one does not fit the model.
         """
         fitting: dict[str, Tensor] = {}
-        for name, value in arrived.items():
+        for place, value in arrived.items():
+            prefix = _prefix(place)
+            name = self._first_prefix.get(prefix, prefix) + place[len(prefix) :]
             there = self._given.get(name)
             if name not in may_differ and (there is None or there[1] != value.shape):
-                has = f"of shape {tuple(there[1])}" if there else "without such a buffer"
+                here = f"it has shape {tuple(there[1])}" if there else "there is no such buffer"
                 raise ValueError(
-                    f"the checkpoint holds {name} of shape {tuple(value.shape)}, and the model is {has}; it is of "
+                    f"the checkpoint holds {name} of shape {tuple(value.shape)}, and in the model {here}; it is of "
                     "another model"
                 )
             fitting[name] = value if there is None or name in may_differ else value.to(there[0])

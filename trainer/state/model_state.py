@@ -87,7 +87,9 @@ def restore(
         return None
     weights = state.pop("model")
     arrived = {plain_name(name): v for name, v in weights.items() if name not in owned and isinstance(v, Tensor)}
-    may_differ = {name for its in state.get("own_buffers", ()) for name in its.get("buffers", ())}
+    # Rank 0's are those that had become others; of a pipeline each rank knows only its own.
+    own_buffers = state.get("own_buffers", ())
+    may_differ = {name for its in (own_buffers if by_name else own_buffers[:1]) for name in its["buffers"]}
     lost = [name for name in apart if plain_name(name) not in {*arrived, *may_differ}] if has_buffers else ()
     if lost:
         raise ValueError(f"the state lacks {some(lost)}; it is of another model")

@@ -134,14 +134,14 @@ def test_a_buffer_of_any_form_goes_on_where_it_was(
 def test_a_checkpoint_with_a_buffer_of_another_model_is_refused(tmp_path: Path) -> None:
     trained((is_replaced, lambda: torch.zeros(4), True), 2, checkpoints=tmp_path / "c")
 
-    with pytest.raises(ValueError, match=r"the checkpoint holds center of shape \(4,\), and the model .* \(5,\)"):
+    with pytest.raises(ValueError, match=r"the checkpoint holds center of shape \(4,\), and in the model it has shape \(5,\)"):
         Keeper(
             model := Centred(is_replaced, lambda: torch.zeros(5), True),
             torch.optim.SGD(model.parameters()),
             checkpoints=tmp_path / "c",
             name="another",
         ).restore()
-    with pytest.raises(ValueError, match=r"the checkpoint holds center .* without such a buffer"):
+    with pytest.raises(ValueError, match=r"the checkpoint holds center .* there is no such buffer"):
         Keeper(
             model := Centred(is_replaced, ..., True),
             torch.optim.SGD(model.parameters()),
