@@ -49,8 +49,8 @@ class Keeper:
     """The state of one training: restored on entry, kept while `steps` runs, saved by the survivors of a failure.
 
     `model` may be wrapped in DDP, and compiled. Several models or optimizers are a list. `scheduler`, `scaler` and
-    `extra` are kept too: objects with `state_dict` and `load_state_dict`, lists of them, or for `extra` a dictionary of
-    tensors and plain values. They must be the same on every rank, and change only within `commit`. `hook_state` is the
+    `extra` are kept too: objects with `state_dict` and `load_state_dict`, lists of them, or for `extra` a dictionary or
+    list of tensors and plain values, which a restore fills in place. They must be the same on every rank, and change only within `commit`. `hook_state` is the
     state of a communication hook (PowerSGD's), which each rank has for itself. `per_rank` is one object, or a list of
     them, with a state that each rank has for itself: `Batches`, a StatefulDataLoader, a `torch.Generator`, anything
     with `state_dict` and `load_state_dict`. `()` says that there is none, and that the data's order needs nothing. Of

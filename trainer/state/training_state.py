@@ -248,7 +248,8 @@ class Training:
 
     def before_warm_up(self) -> State:
         """All that `restore_after_warm_up` restores, copied."""
-        return cloned({**self.own(large=True), **self._buffers.now(all_of_them=True)})
+        copied: State = cloned({**self.own(large=True), **self._buffers.now(all_of_them=True)})
+        return copied
 
     def restore_after_warm_up(self, state: State) -> None:
         """Undo what forward and backward passes have changed. Changes of buffers count from now on."""

@@ -73,7 +73,7 @@ def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_
         else:
             model = fully_shard(model) if plan == "fsdp2" else model
             optimizers = [Master(one.parameters()) for one in model]
-        folder = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
+        folder: dict[str, Any] = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
         with Keeper(model, optimizers, per_rank=(), snapshot_every=1, say=lambda _: None, **folder) as keeper:
             for _ in keeper.steps(3):
                 model(torch.randn(4, 5).bfloat16()).pow(2).sum().backward()
