@@ -97,7 +97,7 @@ def restore(
     types = state.pop("types", None)
     optimizers = [optimizer, *others]
     # Other types were chosen on purpose.
-    with exactly(map(_inner, optimizers) if by_name or types in (None, types_of(model)) else ()):
+    with exactly(optimizers if by_name or types in (None, types_of(model)) else ()):
         kept = {name: value for name, value in weights.items() if name in owned}
         put(model, optimizers, {**kept, **apart}, state.pop("optimizer"))
     buffers.put_arrived(arrived, may_differ)

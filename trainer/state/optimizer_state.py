@@ -32,11 +32,14 @@ def exactly(optimizers: Iterable[Any], *, copies: bool = False) -> Iterator[None
     """
     with contextlib.ExitStack() as stack:
         for one in optimizers:
-            if isinstance(one, Optimizer):
-                load = _Load(copies)
-                stack.callback(one.register_load_state_dict_pre_hook(load.begin).remove)
-                # Before hooks of the program, which may change values on purpose.
-                stack.callback(one.register_load_state_dict_post_hook(load.end, prepend=True).remove)
+            # Wrappers have the optimizer by these names: ZeroRedundancyOptimizer, Accelerate's.
+            for each in (one, getattr(one, "optim", None), getattr(one, "optimizer", None)):
+                # Some are Optimizers that never called its `__init__`, and take no hooks.
+                if isinstance(each, Optimizer) and "_optimizer_load_state_dict_pre_hooks" in vars(each):
+                    load = _Load(copies)
+                    stack.callback(each.register_load_state_dict_pre_hook(load.begin).remove)
+                    # Before hooks of the program, which may change values on purpose.
+                    stack.callback(each.register_load_state_dict_post_hook(load.end, prepend=True).remove)
         yield
 
 
@@ -58,8 +61,10 @@ class _Load:
         for key, value in rest.items() if self._copies else ():
             optimizer.state[key] = cloned(value)
         for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
-            put_options(group, loaded)
-        optimizer.param_groups = self._groups
+            if group is not loaded:
+                put_options(group, loaded)
+        # As torch does it: a wrapper may have a property of that name.
+        vars(optimizer)["param_groups"] = self._groups
 
     def _own(self, loaded: Any, saved: Any) -> Any:
         """`loaded` with the types of `saved`, and if that is wanted without its memory."""

@@ -233,7 +233,9 @@ class Training:
 
         It takes some 20 µs in each step. What an object in `extra` gives is looked at with each snapshot.
         """
-        found = not_plain(self._options(), "param_groups")
+        groups = [getattr(one, "param_groups", ()) for one in self._optimizers]
+        options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
+        found = not_plain(options, "param_groups")
         # Not the scaler: its state_dict waits for the device.
         for name in ("scheduler", "extra"):
             for number, part in enumerate(_several(self._rest[name])):

@@ -137,3 +137,42 @@ def test_a_tensor_that_cannot_be_written_is_replaced() -> None:
     put_into(there, {"expanded": torch.arange(3.0), "inference": torch.arange(3.0)})
 
     assert [value.tolist() for value in there.values()] == [[0.0, 1.0, 2.0]] * 2
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's and many a Lookahead: an Optimizer that never called `__init__`, around another one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+def test_a_wrapper_of_an_optimizer_goes_on_with_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(steps: int) -> tuple[list[float], Any]:
+        model = nn.Linear(2, 1).to(torch.bfloat16)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = Wrapper(inner)
+        with Keeper(model, optimizer, per_rank=(), say=lambda _: None) as keeper:
+            for step in keeper.steps(steps):
+                model(torch.ones(1, 2).bfloat16()).sum().backward()
+                with keeper.commit():
+                    optimizer.step()
+                    inner.state[model.weight]["mean"] = torch.full((2,), 0.1)
+                    optimizer.param_groups[0]["lr"] = 0.5**step
+        return [group["lr"] for group in inner.param_groups], inner.state[model.weight]["mean"]
+
+    trained(2)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    rates, mean = trained(3)
+
+    assert rates == [0.125]
+    assert (mean.dtype, mean.tolist()) == (torch.float32, torch.full((2,), 0.1).tolist())
