@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -77,8 +78,7 @@ class Training:
         self.random = RandomStates(self.device)
         self._buffers = Buffers(self.model, self.device)
         self._entries = set() if self.is_in_parts else set(self.model.state_dict())
-        # DDP gives every rank rank 0's before each forward pass.
-        self._shares_buffers = all(getattr(one, "broadcast_buffers", False) for one in self.models)
+        self._shares_buffers = all(map(_shares_buffers, self.models))
 
     def _divide_optimizers(self) -> None:
         # FSDP's optimizers have one state together, by the names of the parameters.
@@ -266,14 +266,13 @@ class Training:
         differ from rank 0's.
         """
         now = self.buffers()
-        if leads or self._shares_buffers:
-            apart = self._buffers.misfits() if leads else {}
-        if not self._shares_buffers:
-            sums = {name: value if value is None else tensors_sha256([value]) for name, value in now["buffers"].items()}
-            of_rank_0 = from_rank_0(sums)
-            if not leads:
-                apart = {n: v for n, v in now["buffers"].items() if n not in of_rank_0 or sums[n] != of_rank_0[n]}
-        return {"buffers": apart, "transient": now["transient"] if leads or not self._shares_buffers else {}}
+        if self._shares_buffers:
+            its = {"buffers": self._buffers.misfits(), "transient": now["transient"]}
+            return its if leads else {"buffers": {}, "transient": {}}
+        sums = {name: value if value is None else tensors_sha256([value]) for name, value in now["buffers"].items()}
+        of_rank_0 = from_rank_0(sums)
+        others = {n: v for n, v in now["buffers"].items() if n not in of_rank_0 or sums[n] != of_rank_0[n]}
+        return {"buffers": self._buffers.misfits() if leads else others, "transient": now["transient"]}
 
     def load_replicated(self, state: State) -> None:
         """Load a replicated state; it is copied."""
@@ -345,6 +344,15 @@ class Training:
         for one, groups in zip(self._optimizers, state.get("param_groups", ()), strict=False):
             for group, its in zip(one.param_groups, groups, strict=True):
                 optimizer_state.put_options(group, its)
+
+
+def _shares_buffers(model: Any) -> bool:
+    """Whether DDP gives every rank of the job all of rank 0's buffers before each forward pass."""
+    return (
+        getattr(model, "broadcast_buffers", False)
+        and not model.parameters_to_ignore
+        and model.process_group.size() == dist.get_world_size()
+    )
 
 
 def _require_dense(tensor: Tensor, name: str) -> None:

@@ -98,3 +98,45 @@ def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_
     assert {value.dtype for value in kept.values()} == {torch.float32}
     assert {name: value.dtype for name, value in back.items()} == dict.fromkeys(kept, torch.float32)
     assert all(torch.equal(back[name], value) for name, value in kept.items())
+
+
+class Unwilling:
+    """An object whose state cannot be loaded while `fails`."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.fails:
+            raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_restore_that_fails_deletes_nothing_that_is_good(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def trained(steps: int) -> None:
+        torch.manual_seed(3)
+        layer: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+        model = fully_shard(layer) if in_parts else layer
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Keeper(model, optimizer, extra=Unwilling(), per_rank=(), snapshot_every=1, say=said.append) as keeper:
+            for _ in keeper.steps(steps):
+                model(torch.randn(4, 5)).pow(2).sum().backward()
+                with keeper.commit():
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    trained(3)
+    monkeypatch.setattr(Unwilling, "fails", True)
+    for generation in ("1", "2"):
+        monkeypatch.setenv("ELAUNCH_GENERATION", generation)
+        with pytest.raises(RuntimeError, match="not today"):
+            trained(5)
+    monkeypatch.setattr(Unwilling, "fails", False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "3")
+    trained(5)
+
+    assert said[-1].startswith("restored step 3 from memory (of generation 0")
