@@ -17,6 +17,7 @@ from elaunch.trainer.checkpoint.catalog import Corrupt
 from elaunch.trainer.files import open_regular
 from elaunch.trainer.state.model_state import is_sharded, unwrap
 from elaunch.trainer.state.nesting import require_shallow, require_shallow_value
+from elaunch.trainer.state.optimizer_state import exactly
 from elaunch.trainer.state.tree import State, some, tensors_in, tensors_sha256
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
@@ -123,9 +124,13 @@ def _require(path: str | Path, weights: Mapping[str, Tensor], wanted: Mapping[st
 
 def _put(model: nn.Module, weights: dict[str, Tensor], optimizer: Optimizer | None, held: Mapping[str, Any]) -> None:
     if not is_sharded(model):
+        there = model.state_dict()
+        is_alike = all(value.dtype == there[name].dtype for name, value in weights.items() if name in there)
         model.load_state_dict(weights)
-        if optimizer is not None:
-            optimizer.load_state_dict(dict(held))
+        # If the weights' types were changed on purpose, the optimizer's values follow them.
+        with exactly([optimizer] if is_alike else ()):
+            if optimizer is not None:
+                optimizer.load_state_dict(dict(held))
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

@@ -21,6 +21,7 @@ from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.state.optimizer_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.region import fingerprint
 from elaunch.trainer.state.training_state import Training
@@ -58,6 +59,8 @@ class Copies:
         kept: int = KEPT,
     ) -> None:
         training.compare_names(peers.from_all)
+        for one in training.optimizers:
+            require_uncaptured(one)
         training.require_plain(durably=storage is not None)
         self._training, self._peers, self._place, self._say = training, peers, place, say
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
@@ -142,7 +145,8 @@ class Copies:
             self._say_nothing_is_there(done)
             return Version(self._place.generation, 0)
         if self._parts is not None:
-            self._training.load_whole(self._parts.load, self._peers.rank, self._peers.world_size)
+            place = self._peers.rank, self._peers.world_size
+            self._training.load_whole(self._parts.load, *place, has_buffers=False)
         take_over(decision, inventories, self._node_memory, self._peers, self._training)
         if self._parts is not None or (large and not decision.reset):
             self._full = decision.version
@@ -175,6 +179,10 @@ class Copies:
             said = per_rank.missed_sentence(self._peers.from_all(per_rank.missed))
             if said:
                 self._tell(said)
+
+    def require_plain_values(self) -> None:
+        """Raise TypeError if the commit has put a value into the state that cannot be kept."""
+        self._training.require_plain_values(durably=self._is_durable)
 
     def put_down(self, version: Version, *, unless_same: bool = False) -> None:
         """Store this rank's own state in memory as the state of `version`."""
@@ -221,7 +229,7 @@ class Copies:
     def snapshot(self, version: Version) -> None:
         """Copy the state to this node's memory: each rank its own part, the node's first rank the replicated part.
 
-        Raises TypeError with the first copy if the optimizer has made something since that cannot be kept.
+        Raises TypeError if the training has made something since that cannot be kept: the copy before stays.
         """
         if not self._is_checked:
             self._training.require_plain(durably=self._is_durable)
@@ -268,15 +276,20 @@ class Copies:
         if self._records is None:
             return None
         try:
-            own = {**self._training.own(large=True), **self._own.of(version)}
+            own = {**self._training.buffers(), **self._training.own(large=True), **self._own.of(version)}
             return self._records.keep(version, own, [*self._spare, *self.steps.versions[-1:]])
-        except (OSError, NotPlain) as error:
-            self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {_reason(error)}")
+        except OSError as error:
+            self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {error.strerror or error}")
             return None
+        except NotPlain:
+            # This names the part.
+            self._training.require_plain(durably=self._is_durable)
+            raise
 
     def save_replicated(self, version: Version) -> bool:
         """Store the replicated state in this node's memory unless another worker has. Returns whether it is there.
 
+        Raises TypeError for a state that cannot be kept: the copy before stays.
         If records have a large part, this copy alone is useless, so it never overwrites a snapshot that may be needed.
         """
         if self._node_memory is None or self._training.is_in_parts or not self._has_room:
@@ -295,8 +308,10 @@ class Copies:
         except NoRoom as error:
             self._has_room = False
             self._say(str(error))
-        except NotPlain as error:
-            self._say_once(f"the state is not copied to memory any more: {error}")
+        except NotPlain:
+            # This names the part.
+            self._training.require_plain(durably=self._is_durable)
+            raise
         except OSError as error:
             # The same trouble may be there at each snapshot to come: once, with the first step.
             if (reason := _reason(error)) not in self._said:
@@ -386,7 +401,3 @@ class Copies:
     def _tell(self, text: str) -> None:
         if self._peers.leads:
             self._say(text)
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

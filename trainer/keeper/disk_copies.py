@@ -92,9 +92,12 @@ class DiskCopies:
             return
         self._newest = version.step
         # Rank 0 alone writes a replicated state, and only it needs what the others have for themselves.
-        of_all = self._peers.from_all(own()) if self._training.is_in_parts else self._peers.to_rank_0(own()) or []
-        random, per_rank = ([its[name] for its in of_all if name in its] for name in ("random", "per_rank"))
-        self._checkpoints.save_async(version.step, self._training.whole(random, per_rank))
+        buffers = self._training.buffers_apart(self._peers.from_rank_0, leads=self._peers.leads)
+        mine = {**own(), "own_buffers": buffers}
+        of_all = self._peers.from_all(mine) if self._training.is_in_parts else self._peers.to_rank_0(mine) or []
+        names = ("random", "per_rank", "own_buffers")
+        of_ranks = {name: [its[name] for its in of_all if name in its] for name in names}
+        self._checkpoints.save_async(version.step, self._training.whole(of_ranks))
 
     def step_done(self) -> None:
         """A step is behind this process: get ready for the first checkpoint, which training would wait for."""

@@ -116,6 +116,7 @@ class GuardedState:
         """The step is complete; without `is_whole` its changes have failed, and the state is of no step."""
         try:
             if is_whole:
+                self._copies.require_plain_values()
                 if self.copies_next and self._training.is_in_parts:
                     # ZeRO-1's step has collectives, and this copy counts as whole.
                     self._require_clean(f"step {self.next_version.step} may be incomplete, and is not kept")
@@ -189,6 +190,8 @@ class GuardedState:
                 if self._outside.found(self.version.step):
                     # The training's thread has changed it meanwhile, without a lock.
                     self._copies.discard_replicated(self.version)
+        except TypeError as error:
+            self._say(f"step {self.version.step} is not copied to memory, and the copy before it counts: {error}")
         finally:
             self._lock.release()
         if news := self._outside.news(self.version.step):

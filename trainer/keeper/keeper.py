@@ -44,19 +44,18 @@ from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.model_state import hook_after_forward, passes_to_final_sums, unwrap
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import cloned
 
 
 class Keeper:
     """The state of one training: restored on entry, kept while `steps` runs, saved by the survivors of a failure.
 
     `model` may be wrapped in DDP, and compiled. Several models or optimizers are a list. `scheduler`, `scaler` and
-    `extra` are kept too: objects with `state_dict` and `load_state_dict`, lists of them, or for `extra` a dictionary of
-    tensors and plain values. They must be the same on every rank, and change only within `commit`. `hook_state` is the
-    state of a communication hook (PowerSGD's), which each rank has for itself. `per_rank` is one object, or a list of
-    them, with a state that each rank has for itself: `Batches`, a StatefulDataLoader, a `torch.Generator`, anything
-    with `state_dict` and `load_state_dict`. `()` says that there is none, and that the data's order needs nothing. Of
-    FSDP's and ZeRO-1's state each rank keeps its part.
+    `extra` are kept too: objects with `state_dict` and `load_state_dict`, lists of them, or for `extra` a dictionary or
+    list of tensors and plain values, which a restore fills in place. They must be the same on every rank, and change
+    only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which each rank has for
+    itself. `per_rank` is one object, or a list of them, with a state that each rank has for itself: `Batches`, a
+    StatefulDataLoader, a `torch.Generator`, anything with `state_dict` and `load_state_dict`. `()` says that there is
+    none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
     stop and at the end, and the newest `keep` stay. `snapshot_every` is the number of steps between copies in memory,
@@ -320,13 +319,14 @@ class Keeper:
 
     def _warm(self) -> None:
         """Make DDP sum gradients in its final order. Everything else is restored."""
-        before = cloned(self._training.own(large=True))
-        if self._warm_up is not None:
-            for _ in range(passes_to_final_sums(self._training.models, self._peers.world_size)):
+        passes = passes_to_final_sums(self._training.models, self._peers.world_size) if self._warm_up else 0
+        if self._warm_up is not None and passes:
+            before = self._training.before_warm_up()
+            for _ in range(passes):
                 self._warm_up()
+            self._training.restore_after_warm_up(before)
         for model in self._training.models:
             model.zero_grad(set_to_none=True)
-        self._training.load_own(before)
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""

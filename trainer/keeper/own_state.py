@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from elaunch.trainer.memory.records import Records
-from elaunch.trainer.state.packing import NotPlain
-from elaunch.trainer.state.rank_objects import equal
+from elaunch.trainer.state.buffers import versions
+from elaunch.trainer.state.packing import NotPlain, not_plain
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State
+from elaunch.trainer.state.tree import State, equal
 from elaunch.trainer.state.version import Version
 
 
@@ -27,12 +27,12 @@ class OwnState:
 
     def put_down(self, version: Version, *, unless_same: bool = False) -> bool:
         """Store the present state as that of `version`. Returns whether that was done."""
-        own = self._training.own()
-        buffers = [(buffer.data_ptr(), buffer._version) for buffer in own.pop("buffers").values()]
+        own, present = self._training.own(), self._training.buffers()
+        buffers = versions(present)
         if unless_same and (version, buffers) == self._put[:2] and equal(own, self._put[2]):
             return False
         self._put = (version, buffers, own)
-        return self._stage(version)
+        return self._stage(version, present)
 
     def redraw(self, version: Version) -> bool:
         """Random numbers may have been drawn since `put_down(version)`: store the generators' present states with it.
@@ -44,28 +44,28 @@ class OwnState:
         if stored != version or equal(random, own["random"]):
             return False
         self._put = (version, buffers, {**own, "random": random})
-        return self._stage(version)
+        return self._stage(version, self._training.buffers())
 
     def of(self, version: Version) -> State:
         """Random states and `per_rank` as of the end of that step: a loop may have drawn or fetched since."""
         if self._put[0] == version:
             return self._put[2]
-        own = self._training.own()
-        del own["buffers"]
-        return own
+        return self._training.own()
 
-    def _stage(self, version: Version) -> bool:
+    def _stage(self, version: Version, buffers: State) -> bool:
         if self._records is None:
             return False
-        state = {"buffers": self._training.buffers(), **self._put[2]}
+        state = {**buffers, **self._put[2]}
         # Often there is nothing else, and nobody draws random numbers. The same object says so.
-        if state["buffers"] or "per_rank" in state or state["random"] is not self._staged.get("random"):
+        if any(buffers.values()) or "per_rank" in state or state["random"] is not self._staged.get("random"):
             self._staged = state
         try:
             self._records.stage(version, self._staged)
-        except (OSError, NotPlain) as error:
+        except NotPlain as error:
+            found = not_plain(state.get("per_rank"), "per_rank") or str(error)
+            raise TypeError(f"the state that each rank has for itself cannot be kept: {found}") from None
+        except OSError as error:
             self._records = None
-            why = error.strerror or error if isinstance(error, OSError) else error
-            self._say(f"keeps no buffers and random states in memory: {why}")
+            self._say(f"keeps no buffers and random states in memory: {error.strerror or error}")
             return False
         return True

@@ -160,7 +160,7 @@ def sentence(decision: Decision) -> str:
     if decision.differing:
         origin += f"; {_ranks(decision.differing)} held a different state of that step"
     text = f"restored step {version.step} from memory ({origin}); {repeated(decision.repeated)}"
-    if not decision.records and not decision.choice:
+    if not decision.records:
         text += "; buffers are lost and new"
     if decision.older:
         steps = sorted({source.version.step for source in decision.older.values()})

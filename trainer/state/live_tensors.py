@@ -30,7 +30,7 @@ class LiveTensors:
         inner = [getattr(one, "optim", one) for one in optimizers]
         # Other optimizers need only a `state_dict`.
         self._optimizers = [one for one in inner if isinstance(getattr(one, "state", None), dict)]
-        self._nests = [one for one in extra if isinstance(one, dict | list | tuple)]
+        self._nests = [one for one in extra if isinstance(one, dict | list | tuple | Tensor)]
 
     def seen(self, turn: int) -> list[Tensor]:
         """What is looked at in that turn: all of them but the optimizers' states, and of these some in each turn.

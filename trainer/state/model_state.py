@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from elaunch.trainer.state.buffers import Buffers, plain_name
+from elaunch.trainer.state.optimizer_state import exactly, put_options
 from elaunch.trainer.state.tree import PerRank, State, is_shard, some
 
 Found = TypeVar("Found")
@@ -29,21 +31,27 @@ class Models(nn.ModuleList):
 
 
 def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer, by_name: bool = False) -> State:
-    """`{"model": …, "optimizer": …}` after at least one step; the tensors are the live ones, not copies.
+    """`{"model": …, "optimizer": …, "types": …}` after at least one step; the tensors are the live ones, not copies.
 
     `others` are further optimizers of a model with FSDP. Their states are in `optimizer` too. `by_name` is for ranks
     that have parameters of different names, as the stages of a pipeline have. It is the same on all ranks.
     """
+    types = {"types": types_of(model)}
     if by_name:
-        return _by_name(model, [optimizer, *others])
+        return {**_by_name(model, [optimizer, *others]), **types}
     if is_zero(optimizer):
-        return {"model": unwrap(model).state_dict(), "optimizer": _zero_state(unwrap(model), optimizer)}
+        return {"model": unwrap(model).state_dict(), "optimizer": _zero_state(unwrap(model), optimizer), **types}
     if is_sharded(model):
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         weights, moments = get_state_dict(model, [optimizer, *others])
-        return {"model": weights, "optimizer": moments}
-    return {"model": unwrap(model).state_dict(), "optimizer": optimizer.state_dict()}
+        return {"model": weights, "optimizer": moments, **types}
+    return {"model": unwrap(model).state_dict(), "optimizer": optimizer.state_dict(), **types}
+
+
+def types_of(model: nn.Module) -> list[str]:
+    """The types of the parameters. If a checkpoint has others, the optimizer's values follow the parameters'."""
+    return sorted({str(parameter.dtype) for parameter in model.parameters()})
 
 
 def restore(
@@ -54,26 +62,56 @@ def restore(
     others: Sequence[Optimizer] = (),
     *,
     by_name: bool = False,
+    has_buffers: bool = True,
 ) -> Found | None:
     """Load model and optimizer with `load` (for example `Checkpoints.load_newest`). Returns what `load` found.
 
     Everything else in the state goes into `rest`. All ranks call it before the first step. If `load` finds nothing
-    (None), nothing changes. `others` and `by_name` are those of `state_of`.
+    (None), nothing changes. `others` and `by_name` are those of `state_of`. The state's buffers are the model's, except
+    those that `own_buffers` in it names; without `has_buffers` it has none. Raises ValueError if it does not fit.
     """
     fresh = [one for one in (optimizer, *others) if not one.state]
     # For a sharded model `state_of` creates an optimizer state to fill, by a step of length 0.
     state = {**(rest or {}), **state_of(model, optimizer, *others, by_name=by_name)}
+    # A buffer may have got another shape, or may not be there yet.
+    buffers, weights = Buffers(unwrap(model)), state["model"]
+    apart = without_buffers(weights, buffers)
+    owned = set(weights)
+    if isinstance(weights, PerRank):
+        # This asks for them.
+        weights |= {name: {} for name in apart}
     found = load(state)
     if found is None:
         for one in fresh:
             one.state.clear()
         return None
+    weights = state.pop("model")
+    arrived = {plain_name(name): v for name, v in weights.items() if name not in owned and isinstance(v, Tensor)}
+    # Rank 0's are those that had become others; of a pipeline each rank knows only its own.
+    own_buffers = state.get("own_buffers", ())
+    may_differ = {name for its in (own_buffers if by_name else own_buffers[:1]) for name in its["buffers"]}
+    lost = [name for name in apart if plain_name(name) not in {*arrived, *may_differ}] if has_buffers else ()
+    if lost:
+        raise ValueError(f"the state lacks {some(lost)}; it is of another model")
     put = _put_by_name if by_name else _put
-    put(model, [optimizer, *others], state.pop("model"), state.pop("optimizer"))
+    types = state.pop("types", None)
+    optimizers = [optimizer, *others]
+    # Other types were chosen on purpose.
+    with exactly(optimizers if by_name or types in (None, types_of(model)) else ()):
+        kept = {name: value for name, value in weights.items() if name in owned}
+        put(model, optimizers, {**kept, **apart}, state.pop("optimizer"))
+    buffers.put_arrived(arrived, may_differ)
     if rest is not None:
         rest.clear()
         rest.update(state)
     return found
+
+
+def without_buffers(weights: State, buffers: Buffers) -> State:
+    """Remove the persistent buffers from a model's state, and return them. Distributed ones stay."""
+    names = buffers.names()
+    taken = [name for name, value in weights.items() if plain_name(name) in names and not is_shard(value)]
+    return {name: weights.pop(name) for name in taken}
 
 
 def is_in_parts(model: nn.Module, optimizer: Any) -> bool:
@@ -141,8 +179,12 @@ def _passes_of(wrapper: DistributedDataParallel) -> int:
 
 def moments_of(optimizer: Any) -> list[Any]:
     """Every value that the optimizer keeps for a parameter on this rank, except None."""
-    inner = optimizer.optim if is_zero(optimizer) else optimizer
-    return [value for held in inner.state.values() for value in held.values() if value is not None]
+    return [value for held in _inner(optimizer).state.values() for value in held.values() if value is not None]
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that has the state on this rank."""
+    return optimizer.optim if is_zero(optimizer) else optimizer
 
 
 def _put(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moments: Any) -> None:
@@ -189,7 +231,7 @@ def _put_zero(model: nn.Module, zero: Any, moments: State) -> None:
     # The local optimizer loads each value onto the right device: a step count stays in host memory.
     zero.optim.load_state_dict({**zero.optim.state_dict(), "state": saved})
     for group, values in zip(zero.param_groups, moments["param_groups"], strict=True):
-        group.update(values)
+        put_options(group, values)
 
 
 def _by_name(model: nn.Module, optimizers: Sequence[Optimizer]) -> State:

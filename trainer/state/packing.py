@@ -15,14 +15,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from elaunch.trainer.state.region import PAGE, Header, Packed, data_of, skeleton_of, up, view
-from elaunch.trainer.state.tree import PerRank
+from elaunch.trainer.state.tree import PerRank, is_numpy_scalar, numpy_scalar
 
 _ALIGNMENT = 64
 _PLAIN: dict[tuple[str, str], Any] = {
@@ -32,7 +32,16 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     (PerRank.__module__, PerRank.__qualname__): PerRank,
+    (numpy_scalar.__module__, numpy_scalar.__qualname__): numpy_scalar,
 }
+_WAY_OUT = "put tensors and plain values (numbers, strings, lists, dictionaries) into the state"
+_VALUES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
+    | {Tensor, torch.nn.Parameter}
+)
+_KEYS = frozenset({str, int})
+_DICTIONARIES = frozenset({dict, OrderedDict, Counter, PerRank})
+_SEQUENCES = frozenset({list, tuple, set, frozenset})
 
 # Errors that pickle raises for wrong bytes besides its own, and errors of torch for impossible shapes.
 _NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
@@ -222,6 +231,48 @@ def tensor_that_is_not_dense(value: object, path: str = "") -> str:
     return next(filter(None, named), "")
 
 
+def not_plain(value: object, path: str, *, durably: bool = False) -> str:
+    """A sentence about the first value in dictionaries, lists, tuples and sets that cannot be kept; "" if all can.
+
+    `path` is the name of `value`. With `durably` keys must be strings or integers. Tensors are not looked at, so this
+    is quick.
+    """
+    kind = type(value)
+    if is_quickly_plain(value) or isinstance(value, Tensor | type) or is_numpy_scalar(value):
+        return ""
+    if kind in _DICTIONARIES:
+        for key, item in cast(dict[Any, Any], value).items():
+            if found := not_plain(item, f"{path}.{key}", durably=durably):
+                return found
+            if durably and kind is not Counter and type(key) not in (str, int) and not is_numpy_scalar(key):
+                return f"`{path}` has the key {key!r:.80}, which no checkpoint can hold; use strings or integers"
+            if found := not_plain(key, f"a key of {path}"):
+                return found
+        return ""
+    if kind in _SEQUENCES:
+        items = enumerate(cast(list[Any], value))
+        return next(filter(None, (not_plain(item, f"{path}.{n}", durably=durably) for n, item in items)), "")
+    return f"`{path}` cannot be kept: {value!r:.80} is a {_type_of(value)}; {_WAY_OUT}"
+
+
+def is_quickly_plain(value: Any) -> bool:
+    """Whether this finds quickly that `not_plain` would find nothing: 1 µs, and 0.02 µs for each number or tensor."""
+    kind = type(value)
+    if kind in _VALUES:
+        return True
+    if kind in _DICTIONARIES:
+        items = value.values()
+        if not set(map(type, value)) <= _KEYS:
+            return False
+    elif kind in _SEQUENCES:
+        items = value
+    else:
+        return False
+    return set(map(type, items)) <= _VALUES or all(
+        is_quickly_plain(item) for item in items if type(item) not in _VALUES
+    )
+
+
 def _in_order(size: Shape) -> Shape:
     """The strides of a tensor whose bytes are in the order of its indices."""
     return tuple(accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1] if size else ()
@@ -252,12 +303,17 @@ class _Pickler(pickle.Pickler):
             return PerRank, (), None, None, iter(value.items())
         if isinstance(value, type) and (value.__module__, value.__qualname__) in _PLAIN:
             return NotImplemented
-        if isinstance(value, torch.dtype) or (type(value).__module__, type(value).__qualname__) in _PLAIN:
+        if is_numpy_scalar(value):
+            return numpy_scalar, (value.dtype.str, value.tobytes())
+        if isinstance(value, torch.dtype) or value is numpy_scalar:
             return NotImplemented
-        raise NotPlain(
-            f"{value!r:.80} of type {type(value).__module__}.{type(value).__qualname__} cannot be kept; "
-            "put tensors and plain values (numbers, strings, lists, dictionaries) into the state"
-        )
+        if (type(value).__module__, type(value).__qualname__) in _PLAIN:
+            return NotImplemented
+        raise NotPlain(f"{value!r:.80} of type {_type_of(value)} cannot be kept; {_WAY_OUT}")
+
+
+def _type_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 class _StateUnpickler(pickle.Unpickler):

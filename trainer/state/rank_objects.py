@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from elaunch.trainer.state.tree import State
 
@@ -74,21 +73,6 @@ class RankObjects:
             then = "some samples come twice" if "earlier" in why else "it begins anew, and samples come twice or never"
             told.append(f"the state per rank (per_rank: {', '.join(self.kinds)}) of {whose} {why}: {then}")
         return "; ".join(told)
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two nests of dictionaries, lists and tuples hold the same tensors and values."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
 
 
 def _stateful(one: Any) -> Stateful:

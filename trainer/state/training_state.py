@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from elaunch.trainer.state import optimizer_state, rng_state
+from elaunch.trainer.state.buffers import Buffers, load_module
 from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.live_tensors import LiveTensors
-from elaunch.trainer.state.model_state import Models, is_in_parts, is_zero, moments_of, restore, state_of, unwrap
-from elaunch.trainer.state.packing import NotPlain, pack, require_dense, tensor_that_is_not_dense
+from elaunch.trainer.state.model_state import (
+    Models,
+    is_in_parts,
+    is_zero,
+    moments_of,
+    restore,
+    state_of,
+    unwrap,
+    without_buffers,
+)
+from elaunch.trainer.state.packing import NotPlain, not_plain, pack, require_dense, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
-from elaunch.trainer.state.tree import State, cloned, flatten, local_parts
+from elaunch.trainer.state.tree import State, cloned, flatten, local_parts, put_into, some, tensors_sha256
 
 Found = TypeVar("Found")
 
@@ -50,6 +62,7 @@ class Training:
         self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self._optimizers)
         # The names and types of all ranks' parameters and buffers, if the ranks have different ones.
         self._names_of_all: list[tuple[str, str]] = []
+        extra = _parts_of(extra)
         self.live_tensors = LiveTensors(self.model, self._optimizers, _several(extra))
         if self.has_zero and len(self._optimizers) > 1:
             raise ValueError(
@@ -63,12 +76,9 @@ class Training:
         )
         self.device = _device_of(self.model)
         self.random = RandomStates(self.device)
-        self._buffers = [
-            (f"{prefix}.{short}".lstrip("."), owner, short)
-            for prefix, owner in self.model.named_modules()
-            for short, buffer in owner._buffers.items()
-            if buffer is not None and short not in owner._non_persistent_buffers_set
-        ]
+        self._buffers = Buffers(self.model, self.device)
+        self._entries = set() if self.is_in_parts else set(self.model.state_dict())
+        self._shares_buffers = all(map(_shares_buffers, self.models))
 
     def _divide_optimizers(self) -> None:
         # FSDP's optimizers have one state together, by the names of the parameters.
@@ -148,8 +158,13 @@ class Training:
 
     def replicated(self) -> State:
         """The replicated state, with the live tensors that training changes."""
-        buffers = {name for name, _, _ in self._buffers}
-        model = {name: value for name, value in self.model.state_dict().items() if name not in buffers}
+        model = self.model.state_dict()
+        without_buffers(model, self._buffers)
+        if new := [name for name in model if name not in self._entries]:
+            raise NotPlain(
+                f"the model has got {some(new)} since the Keeper was entered, and a restart would begin without it; "
+                "add modules, prune and parametrize before the Keeper"
+            )
         return {"model": model, "optimizer": [one.state_dict() for one in self._optimizers[:1]], **self.rest()}
 
     def rest(self) -> State:
@@ -169,8 +184,10 @@ class Training:
         ]
 
     def large(self) -> State:
-        """The rest of a state in parts: the model and what the optimizers keep for its parameters."""
-        return self._state()
+        """The rest of a state in parts: the parameters and what the optimizers keep for them."""
+        state = self._state()
+        without_buffers(state["model"], self._buffers)
+        return state
 
     def _state(self) -> State:
         by_name = bool(self._names_of_all)
@@ -181,11 +198,11 @@ class Training:
         moments = [each for one in self._optimizers for each in moments_of(one)]
         if self._has_extra_state or not all(isinstance(each, Tensor) for each in moments):
             return None
-        return [*self.model.parameters(), *self.model.buffers(), *moments]
+        return [*self.model.parameters(), *moments]
 
     def own(self, *, large: bool = False) -> State:
-        """This rank's own present state. Its tensors are the live ones, except the random states."""
-        state: State = {"buffers": self.buffers(), "random": self.random.capture()}
+        """This rank's own present state but its buffers. Its tensors are the live ones, except the random states."""
+        state: State = {"random": self.random.capture()}
         if self.per_rank is not None:
             state["per_rank"] = cloned(self.per_rank.state_dict())
         if large and self._hook is not None:
@@ -195,47 +212,87 @@ class Training:
     def require_plain(self, *, durably: bool) -> None:
         """Raise TypeError with the name of the part if some value of the state cannot be kept.
 
-        With `durably` it must also fit into checkpoints. Raises ValueError if a CUDA graph holds an optimizer's state.
+        With `durably` it must also fit into checkpoints.
         """
-        for one in self._optimizers:
-            optimizer_state.require_uncaptured(one)
         for name, tensor in self.live_tensors.named() if self.is_in_parts else ():
             for part in local_parts(tensor):
                 _require_dense(part, f"`{name}`")
         parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
-        for name, part in {**parts, **own}.items():
+        for name, part in {**parts, **self.buffers(), **own}.items():
             try:
                 pack(part)
             except NotPlain as error:
                 which = tensor_that_is_not_dense(part)
                 where = f"{which} in the state of {name}" if which else f"the state of {name}"
-                raise TypeError(f"{where} cannot be kept: {error}") from None
+                raise TypeError(not_plain(part, name) or f"{where} cannot be kept: {error}") from None
         if durably:
             flatten({**self.rest(), "per_rank": own.get("per_rank")})
 
-    def buffers(self) -> dict[str, Tensor]:
-        """The buffers in the model's `state_dict`."""
-        return {name: value for name, owner, short in self._buffers if (value := owner._buffers[short]) is not None}
+    def require_plain_values(self, *, durably: bool) -> None:
+        """Raise TypeError if a step has put a value into `extra`, the scheduler or the options that cannot be kept.
+
+        It takes some 20 µs in each step. What an object in `extra` gives is looked at with each snapshot.
+        """
+        groups = [getattr(one, "param_groups", ()) for one in self._optimizers]
+        options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
+        found = not_plain(options, "param_groups")
+        # Not the scaler: its state_dict waits for the device.
+        for name in ("scheduler", "extra"):
+            for number, part in enumerate(_several(self._rest[name])):
+                if not found and (name != "extra" or not hasattr(part, "state_dict")):
+                    found = not_plain(_state_of(part), f"{name}.{number}", durably=durably)
+        if found:
+            raise TypeError(found)
+
+    def buffers(self) -> State:
+        """This rank's buffers, as `Buffers.now` has them: the live tensors."""
+        return self._buffers.now()
+
+    def before_warm_up(self) -> State:
+        """All that `restore_after_warm_up` restores, copied."""
+        copied: State = cloned({**self.own(large=True), **self._buffers.now(all_of_them=True)})
+        return copied
+
+    def restore_after_warm_up(self, state: State) -> None:
+        """Undo what forward and backward passes have changed. Changes of buffers count from now on."""
+        self._buffers.put(state, all_of_them=True)
+        self._load_own(state)
+        self._buffers.note()
+
+    def buffers_apart(self, from_rank_0: Callable[[Any], Any], *, leads: bool) -> State:
+        """This rank's buffers that are not in a checkpoint's model as they are here. Collective.
+
+        Those that are not persistent, those that have become others since the start, and those of other ranks that
+        differ from rank 0's.
+        """
+        now = self.buffers()
+        if self._shares_buffers:
+            its = {"buffers": self._buffers.misfits(), "transient": now["transient"]}
+            return its if leads else {"buffers": {}, "transient": {}}
+        sums = {name: value if value is None else tensors_sha256([value]) for name, value in now["buffers"].items()}
+        of_rank_0 = from_rank_0(sums)
+        others = {n: v for n, v in now["buffers"].items() if n not in of_rank_0 or sums[n] != of_rank_0[n]}
+        return {"buffers": self._buffers.misfits() if leads else others, "transient": now["transient"]}
 
     def load_replicated(self, state: State) -> None:
         """Load a replicated state; it is copied."""
-        self.model.load_state_dict({**state["model"], **self.buffers()})
+        self.model.load_state_dict({**self.model.state_dict(), **state["model"]})
         for one, its in zip(self._optimizers, [*state["optimizer"], *state["optimizers"]], strict=True):
             optimizer_state.load(one, its)
-        self._load_rest(cloned({name: state[name] for name in self._rest if name != "optimizers"}))
+        self._load_rest({name: state[name] for name in self._rest if name != "optimizers"})
 
     def load_own(self, state: State, *, only_buffers: bool = False) -> None:
         """Load a rank's own state; it is copied. Pass `only_buffers` if it was another rank's."""
-        with torch.no_grad():
-            for name, buffer in self.buffers().items():
-                if name in state["buffers"]:
-                    buffer.copy_(state["buffers"][name])
+        self._buffers.put(state)
         if not only_buffers:
-            rng_state.apply(state["random"], self.device)
-            if self._hook is not None and "hook" in state:
-                self._hook.load_state_dict(cloned(state["hook"], self.device))
-            if self.per_rank is not None and "per_rank" in state:
-                self.per_rank.load_state_dict(cloned(state["per_rank"]))
+            self._load_own(state)
+
+    def _load_own(self, state: State) -> None:
+        rng_state.apply(state["random"], self.device)
+        if self._hook is not None and "hook" in state:
+            self._hook.load_state_dict(cloned(state["hook"], self.device))
+        if self.per_rank is not None and "per_rank" in state:
+            self.per_rank.load_state_dict(cloned(state["per_rank"]))
 
     def load_random(self, state: State) -> None:
         """Load only the random states, and those of the `per_rank` objects, from an earlier step."""
@@ -243,21 +300,29 @@ class Training:
         if self.per_rank is not None and "per_rank" in state:
             self.per_rank.load_state_dict(cloned(state["per_rank"]), is_older=True)
 
-    def whole(self, random: Sequence[State] = (), per_rank: Sequence[State] = ()) -> State:
-        """The whole state for a checkpoint, with `random` and `per_rank` of all ranks.
+    def whole(self, own: Mapping[str, Sequence[State]]) -> State:
+        """The whole state for a checkpoint, with `random`, `per_rank` and `own_buffers` of all ranks.
 
         If it is in parts, only this rank's part.
         """
-        own = {"random": list(random), "per_rank": list(per_rank)}
-        return {**self._state(), **self.rest(), **own}
+        return {**self._state(), **self.rest(), **{name: list(its) for name, its in own.items()}}
 
-    def load_whole(self, load: Callable[[State], Found | None], rank: int, world_size: int) -> Found | None:
-        """Let `load` fill the state that `whole` returns, and load it. Returns what `load` found."""
+    def load_whole(
+        self, load: Callable[[State], Found | None], rank: int, world_size: int, *, has_buffers: bool = True
+    ) -> Found | None:
+        """Let `load` fill the state that `whole` or `large` returns, and load it. Returns what `load` found.
+
+        `large` has no buffers.
+        """
         rest: State = {}
-        by_name = bool(self._names_of_all)
-        found = restore(load, self._wrapped, self._optimizers[0], rest, self._others, by_name=by_name)
+        how: Any = {"by_name": bool(self._names_of_all), "has_buffers": has_buffers}
+        found = restore(load, self._wrapped, self._optimizers[0], rest, self._others, **how)
         if found is not None:
             self._load_rest(rest)
+            # At another number of ranks all get rank 0's.
+            buffers = rest.get("own_buffers", ())
+            if buffers:
+                self._buffers.put(buffers[rank if len(buffers) == world_size else 0])
             random = rest.get("random", ())
             if len(random) == world_size:
                 rng_state.apply(random[rank], self.device)
@@ -269,13 +334,25 @@ class Training:
 
     def _load_rest(self, state: State) -> None:
         """Load the parts that exist: a checkpoint of an earlier release has only model and optimizer."""
+        # A program's first `extra` may be the live `model.state_dict()`, for which it puts copies later.
+        tensors = [part for each in (*self.model.parameters(), *self.model.buffers()) for part in local_parts(each)]
+        spare = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
         for name, part in self._rest.items():
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
-                    _load(one, its)
+                    _load(one, its, spare)
         for one, groups in zip(self._optimizers, state.get("param_groups", ()), strict=False):
             for group, its in zip(one.param_groups, groups, strict=True):
-                group.update(its)
+                optimizer_state.put_options(group, its)
+
+
+def _shares_buffers(model: Any) -> bool:
+    """Whether DDP gives every rank of the job all of rank 0's buffers before each forward pass."""
+    return (
+        getattr(model, "broadcast_buffers", False)
+        and not model.parameters_to_ignore
+        and model.process_group.size() == dist.get_world_size()
+    )
 
 
 def _require_dense(tensor: Tensor, name: str) -> None:
@@ -306,9 +383,30 @@ def _state_of(part: Any) -> Any:
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 
-def _load(part: Any, state: Any) -> None:
-    if hasattr(part, "load_state_dict"):
-        part.load_state_dict(state)
+def _parts_of(extra: Any) -> Any:
+    """`extra` as objects, dictionaries and tensors. A list of anything else is one part, which may grow."""
+    if type(extra) is list and not (extra and all(isinstance(one, dict) or _is_object(one) for one in extra)):
+        extra = (extra,)
+    for one in _several(extra):
+        if not (_is_object(one) or isinstance(one, dict | list | set | Tensor)):
+            raise TypeError(
+                f"extra has {one!r:.80} of type {type(one).__qualname__}, which a restore could not put back; give a "
+                "dictionary, a list, a tensor, or an object with state_dict and load_state_dict"
+            )
+    return extra
+
+
+def _is_object(one: Any) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def _load(part: Any, state: Any, spare: Collection[int]) -> None:
+    """Load a part's state, which is copied; tensors in the storages in `spare` are left alone."""
+    if isinstance(part, Optimizer):
+        optimizer_state.load(part, state)
+    elif isinstance(part, nn.Module):
+        load_module(part, cloned(state))
+    elif hasattr(part, "load_state_dict"):
+        part.load_state_dict(cloned(state))
     else:
-        part.clear()
-        part.update(state)
+        put_into(part, state, spare=spare)

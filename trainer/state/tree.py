@@ -6,7 +6,7 @@ import hashlib
 import io
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ State = dict[str, Any]
 Path = tuple[str | int, ...]
 
 # The types that torch.load(weights_only=True) reads back. Exact types: numpy's float64 is a float, but not one of them.
+# `pack` stores numpy's scalars beside them.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Counter)
 
 
@@ -88,8 +89,8 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
 def flatten(state: Mapping[str, Any], leaf: type = Tensor) -> Tree:
     """Disassemble `state`. The tensors are the same objects; `leaf` is the type of what stands for them.
 
-    Raises TypeError for a value that is neither a tensor nor plain, and for a value in a PerRank that is no tensor;
-    ValueError for two tensors of one name.
+    A key that is a number of numpy becomes Python's, which is equal. Raises TypeError for a value that is neither a
+    tensor nor plain, and for a value in a PerRank that is no tensor; ValueError for two tensors of one name.
     """
     tree = Tree({}, {}, None, {})
 
@@ -107,13 +108,16 @@ def flatten(state: Mapping[str, Any], leaf: type = Tensor) -> Tree:
                 visit(item, (*path, key), True)
             return None
         if type(value) in (dict, OrderedDict):
-            for key in value:
-                if type(key) not in (str, int):
+            plain = {}
+            for key, item in value.items():
+                name = key.item() if is_numpy_scalar(key) else key
+                if type(name) not in (str, int):
                     raise TypeError(f"{_where(path)} has the key {key!r}; keys are strings or integers")
-            return {key: visit(item, (*path, key), inside) for key, item in value.items()}
+                plain[name] = visit(item, (*path, name), inside)
+            return plain
         if not inside and type(value) in (list, tuple, set):
             return type(value)(visit(item, (*path, index), inside) for index, item in enumerate(value))
-        if inside or type(value) not in _PLAIN:
+        if inside or not (type(value) in _PLAIN or is_numpy_scalar(value)):
             kinds = "tensors" if inside else "tensors and plain Python values"
             raise TypeError(f"{_where(path)} is a {type(value).__name__}; what is kept of a state is {kinds}")
         return value
@@ -139,8 +143,10 @@ def rebuild(plain: Any, leaves: Mapping[Path, object]) -> Any:
 
 def pack(tree: Tree) -> bytes:
     """The plain values and the places of the tensors, for `unpack`."""
-    content = io.BytesIO()
-    torch.save({"plain": tree.plain, "tensors": tree.common(), "per_rank": list(tree.per_rank)}, content)
+    content, numpys = io.BytesIO(), list[tuple[Path, str, bytes]]()
+    plain = _without_numpy(tree.plain, (), numpys)
+    held = {"plain": plain, "tensors": tree.common(), "per_rank": list(tree.per_rank), "numpy": numpys}
+    torch.save(held, content)
     return content.getvalue()
 
 
@@ -154,7 +160,44 @@ def unpack(content: bytes | bytearray) -> tuple[Any, dict[str, Path], list[Path]
     held = torch.load(file, map_location="cpu", weights_only=True)
     # Each value takes a byte at least where it is not one that was there before.
     require_shallow_value(held, 4 * len(content))
-    return held["plain"], held["tensors"], held["per_rank"]
+    # Earlier releases had none.
+    numpys = {tuple(path): numpy_scalar(kind, raw) for path, kind, raw in held.get("numpy", ())}
+    return rebuild(held["plain"], numpys) if numpys else held["plain"], held["tensors"], held["per_rank"]
+
+
+def _without_numpy(value: Any, path: Path, found: list[tuple[Path, str, bytes]]) -> Any:
+    """A plain nest with Python's number for each scalar of numpy; `found` gets the scalar itself, unless in a set."""
+    if type(value) is dict:
+        return {key: _without_numpy(item, (*path, key), found) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_numpy(item, (*path, index), found) for index, item in enumerate(value))
+    if type(value) is set:
+        return {_without_numpy(item, (), []) for item in value}
+    if type(value) is Counter:
+        return Counter({_without_numpy(key, (), []): _without_numpy(n, (), []) for key, n in value.items()})
+    if is_numpy_scalar(value):
+        found.append((path, value.dtype.str, value.tobytes()))
+        number = value.item()
+        # Of a date, or of a float of 128 bits, there is none.
+        return number if type(number) in _PLAIN else None
+    return value
+
+
+def is_numpy_scalar(value: object) -> bool:
+    """Whether it is a number, a date or a string of numpy's."""
+    generic = getattr(sys.modules.get("numpy"), "generic", None)
+    return generic is not None and isinstance(value, generic) and value.dtype.kind not in "OV"
+
+
+def numpy_scalar(kind: str, content: bytes) -> Any:
+    """The scalar of numpy with that `dtype.str` and those bytes. Raises ValueError for what is none."""
+    import numpy
+
+    dtype = numpy.dtype(str(kind))
+    if dtype.kind in "OV":
+        raise ValueError(f"{kind!r:.80} is no type of a scalar")
+    # A copy: an empty string has no bytes to read.
+    return numpy.frombuffer(content, dtype)[0] if content else dtype.type()
 
 
 def cloned(value: Any, device: torch.device | None = None) -> Any:
@@ -169,6 +212,77 @@ def cloned(value: Any, device: torch.device | None = None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(cloned(item, device) for item in value)
     return value
+
+
+def put_into(
+    there: Any, saved: Any, known: dict[int, tuple[Any, Any]] | None = None, spare: Collection[int] = ()
+) -> Any:
+    """Copy `saved` into the tensors, dictionaries, lists and sets of `there`, which a program may have by other names.
+
+    Returns `there` with the content of `saved`, or a copy of `saved` if `there` is no such object. What is in several
+    places of `there`, with different contents in `saved`, stays in the first of them. Tensors in the storages at the
+    addresses in `spare` are never changed. `known` has what was met before.
+    """
+    if not isinstance(saved, Tensor | dict | list | tuple | set):
+        return saved
+    known = {} if known is None else known
+    if isinstance(there, Tensor | dict | list | set):
+        _, first = known.setdefault(id(there), (there, saved))
+        if first is not saved and not equal(first, saved):
+            there = None
+    if isinstance(saved, Tensor):
+        return _filled(there, saved, spare)
+    if isinstance(saved, dict):
+        before = there if isinstance(there, dict) else {}
+        items = {key: put_into(before.get(key), item, known, spare) for key, item in saved.items()}
+        target = there if isinstance(there, dict) else saved.copy()
+        target.clear()
+        for key, item in items.items():
+            target[key] = item
+        return target
+    if isinstance(saved, set):
+        if not isinstance(there, set):
+            return saved.copy()
+        there.clear()
+        there.update(saved)
+        return there
+    old = there if isinstance(there, list | tuple) else ()
+    values = [put_into(old[n] if n < len(old) else None, item, known, spare) for n, item in enumerate(saved)]
+    if isinstance(there, list) and isinstance(saved, list):
+        there[:] = values
+        return there
+    return values if isinstance(saved, list) else tuple(values)
+
+
+def _filled(there: Any, saved: Tensor, spare: Collection[int]) -> Tensor:
+    if not isinstance(there, Tensor):
+        return saved.detach().clone()
+    try:
+        if spare and there.untyped_storage().data_ptr() in spare:
+            return there if torch.equal(there.cpu(), saved) else saved.detach().to(there.device, copy=True)
+        if there.shape == saved.shape and there.dtype == saved.dtype:
+            there.detach().copy_(saved)
+        else:
+            there.data = saved.detach().to(there.device, copy=True)
+    except RuntimeError:
+        # It cannot be written, as an expanded or an inference tensor, so nobody does by another name.
+        return saved.detach().to(there.device, copy=True)
+    return there
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two nests of dictionaries, lists and tuples hold the same tensors and values."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

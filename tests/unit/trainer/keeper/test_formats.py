@@ -64,8 +64,11 @@ DTYPES = [
 ]
 
 
+@pytest.mark.parametrize("where", ["memory", "checkpoint"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_state_of_every_type_comes_back_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_of_every_type_comes_back_bit_for_bit(
+    dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def made() -> tuple[nn.Linear, Momentum, dict[str, Any]]:
         torch.manual_seed(3)
         # The optimizer's values are of another type than the parameters, which torch changes when it loads them.
@@ -75,11 +78,14 @@ def test_a_state_of_every_type_comes_back_bit_for_bit(dtype: torch.dtype, monkey
     model, optimizer, extra = made()
     # All bytes there are, with those of NaNs.
     extra["all"] = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat_interleave(dtype.itemsize).view(dtype)
-    trained(model, optimizer, 2, extra=extra)
+    folder = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
+    trained(model, optimizer, 2, extra=extra, **folder)
 
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    if folder:
+        monkeypatch.delenv("ELAUNCH_MEMORY")
     again, restored, kept = made()
-    trained(again, restored, 2, extra=kept)
+    trained(again, restored, 2, extra=kept, **folder)
 
     assert kept["all"].dtype == dtype
     assert bits(kept["all"]) == bits(extra["all"])

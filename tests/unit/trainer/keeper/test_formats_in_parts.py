@@ -1,8 +1,9 @@
-"""Tensors that cannot be kept, in a state of which each rank has a part: refused at the door as in any other."""
+"""Types of tensors in a state of which each rank has a part: kept bit for bit, or refused at the door."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.two_tensor import TwoTensor
 
 from elaunch.trainer import Keeper
@@ -36,3 +38,105 @@ def test_an_optimizers_tensor_that_is_made_of_others_is_refused_by_its_parameter
         keeper,
     ):
         pytest.fail("it was entered")
+
+
+class Master(torch.optim.Optimizer):
+    """SGD with float32 momentum and master weights, whatever the type of the parameters."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state |= {"master": parameter.detach().clone().float(), "mean": parameter.grad.float() * 0}
+                    state["mean"].mul_(0.9).add_(parameter.grad.float())
+                    state["master"].sub_(state["mean"], alpha=group["lr"])
+                    parameter.copy_(state["master"])
+
+
+@pytest.mark.parametrize("where", ["memory", "checkpoint"])
+@pytest.mark.parametrize("plan", ["fsdp2", "zero", "two"])
+def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_they_were(
+    plan: str, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def trained() -> dict[str, Any]:
+        torch.manual_seed(3)
+        model: Any = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)).to(torch.bfloat16)
+        optimizers: list[Any]
+        if plan == "zero":
+            optimizers = [ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Master)]
+        else:
+            model = fully_shard(model) if plan == "fsdp2" else model
+            optimizers = [Master(one.parameters()) for one in model]
+        folder: dict[str, Any] = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
+        with Keeper(model, optimizers, per_rank=(), snapshot_every=1, say=lambda _: None, **folder) as keeper:
+            for _ in keeper.steps(3):
+                model(torch.randn(4, 5).bfloat16()).pow(2).sum().backward()
+                with keeper.commit():
+                    for one in optimizers:
+                        one.step()
+                        one.zero_grad()
+        inner = [getattr(one, "optim", one) for one in optimizers]
+        return {
+            f"{number}.{key}": getattr(value, "_local_tensor", value)
+            for one in inner
+            for number, state in enumerate(one.state.values())
+            for key, value in state.items()
+        }
+
+    kept = trained()
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    if where == "checkpoint":
+        monkeypatch.delenv("ELAUNCH_MEMORY")
+    back = trained()
+
+    assert {value.dtype for value in kept.values()} == {torch.float32}
+    assert {name: value.dtype for name, value in back.items()} == dict.fromkeys(kept, torch.float32)
+    assert all(torch.equal(back[name], value) for name, value in kept.items())
+
+
+class Unwilling:
+    """An object whose state cannot be loaded while `fails`."""
+
+    fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.fails:
+            raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_restore_that_fails_deletes_nothing_that_is_good(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def trained(steps: int) -> None:
+        torch.manual_seed(3)
+        layer: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+        model = fully_shard(layer) if in_parts else layer
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Keeper(model, optimizer, extra=Unwilling(), per_rank=(), snapshot_every=1, say=said.append) as keeper:
+            for _ in keeper.steps(steps):
+                model(torch.randn(4, 5)).pow(2).sum().backward()
+                with keeper.commit():
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    trained(3)
+    monkeypatch.setattr(Unwilling, "fails", True)
+    for generation in ("1", "2"):
+        monkeypatch.setenv("ELAUNCH_GENERATION", generation)
+        with pytest.raises(RuntimeError, match="not today"):
+            trained(5)
+    monkeypatch.setattr(Unwilling, "fails", False)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "3")
+    trained(5)
+
+    assert said[-1].startswith("restored step 3 from memory (of generation 0")

@@ -1,0 +1,182 @@
+"""Buffers that are made, replaced, resized or removed in mid-training, and those that are not persistent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from elaunch.trainer.keeper.keeper import Keeper
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+
+def is_none(model: Any, mean: Tensor) -> None:
+    model.center = mean if model.center is None else model.center * 0.9 + mean
+
+
+def comes_late(model: Any, mean: Tensor) -> None:
+    if not hasattr(model, "center"):
+        model.register_buffer("center", mean.clone())
+    model.center.mul_(0.9).add_(mean)
+
+
+def comes_late_and_is_not_persistent(model: Any, mean: Tensor) -> None:
+    if not hasattr(model, "center"):
+        model.register_buffer("center", mean.clone(), persistent=False)
+    model.center.mul_(0.9).add_(mean)
+
+
+def grows(model: Any, mean: Tensor) -> None:
+    model.center = torch.cat([model.center, mean[None]])[-3:]
+
+
+def changes_its_type(model: Any, mean: Tensor) -> None:
+    model.center = model.center.double() * 0.9 + mean
+
+
+def is_replaced(model: Any, mean: Tensor) -> None:
+    model.center = model.center * 0.9 + mean
+
+
+def changes_in_place(model: Any, mean: Tensor) -> None:
+    model.center.mul_(0.9).add_(mean)
+
+
+def goes_away(model: Any, mean: Tensor) -> None:
+    model.center = None if model.center is not None else mean
+
+
+_NONE: Callable[[], Tensor | None] = lambda: None  # noqa: E731
+FORMS = [
+    (is_none, _NONE, True),
+    (is_none, _NONE, False),
+    (comes_late, ..., True),
+    (comes_late_and_is_not_persistent, ..., True),
+    (grows, lambda: torch.zeros(0, 4), True),
+    (changes_its_type, lambda: torch.zeros(4), True),
+    (is_replaced, lambda: torch.zeros(4), False),
+    (changes_in_place, lambda: torch.zeros(4), False),
+    (goes_away, lambda: torch.zeros(4), True),
+    (goes_away, lambda: torch.zeros(4), False),
+]
+
+
+class Centred(nn.Module):
+    def __init__(self, change: Callable[[Any, Tensor], None], made: Any, persistent: bool) -> None:
+        super().__init__()
+        self.layer, self._change = nn.Linear(4, 1), change
+        if made is not ...:
+            self.register_buffer("center", made(), persistent=persistent)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self._change(self, inputs.mean(0))
+        center: Any = getattr(self, "center", None)
+        shift = 0 if center is None else center.float().sum()
+        found: Tensor = self.layer(inputs * self.table - shift)
+        return found
+
+
+def trained(form: tuple[Any, Any, bool], steps: int, *, warm: bool = False, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = Centred(*form)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def warm_up() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+
+    options = {"snapshot_every": 1, "say": lambda _: None, "per_rank": (), **options}
+    with Keeper(model, optimizer, warm_up=warm_up if warm else None, **options) as keeper:
+        for _ in keeper.steps(steps):
+            model(torch.randn(2, 4)).pow(2).sum().backward()
+            with keeper.commit():
+                optimizer.step()
+                optimizer.zero_grad()
+    center: Any = getattr(model, "center", None)
+    return {"center": center, "table": model.table, **dict(model.named_parameters())}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert (value is None) == (other[name] is None)
+        if value is not None:
+            assert (value.dtype, value.tolist()) == (other[name].dtype, other[name].tolist()), name
+
+
+@pytest.mark.parametrize("where", ["memory", "checkpoint"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0].__name__}-{form[2]}")
+def test_a_buffer_of_any_form_goes_on_where_it_was(
+    form: tuple[Any, Any, bool], where: str, monkeypatch: pytest.MonkeyPatch, memory: Path, tmp_path: Path
+) -> None:
+    folder = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
+    with monkeypatch.context() as patch:
+        patch.delenv("ELAUNCH_MEMORY")
+        calm = trained(form, 8, warm=True)
+        if folder:
+            trained(form, 5, warm=True, **folder)
+    if not folder:
+        trained(form, 5, warm=True)
+    else:
+        monkeypatch.delenv("ELAUNCH_MEMORY")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    assert_same(trained(form, 8, warm=True, **folder), calm)
+
+
+def test_a_checkpoint_with_a_buffer_of_another_model_is_refused(tmp_path: Path) -> None:
+    trained((is_replaced, lambda: torch.zeros(4), True), 2, checkpoints=tmp_path / "c")
+
+    with pytest.raises(ValueError, match=r"holds center of shape \(4,\), and in the model it has shape \(5,\)"):
+        Keeper(
+            model := Centred(is_replaced, lambda: torch.zeros(5), True),
+            torch.optim.SGD(model.parameters()),
+            checkpoints=tmp_path / "c",
+            name="another",
+        ).restore()
+    with pytest.raises(ValueError, match=r"the checkpoint holds center .* there is no such buffer"):
+        Keeper(
+            model := Centred(is_replaced, ..., True),
+            torch.optim.SGD(model.parameters()),
+            checkpoints=tmp_path / "c",
+            name="a-third",
+        ).restore()
+
+
+def test_a_parameter_that_comes_in_mid_training_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def trained_and_pruned() -> None:
+        with Keeper(model, optimizer, per_rank=(), snapshot_every=1) as keeper:
+            for step in keeper.steps(5):
+                if step == 3:
+                    prune.identity(model[0], "weight")
+                with keeper.commit():
+                    pass
+
+    with pytest.raises(TypeError, match=r"the model has got 0\.weight_orig since the Keeper was entered"):
+        trained_and_pruned()
+
+
+def test_a_module_in_extra_may_get_a_buffer_that_it_lacks_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(steps: int) -> Any:
+        model, other = nn.Linear(4, 1), Centred(is_none, _NONE, True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Keeper(model, optimizer, extra=other, per_rank=(), say=lambda _: None) as keeper:
+            for _ in keeper.steps(steps):
+                with keeper.commit():
+                    other.center = torch.full((4,), 3.0)
+        return other.center
+
+    kept(2)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    assert kept(2).tolist() == [3.0] * 4
