@@ -225,7 +225,7 @@ class Copies:
             self._training.require_plain(durably=self._is_durable)
             self._is_checked = True
         self.before_snapshot()
-        if self._parts is not None and self._parts.has_copies(version.step):
+        if self._parts is not None and (version == self._full or self._parts.has_copies(version.step)):
             self._full = version
             return
         spare = self._spare
@@ -253,6 +253,11 @@ class Copies:
         if version == self.compared:
             self.verified = version
         self.steps.try_again()
+
+    @property
+    def lacks_base(self) -> bool:
+        """Whether the first step must be kept as a snapshot: a copy of a state in parts needs one before it."""
+        return self._parts is not None and not self.steps.is_off
 
     def drop_unverified(self) -> None:
         """Delete all copies in memory that are newer than the newest compared one. Collective."""

@@ -28,7 +28,7 @@ def copied(steps: int, *, each: bool) -> list[int]:
 
     of_steps = SimpleNamespace(before_commit=before_commit, after_commit=lambda version: True)
     gpu = SimpleNamespace(before_commit=nothing, after_commit=nothing)
-    all_copies: Any = SimpleNamespace(steps=of_steps, gpu=gpu, put_down=nothing, done=nothing)
+    all_copies: Any = SimpleNamespace(steps=of_steps, gpu=gpu, put_down=nothing, done=nothing, lacks_base=False)
     state = GuardedState(Training(model, torch.optim.SGD(model.parameters())), 0)
     state.restored(all_copies, Version(0, 0), nothing, nothing)
     state.copies_next, state.copies_each = True, each
