@@ -128,7 +128,8 @@ class Keeper:
 
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
-            stack.enter_context(entered(self._name))
+            memory, storage = os.environ.get("ELAUNCH_MEMORY", ""), self._storage
+            stack.enter_context(entered(self._name, memory, "" if storage is None else str(storage)))
             self._peers = Peers()
             self._signals = stack.enter_context(StopRequest(signals=free_signals()))
             self._boundary = Boundary(self._peers, self._signals, self._say)
@@ -139,7 +140,7 @@ class Keeper:
                 self._training,
                 self._peers,
                 self._place,
-                folder=os.environ.get("ELAUNCH_MEMORY", ""),
+                folder=memory,
                 storage=self._storage,
                 name=self._name,
                 say=self._say,
