@@ -104,7 +104,12 @@ class KeptEpochs:
         batches = len(self._loader)
         steps = -(-batches // self._accumulate)
         resumed, done = divmod(self.keeper.step, steps)
-        for epoch in range(resumed, total):
+        with self.keeper.loop(total * steps) as has_steps:
+            yield from self._epochs(range(resumed, total if has_steps else resumed), done, batches, steps)
+
+    def _epochs(self, epochs: range, done: int, batches: int, steps: int) -> Iterator[int]:
+        resumed = epochs.start
+        for epoch in epochs:
             self._set_epoch(epoch)
             self._done = done * self._accumulate if epoch == resumed else 0
             if epoch > resumed or not done:

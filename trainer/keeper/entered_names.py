@@ -46,6 +46,12 @@ def entered(name: str, memory: str, checkpoints: str) -> Iterator[None]:
         del _held()[keys[0]]
 
 
+def is_alone() -> bool:
+    """Whether one Keeper is entered, and no other."""
+    names = [key for key, how in _held().items() if how == "entered" and key[2].startswith("named")]
+    return len(names) == 1
+
+
 @functools.cache
 def _held() -> dict[tuple[int, str, str, str], str]:
     """Whether each is "entered" or "left"."""
