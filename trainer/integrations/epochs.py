@@ -101,15 +101,14 @@ class KeptEpochs:
 
     def epochs(self, total: int) -> Iterator[int]:
         """The numbers of the remaining epochs up to `total`, from 0. The first one begins in its middle, if need be."""
+        with self.keeper.loop(total * -(-len(self._loader) // self._accumulate)) as has_steps:
+            yield from self._epochs(total if has_steps else 0)
+
+    def _epochs(self, total: int) -> Iterator[int]:
         batches = len(self._loader)
         steps = -(-batches // self._accumulate)
         resumed, done = divmod(self.keeper.step, steps)
-        with self.keeper.loop(total * steps) as has_steps:
-            yield from self._epochs(range(resumed, total if has_steps else resumed), done, batches, steps)
-
-    def _epochs(self, epochs: range, done: int, batches: int, steps: int) -> Iterator[int]:
-        resumed = epochs.start
-        for epoch in epochs:
+        for epoch in range(resumed, total):
             self._set_epoch(epoch)
             self._done = done * self._accumulate if epoch == resumed else 0
             if epoch > resumed or not done:

@@ -64,8 +64,8 @@ class Keeper:
     and a request is obeyed within about 0.25 s and one step. Every `verify_every` steps the ranks compare what they
     have alike, and raise Differs if a copy is damaged. `warm_up` does one forward and backward pass on any data of the
     right shape, and is called as often as DDP needs; without it, a resumed run of three or more workers is not bit for
-    bit equal to a run without failures. `name` tells several trainings of one program apart, also those that
-    have ended. `say` takes sentences for people.
+    bit equal to a run without failures. `name` tells several trainings of one program apart. `say` takes sentences for
+    people.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
