@@ -49,6 +49,8 @@ def turn(steps: Iterator[int], commit: Any, counted: int) -> tuple[float, float]
 
 def kept(counted: int) -> tuple[float, float]:
     global every
+    # A program has no two Keepers of one name, and a restart is another program.
+    os.environ["ELAUNCH_GENERATION"] = str(int(os.environ["ELAUNCH_GENERATION"]) + 1)
     with Keeper(model, optimizer) as keeper:
         found = turn(keeper.steps(keeper.step + FRESH + counted), keeper.commit, counted)
         every = keeper.snapshot_every

@@ -73,7 +73,7 @@ def by_the_keeper(model: nn.Module, optimizer: AdamW) -> None:
 
 def paced(model: nn.Module, optimizer: AdamW) -> None:
     """Notes how many steps the Keeper leaves between two snapshots, and the time of a step."""
-    with Keeper(model, optimizer) as keeper:
+    with Keeper(model, optimizer, name="paced") as keeper:
         begun, started_s, in_steps_s = keeper.step, time.monotonic(), 0.0
         for step in keeper.steps(10**9):
             # All ranks must leave at the same step.

@@ -66,6 +66,16 @@ def test_kills_change_no_bit(tmp_path: Path, library: str, accumulates: bool) ->
     assert_kills_change_no_bit(library, tmp_path, kills, options)
 
 
+@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+def test_a_kill_in_an_evaluation_changes_no_bit(tmp_path: Path, library: str) -> None:
+    """They are at the end of an epoch of 10 steps, in transformers after each 4 steps."""
+    require("lightning" if library == "fabric" else library)
+    first = 4 if library == "transformers" else 10
+
+    kills = [[1, first, "evaluation"], [0, 20, "evaluation"]]
+    assert_kills_change_no_bit(library, tmp_path, kills, {"evaluates": True})
+
+
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_comes_back_at_the_right_sample(tmp_path: Path, stateful: bool, workers: int) -> None:

@@ -101,6 +101,10 @@ class KeptEpochs:
 
     def epochs(self, total: int) -> Iterator[int]:
         """The numbers of the remaining epochs up to `total`, from 0. The first one begins in its middle, if need be."""
+        with self.keeper.loop(total * -(-len(self._loader) // self._accumulate)) as has_steps:
+            yield from self._epochs(total if has_steps else 0)
+
+    def _epochs(self, total: int) -> Iterator[int]:
         batches = len(self._loader)
         steps = -(-batches // self._accumulate)
         resumed, done = divmod(self.keeper.step, steps)

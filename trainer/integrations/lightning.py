@@ -63,7 +63,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         iter(loop._data_fetcher)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """What was drawn at the end of an epoch is not drawn again after a restart."""
+        """What was drawn at the end of an epoch does not count: it is not drawn again after a restart."""
         self._kept.redraw()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -81,7 +81,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
             self._kept.step_end()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """A validation draws random numbers, and is not made again after a restart."""
+        """What a validation draws does not count: it is not made again after a restart."""
         if self._keeper is not None:
             self._keeper.redraw()
 

@@ -97,7 +97,7 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
         self._kept.step_end()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """An evaluation draws random numbers, and is not made again after a restart."""
+        """What an evaluation draws does not count: it is not made again after a restart."""
         self._kept.redraw()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.keeper.disk_copies import DiskCopies
+from elaunch.trainer.keeper.loops import Loops, loops_left
 from elaunch.trainer.keeper.own_state import OwnState
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
@@ -25,6 +26,7 @@ from elaunch.trainer.state.optimizer_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.region import fingerprint
 from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.tree import State
 from elaunch.trainer.state.version import Version
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class Copies:
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             memory = ReplicatedMemory(Path(folder), name, layout, place.rank, place.world_size)
             self._node_memory = NodeMemory(memory, name, layout, place.world_size, speaks, say)
+        self.loops = self._loops(Path(folder, f"{name}.left") if folder else None)
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(self._nodes):
             parts = Path(folder, f"{name}.parts")
@@ -189,6 +192,11 @@ class Copies:
         if self._own.put_down(version, unless_same=unless_same) and version in self.steps.versions:
             self._keep(version)
 
+    def random_of(self, version: Version) -> State:
+        """The generators' states at the end of that step."""
+        random: State = self._own.of(version)["random"]
+        return random
+
     def redraw(self, version: Version) -> None:
         """Store the generators' present states with what `put_down(version)` has stored."""
         if self._own.redraw(version) and version in self.steps.versions:
@@ -235,7 +243,7 @@ class Copies:
             self._training.require_plain(durably=self._is_durable)
             self._is_checked = True
         self.before_snapshot()
-        if self._parts is not None and self._parts.has_copies(version.step):
+        if self._parts is not None and (version == self._full or self._parts.has_copies(version.step)):
             self._full = version
             return
         spare = self._spare
@@ -263,6 +271,11 @@ class Copies:
         if version == self.compared:
             self.verified = version
         self.steps.try_again()
+
+    @property
+    def lacks_base(self) -> bool:
+        """Whether the first step must be kept as a snapshot: a copy of a state in parts needs one before it."""
+        return self._parts is not None and not self.steps.is_off
 
     def drop_unverified(self) -> None:
         """Delete all copies in memory that are newer than the newest compared one. Collective."""
@@ -376,6 +389,13 @@ class Copies:
         if self._parts is not None:
             self._parts.close()
         self.disk.close()
+
+    def _loops(self, path: Path | None) -> Loops:
+        found: dict[int, int] = {}
+        if self._place.generation:
+            for its in self._peers.from_all({} if path is None else loops_left(path)):
+                found |= its
+        return Loops(path, found, self._tell)
 
     def _mirrored(self) -> Mirror | None:
         """The mirror that sends records to a second node; None if there is no second node or no memory."""

@@ -117,13 +117,17 @@ class GuardedState:
         try:
             if is_whole:
                 self._copies.require_plain_values()
-                if self.copies_next and self._training.is_in_parts:
+                is_first = not self.version.step and self._copies.lacks_base
+                if is_first or (self.copies_next and self._training.is_in_parts):
                     # ZeRO-1's step has collectives, and this copy counts as whole.
                     self._require_clean(f"step {self.next_version.step} may be incomplete, and is not kept")
                 self._copies.gpu.after_commit()
                 if not self._is_put_down:
                     self.put_down()
-                if self.copies_next:
+                if is_first:
+                    self._copies.snapshot(self.next_version)
+                    self._copies.before_snapshot()
+                elif self.copies_next:
                     self.has_failed_copy |= not self._copies.steps.after_commit(self.next_version)
                 self.version = self.next_version
                 self._is_whole = True

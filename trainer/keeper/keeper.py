@@ -30,7 +30,7 @@ from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.data_warning import sentence_about_loaders
-from elaunch.trainer.keeper.entered_names import entered
+from elaunch.trainer.keeper.entered_names import entered, is_alone
 from elaunch.trainer.keeper.group_watch import GroupWatch
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.last_checkpoint import NotDurable, require_durable
@@ -112,7 +112,12 @@ class Keeper:
         self._has_stopped = False
         self._is_entered = self._is_open = False
         self._begun_step = -1
+        # The random states at the end of the last complete step, and whether they were restored and not yet set.
         self._random: dict[str, Any] = {}
+        self._is_random_due = self._is_aside = False
+        self._redrawn_step = -1
+        # The loop of `steps` that is under way, by the step that it counts up to.
+        self._total: int | None = None
 
     @property
     def step(self) -> int:
@@ -131,7 +136,8 @@ class Keeper:
 
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
-            stack.enter_context(entered(self._name))
+            memory, storage = os.environ.get("ELAUNCH_MEMORY", ""), self._storage
+            stack.enter_context(entered(self._name, memory, "" if storage is None else str(storage)))
             self._peers = Peers()
             self._signals = stack.enter_context(StopRequest(signals=free_signals()))
             self._boundary = Boundary(self._peers, self._signals, self._say)
@@ -142,7 +148,7 @@ class Keeper:
                 self._training,
                 self._peers,
                 self._place,
-                folder=os.environ.get("ELAUNCH_MEMORY", ""),
+                folder=memory,
                 storage=self._storage,
                 kept=self._keep,
                 name=self._name,
@@ -151,7 +157,7 @@ class Keeper:
             )
             self._warm()
             version = self._copies.begin(self._copies.restore())
-            self._random = self._training.random.capture()
+            self._random, self._is_random_due = self._training.random.capture(), True
             self._restored_step = version.step
             self._pace = Pace(self._snapshot_every, version.step)
             self._state.restored(self._copies, version, self._boundary.report, self._say)
@@ -184,7 +190,11 @@ class Keeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._is_entered = False
+        if error is None and self._total is not None:
+            # Whatever holds the generator, its loop was left.
+            self._copies.loops.left(self._total, self.step)
+        self._copies.loops.settle(has_left=error is None)
+        self._is_entered, self._total = False, None
         if self._state.is_changing:
             # Hooks began the commit, and no pass has followed.
             try:
@@ -218,25 +228,61 @@ class Keeper:
     def steps(self, total: int) -> Iterator[int]:
         """The remaining steps, up to `total`; each must be committed. Ends the process if a stop is requested.
 
-        After a restore the loop begins with the random states at the end of the restored step. Random numbers that were
-        drawn since the Keeper was entered (a DataLoader draws its seed) are drawn again.
+        A step begins with the random states at the end of the step before. What the program draws between a commit and
+        the next step (in an evaluation, for a DataLoader's seed) comes from states that only depend on these. A loop
+        that was left by `break` has no steps after a restart either. Raises ValueError if an earlier loop has come to
+        `total` already.
         """
-        if self.step == self._restored_step:
-            self.restore_random()
-        self._begun_step = -1
-        self._around.begin()
-        while self.step < total:
-            self.redraw()
-            self.step_begin()
-            step = self.step + 1
-            yield step
-            if self.step != step:
-                raise RuntimeError(
-                    f"step {step} ended without keeper.commit(); wrap optimizer.step() in it, and where a step is to "
-                    "change nothing, commit nothing: with keeper.commit(): pass"
-                )
+        with self.loop(total) as has_steps:
+            while has_steps and self.step < total:
+                if self._is_aside:
+                    self.redraw()
+                else:
+                    self.keep_draws()
+                self.step_begin()
+                step = self.step + 1
+                self._total = total
+                yield step
+                if self.step != step:
+                    raise RuntimeError(
+                        f"step {step} ended without keeper.commit(); wrap optimizer.step() in it, and where a step is "
+                        "to change nothing, commit nothing: with keeper.commit(): pass"
+                    )
         # A stop may have been requested during the last step.
         self._stop_for(self._around.wish())
+
+    def epochs(self, total: int, steps: int) -> Iterator[tuple[int, Iterator[int]]]:
+        """The epochs that are left up to `total`, from 0, each with its steps that are left; an epoch has `steps`.
+
+        The epoch whose last step was complete when the program failed comes once more without steps, for what the
+        program does at an epoch's end: nobody knows whether that was done.
+        """
+        if steps < 1:
+            raise ValueError(f"an epoch has {steps} steps; it needs one at least: is the loader's dataset empty?")
+        with self.loop(total * steps) as has_steps:
+            first = max(0, self.step - 1) // steps
+            for epoch in range(first, total if has_steps or self.step >= total * steps else first):
+                yield epoch, self.steps((epoch + 1) * steps)
+
+    @contextlib.contextmanager
+    def loop(self, total: int) -> Iterator[bool]:
+        """A loop up to step `total`; whether it has steps is in the context."""
+        loops = self._copies.loops
+        has_steps = loops.begin(total, self.step)
+        self._begun_step = -1
+        self._around.begin()
+        try:
+            yield has_steps
+        except GeneratorExit:
+            if self._is_entered:
+                loops.left(total, self.step)
+            raise
+        else:
+            loops.ended(total, self.step)
+        finally:
+            self._total = None
+            if self._is_entered and not self._state.is_changing:
+                self._step_aside()
 
     def step_begin(self) -> None:
         """The boundary between two steps: if all ranks look here, obeys a request to stop, and makes what is due.
@@ -244,7 +290,7 @@ class Keeper:
         All ranks call it between two commits, as `steps` does; further calls before the next commit do nothing. The
         first call after a restore also calls `restore_random`, unless that was called before. Raises Stopped.
         """
-        if self._random and self.step == self._restored_step:
+        if self.step == self._restored_step:
             self.restore_random()
         if self.step == self._begun_step:
             return
@@ -260,18 +306,47 @@ class Keeper:
                 raise
 
     def restore_random(self) -> None:
-        """Set the random states to those at the end of the restored step. A loop calls it before it draws again."""
-        if self._random:
+        """After a restore, set the random states to those at the end of the restored step, once.
+
+        A loop calls it before it draws again.
+        """
+        if self._is_random_due:
             rng_state.apply(self._random, self._training.device)
-            self._random = {}
+            self._is_random_due = False
 
     def redraw(self) -> None:
-        """Keep the present random states with the last step: random numbers were drawn since (by an evaluation).
+        """Set the random states back to those at the end of the last step: the next one draws from there.
 
-        Call it where a run that goes on from that step would not draw them again. `steps` does so before each step.
+        Call it after an evaluation that draws random numbers: a run that a failure cuts off there does not make it
+        again, and goes on with the same numbers. `steps` does so before each step. After a restore `restore_random`
+        has that place.
         """
+        if self.step > self._restored_step or self._is_aside:
+            rng_state.apply(self._random, self._training.device)
+            self._redrawn_step, self._is_aside = self.step, False
+
+    def redraw_once(self) -> None:
+        """The same, unless it was done since the last step."""
+        if self._redrawn_step != self.step:
+            self.redraw()
+
+    def keep_draws(self) -> None:
+        """Keep the present random states with the last step: a run that goes on from it does not draw those again."""
         if self.step > self._restored_step:
             self._copies.redraw(self._state.version)
+            self._random = self._copies.random_of(self._state.version)
+
+    def _committed(self) -> None:
+        self._random = self._copies.random_of(self._state.version)
+        self._is_aside = False
+        if self._total is not None:
+            self._step_aside()
+
+    def _step_aside(self) -> None:
+        """What is drawn from here on is no step's, unless it is one of another Keeper."""
+        if is_alone():
+            rng_state.step_aside(self._random, self._training.device, self.step)
+            self._is_aside = True
 
     @contextlib.contextmanager
     def commit(self) -> Iterator[None]:
@@ -286,6 +361,7 @@ class Keeper:
             self._state.end(is_whole=False)
             raise
         self._state.end()
+        self._committed()
 
     @property
     def is_committing(self) -> bool:
@@ -301,6 +377,7 @@ class Keeper:
         if not self._state.is_changing:
             return False
         self._state.end()
+        self._committed()
         return True
 
     def commit_by_hooks(self, module: nn.Module | None = None, *, draws_again: bool = False) -> None:

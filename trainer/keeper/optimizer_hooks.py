@@ -36,6 +36,7 @@ class OptimizerHooks:
         # Without them the state is complete with the optimizers' steps.
         self._has_more = training.has_scheduler_or_extra
         self._stepped: list[int] = []
+        self._evaluated_step = -1
         self._handles: list[Any] = [module.register_forward_pre_hook(self._before_forward)]
         for one in self._optimizers:
             self._handles += [one.register_step_pre_hook(self._before), one.register_step_post_hook(self._after)]
@@ -72,8 +73,13 @@ class OptimizerHooks:
         if self._stepped:
             self._finish()
         # A wrapper may say something else: Lightning switches only the inner model.
-        if self._model.training:
-            self._keeper.step_begin()
+        if not self._model.training:
+            self._evaluated_step = self._keeper.step
+            return
+        if self._redraws and self._evaluated_step == self._keeper.step:
+            # It is not made again after a restart.
+            self._keeper.redraw_once()
+        self._keeper.step_begin()
 
     def _finish(self) -> None:
         if len(self._stepped) < len(self._optimizers):
@@ -84,5 +90,5 @@ class OptimizerHooks:
                 "`with keeper.commit():` around all that changes in one step"
             )
         self._stepped = []
-        if self._keeper.step_end() and self._redraws:
-            self._keeper.redraw()
+        if self._keeper.step_end() and self._redraws and self._model.training:
+            self._keeper.keep_draws()

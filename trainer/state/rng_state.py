@@ -7,6 +7,7 @@ import random
 import sys
 from array import array
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -93,6 +94,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def step_aside(state: State, device: torch.device, step: int) -> None:
+    """Seed the generators with numbers that depend on `state`, which `RandomStates.capture` returned, and on `step`."""
+    random.seed(crc32(state["python"][1], step))
+    torch.default_generator.manual_seed(_digest(state["torch"], step))
+    if "cuda" in state:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(_digest(state["cuda"], step))
+    if "numpy" in state and not isinstance(state["numpy"], dict):
+        sys.modules["numpy.random"].seed(crc32(state["numpy"][1], step + state["numpy"][2]))
+
+
+def _digest(numbers: torch.Tensor, step: int) -> int:
+    return crc32(ctypes.string_at(numbers.data_ptr(), numbers.nbytes), step)
 
 
 def apply(state: State, device: torch.device) -> None:

@@ -36,5 +36,6 @@ with keep(accelerator, model, optimizer, batches, scheduler) as kept:
             with torch.no_grad():
                 # Evaluations may draw random numbers.
                 loss_of(model, batch) + torch.rand(1)
+                strike("evaluation", kept.keeper.step)
             model.train()
 finish(kept.keeper.step, model.state_dict(), optimizer.state_dict(), scheduler.state_dict())

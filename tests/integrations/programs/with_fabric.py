@@ -40,5 +40,6 @@ with keep(model, optimizer, batches, scheduler, accumulate=each) as kept:
             with torch.no_grad():
                 # Evaluations may draw random numbers.
                 loss_of(model, batch) + torch.rand(1)
+                strike("evaluation", kept.keeper.step)
             model.train()
 finish(kept.keeper.step, model.state_dict(), optimizer.state_dict(), scheduler.state_dict())

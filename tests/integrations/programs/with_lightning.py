@@ -27,6 +27,7 @@ class Module(pl.LightningModule):
     def validation_step(self, batch: Any, index: int) -> None:
         # Validations may draw random numbers.
         self.log("validation", loss_of(self.net, batch[0]) + torch.rand(1), sync_dist=True)
+        strike("evaluation", self.trainer.global_step)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strike("commit", self.trainer.global_step + 1)

@@ -37,6 +37,11 @@ class Striking(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         strike("committed", state.global_step)
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # Evaluations may draw random numbers.
+        torch.rand(1)
+        strike("evaluation", state.global_step)
+
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **_: Any) -> None:
         if "loss" in logs:
             losses[state.global_step] = logs["loss"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer import link
+from elaunch.trainer.keeper import entered_names
 
 
 @pytest.fixture
@@ -18,4 +19,6 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ELAUNCH_LINK", raising=False)
     monkeypatch.setenv("ELAUNCH_GENERATION", "0")
     link._open_link.cache_clear()
+    # What another test has left is no part of this program.
+    entered_names._held.cache_clear()
     return folder

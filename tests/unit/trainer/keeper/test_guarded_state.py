@@ -29,7 +29,12 @@ def copied(steps: int, *, each: bool) -> list[int]:
     of_steps = SimpleNamespace(before_commit=before_commit, after_commit=lambda version: True)
     gpu = SimpleNamespace(before_commit=nothing, after_commit=nothing)
     all_copies: Any = SimpleNamespace(
-        steps=of_steps, gpu=gpu, put_down=nothing, done=nothing, require_plain_values=lambda: None
+        steps=of_steps,
+        gpu=gpu,
+        put_down=nothing,
+        done=nothing,
+        require_plain_values=lambda: None,
+        lacks_base=False,
     )
     state = GuardedState(Training(model, torch.optim.SGD(model.parameters())), 0)
     state.restored(all_copies, Version(0, 0), nothing, nothing)

@@ -131,6 +131,7 @@ def test_a_start_from_a_checkpoint_says_that_the_hook_begins_anew(
     said: list[str] = []
     for steps in (2, 4):
         # Another job's memory: nothing is left but the checkpoint.
+        monkeypatch.setenv("ELAUNCH_GENERATION", str(steps))
         (tmp_path / f"memory-{steps}").mkdir()
         monkeypatch.setenv("ELAUNCH_MEMORY", str(tmp_path / f"memory-{steps}"))
         model = nn.Linear(1, 1)

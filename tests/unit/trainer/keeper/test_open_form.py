@@ -35,7 +35,13 @@ class Loop:
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizers[0], [3, 6])
         said: list[str] = []
         self.said = said
-        defaults: dict[str, Any] = {"scheduler": self.scheduler, "snapshot_every": 1, "say": said.append}
+        # The loaders of other tests may still be there.
+        defaults: dict[str, Any] = {
+            "scheduler": self.scheduler,
+            "snapshot_every": 1,
+            "per_rank": (),
+            "say": said.append,
+        }
         self.keeper = Keeper(self.model, self.optimizers, **{**defaults, **options})
         self.losses: dict[int, float] = {}
 
@@ -283,24 +289,29 @@ def test_two_commits_of_one_step_are_refused() -> None:
         entered_with_hooks(Loop(), work)
 
 
-def test_an_evaluation_is_no_step_and_its_random_numbers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(loop: Loop, until: int, fails: bool = False) -> list[float]:
+@pytest.mark.parametrize("fails_in", ["the evaluation", "step 5"])
+def test_an_evaluation_is_no_step_and_its_random_numbers_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, fails_in: str
+) -> None:
+    def run(loop: Loop, until: int, fails_in: str = "") -> list[float]:
         drawn = []
         with loop.keeper:
             for step in loop.keeper.steps(until):
                 loop.backward()
                 drawn.append(loop.loss)
-                if fails and step == 5:
+                if fails_in == f"step {step}":
                     fail()
                 with loop.keeper.commit():
                     loop.update()
                 if step == 4:
                     torch.rand(3)
+                    if fails_in == "the evaluation":
+                        fail()
         return drawn
 
     calm = run(Loop(name="calm"), 8)
     with pytest.raises(RuntimeError, match="reset by peer"):
-        run(Loop(), 8, fails=True)
+        run(Loop(), 8, fails_in)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     # Step 4 is not made again, and so its evaluation is not.

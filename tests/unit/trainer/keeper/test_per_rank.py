@@ -87,6 +87,7 @@ def test_it_is_in_the_checkpoints_too(monkeypatch: pytest.MonkeyPatch, tmp_path:
     folder = tmp_path / "checkpoints"
 
     first = Job(checkpoints=folder).train(5)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     resumed = Job(checkpoints=folder)
 
     assert first + resumed.train(12) == undisturbed

@@ -35,8 +35,39 @@ def test_a_second_keeper_of_a_name_that_is_entered_is_refused() -> None:
     with first, third, pytest.raises(ValueError, match=r"a Keeper named 'training' is entered already.*own name="):
         second.__enter__()
 
-    with second:
-        assert second.step == 0
+
+def test_a_second_training_of_a_program_has_a_name_of_its_own() -> None:
+    """It would go on from the first one's last step."""
+    with keeper_of(nn.Linear(2, 2)):
+        pass
+
+    with pytest.raises(ValueError, match=r"a Keeper named 'training' has ended in this program.*its own name="):
+        keeper_of(nn.Linear(2, 2)).__enter__()
+    with keeper_of(nn.Linear(2, 2), name="fine-tuning") as keeper:
+        assert keeper.step == 0
+
+
+def test_a_second_training_of_a_program_has_checkpoints_of_its_own(tmp_path: Path) -> None:
+    with keeper_of(nn.Linear(2, 2), checkpoints=tmp_path / "all"):
+        pass
+
+    with pytest.raises(ValueError, match=r"a Keeper with checkpoints='.*all' has ended.* and checkpoints="):
+        keeper_of(nn.Linear(2, 2), name="b", checkpoints=tmp_path / "all").__enter__()
+
+
+def test_the_same_training_may_be_tried_again_after_an_error() -> None:
+    def fail() -> None:
+        with keeper_of(nn.Linear(2, 2)) as keeper:
+            for _ in keeper.steps(2):
+                with keeper.commit():
+                    pass
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+
+    with keeper_of(nn.Linear(2, 2)) as keeper:
+        assert keeper.step == 2
 
 
 def test_a_name_is_free_again_after_an_entry_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

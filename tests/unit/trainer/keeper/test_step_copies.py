@@ -84,6 +84,27 @@ def test_a_failed_step_goes_back_to_the_step_before_with_its_learning_rate(
     assert resumed.said == ["restored step 6 from memory (of generation 0, in parts); 0 steps are repeated"]
 
 
+def test_a_failure_after_the_first_step_does_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that dies there has left its part behind before any rank has completed the step."""
+
+    def fail(job: Job) -> None:
+        with job.keeper:
+            for _ in job.keeper.steps(10):
+                job.model(torch.randn(8, 4)).pow(2).mean().backward()
+                with job.keeper.commit():
+                    job.optimizer.step()
+                raise RuntimeError("asked for by the test")
+
+    with pytest.raises(RuntimeError, match="asked for"):
+        fail(Job())
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job()
+    resumed.train(2)
+
+    assert resumed.said == ["restored step 1 from memory (of generation 0, in parts); 0 steps are repeated"]
+
+
 def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

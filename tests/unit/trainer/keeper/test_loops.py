@@ -1,0 +1,340 @@
+"""The loops over `steps`: epochs, those that are left by `break`, and what is drawn outside of a step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elaunch.trainer.integrations.epochs import KeptEpochs
+from elaunch.trainer.keeper import loops
+from elaunch.trainer.keeper.keeper import Keeper
+from tests.harness import wait_for
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+
+class Failed(Exception):
+    """A worker has failed."""
+
+
+class Job:
+    """A training that is made anew for each generation. It notes what it has trained and drawn."""
+
+    def __init__(self, dropout: float = 0.5, **options: Any) -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.said: list[str] = []
+        self.keeper = Keeper(
+            self.model, self.optimizer, **{"snapshot_every": 1, "per_rank": (), "say": self.said.append, **options}
+        )
+        self.losses: dict[int, float] = {}
+
+    def train(self, step: int) -> None:
+        loss = self.model(torch.ones(8, 4)).pow(2).mean()
+        loss.backward()
+        with self.keeper.commit():
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.losses[step] = loss.item()
+
+
+def drawn() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), np.random.rand()
+
+
+def again(monkeypatch: pytest.MonkeyPatch, run: Callable[[int], object]) -> Any:
+    """What `run` returns once it has not failed; it gets the generation."""
+    for generation in range(9):
+        monkeypatch.setenv("ELAUNCH_GENERATION", str(generation))
+        try:
+            return run(generation)
+        except Failed:
+            pass
+    raise AssertionError
+
+
+def test_a_loop_whose_total_is_that_of_an_epoch_is_refused_when_it_has_nothing_to_do() -> None:
+    job = Job()
+
+    def run() -> None:
+        with job.keeper:
+            for _ in range(2):
+                for step in job.keeper.steps(3):
+                    job.train(step)
+
+    with pytest.raises(ValueError, match=r"steps\(3\) has nothing to do.* come to step 3.*keeper\.epochs"):
+        run()
+
+    assert list(job.losses) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("fails_after", [1, 3, 4, 6])
+def test_epochs_go_on_where_they_were_and_what_ends_an_epoch_is_done_again(
+    monkeypatch: pytest.MonkeyPatch, fails_after: int
+) -> None:
+    def run(generation: int) -> tuple[dict[int, float], dict[int, Any]]:
+        job, ends = Job(name=name), {}
+        with job.keeper:
+            for epoch, steps in job.keeper.epochs(2, 3):
+                for step in steps:
+                    job.train(step)
+                    if step == fails_after % 3 and name == "failing" and not generation:
+                        raise Failed
+                ends[epoch] = drawn(), job.keeper.step
+                if job.keeper.step == fails_after and name == "failing" and not generation:
+                    raise Failed
+        losses.update(job.losses)
+        return losses, ends
+
+    name, losses = "calm", dict[int, float]()
+    calm = again(monkeypatch, run)
+    name, losses = "failing", dict[int, float]()
+    found = again(monkeypatch, run)
+
+    assert [calm[0][step] for step in losses] == list(losses.values())
+    assert [step for _, step in calm[1].values()] == [3, 6]
+    assert found[1].items() <= calm[1].items()
+    assert 1 in found[1]
+
+
+@pytest.mark.parametrize("in_block", [True, False])
+def test_a_loop_that_was_left_ends_at_the_same_step_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, in_block: bool
+) -> None:
+    def run(generation: int) -> Job:
+        job = Job()
+        with job.keeper:
+            for step in job.keeper.steps(10):
+                job.train(step)
+                if step == 4:
+                    break
+            if in_block and not generation:
+                wait_for(lambda: not job.keeper._copies.loops._leaving.is_alive(), "the loop to count as left")
+                raise Failed
+        if not generation:
+            raise Failed
+        return job
+
+    job = again(monkeypatch, run)
+
+    assert job.keeper.step == 4
+    assert not job.losses
+    assert job.said[1:] == ["the loop up to step 10 ends after step 4, where it was left before"]
+
+
+def test_epochs_that_were_left_end_at_the_same_epoch_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(generation: int) -> Job:
+        job = Job()
+        with job.keeper:
+            for epoch, steps in job.keeper.epochs(5, 3):
+                for step in steps:
+                    job.train(step)
+                if epoch == 1:
+                    break
+        if not generation:
+            raise Failed
+        return job
+
+    job = again(monkeypatch, run)
+
+    assert job.keeper.step == 6
+    assert job.said[1:] == ["the loop up to step 15 ends after step 6, where it was left before"]
+
+
+@pytest.mark.parametrize("fails_in", [5, 6])
+def test_an_exception_in_an_epoch_does_not_end_it(monkeypatch: pytest.MonkeyPatch, fails_in: int) -> None:
+    trained = []
+
+    def run(generation: int) -> None:
+        job = Job()
+        with job.keeper:
+            for _, steps in job.keeper.epochs(3, 3):
+                for step in steps:
+                    job.train(step)
+                    trained.append(step)
+                    if step == fails_in and not generation:
+                        raise Failed
+
+    again(monkeypatch, run)
+
+    assert trained == list(range(1, 10))
+
+
+def test_an_exception_in_a_loop_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(generation: int) -> Job:
+        job = Job()
+        with job.keeper:
+            for step in job.keeper.steps(10):
+                job.train(step)
+                if step == 4 and not generation:
+                    raise Failed
+        return job
+
+    assert list(again(monkeypatch, run).losses) == [5, 6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("fails_at", [5, 6, 8])
+def test_a_loop_that_is_left_and_entered_again_goes_on(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    """As for an evaluation every few steps, outside of the loop; 5: in the evaluation, which is made again."""
+    found: list[tuple[int, tuple[float, ...]]] = []
+
+    def run(generation: int) -> Job:
+        job = Job()
+        with job.keeper:
+            while job.keeper.step < 12:
+                for step in job.keeper.steps(12):
+                    job.train(step)
+                    if step == fails_at != 5 and not generation:
+                        raise Failed
+                    if step % 5 == 0:
+                        break
+                found.append((job.keeper.step, drawn()))
+                if job.keeper.step == fails_at and not generation:
+                    wait_for(lambda: not job.keeper._copies.loops._leaving.is_alive(), "the loop to count as left")
+                    raise Failed
+        return job
+
+    again(monkeypatch, run)
+
+    assert [step for step, _ in found] == ([5, 5, 10, 12] if fails_at == 5 else [5, 10, 12])
+    assert len({numbers for _, numbers in found}) == 3
+
+
+def test_a_phase_that_was_left_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[tuple[int, int]] = []
+
+    def run(generation: int) -> None:
+        job = Job()
+        with job.keeper:
+            for total, ends_after in ((10, 4), (20, 20)):
+                for step in job.keeper.steps(total):
+                    job.train(step)
+                    trained.append((total, step))
+                    if step == 6 and not generation:
+                        raise Failed
+                    if step == ends_after:
+                        break
+
+    again(monkeypatch, run)
+
+    assert trained == [*((10, step) for step in range(1, 5)), *((20, step) for step in range(5, 21))]
+
+
+def test_a_loop_is_not_left_if_its_state_was_lost() -> None:
+    said: list[str] = []
+    some = loops.Loops(None, {10: 4}, said.append)
+
+    assert some.begin(10, 3)
+    assert not said
+
+
+@pytest.mark.parametrize("fails_in", [3, 6])
+def test_what_is_drawn_between_two_steps_changes_no_step_also_if_it_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, fails_in: int
+) -> None:
+    def run(generation: int) -> tuple[dict[int, float], dict[int, Any]]:
+        job = Job(name=name)
+        with job.keeper:
+            for step in job.keeper.steps(8):
+                job.train(step)
+                if step % 3 == 0:
+                    evaluated[step] = drawn()
+                    if step == fails_in and name == "failing" and not generation:
+                        raise Failed
+                    drawn()
+        losses.update(job.losses)
+        return losses, evaluated
+
+    name, losses, evaluated = "calm", dict[int, float](), dict[int, Any]()
+    calm = again(monkeypatch, run)
+    name, losses, evaluated = "failing", dict[int, float](), dict[int, Any]()
+    found = again(monkeypatch, run)
+
+    assert found[1] == calm[1]
+    assert list(found[0]) == list(range(fails_in + 1, 9))
+    assert found[0].items() <= calm[0].items()
+
+
+def test_a_program_that_draws_between_steps_only_never_draws_the_same_numbers() -> None:
+    """Exploration noise, augmentation of a batch that is fetched ahead: setting the generators back would repeat it."""
+    job, found = Job(dropout=0.0), []
+    with job.keeper:
+        for step in job.keeper.steps(5):
+            job.train(step)
+            found.append(drawn())
+
+    assert all(len(set(numbers)) == 5 for numbers in zip(*found, strict=True))
+
+
+def test_a_program_that_draws_nothing_between_steps_draws_what_it_would_without_a_keeper() -> None:
+    def numbers(steps: Any) -> list[Any]:
+        return [(step, drawn(), job.train(step)) for step in steps]
+
+    job = Job()
+    with job.keeper:
+        kept = numbers(job.keeper.steps(4))
+    losses, job = job.losses, Job(name="other")
+    with job.keeper:
+        job.keeper.step_begin()
+        assert numbers(range(1, 5)) == kept
+
+    assert job.losses == losses
+
+
+@pytest.mark.parametrize("fails_at", [3, 6])
+def test_an_evaluation_in_a_loop_with_hooks_changes_no_step_also_if_it_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    """6 is the last step of an epoch, after which the order of the next one is drawn."""
+
+    def run(generation: int) -> dict[int, float]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        loader = DataLoader(torch.arange(12.0).reshape(12, 1), batch_size=2, shuffle=True)
+        kept = KeptEpochs(
+            model,
+            [optimizer],
+            outermost=model,
+            loader=loader,
+            base=loader,
+            accumulate=1,
+            set_epoch=lambda epoch: None,
+            name=name,
+            snapshot_every=1,
+            say=lambda said: None,
+        )
+        with kept:
+            for epoch in kept.epochs(2):
+                for number, batch in enumerate(loader, kept.done + 1):
+                    loss = model(batch).pow(2).mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    step = losses[-1][0] + 1 if losses else 1
+                    losses.append((6 * epoch + number, loss.item()))
+                    if number % 3 == 0:
+                        model.eval()
+                        for evaluated in DataLoader(torch.arange(4.0).reshape(4, 1), shuffle=True):
+                            model(evaluated)
+                            if step == fails_at and name == "failing" and not generation:
+                                raise Failed
+                        model.train()
+        return losses
+
+    name, losses = "calm", list[tuple[int, float]]()
+    calm = again(monkeypatch, run)
+    name, losses = "failing", list[tuple[int, float]]()
+
+    assert again(monkeypatch, run) == calm
+    assert [step for step, _ in calm] == list(range(1, 13))
