@@ -176,10 +176,14 @@ class Copies:
             if said:
                 self._tell(said)
 
-    def put_down(self, version: Version, *, unless_same: bool = False) -> None:
-        """Store this rank's own state in memory as the state of `version`."""
+    def put_down(self, version: Version, *, unless_same: bool = False) -> bool:
+        """Store this rank's own state in memory as the state of `version`.
+
+        Returns whether that replaces another state of that version, which a failure of this rank alone would have used.
+        """
         if self._own.put_down(version, unless_same=unless_same) and version in self.steps.versions:
             self._keep(version)
+        return self._own.is_replaced and self._peers.world_size > 1
 
     def redraw(self, version: Version) -> None:
         """Store the generators' present states with what `put_down(version)` has stored."""
