@@ -117,7 +117,7 @@ class GuardedState:
         if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True
             self._report(
-                f"random numbers were drawn, or a batch was fetched, after the backward pass of step "
+                "random numbers were drawn, or a batch was fetched, after the backward pass of step "
                 f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
                 "without that draw. Draw before loss.backward()"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ _COMMITS = 8
 class LeftGradients:
     """Looks at the gradients of all parameters of `optimizers` at the first commits.
 
-    One that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it is
-    compared when the next one is about to be added to it. FSDP's gradients are not seen.
+    One that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it counts
+    when the next one is about to be added to it. FSDP's gradients are not seen.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -41,8 +41,8 @@ class LeftGradients:
         return (
             f"the gradients of `{names[0]}`{more} were still there after the commit of step {step - 1}, and the "
             f"backward pass of step {step} has added to them: a gradient that lives across a commit is not kept, and a "
-            "failure would lose it. One step is all backward passes up to optimizer.step: pass `for _ in range(4): … "
-            "loss.backward()` within one step, or call optimizer.zero_grad() in each commit"
+            "failure would lose it. Let one step of the Keeper be all backward passes up to optimizer.step(), with one "
+            "commit after them, and call optimizer.zero_grad() in the commit or before the next backward pass"
         )
 
     def commit_ended(self) -> None:
@@ -66,7 +66,7 @@ class LeftGradients:
         gradient, version = self._left.pop(id(parameter), (_nothing, 0))
         now = parameter.grad
         if now is not None and gradient() is now and now._version == version:
-            # Zeroed in the commit it has no trace of that, and costs no trace.
+            # Zeros may be left on purpose: zero_grad(set_to_none=False) in the commit.
             part: Any = getattr(now, "_local_tensor", now)
             self._found.append((parameter, (part._values() if part.is_sparse else part).any()))
 

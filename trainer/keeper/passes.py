@@ -44,7 +44,7 @@ def hook_backward(model: nn.Module, store: Callable[[], object]) -> Callable[[],
     handles: list[Any] = [hook_after_forward(model, after_forward)]
     first = next((one for one in model.parameters() if one.requires_grad), None)
     if first is not None:
-        handles.append(first.register_hook(at_first_parameter))
+        handles.append(first.register_hook(at_first_parameter))  # type: ignore[no-untyped-call]
 
     def remove() -> None:
         for handle in handles:
