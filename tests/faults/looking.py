@@ -51,6 +51,7 @@ class Part:
         dist.all_reduce(self.model.weight.grad)
         with self.keeper.commit():
             self.optimizer.step()
+            self.optimizer.zero_grad()
 
 
 def main() -> None:

@@ -76,6 +76,13 @@ def test_a_kill_in_an_evaluation_changes_no_bit(tmp_path: Path, library: str) ->
     assert_kills_change_no_bit(library, tmp_path, kills, {"evaluates": True})
 
 
+@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+def test_workers_that_stay_draw_as_they_would_have(tmp_path: Path, library: str) -> None:
+    require("lightning" if library == "fabric" else library)
+
+    assert_kills_change_no_bit(library, tmp_path, PLAIN, {"workers": 1, "persistent": True})
+
+
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_comes_back_at_the_right_sample(tmp_path: Path, stateful: bool, workers: int) -> None:

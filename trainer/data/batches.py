@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import zlib
+from array import array
+from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from elaunch.trainer.data.order import Samples
+from elaunch.trainer.data.order_states import (
+    Streams,
+    global_states,
+    is_torchs,
+    own_states,
+    set_global_states,
+    set_own_states,
+)
+from elaunch.trainer.data.sampling import seed
+
+# So many batches are drawn twice, to see whether an order can be drawn again.
+_TRIED = 8
 
 
 class Batches:
     """The batches of `loader`, epoch after epoch without an end: `next(batches)` in the loop.
 
-    As `per_rank` of a Keeper it comes back at the right batch, with any sampler that draws from torch's generators or
-    from `loader.generator`, at the same number of ranks. Each epoch calls the sampler's `set_epoch`, if it has one.
-    After a restart the batches before are not loaded, only their indices are drawn; an iterable dataset is read again.
+    As `per_rank` of a Keeper it comes back at the right batch, at the same number of ranks, with any sampler that draws
+    from global generators, or from generators, counters and short lists of its own. One whose order cannot be drawn
+    again is refused. Each epoch calls the sampler's `set_epoch`, if it has one. After a restart the batches before are
+    not loaded, only their indices are drawn; an iterable dataset is read again.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
+        if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+            raise ValueError(
+                "a DataLoader with in_order=False returns batches in no order that a restart could go on with; leave "
+                "in_order=False out"
+            )
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
         self._epoch = self._batch = 0
         # The generators' states when this epoch began, from which a sampler draws the epoch's order.
         self._began: dict[str, Any] = {}
+        # A checksum of the indices of this epoch's batches so far; 0 if they are no numbers.
+        self._order = 0
+        self._is_torchs = self._is_tried = _is_torchs(loader)
+        self._is_iterable = isinstance(loader.dataset, IterableDataset)
+        if not self._is_iterable:
+            self._sampler = _skipping(loader)
+            self._sampler.drawn = deque()
+        elif loader.persistent_workers:
+            # The random states of workers that stay are not known after a restart; new ones begin with a seed.
+            object.__setattr__(loader, "persistent_workers", False)
 
     @property
     def epoch(self) -> int:
@@ -32,11 +67,12 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch."""
-        return {"epoch": self._epoch, "batch": self._batch, "began": self._began}
+        return {"epoch": self._epoch, "batch": self._batch, "began": self._began, "order": self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that position."""
         self._epoch, self._batch, self._began = state["epoch"], state["batch"], state["began"]
+        self._order = state.get("order", 0)
         self._iterator = None
 
     def __iter__(self) -> Batches:
@@ -47,6 +83,8 @@ class Batches:
             self._iterator = self._resumed() if self._began else self._begin()
         for batch in self._iterator:
             self._batch += 1
+            if not self._is_iterable:
+                self._order = self._sampler.drawn.popleft()
             return batch
         if not self._batch:
             raise RuntimeError("the DataLoader has no batch: its dataset is empty, or smaller than a batch")
@@ -56,40 +94,95 @@ class Batches:
 
     def _begin(self) -> Iterator[Any]:
         set_epoch(self._loader, self._epoch)
-        self._began = generator_states(self._loader)
-        return iter(self._loader)
+        seeds = {} if self._is_torchs else {"seeds": Streams.seeds()}
+        self._began, self._order = generator_states(self._loader) | seeds, 0
+        if not self._is_tried:
+            self._is_tried = True
+            self._try()
+        with _seeding(self._loader):
+            return self._iterated(0)
 
     def _resumed(self) -> Iterator[Any]:
         """The rest of the epoch. What is drawn for it is not drawn from the generators of the training."""
-        now = torch.get_rng_state()
-        if self._loader.persistent_workers and self._epoch:
-            # Later epochs of such a loader draw less than its first one, which seeds the workers.
-            skip_once(self._loader, 0)
-            iter(self._loader)
-        set_generator_states(self._loader, self._began)
+        now = global_states()
         try:
-            set_epoch(self._loader, self._epoch)
-            rest = iter_from(self._loader, self._batch)
-            # The sampler draws when its first indices are taken.
-            first = [*itertools.islice(rest, 1)]
+            with _seeding(self._loader):
+                if self._epoch and not self._is_iterable:
+                    first_iterator(self._loader)
+                set_generator_states(self._loader, self._began)
+                set_epoch(self._loader, self._epoch)
+                return self._iterated(self._batch)
         finally:
-            torch.set_rng_state(now)
-        return itertools.chain(first, rest)
+            set_global_states(now)
+
+    def _iterated(self, done: int) -> Iterator[Any]:
+        """An iterator of the loader without its first `done` batches, whose order is drawn now."""
+        streams = Streams(self._began["seeds"]) if "seeds" in self._began else None
+        key = zlib.crc32(bytes(self._began["torch"].tolist()), self._epoch)
+        if self._is_iterable:
+            # A worker process has generators of its own.
+            its = None if self._loader.num_workers else streams
+            batches = iter(self._loader) if its is None else its.drawing(lambda: iter(self._loader))
+            for _ in itertools.islice(batches, done):
+                pass
+            return batches
+        self._sampler.prepare(done, streams, key)
+        batches = iter(self._loader)
+        if not self._loader.num_workers:
+            # Workers have drawn already.
+            self._sampler.draw()
+        if self._order and self._sampler.skipped not in (0, self._order):
+            raise RuntimeError(
+                f"{self._names} draws another order for epoch {self._epoch} than the process before: samples would "
+                f"come twice or never. {_WAY_OUT}"
+            )
+        return batches
+
+    def _try(self) -> None:
+        """Raise ValueError if the order depends on something that is not kept. An iterable dataset is not tried."""
+        if self._is_iterable or hasattr(self._sampler.inner, "__next__"):
+            return
+        orders = []
+        for _ in range(2):
+            set_own_states_of(self._loader, self._began["own"])
+            indices = Streams(self._began["seeds"]).drawing(lambda: iter(self._sampler.inner))
+            orders.append([_checksum(one) for one in itertools.islice(indices, _TRIED)])
+        set_own_states_of(self._loader, self._began["own"])
+        if orders[0] != orders[1]:
+            raise ValueError(
+                f"{self._names} draws its order from something that no restart can know: two draws from the same "
+                f"random states and attributes differ. {_WAY_OUT}"
+            )
+
+    @property
+    def _names(self) -> str:
+        outer, inner = _inner(self._loader.batch_sampler), _inner(self._loader.sampler)
+        samplers = (outer, getattr(outer, "sampler", None), inner)
+        return " or ".join(dict.fromkeys(type(one).__name__ for one in samplers if not is_torchs(one, alone=True)))
 
 
-def iter_from(loader: DataLoader[Any], batches: int) -> Iterator[Any]:
-    """An iterator of `loader` without its first `batches`. They are not loaded, unless the dataset is iterable."""
-    if isinstance(loader.dataset, IterableDataset):
-        rest = iter(loader)
-        for _ in itertools.islice(rest, batches):
-            pass
-        return rest
-    skip_once(loader, batches)
-    return iter(loader)
+# What a sampler may do.
+_WAY_OUT = (
+    "Let the sampler draw from random, numpy.random, torch, or a generator that is an attribute of it; a list that it "
+    "shuffles in place may have 8192 numbers: longer ones are shuffled in a copy"
+)
+
+
+def first_iterator(loader: DataLoader[Any]) -> None:
+    """Let a loader whose workers stay make its first iterator, which draws their seed too. Later ones draw less."""
+    if loader.persistent_workers:
+        skip_once(loader, 0)
+        if loader._iterator is None:
+            iter(loader)
 
 
 def skip_once(loader: DataLoader[Any], batches: int) -> None:
-    """Let the next iterator of `loader` begin after so many batches."""
+    """Let the next iterator of `loader` begin after so many batches. They are not loaded."""
+    _skipping(loader).prepare(batches)
+
+
+def _skipping(loader: DataLoader[Any]) -> _SkippingOnce:
+    """The sampler that gives `loader` its indices, wrapped."""
     # A loader without a batch sampler has a sample for a batch.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
@@ -97,51 +190,167 @@ def skip_once(loader: DataLoader[Any], batches: int) -> None:
         sampler = _SkippingOnce(sampler)
         # DataLoader refuses another sampler, since its own length would be wrong. This one has the same length.
         object.__setattr__(loader, name, sampler)
-    sampler.count = batches
+        # Workers that stay have an iterator with the other sampler.
+        loader._iterator = None
+    return sampler
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Tell the loader's samplers which epoch begins."""
-    samplers: tuple[Any, ...] = (loader.sampler, loader.batch_sampler)
-    for sampler in samplers:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+    """Tell the loader's samplers, or its iterable dataset, which epoch begins."""
+    owners: tuple[Any, ...] = (loader.sampler, loader.batch_sampler)
+    for one in (*owners, loader.dataset) if isinstance(loader.dataset, IterableDataset) else owners:
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(epoch)
 
 
 class _SkippingOnce:
-    """A sampler whose next used iterator leaves out the first `count`."""
+    """A sampler whose next used iterator leaves out the first `count`, and draws from `streams`.
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler, self.count = sampler, 0
+    `drawn` gets a checksum of all indices so far with each batch, and `skipped` that of those that were left out.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.drawn: deque[int] = deque(maxlen=0)
+        self.prepare(0)
+
+    def prepare(self, count: int, streams: Streams | None = None, key: int | None = None) -> None:
+        """Do so for the next iterator. With `key` each batch has a key of its own, as those of `Order.batches` have."""
+        self._count, self._streams, self._key, self.skipped = count, streams, key, 0
+        self._ready: Iterator[Any] | None = None
+        self.drawn.clear()
+
+    def draw(self) -> None:
+        """Draw the first indices of the next iterator now."""
+        count, streams, key = self._count, self._streams, self._key
+        self._count, self._streams, self._key = 0, None, None
+        inner = iter(self.inner) if streams is None else streams.drawing(lambda: iter(self.inner))
+        checksum = 0
+        for indices in itertools.islice(inner, count):
+            checksum = _checksum(indices, checksum)
+        self.skipped = checksum
+        rest = itertools.chain([*itertools.islice(inner, 1)], inner)
+        self._ready = rest if key is None else itertools.starmap(partial(_with_key, key), enumerate(rest, count))
 
     def __iter__(self) -> Iterator[Any]:
         # Not before the first index is taken: with workers DataLoader makes two iterators, and drops the first.
-        count, self.count = self.count, 0
-        yield from itertools.islice(iter(self._sampler), count, None)
+        if self._ready is None:
+            self.draw()
+        assert self._ready is not None
+        ready, self._ready = self._ready, None
+        checksum = self.skipped
+        for indices in ready:
+            checksum = _checksum(indices, checksum)
+            self.drawn.append(checksum)
+            yield indices
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
+        return getattr(self.inner, name)
+
+
+def _with_key(key: int, number: int, indices: Any) -> Any:
+    if not isinstance(indices, list) or isinstance(indices, Samples):
+        return indices
+    return Samples(tuple(indices), 0, number, key << 32 | number)
+
+
+@contextlib.contextmanager
+def _seeding(loader: DataLoader[Any]) -> Iterator[None]:
+    """Worker processes that start within seed their generators for each batch: which one they have read does not count.
+
+    Without workers the training's generators are drawn from, and these are kept.
+    """
+    dataset = loader.dataset
+    if not loader.num_workers or isinstance(dataset, IterableDataset):
+        yield
+        return
+    object.__setattr__(loader, "dataset", _Seeding(dataset))
+    try:
+        yield
+    finally:
+        object.__setattr__(loader, "dataset", dataset)
+
+
+class _Seeding(Dataset[Any]):
+    """`dataset` in a worker process, which is seeded by each batch's key. That counts for the collate function too."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, ids: list[Any]) -> list[Any]:
+        if isinstance(ids, Samples):
+            seed(ids.key)
+        together = getattr(self._dataset, "__getitems__", None)
+        return together(ids) if together else [self._dataset[index] for index in ids]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        # While it is unpickled there is no dataset yet.
+        if name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _checksum(indices: Any, before: int = 0) -> int:
+    """Of a batch's indices, or one index, after others; 0 if they are no numbers."""
+    try:
+        return zlib.crc32(array("q", indices if isinstance(indices, list | tuple) else [indices]).tobytes(), before)
+    except (TypeError, OverflowError):
+        return 0
 
 
 def generator_states(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The present states of torch's generator and of the loader's own, from which a sampler draws an epoch's order."""
-    own = _own_generator(loader)
-    return {"torch": torch.get_rng_state()} | ({} if own is None else {"loader": own.get_state()})
+    """The present states from which a sampler draws an epoch's order: of torch's generator, and of the loader's own.
+
+    If the samplers are not torch's, also of the other global generators.
+    """
+    states = {"torch": torch.get_rng_state()} if _is_torchs(loader) else global_states()
+    return {**states, "own": own_states_of(loader)}
 
 
 def set_generator_states(loader: DataLoader[Any], states: dict[str, Any]) -> None:
     """Set them to what `generator_states` returned."""
-    torch.set_rng_state(states["torch"].clone())
-    own = _own_generator(loader)
-    if own is not None and "loader" in states:
-        own.set_state(states["loader"].clone())
+    set_global_states(states)
+    set_own_states_of(loader, own_of(states))
 
 
-def _own_generator(loader: Any) -> torch.Generator | None:
+def own_states_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The states of the generators, counters and short lists of the loader and its samplers."""
+    return own_states(_roots(loader))
+
+
+def set_own_states_of(loader: DataLoader[Any], states: dict[str, Any]) -> None:
+    """Set them to what `own_states_of` returned."""
+    set_own_states(_roots(loader), states)
+
+
+def own_of(states: dict[str, Any]) -> dict[str, Any]:
+    """Of what `generator_states` returned the part that the loader has for itself."""
+    # A checkpoint of an earlier release has one generator there.
+    places = ("generator", "synchronized_generator", "sampler.generator") if "loader" in states else ()
+    own: dict[str, Any] = states.get("own", {})
+    return own | dict.fromkeys(places, states.get("loader"))
+
+
+def _roots(loader: Any) -> dict[str, Any]:
+    """What gives the order, or has the generators for that."""
     # Accelerate's loaders have a generator that all ranks share.
-    owners = ((loader, "generator"), (loader.sampler, "generator"), (loader, "synchronized_generator"))
-    found = (getattr(owner, name, None) for owner, name in owners)
-    return next((one for one in found if isinstance(one, torch.Generator)), None)
+    roots = {name: getattr(loader, name, None) for name in ("generator", "synchronized_generator")}
+    if not isinstance(loader.dataset, IterableDataset):
+        return roots | {"sampler": _inner(loader.sampler), "batch_sampler": _inner(loader.batch_sampler)}
+    # A worker has a copy of the dataset, as it is when the epoch begins.
+    return roots if loader.num_workers else roots | {"dataset": loader.dataset}
+
+
+def _is_torchs(loader: Any) -> bool:
+    samplers = (loader.sampler, loader.batch_sampler)
+    return not isinstance(loader.dataset, IterableDataset) and all(is_torchs(_inner(one)) for one in samplers)
+
+
+def _inner(sampler: Any) -> Any:
+    return sampler.inner if isinstance(sampler, _SkippingOnce) else sampler

@@ -139,15 +139,20 @@ class Seeded(Dataset[Any]):
             return [self._dataset[index] for index in ids]
 
 
+def seed(key: int) -> None:
+    """Seed `random`, numpy's global generator (if numpy is imported) and torch's CPU generator."""
+    random.seed(key)
+    torch.default_generator.manual_seed(key)
+    if numpy := sys.modules.get("numpy"):
+        # numpy takes seeds as numbers of 32 bits.
+        numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
+
+
 @contextlib.contextmanager
 def _seeded(key: int) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     before = random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
-    random.seed(key)
-    torch.default_generator.manual_seed(key)
-    if numpy:
-        # numpy takes seeds as numbers of 32 bits.
-        numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
+    seed(key)
     try:
         yield
     finally:

@@ -6,16 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from elaunch.trainer.data.batches import generator_states, set_generator_states, skip_once
+from elaunch.trainer.data.batches import (
+    first_iterator,
+    generator_states,
+    own_of,
+    own_states_of,
+    set_generator_states,
+    set_own_states_of,
+    skip_once,
+)
 from elaunch.trainer.keeper.keeper import Keeper
 
 
 class EpochOrder:
     """The generators from which a sampler draws, as they were when the epoch began. Stateful, for `per_rank`.
 
-    The loader's own generator is also kept as it is now: so it is when the next epoch begins.
+    The loader's and its samplers' own ones are also kept as they are now: so they are when the next epoch begins.
     """
 
     def __init__(self) -> None:
@@ -27,7 +35,7 @@ class EpochOrder:
         """An epoch begins, and its order is drawn next."""
         if self._now is not None:
             # The epoch before was another process's.
-            set_generator_states(loader, {**generator_states(loader), "loader": self._now})
+            set_own_states_of(loader, self._now)
         self._loader, self._began, self._now = loader, generator_states(loader), None
 
     def begin_again(self, loader: Any) -> None:
@@ -39,13 +47,16 @@ class EpochOrder:
         self._loader, self._now = loader, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states at the beginning of the epoch, and that of the loader's generator now."""
-        now = self._now if self._loader is None else generator_states(self._loader).get("loader")
+        """The states at the beginning of the epoch, and the loader's own ones now."""
+        now = self._now if self._loader is None else own_states_of(self._loader)
         return {"began": self._began, "now": now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over another process's states."""
-        self._loader, self._began, self._now = None, state["began"], state["now"]
+        now = state["now"]
+        self._loader, self._began = None, state["began"]
+        # An earlier release kept the loader's generator alone.
+        self._now = own_of({"loader": now}) if isinstance(now, Tensor) else now
 
 
 class KeptEpochs:
@@ -108,6 +119,8 @@ class KeptEpochs:
         batches = len(self._loader)
         steps = -(-batches // self._accumulate)
         resumed, done = divmod(self.keeper.step, steps)
+        if resumed:
+            first_iterator(self._base)
         for epoch in range(resumed, total):
             self._set_epoch(epoch)
             self._done = done * self._accumulate if epoch == resumed else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from elaunch.trainer.data.batches import set_epoch, skip_once
+from elaunch.trainer.data.batches import first_iterator, set_epoch, skip_once
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import cloned
 
@@ -55,7 +55,10 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         done = loop.epoch_loop.batch_progress.current.ready
         for loader in loop._combined_loader.flattened:
             # With workers, the order is drawn before Lightning sets the epoch.
-            set_epoch(loader, loop.epoch_progress.current.processed)
+            epoch = loop.epoch_progress.current.processed
+            set_epoch(loader, epoch)
+            if epoch:
+                first_iterator(loader)
             skip_once(loader, done)
         if not done:
             # The epoch's order and the seeds of the loader's workers are drawn now.

@@ -187,10 +187,14 @@ class Copies:
         """Raise TypeError if the commit has put a value into the state that cannot be kept."""
         self._training.require_plain_values(durably=self._is_durable)
 
-    def put_down(self, version: Version, *, unless_same: bool = False) -> None:
-        """Store this rank's own state in memory as the state of `version`."""
+    def put_down(self, version: Version, *, unless_same: bool = False) -> bool:
+        """Store this rank's own state in memory as the state of `version`.
+
+        Returns whether that replaces another state of that version, which a failure of this rank alone would have used.
+        """
         if self._own.put_down(version, unless_same=unless_same) and version in self.steps.versions:
             self._keep(version)
+        return self._own.is_replaced and self._peers.world_size > 1
 
     def random_of(self, version: Version) -> State:
         """The generators' states at the end of that step."""
@@ -327,7 +331,7 @@ class Copies:
             raise
         except OSError as error:
             # The same trouble may be there at each snapshot to come: once, with the first step.
-            if (reason := _reason(error)) not in self._said:
+            if (reason := error.strerror or str(error)) not in self._said:
                 self._said.add(reason)
                 self._say(f"step {version.step} could not be copied to {self._node_memory.memory.folder}: {reason}")
         return False

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from elaunch.trainer import link
 from elaunch.trainer.keeper.boundary import Wish
 from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.left_gradients import LeftGradients
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
@@ -38,7 +39,7 @@ class GuardedState:
         self._is_sealed = False
         # Whether `begin` was called and `end` was not: the training's thread holds the lock.
         self.is_changing = False
-        self._is_put_down = False
+        self._is_put_down = self._has_told_of_draws = False
         self._outside = OutsideChanges(training.live_tensors)
         self._begun_s = self._longest_s = 0.0
         # Whether what this rank alone has of the next step is copied within its commit, and whether that holds until
@@ -63,6 +64,7 @@ class GuardedState:
             self._copies, self.version, self._is_whole, self._is_restored = copies, version, True, True
             self._report, self._say = report, say
             self._outside.note()
+            self._left = LeftGradients(self._training.model, self._training.optimizers)
             copies.gpu.after_commit()
 
     def may_be_copied(self) -> bool:
@@ -88,6 +90,9 @@ class GuardedState:
         if self.is_changing:
             raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
         self._require_clean(f"step {self.next_version.step} is not committed, since its gradients may be incomplete")
+        if left := self._left.commit_begins(self.next_version.step):
+            link.refuse(left)
+            raise RuntimeError(left)
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
             self.has_failed_copy = not self._copies.steps.before_commit(self.next_version)
@@ -108,8 +113,14 @@ class GuardedState:
 
     def put_down(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
-        # The forward pass has stored this already, unless random numbers were drawn since.
-        self._copies.put_down(self.next_version, unless_same=True)
+        # The backward pass has stored this already, unless random numbers were drawn since.
+        if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
+            self._has_told_of_draws = True
+            self._report(
+                "random numbers were drawn, or a batch was fetched, after the backward pass of step "
+                f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
+                "without that draw. Draw before loss.backward()"
+            )
         self._is_put_down = True
 
     def end(self, *, is_whole: bool = True) -> None:
@@ -132,6 +143,7 @@ class GuardedState:
                 self.version = self.next_version
                 self._is_whole = True
                 self._outside.note()
+                self._left.commit_ended()
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)
                 link.report(self.version.step)
@@ -166,6 +178,7 @@ class GuardedState:
 
     def give_up(self) -> None:
         """The keeper is left: nothing is copied from now on."""
+        self._left.remove()
         with self._lock:
             self._is_whole = False
 

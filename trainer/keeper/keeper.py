@@ -37,12 +37,13 @@ from elaunch.trainer.keeper.last_checkpoint import NotDurable, require_durable
 from elaunch.trainer.keeper.look_around import LookAround
 from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
 from elaunch.trainer.keeper.pace import Pace
+from elaunch.trainer.keeper.passes import hook_backward
 from elaunch.trainer.keeper.stop import StopRequest, free_signals
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
-from elaunch.trainer.state.model_state import hook_after_forward, passes_to_final_sums, unwrap
+from elaunch.trainer.state.model_state import passes_to_final_sums
 from elaunch.trainer.state.training_state import Training
 
 
@@ -181,7 +182,7 @@ class Keeper:
                 self._say(trap)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
-                stack.callback(hook_after_forward(model, self._after_forward).remove)
+                stack.callback(hook_backward(model, self._before_sums))
             stack.push(self._leave)
             self._stack = stack.pop_all()
         self._is_entered = True
@@ -405,10 +406,10 @@ class Keeper:
         for model in self._training.models:
             model.zero_grad(set_to_none=True)
 
-    def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
+    def _before_sums(self) -> None:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
-        if unwrap(module).training and os.getpid() == self._pid:
-            self._copies.put_down(self._state.next_version)
+        if os.getpid() == self._pid:
+            self._copies.put_down(self._state.next_version, unless_same=True)
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

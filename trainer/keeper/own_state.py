@@ -24,13 +24,18 @@ class OwnState:
         # The version that `put_down` took last, which buffers that were, and the rest.
         self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
         self._staged: State = {}
+        # Whether the last `put_down` has replaced another state of the same version.
+        self.is_replaced = False
 
     def put_down(self, version: Version, *, unless_same: bool = False) -> bool:
         """Store the present state as that of `version`. Returns whether that was done."""
         own, present = self._training.own(), self._training.buffers()
         buffers = versions(present)
-        if unless_same and (version, buffers) == self._put[:2] and equal(own, self._put[2]):
-            return False
+        self.is_replaced = False
+        if unless_same and version == self._put[0]:
+            if buffers == self._put[1] and equal(own, self._put[2]):
+                return False
+            self.is_replaced = True
         self._put = (version, buffers, own)
         return self._stage(version, present)
 

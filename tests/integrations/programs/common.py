@@ -1,7 +1,7 @@
 """What the programs share: `PROGRAM FOLDER KILLS OPTIONS`, the last two as JSON.
 
 KILLS has for each generation [rank, step, moment] of the worker that kills itself. OPTIONS: `accumulate` (batches for a
-step), `evaluates`, `workers` (of the DataLoader). Each rank writes what it ended with into FOLDER.
+step), `evaluates`, `workers` (of the DataLoader), `persistent`. Each rank writes what it ended with into FOLDER.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 FOLDER = Path(sys.argv[1])
 KILLS = json.loads(sys.argv[2])
-OPTIONS: dict[str, Any] = {"accumulate": 1, "evaluates": False, "workers": 0, **json.loads(sys.argv[3])}
+OPTIONS: dict[str, Any] = {
+    "accumulate": 1,
+    "evaluates": False,
+    "workers": 0,
+    "persistent": False,
+    **json.loads(sys.argv[3]),
+}
 GENERATION = int(os.environ["ELAUNCH_GENERATION"])
 RANK = int(os.environ["RANK"])
 EPOCHS = 3
@@ -49,7 +55,8 @@ def samples() -> TensorDataset:
 
 def loader(*, shuffle: bool = True) -> DataLoader[Any]:
     """The samples in batches."""
-    return DataLoader(samples(), batch_size=4, shuffle=shuffle, num_workers=OPTIONS["workers"])
+    workers: dict[str, Any] = {"num_workers": OPTIONS["workers"], "persistent_workers": OPTIONS["persistent"]}
+    return DataLoader(samples(), batch_size=4, shuffle=shuffle, **workers)
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

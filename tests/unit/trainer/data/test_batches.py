@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from elaunch.trainer.data.batches import Batches
+from elaunch.trainer.data.order_states import global_states, set_global_states
+from elaunch.trainer.data.sampling import seed
 from tests.harness import slow
 
 SIZE = 22
@@ -60,6 +64,54 @@ def single_samples() -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=None, sampler=RandomSampler(dataset))
 
 
+class Augmented(Numbers):
+    """Numbers with random ones."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), torch.rand(()).item(), np.random.rand()])
+
+
+class Ours(Sampler[int]):
+    """Draws from everything that is kept, at the epoch's beginning and with each index."""
+
+    def __init__(self) -> None:
+        self.generators = [np.random.default_rng(4), random.Random(4), np.random.RandomState(4)]
+        self.ids, self.calls = [*range(SIZE)], 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        self.calls += 1
+        random.shuffle(self.ids)
+        left = self.ids[self.calls :] + self.ids[: self.calls]
+        for one in self.generators:
+            one.shuffle(left)
+        while left:
+            yield left.pop(
+                (random.randrange(SIZE) + np.random.randint(SIZE) + int(torch.randint(SIZE, ()))) % len(left)
+            )
+
+
+class ByTheClock(Ours):
+    """Draws from what nobody knows."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.SystemRandom().sample(self.ids, SIZE))
+
+
+class Buffered(IterableDataset[float]):
+    """A shuffle buffer."""
+
+    def __iter__(self) -> Iterator[float]:
+        buffer: list[int] = []
+        for index in range(SIZE):
+            buffer.append(index)
+            if len(buffer) > 5:
+                yield buffer.pop(random.randrange(5)) + torch.rand(()).item()
+        yield from map(float, buffer)
+
+
 LOADERS: list[Callable[[], DataLoader[Any]]] = [
     shuffled,
     distributed,
@@ -67,19 +119,26 @@ LOADERS: list[Callable[[], DataLoader[Any]]] = [
     with_the_samplers_generator,
     single_samples,
     lambda: DataLoader(Endless(), batch_size=4),
+    lambda: DataLoader(Augmented(), batch_size=4, sampler=Ours()),
+    lambda: DataLoader(Buffered(), batch_size=4),
 ]
 WITH_WORKERS: list[Callable[[], DataLoader[Any]]] = [
     lambda: shuffled(num_workers=1),
     lambda: shuffled(num_workers=1, persistent_workers=True),
+    lambda: DataLoader(Augmented(), batch_size=4, sampler=Ours(), num_workers=2, persistent_workers=True),
+    lambda: DataLoader(Buffered(), batch_size=4, num_workers=2, persistent_workers=True),
 ]
 BEFORE = [0, 1, 3, 5, 6, 11, 13, 22, 23]
 # Each loader's worker is a process. Within the first epoch, at its end, and in a later one.
 QUICK_BEFORE = (3, 6, 22)
 
 
-def taken(batches: Batches, count: int) -> list[list[int]]:
+def taken(batches: Batches, count: int) -> list[list[float]]:
     """Batches, between which the training draws random numbers too."""
-    return [torch.cat([batch.reshape(-1), torch.rand(1)]).tolist() for batch in itertools.islice(batches, count)]
+    drawn: list[list[float]] = []
+    for batch in itertools.islice(batches, count):
+        drawn.append([*batch.reshape(-1).tolist(), torch.rand(()).item(), random.random(), np.random.rand()])
+    return drawn
 
 
 @pytest.mark.parametrize(
@@ -91,16 +150,16 @@ def taken(batches: Batches, count: int) -> list[list[int]]:
     ],
 )
 def test_a_new_process_goes_on_with_the_next_batch(make: Callable[[], DataLoader[Any]], before: int) -> None:
-    torch.manual_seed(5)
+    seed(5)
     first = Batches(make())
     taken(first, before)
-    state, random = copy.deepcopy(first.state_dict()), torch.get_rng_state()
+    state, states = copy.deepcopy(first.state_dict()), global_states()
     expected = taken(first, 9)
 
-    torch.manual_seed(77)
+    seed(77)
     second = Batches(make())
     second.load_state_dict(state)
-    torch.set_rng_state(random)
+    set_global_states(states)
 
     assert taken(second, 9) == expected
 
@@ -131,3 +190,18 @@ def test_what_is_done_is_not_loaded_again() -> None:
 def test_a_loader_without_a_batch_is_named() -> None:
     with pytest.raises(RuntimeError, match="the DataLoader has no batch"):
         next(Batches(DataLoader(Numbers(), batch_size=50, drop_last=True)))
+
+
+def test_an_order_that_cannot_be_drawn_again_is_refused_at_the_first_batch() -> None:
+    with pytest.raises(ValueError, match="ByTheClock draws its order from something that no restart can know"):
+        next(Batches(DataLoader(Numbers(), batch_size=4, sampler=ByTheClock())))
+
+
+def test_another_order_than_before_is_refused_after_a_restart() -> None:
+    first = Batches(shuffled())
+    taken(first, 3)
+    second = Batches(DataLoader(Numbers(), batch_size=4))
+    second.load_state_dict(first.state_dict())
+
+    with pytest.raises(RuntimeError, match="draws another order for epoch 0 than the process before"):
+        next(second)

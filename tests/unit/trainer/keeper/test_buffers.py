@@ -131,8 +131,11 @@ def test_a_buffer_of_any_form_goes_on_where_it_was(
     assert_same(trained(form, 8, warm=True, **folder), calm)
 
 
-def test_a_checkpoint_with_a_buffer_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_buffer_of_another_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained((is_replaced, lambda: torch.zeros(4), True), 2, checkpoints=tmp_path / "c")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     with pytest.raises(ValueError, match=r"holds center of shape \(4,\), and in the model it has shape \(5,\)"):
         Keeper(

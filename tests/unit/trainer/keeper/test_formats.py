@@ -55,6 +55,7 @@ def trained(
                 loss().backward()
             with keeper.commit():
                 optimizer.step()
+                optimizer.zero_grad()
     return keeper
 
 

@@ -1,0 +1,86 @@
+"""When a rank's own state is stored, and gradients that a commit leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elaunch.trainer import Keeper
+from elaunch.trainer.keeper.passes import hook_backward
+
+
+@dataclass
+class Output:
+    scores: Tensor
+
+
+class Model(nn.Module):
+    """Returns its scores in some form."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.inner, self.form = nn.Linear(2, 2), form
+
+    def forward(self, x: Tensor) -> Any:
+        scores = self.inner(x)
+        return {"scores": scores} if self.form == "dict" else Output(scores) if self.form == "dataclass" else scores
+
+
+@pytest.mark.parametrize("form", ["tensor", "dict", "dataclass", "past the wrapper"])
+def test_the_own_state_is_stored_after_the_loss_is_computed_and_before_a_gradient_is_there(form: str) -> None:
+    model, seen = Model(form), list[tuple[bool, float]]()
+    drawn = torch.zeros(())
+    remove = hook_backward(model, lambda: seen.append((model.inner.weight.grad is None, drawn.item())))
+    x = torch.ones(1, 2)
+
+    out = model.inner(x) if form == "past the wrapper" else model(x)
+    scores = out["scores"] if isinstance(out, dict) else out.scores if isinstance(out, Output) else out
+    assert not seen
+    drawn.fill_(1)
+    scores.sum().backward()
+
+    assert seen == [(True, 1.0)]
+    remove()
+    model.inner(x).sum().backward()
+    assert len(seen) == 1
+
+
+def test_a_pass_without_a_gradient_stores_at_once() -> None:
+    model, seen = Model("tensor"), list[int]()
+    hook_backward(model, lambda: seen.append(1))
+
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+
+    assert seen == [1]
+
+
+def train(how: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Keeper(model, optimizer, per_rank=()) as keeper:
+        for step in keeper.steps(12):
+            if how == "before the pass":
+                optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            with keeper.commit():
+                if how != "every fourth step" or step % 4 == 0:
+                    optimizer.step()
+                    if how in ("zeros", "every fourth step"):
+                        optimizer.zero_grad(set_to_none=how != "zeros")
+
+
+@pytest.mark.parametrize("how", ["before the pass", "zeros"])
+def test_gradients_that_are_zeroed_in_time_are_no_state(memory: Path, how: str) -> None:
+    train(how)
+
+
+@pytest.mark.parametrize("how", ["every fourth step", "never"])
+def test_a_gradient_that_a_commit_leaves_is_refused_by_the_next_one(memory: Path, how: str) -> None:
+    with pytest.raises(RuntimeError, match=r"the gradients of `bias` and 1 more .* after the commit of step 1, and"):
+        train(how)

@@ -1,0 +1,79 @@
+"""Finds a gradient that lives across a commit: the next backward pass adds to it, and no copy of a state has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+# A loop that accumulates over steps does so from its beginning, and a hook for each parameter costs time.
+_COMMITS = 8
+
+
+class LeftGradients:
+    """Looks at the gradients of all parameters of `optimizers` at the first commits.
+
+    One that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it counts
+    when the next one is about to be added to it. FSDP's gradients are not seen.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        self._model = model
+        groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+        self._parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        self._handles = [p.register_hook(partial(self._before_sum, p)) for p in self._parameters]
+        self._left: dict[int, tuple[Any, int]] = {}
+        # Read at the next commit, when a GPU has computed it.
+        self._found: list[tuple[Tensor, Tensor]] = []
+        self._commits = 0
+
+    def commit_begins(self, step: int) -> str:
+        """A sentence about the gradients that the commit before `step` has left; "" if there are none."""
+        self._left = {}
+        names = [self._name_of(parameter) for parameter, is_used in self._found if is_used]
+        self._found = []
+        if not names:
+            return ""
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return (
+            f"the gradients of `{names[0]}`{more} were still there after the commit of step {step - 1}, and the "
+            f"backward pass of step {step} has added to them: a gradient that lives across a commit is not kept, and a "
+            "failure would lose it. Let one step of the Keeper be all backward passes up to optimizer.step(), with one "
+            "commit after them, and call optimizer.zero_grad() in the commit or before the next backward pass"
+        )
+
+    def commit_ended(self) -> None:
+        """Remember the gradients that are left."""
+        self._commits += 1
+        if self._commits >= _COMMITS:
+            self.remove()
+            return
+        for parameter in self._parameters:
+            if (gradient := parameter.grad) is not None:
+                self._left[id(parameter)] = ref(gradient), gradient._version
+
+    def remove(self) -> None:
+        """Take all hooks back."""
+        self._left = {}
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before_sum(self, parameter: Tensor, _: Tensor) -> None:
+        gradient, version = self._left.pop(id(parameter), (_nothing, 0))
+        now = parameter.grad
+        if now is not None and gradient() is now and now._version == version:
+            # Zeros may be left on purpose: zero_grad(set_to_none=False) in the commit.
+            part: Any = getattr(now, "_local_tensor", now)
+            self._found.append((parameter, (part._values() if part.is_sparse else part).any()))
+
+    def _name_of(self, parameter: Tensor) -> str:
+        named: Iterable[tuple[str, Tensor]] = self._model.named_parameters()
+        return next((name for name, one in named if one is parameter), "a parameter")
+
+
+def _nothing() -> None:
+    return None
