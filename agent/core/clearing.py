@@ -35,6 +35,8 @@ def store_lost(agent: Agent, clearing: Clearing, event: StoreLost, _: float) -> 
 
 def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) -> Step:
     """Leave the job, or end it for all nodes (SIGINT), when all is cleared, or soon; a second SIGINT exits now."""
+    if event.is_order and agent.is_interrupted:
+        return agent, ()
     if event.signum == SIGINT and agent.is_interrupted:
         # Only output is left, and its reader does not read it.
         return exit_with(agent, clearing.then) if clearing.then else (agent, ())
@@ -143,6 +145,10 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     cause = replace(
         killed_together(cause, known), ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1
     )
+    asked = next((each for each in known if each.asks_to_end), cause)
+    if asked.rank != cause.rank and not cause.asks_to_end:
+        # It ends the job; what it may have asked for comes with it.
+        cause = replace(asked, message=f"{asked.message} after rank {cause.rank} {cause.message}")
     actions: tuple[Action, ...] = (
         *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),
         *name_cause(agent, cause),

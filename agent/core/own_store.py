@@ -55,7 +55,7 @@ def last_if_store_is_gone(agent: Agent, clearing: Clearing) -> Clearing:
 
 def _without_store(agent: Agent, event: OwnStoreLost) -> Agent:
     """This store is not away for a time but gone: lines about its absence end here."""
-    reach = replace(agent.reach, failing_since_s=None, unsaid_until_s=None, said=frozenset())
+    reach = replace(agent.reach, failing_since_s=None, silent_since_s=None, unsaid_until_s=None, said=frozenset())
     return replace(agent, store_gone=event.why, reach=reach)
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.rules.pace import NodePace
 
 
+# A rank whose program is over closes its connections before it has an exit status. Its exit functions take a while.
+EXIT_S = 3.0
+
+
 @dataclass(frozen=True)
 class Joining:
     """No worker of this node runs; it enters the job, joins its generations, and waits for a seat.
@@ -38,7 +42,8 @@ class LinkWords:
     Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
     have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
     step boundary at which all ranks stop, those in `saving` save after a failure. The programs of those in `over` have
-    ended, in that order, before anybody asked them to end: by an exception, or as those in `returned`.
+    ended, in that order, before anybody asked them to end: by an exception, or as those in `returned`, at the times in
+    `returned_s`.
     """
 
     hearing: frozenset[int] = frozenset()
@@ -47,7 +52,12 @@ class LinkWords:
     stopped: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()
+    returned_s: tuple[tuple[int, float], ...] = ()
     over: tuple[int, ...] = ()
+
+    def exiting(self, now_s: float) -> frozenset[int]:
+        """Those whose programs have ended just now: their exit status is about to come. Others linger."""
+        return frozenset(rank for rank, at_s in self.returned_s if now_s < at_s + 2 * EXIT_S)
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,11 @@ class Running:
     def is_broken(self) -> bool:
         """Whether a collective has timed out, so that no step ends any more."""
         return self.held is not None and bool(self.held.timed_out)
+
+    @property
+    def has_lost_step(self) -> bool:
+        """Whether a worker has lost a peer, or a collective has timed out: no worker comes to a step boundary."""
+        return self.held is not None and bool(self.held.timed_out or self.held.effects)
 
     def seat_of(self, node_id: str) -> Seat:
         """This node's seat. A node that comes back under another name has stopped its workers before."""
@@ -201,7 +216,9 @@ class Stopping:
         failures = held.effects if held else ()
         if held and held.failure and running.is_broken:
             failures = (held.failure,)
-        due_s, words, ends = now_s + grace_s, running.words, running.ends
+        # A process that lingers is signalled like any other.
+        words = replace(running.words, returned=running.words.exiting(now_s))
+        due_s, ends = now_s + grace_s, running.ends
         return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
 
     @property

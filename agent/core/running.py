@@ -25,7 +25,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
 from elaunch.agent.core.messages import StopReason
-from elaunch.agent.core.phases import Clearing, HeldEnd, Running, Stopping, WorkersDone
+from elaunch.agent.core.phases import EXIT_S, Clearing, HeldEnd, Running, Stopping, WorkersDone
 from elaunch.agent.core.signals import (
     SIGABRT,
     SIGHUP,
@@ -50,8 +50,6 @@ from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind,
 HOLD_S = 0.1
 # Those that somebody sends on purpose.
 ASKING = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
-# A rank whose program is over closes its connections before it has an exit status. Its exit functions take a while.
-EXIT_S = 3.0
 # The same where none is known to be over: its program may still clean up.
 UNEXPLAINED_S = 1.0
 # How a rank ends that lost a peer, as far as is known before its output is read.
@@ -103,15 +101,18 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
         return replace(agent, phase=replace(rest, held=held)), ()
     effects = running.held.effects if running.held else ()
     if failure is None:
-        if effects:
-            return _fail(agent, rest, effects[0], now_s)
+        if effects and running.held and not rest.live & (rest.words.exiting(now_s) - rest.words.stopped):
+            return _fail(agent, rest, running.held.failure or effects[0], now_s, running.held.told)
         if rest.live or running.held:
             return replace(agent, phase=rest), ()
         return clear_up(agent, Clearing(running.table, now_s, WorkersDone(rest.ends)))
     if -event.code in ASKING and not (running.held and running.held.is_stop):
-        held = HeldEnd(failure, now_s + HOLD_S, effects=effects)
+        held = HeldEnd(failure, now_s + HOLD_S)
         if running.held and running.held.failure not in effects:
             held = running.held
+        elif running.held:
+            later_s = max(held.until_s, running.held.until_s)
+            held = replace(held, until_s=later_s, effects=effects, told=running.held.told)
         return replace(agent, phase=replace(rest, held=held)), ()
     told = tuple(each for each in event.told if each.local_rank in rest.live - running.words.stopped)
     is_unexplained = failure.kind is FailureKind.PEER_LOST and not (running.ends or told)
@@ -135,7 +136,8 @@ def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: fl
 def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s: float) -> Step:
     """Note that it ends by itself: its peers may notice that before its process is gone, which a thread may keep."""
     rank, words, held, after_s = event.local_rank, running.words, running.held, agent.times.hang_after_s
-    words = replace(words, returned=words.returned | {rank}, over=(*words.over, rank))
+    returned_s = (*words.returned_s, (rank, now_s))
+    words = replace(words, returned=words.returned | {rank}, returned_s=returned_s, over=(*words.over, rank))
     if held and held.effects:
         held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
     running = replace(running, words=words, held=held)
@@ -289,7 +291,7 @@ def _stop_for(
 ) -> Step:
     """Stop with time to save, and exit with `outcome`."""
     stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
-    if running.is_broken:
+    if running.has_lost_step:
         return stop_broken(agent, stopping, actions)
     return stop_at_boundary(agent, stopping, reason, signum, actions)
 
@@ -307,7 +309,7 @@ def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float)
     stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
-    if running.is_broken:
+    if running.has_lost_step:
         return stop_broken(agent, stopping, (said,))
     return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
 
@@ -326,7 +328,7 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
             # At the end of the look this node may know which rank was not there.
             return agent, ()
         return _look_for(agent, running, generation.cause, None, now_s) or _make_way_now(agent, running, now_s)
-    if running.held and (running.is_broken or running.held.effects):
+    if running.held and running.has_lost_step:
         # No step ends any more, and a node that joins waits for these workers.
         return _end_look(agent, running, running.held, now_s)
     reason = StopReason.JOIN if generation.kind is OpenKind.JOIN else StopReason.LEAVE
@@ -343,8 +345,13 @@ def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
     said = _why_stopping(running, generation)
     agent, actions = _say(agent, running, said, now_s, is_secondary=generation.is_secondary)
     # The exit status of a rank of this node may be the cause.
-    exit_s = EXIT_S if running.live & running.words.returned else 0.0
-    return stop_broken(agent, Stopping.of(running, now_s, max(agent.times.failure_grace_s, exit_s)), actions)
+    return stop_broken(agent, Stopping.of(running, now_s, _grace_s(agent, running, now_s)), actions)
+
+
+def _grace_s(agent: Agent, running: Running, now_s: float) -> float:
+    """A failure's grace, and at least the time in which a rank on its way out exits by itself."""
+    exit_s = EXIT_S if running.live & running.words.exiting(now_s) else 0.0
+    return max(agent.times.failure_grace_s, exit_s)
 
 
 def _look(agent: Agent, rest: Running, failure: Failure, now_s: float) -> Step | None:
@@ -363,8 +370,9 @@ def _look_for(agent: Agent, running: Running, sentence: str, failure: Failure | 
 
 def _end_look(agent: Agent, running: Running, held: HeldEnd, now_s: float) -> Step:
     """No worker of this node was missed, as far as could be seen in time: go on as for any failure."""
-    running = replace(running, held=None)
-    return _fail(agent, running, held.failure, now_s) if held.failure else _make_way_now(agent, running, now_s)
+    if held.failure:
+        return _fail(agent, running, held.failure, now_s, held.told)
+    return _make_way_now(agent, replace(running, held=None), now_s)
 
 
 def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
@@ -418,7 +426,7 @@ def _awaits_exit(
     before = over[: over.index(rank)] if rank in over and not is_lost else over
     if any(each.kind is not FailureKind.ENDED_EARLY for each in told):
         return None
-    if told or rest.live & running.words.returned & {*before} - running.words.stopped:
+    if told or rest.live & running.words.exiting(now_s) & {*before} - running.words.stopped:
         return now_s + EXIT_S
     is_unexplained = is_lost and rest.live and not running.ends
     # On several nodes it is rather a rank of another one, whose agent waits for this word.
@@ -447,7 +455,7 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: 
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
     said = Say(_once(running, failure.sentence) + stopped, "error")
     agent, actions = _say(agent, running, said, now_s, is_secondary=failure.kind.is_secondary)
-    stopping = replace(Stopping.of(running, now_s, agent.times.failure_grace_s), failures=failures)
+    stopping = replace(Stopping.of(running, now_s, _grace_s(agent, running, now_s)), failures=failures)
     return stop_broken(agent, stopping, (failed, *actions))
 
 

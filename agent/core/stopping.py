@@ -118,7 +118,13 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
 
 
 def worker_asked(agent: Agent, stopping: Stopping, event: WorkerAsked, now_s: float) -> Step:
-    """Count it as a failure: of others that have lost this worker it is the cause."""
+    """Count it as a failure, once: of others that have lost this worker it is the cause."""
+    known = (each for each in stopping.failures if each.asks_to_end)
+    if stopping.then or event.failure.local_rank in [each.local_rank for each in known]:
+        return agent, ()
+    if stopping.failures:
+        failures = (*stopping.failures, event.failure)
+        return replace(agent, phase=replace(stopping, failures=failures)), (Say(event.failure.sentence, "error"),)
     return _note_failure(agent, stopping, event.failure, now_s)
 
 
@@ -200,6 +206,8 @@ def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float)
 
 def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
     """Leave the job, or end it for all nodes (SIGINT), after the stop; a second SIGINT kills the workers now."""
+    if event.is_order and agent.is_interrupted:
+        return agent, ()
     if event.signum == SIGINT and agent.is_interrupted:
         said = Say("SIGINT again: killing the workers now")
         return (agent, ()) if isinstance(stopping.mode, Killing) else _kill(agent, stopping, now_s, said)

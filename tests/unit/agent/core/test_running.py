@@ -156,7 +156,7 @@ def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(
     driver.now_s += EXIT_S
     signalled = driver.happen(Tick())
     driver.exits(2, -TERM, FailureKind.SIGNAL)
-    driver.now_s += FAILURE_GRACE_S
+    driver.now_s += max(FAILURE_GRACE_S, EXIT_S)
     killed = driver.happen(Tick())
     record = failure(0, 1, code, FailureKind.EXIT_CODE if code > 0 else FailureKind.SIGNAL)
     driver.happen(WorkerExited(0, 1, code, record, None if code > 0 else RETURNED))
@@ -168,6 +168,32 @@ def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(
     assert driver.outcome.failure
     assert driver.outcome.failure.rank == 1
     assert driver.outcome.failure.code == (code if code > 0 else None), "what our own signal made is no cause"
+
+
+def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.happen(WorkerReturned(0, 1))
+    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(RETURNED,)))
+    driver.happen(WorkerReturned(0, 2))
+
+    stopped = driver.exits(2, 0)
+    driver.exits(1, 7)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert stopped == []
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
+
+
+def test_a_process_that_lingers_after_its_program_delays_no_restart() -> None:
+    driver = started()
+    driver.happen(WorkerReturned(0, 1))
+    driver.now_s += 60.0
+
+    stopped = driver.exits(0, -KILL, FailureKind.SIGNAL)
+
+    assert SignalWorkers(0, frozenset({1, 2}), TERM) in stopped
 
 
 def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> None:

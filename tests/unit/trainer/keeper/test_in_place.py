@@ -168,6 +168,7 @@ def test_a_wrapper_of_an_optimizer_goes_on_with_its_groups(monkeypatch: pytest.M
                     optimizer.step()
                     inner.state[model.weight]["mean"] = torch.full((2,), 0.1)
                     optimizer.param_groups[0]["lr"] = 0.5**step
+                    model.zero_grad()
         return [group["lr"] for group in inner.param_groups], inner.state[model.weight]["mean"]
 
     trained(2)
