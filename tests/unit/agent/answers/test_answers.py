@@ -204,8 +204,7 @@ def test_an_answer_has_the_memory_of_a_rank_and_of_its_host() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait(DEADLINE_S)
     seen = WorkersSeen(0, 1.0, (RankReport(0, 0, os.getpid()), RankReport(1, 1, -1), RankReport(2, 2, ended.pid)))
-    offered: list[Txn] = []
-    answers = Answers(lambda: driver.agent, lambda now_s: seen, offered.append, "", time.monotonic(), driver.happen)
+    answers = Answers(lambda: driver.agent, lambda now_s: seen, lambda *_: None, "", time.monotonic(), driver.happen)
     heard = Heard("status")
 
     answers.asked(heard)  # type: ignore[arg-type]
