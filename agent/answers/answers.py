@@ -34,15 +34,16 @@ class Answers:
     """This node's answers. The agent's loop calls all methods.
 
     `agent` is the agent as it is now, `seen` its workers as they are now. `offer` writes to the store what nothing
-    depends on. `way` is how another process of this user reaches the store (JSON), empty where the store is this
-    process. `begun_s` is when the agent began, on the monotonic clock. `post` takes the event of a person's order.
+    depends on, and calls back, in any thread, if the guards held. `way` is how another process of this user reaches the
+    store (JSON), empty where the store is this process. `begun_s` is when the agent began, on the monotonic clock.
+    `post` takes the event of a person's order.
     """
 
     def __init__(
         self,
         agent: Callable[[], Agent],
         seen: Callable[[float], WorkersSeen | None],
-        offer: Callable[[Txn], None],
+        offer: Callable[[Txn, Callable[[], object] | None], None],
         way: str,
         begun_s: float,
         post: Callable[[Event], None],
@@ -81,12 +82,14 @@ class Answers:
         keys, node_id = agent.snapshot.keys, agent.me.node_id
         if question.topic.is_order:
             if agent.leads:
-                self._obey(question.topic, lambda text: self._offer(answer(keys, question, node_id, text)))
+                text, event = self._ordered(question.topic)
+                # The answer is written only while the asker waits for it, and the store may go with the job.
+                self._offer(answer(keys, question, node_id, text), lambda: event and self._post(event))
         elif question.topic is Topic.STATUS:
             text = self._status(now_s)
             if len(text) <= ANSWER_BYTES_MAX:
-                self._offer(answer(keys, question, node_id, text))
-        elif not self._take_stacks(lambda text: self._offer(answer(keys, question, node_id, text))):
+                self._offer(answer(keys, question, node_id, text), None)
+        elif not self._take_stacks(lambda text: self._offer(answer(keys, question, node_id, text), None)):
             self._docket = self._docket.postponed(question, now_s)
 
     def asked(self, asked: Asked) -> None:
@@ -109,20 +112,21 @@ class Answers:
                 if not self._take_stacks(tell):
                     asked.reply(_refusal("it takes the stacks for somebody else; ask again in a second"))
             case Topic.STOP.value | Topic.RESTART.value:
-                self._obey(Topic(asked.topic), lambda text: asked.reply(f'{{"version":{VERSION},"order":{text}}}'))
+                text, event = self._ordered(Topic(asked.topic))
+                # One who waits no longer was told that there was no answer, and may have done something else.
+                if asked.reply(f'{{"version":{VERSION},"order":{text}}}') and event:
+                    self._post(event)
             case "store" if self._way:
                 asked.reply(f'{{"version":{VERSION},"store":{self._way}}}')
             case _:
                 asked.reply(_refusal(f"it does not know the question {asked.topic[:40]!r}"))
 
-    def _obey(self, topic: Topic, tell: Callable[[str], None]) -> None:
+    def _ordered(self, topic: Topic) -> tuple[str, Event | None]:
+        """The answer to an order, and the event by which it is obeyed, once the answer has reached the asker."""
         from elaunch.agent.core.orders import order
 
         event, said = order(self._agent(), topic)
-        # First, since the store may go with the job.
-        tell(encode(said))
-        if event:
-            self._post(event)
+        return encode(said), event
 
     def _status(self, now_s: float) -> str:
         from elaunch.agent.answers.usage import with_usage

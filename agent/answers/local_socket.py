@@ -34,19 +34,20 @@ class Asked:
         self.topic = topic
         self._connection = connection
 
-    def reply(self, text: str) -> None:
-        """Send one line and close. What the socket does not take at once, a thread sends."""
+    def reply(self, text: str) -> bool:
+        """Send one line and close; return whether the asker still waits.
+
+        What the socket does not take at once, a thread sends.
+        """
         data = text.encode() + b"\n"
         try:
             sent = self._connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
             self._connection.close()
-            return
-        if sent == len(data):
+            return False
+        if sent == len(data) or not start_thread(lambda: self._send(data[sent:]), "elaunch-answer"):
             self._connection.close()
-            return
-        if not start_thread(lambda: self._send(data[sent:]), "elaunch-answer"):
-            self._connection.close()
+        return True
 
     def _send(self, rest: bytes) -> None:
         with self._connection, suppress(OSError):

@@ -8,6 +8,7 @@ from elaunch.agent.core.phases import Clearing, Exited, Finished, Running, Stopp
 from elaunch.agent.core.signals import SHELL_BASE, SIGINT
 from elaunch.agent.core.state import Agent, Step
 from elaunch.records import dataclass
+from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.types import Outcome
@@ -30,13 +31,14 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
             return None, OrderAnswer(topic is Topic.STOP, f"the job ends already: {outcome.reason}")
     if snapshot.ended:
         return None, OrderAnswer(topic is Topic.STOP, f"the job ends already: {snapshot.ended.reason}")
+    job = job_name(snapshot.keys.run_id)
     has_others = agent.spec.nodes_max > 1
     is_away = has_others and (agent.reach.failing_since_s is not None or bool(agent.store_gone))
     if topic is Topic.STOP:
         where = " on all nodes" if has_others else ""
         where = " on this node; the store is away, so stop the other nodes there" if is_away else where
         grace = f"workers have {agent.times.stop_grace_s:g} s to save; the job's exit code is {SHELL_BASE + SIGINT}"
-        return Signalled(SIGINT, "elaunch stop", is_order=True), OrderAnswer(True, f"the job stops{where}: {grace}")
+        return Signalled(SIGINT, "elaunch stop", is_order=True), OrderAnswer(True, f"{job} stops{where}: {grace}")
     if agent.spec.max_restarts == 0:
         why = "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
         return None, OrderAnswer(False, why)
@@ -46,7 +48,7 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
         generation = f"generation {snapshot.generation.number}" if snapshot.generation else "the first generation"
         return None, OrderAnswer(False, f"no workers run now: {generation} is about to start")
     number = phase.table.generation + 1
-    return RestartOrdered(), OrderAnswer(True, f"all workers stop, and start again as generation {number}")
+    return RestartOrdered(), OrderAnswer(True, f"{job}: all workers stop, and start again as generation {number}")
 
 
 def restart(agent: Agent, _: Running | Finished, _event: RestartOrdered, _now_s: float) -> Step:

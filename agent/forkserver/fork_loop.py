@@ -133,10 +133,11 @@ class ForkLoop:
 
     def _tell_signal(self) -> None:
         signum, sender = read_signal(self._signals)
-        if name := self._children.whose(sender):
+        is_user = signum in (signal.SIGUSR1, signal.SIGUSR2)
+        if name := self._children.whose(sender) or (None if is_user else self._children.of_lost(sender)):
             news = {"event": "asked", "generation": name[0], "key": name[1], "pid": sender, "signum": signum}
             tell(self._control, news, self._end)
-        elif signum in (signal.SIGUSR1, signal.SIGUSR2):
+        elif is_user:
             # A scheduler's, to all processes: it stays pending, by which the agent knows (`Spawner.signal`).
             self._asking -= {signum}
             signal_fd(self._asking, self._signals)

@@ -10,12 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from elaunch.agent.linux import parent
+from elaunch.agent.linux import parent, state
 
 _GROUP_LOOK_S = 0.02
 _REAP_AFTER_S = 0.02
 # One that waits for a disk ends later. The workers, which end with this process, wait no longer for it.
 _KILLED_S = 1.0
+NO_RANK = -1
+# The states of a process that is gone or a zombie.
+_ENDED = ("", "Z", "X")
 
 Name = tuple[int, int | str]
 News = dict[str, Any]
@@ -61,6 +64,15 @@ class Children:
         while pid and pid not in self._names:
             pid = parent(pid)
         return self._names.get(pid)
+
+    def of_lost(self, pid: int) -> Name | None:
+        """A name of the newest generation for a process which may have come from any of its ranks, local rank -1.
+
+        It has ended, or init has adopted it; None for others, and for a sender outside of this pid namespace (0).
+        """
+        worker = self.a_worker()
+        is_lost = pid > 0 and ((parent(pid) <= 1 and state(pid) in _ENDED) or _has_our_marker(pid))
+        return (self._names[worker][0], NO_RANK) if worker and is_lost else None
 
     def add(self, pid: int, name: Name) -> None:
         self._names[pid] = name
@@ -140,6 +152,16 @@ def _signal_group(leader: int, signum: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _has_our_marker(pid: int) -> bool:
+    from elaunch.agent.guardian.guardian import VARIABLE
+
+    marker = os.environb.get(VARIABLE.encode(), b"")
+    with suppress(OSError):
+        mark = b"%s=%s" % (VARIABLE.encode(), marker)
+        return bool(marker) and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def _living_groups() -> set[int]:

@@ -23,6 +23,7 @@ from elaunch.agent.guardian.guardian import kill_cgroup
 # longer than this at the end of a generation.
 _MOVE_S_MAX = 1.0
 _SLICE_S = 0.005
+_LOCK_S_MAX = 0.2
 
 
 class JobCgroup:
@@ -123,10 +124,22 @@ def _is_locked(folder: Path) -> bool:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
-    # Without locks there the cgroup is of use all the same.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return folder.exists()
+    # A guardian holds it for a moment, but any user may hold it for ever. The cgroup is of use without the lock too.
+    until_s = time.monotonic() + _LOCK_S_MAX
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until_s:
+                time.sleep(_SLICE_S)
+                continue
+        except OSError:
+            pass
+        break
+    if folder.exists():
+        return True
+    os.close(descriptor)
+    return False
 
 
 def _move(pids: Collection[int], folder: str) -> None:

@@ -197,7 +197,14 @@ def clean_up(kin: Kin, cgroup: str, run_dirs: Iterable[str]) -> None:
     if cgroup:
         kill_cgroup(cgroup)
     for run_dir in run_dirs:
-        _remove(run_dir)
+        _remove_own(run_dir)
+
+
+def _remove_own(folder: str) -> None:
+    """Remove a folder in a place that others can write to, if it is this user's. A link is not followed."""
+    with suppress(OSError):
+        if os.lstat(folder).st_uid == os.geteuid():
+            _remove(folder)
 
 
 def _remove(folder: str) -> None:
@@ -299,10 +306,7 @@ def remove_folders(theirs: Mapping[str, str]) -> None:
     """Remove the folders of the sockets `theirs`, which nobody has any more, unless somebody else has one there too."""
     others = {folder for inode, folder in all_sockets_in_folders().items() if inode not in theirs}
     for folder in {*theirs.values()} - others:
-        with suppress(OSError):
-            if os.lstat(folder).st_uid == os.geteuid():
-                # A link is not followed.
-                _remove(folder)
+        _remove_own(folder)
 
 
 def living(kin: Kin, spare: Collection[int] = ()) -> list[int]:

@@ -52,9 +52,9 @@ class Session:
     def commit(self, txn: Txn, tag: Tag | None) -> None:
         self._do(lambda: self._client.commit(txn, tag))
 
-    def offer(self, txn: Txn) -> None:
-        """Commit what nothing depends on, once. Any thread may call it."""
-        self._do(lambda: self._client.offer(txn))
+    def offer(self, txn: Txn, held: Callable[[], object] | None = None) -> None:
+        """Commit what nothing depends on, once; any thread may call it. `held` is called, in any thread, if it held."""
+        self._do(lambda: self._client.offer(txn, held))
 
     def renew(self) -> None:
         """Let go of the lease and begin another, under a new name."""

@@ -144,10 +144,14 @@ class StoreClient:
             self._view.refresh()
         self._post(Committed(tag, answer.held, answer.revision))
 
-    def offer(self, txn: Txn) -> None:
-        """Commit what nothing depends on, once: a store that is away or refuses it costs this node nothing more."""
+    def offer(self, txn: Txn, held: Callable[[], object] | None) -> None:
+        """Commit what nothing depends on, once: a store that is away or refuses it costs this node nothing more.
+
+        `held` is called if the guards held.
+        """
         with suppress(StoreError):
-            self._store.commit(txn)
+            if self._store.commit(txn).held and held:
+                held()
 
     def widen(self) -> None:
         """Look at all of the job's keys from now on."""

@@ -44,10 +44,18 @@ class ExitReader:
         return WorkerExited(group.generation, local_rank, code, failure, end, told)
 
     def asked(self, group: WorkerGroup, local_rank: int, sender: int, signum: int) -> WorkerAsked:
-        """The event of a signal that a worker, or `sender`, a process that it has started, sent to its parent."""
+        """The event of a signal that a worker, or `sender`, a process that it has started, sent to its parent.
+
+        `local_rank` is -1 if it is not known which worker has started the sender.
+        """
         link, pid = group.links.get(local_rank), group.pids.get(local_rank, -1)
         by = "" if sender == pid else f" (by pid {sender}, which it has started)"
+        message = f"sent {signal_name(-signum)} to its parent process{by}"
         place = self._place(group, local_rank, pid)
+        if local_rank < 0:
+            place = replace(place, rank=-1)
+            what = f"a process that has ended or was orphaned (pid {sender})"
+            message = f"{what} sent {signal_name(-signum)} to the ranks' parent process"
         failure = Failure(
             FailureKind.REFUSED,
             place.generation,
@@ -57,7 +65,7 @@ class ExitReader:
             place.local_rank,
             pid,
             None,
-            f"sent {signal_name(-signum)} to its parent process{by}",
+            message,
             log_path=group.log_files.get(local_rank, ""),
             failed_at=time.time(),
             progressed=_progressed(link),

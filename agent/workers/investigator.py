@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -124,9 +125,21 @@ def _folder_of(name: str, files: Sequence[str]) -> str:
     for folder in dict.fromkeys(folders):
         # The root's folders are the system's, as /lib. A folder without Python code is data, as wandb's.
         patterns = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")
-        if folder.parent != folder and any(next(folder.glob(pattern), None) for pattern in patterns):
+        if folder.parent == folder or not _is_safe(folder):
+            continue
+        if any(_is_safe(path) for pattern in patterns for path in folder.glob(pattern)):
             return str(folder)
     return ""
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether only this user or root can have put it there: nobody else's code is advised for import."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    is_shared = stat.S_ISDIR(found.st_mode) and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return found.st_uid in (os.geteuid(), 0) and not is_shared
 
 
 def _full_disks() -> tuple[Space, ...]:

@@ -34,10 +34,9 @@ from elaunch.launcher.report_page.page import (
 from elaunch.launcher.report_page.profiles import ShownProfile, read_profile
 from elaunch.launcher.report_page.render import render
 from elaunch.launcher.report_page.trace import trace
-from elaunch.launcher.report_page.wording import printable
 from elaunch.launcher.watch.local import local_agents
 from elaunch.records import dataclass
-from elaunch.rendezvous.texts import node_host
+from elaunch.rendezvous.texts import node_host, plain
 
 HELP = """\
 Usage: elaunch report [-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…
@@ -100,7 +99,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         _print(json.dumps(summary(page), indent=1) + "\n")
     elif _STDOUT not in (target, request.perfetto):
         made = [str(path) for path in (target, request.perfetto) if path]
-        _print("\n".join([*map(printable, printed(page)), *made, ""]))
+        # Each is one line: a timeline that somebody has changed adds none.
+        _print("\n".join([*(plain(line, keep="\t") for line in printed(page)), *made, ""]))
     return 0
 
 

@@ -148,7 +148,7 @@ def metrics_path(event: PastEvent | None) -> Path | None:
     except ValueError:
         return None
     out = ""
-    for word, value in zip(words, [*words[1:], ""], strict=True):
+    for word, value in zip(words, [*words[1:], ""], strict=False):
         if word == "--out":
             out = value
         elif word.startswith("--out="):

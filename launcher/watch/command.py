@@ -26,9 +26,9 @@ from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.texts import plain
 
 _WHERE = """\
-Without options it finds the jobs of this user on this host (as root: of all users). JOB is a run id,
-or how it begins, or the pid of the job's elaunch. From another host, name the store as the job's
-nodes do; variables count too:
+Without options it finds the jobs of this user on this host (as root: of all users).
+JOB is {job}.
+From another host, name the store as the job's nodes do; variables count too:
 
   --rdzv-endpoint HOST:PORT  the job's store; ELAUNCH_ENDPOINT
   --run-id ID                the job's name, instead of JOB
@@ -37,9 +37,19 @@ nodes do; variables count too:
   --rdzv-backend NAME        as for the job
   --config FILE              a job file that has these options
 
-Exit codes: 0 it was {done}, 2 the command line is wrong, 3 no such job runs, or its store is not there.
+Exit codes: 0 {done}, 2 the command line is wrong, 3 {undone}.
 Start a script called {name} with elaunch ./{name}.
 """
+_LOOK_WORDS = {
+    "job": "a run id, or how it begins, or the pid of the job's elaunch",
+    "done": "it was shown",
+    "undone": "no such job runs, or its store cannot be reached",
+}
+_ORDER_WORDS = {
+    "job": "a whole run id, or the pid of the job's elaunch",
+    "done": "the order was accepted",
+    "undone": "no such job runs, its\nstore cannot be reached, or the order was refused",
+}
 _HELP = {
     "status": """\
 Usage: elaunch status [JOB] [--json] [--ranks]
@@ -105,8 +115,8 @@ def main(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
 def help_of(name: str) -> str:
     """The text of `elaunch NAME --help`."""
     switches = "".join(f"  {switch:8} {text}\n" for switch, text in WATCHES[name])
-    done = "ordered" if name in _ORDERS else "shown"
-    return f"{_HELP[name]}\n{switches}{switches and chr(10)}{_WHERE.format(name=name, done=done)}"
+    words = _ORDER_WORDS if name in _ORDERS else _LOOK_WORDS
+    return f"{_HELP[name]}\n{switches}{switches and chr(10)}{_WHERE.format(name=name, **words)}"
 
 
 def read(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> LookRequest:
@@ -142,7 +152,7 @@ def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
         these = ", ".join(_call(run_id, group) for (run_id, _), group in _jobs(found.agents).items())
         here = f"; these run here: {these}" if these else "; none runs here"
         raise UsageError(f"{request.name} needs the job's name or the pid of its elaunch{here}")
-    jobs = _named(request.job, _jobs(found.agents)) if request.job else _jobs(found.agents)
+    jobs = _named(request, _jobs(found.agents)) if request.job else _jobs(found.agents)
     if len(jobs) == 1:
         # Those that are silent may be of this job, too.
         _tell(found.silent if request.job else (*found.silent, *found.troubles))
@@ -161,12 +171,14 @@ def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
 _Jobs = Mapping[tuple[str, str], Sequence[LocalAgent]]
 
 
-def _named(name: str, jobs: _Jobs) -> _Jobs:
-    """The jobs with that run id; else those with an agent of that pid; else those whose run id begins so."""
+def _named(request: LookRequest, jobs: _Jobs) -> _Jobs:
+    """The jobs with that run id; else those with an agent of that pid; else, to be shown, those that begin so."""
+    name = request.job
     return (
         {key: group for key, group in jobs.items() if key[0] == name}
         or {key: group for key, group in jobs.items() if name in (str(agent.pid) for agent in group)}
-        or {key: group for key, group in jobs.items() if key[0].startswith(name)}
+        # A job that runs is not ended for half a name.
+        or {key: group for key, group in jobs.items() if request.name not in _ORDERS and key[0].startswith(name)}
     )
 
 

@@ -252,6 +252,7 @@ def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: 
                 both = wait_for(several, "the user finds both jobs")
                 top = asked("top", env=env, prefix=one)
                 chosen = asked("status", "sec", env=env, prefix=one)
+                refused = [asked(order, "sec", env=env, prefix=one) for order in ("stop", "restart")]
     finally:
         shutil.rmtree(folder)
 
@@ -264,6 +265,8 @@ def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: 
     assert top.returncode == 2
     assert "several jobs run here" in top.stderr
     assert chosen.stdout.startswith("job second: ")
+    assert [ended.returncode for ended in refused] == [3, 3]
+    assert all("no job sec runs on this host; these run: " in ended.stderr for ended in refused)
 
 
 @as_root
@@ -504,12 +507,12 @@ def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_pat
         codes = [job.wait() for job in (one, two)]
         again = asked("stop", run_id)
 
-    restarted = "elaunch: all workers stop, and start again as generation {}\n"
+    restarted = f"elaunch: job {run_id}: all workers stop, and start again as generation {{}}\n"
     for number, ended in enumerate((here, elsewhere), 1):
         assert (ended.returncode, ended.stdout) == (0, restarted.format(number)), ended.stderr
     assert (status["restarts"]["used"], status["generation"]["kind"]) == (0, "restart")
     assert stop.returncode == 0, stop.stderr
-    assert "the job stops on all nodes: workers have 30 s to save; the job's exit code is 130" in stop.stdout
+    assert f"job {run_id} stops on all nodes: workers have 30 s to save; the job's exit code is 130" in stop.stdout
     assert codes == [130, 130]
     assert again.returncode == 3
     assert f"no job {run_id} runs on this host" in again.stderr

@@ -127,6 +127,28 @@ def test_a_rank_ends_the_job_by_a_signal_to_its_parent(tmp_path: Path, how: tupl
         job.assert_nothing_is_left()
 
 
+ASKS_BY_ANOTHER = f"""{SAY}
+if RANK == 1:
+    # Sent by a grandchild: when the signal is read, it has ended, or init has adopted it.
+    rest = "; sleep 600" if sys.argv[2] == "orphan" else ""
+    kill = f"sleep 0.3; kill -TERM {{os.getppid()}}{{rest}}"
+    subprocess.run(["sh", "-c", '(trap "" TERM; ' + kill + ") >&- 2>&- &"])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("sender", ["gone", "orphan"])
+def test_a_rank_ends_the_job_by_a_process_that_no_rank_is_known_for(tmp_path: Path, sender: str) -> None:
+    script(tmp_path, ASKS_BY_ANOTHER)
+    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", "TERM", sender, env=WITHOUT_TORCH) as job:
+        assert job.wait() == 1
+
+        said = r"a process that has ended or was orphaned \(pid \d+\) sent SIGTERM to the ranks' parent process on"
+        assert re.search(said, job.stderr)
+        assert "generation 1" not in job.output
+        job.assert_nothing_is_left()
+
+
 def test_workers_that_sigstop_holds_save_and_end_when_the_job_is_stopped(tmp_path: Path) -> None:
     script(tmp_path, ONE_SAVES)
     with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from elaunch.agent.core.phases import Running, Stopping
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.rules.questions import Question, Topic, ask
 from elaunch.rendezvous.rules.reports import RankReport, read_node_report
-from elaunch.rendezvous.store import Put, Txn
+from elaunch.rendezvous.store import LeaseGone, Put, Txn
 from tests.harness import DEADLINE_S, wait_for
 from tests.unit.agent.driver import KEYS, Driver, pair, started
 
@@ -30,12 +31,14 @@ SEEN = WorkersSeen(0, 1.0, tuple(RankReport(local, local, -1, step=3) for local 
 class Heard:
     """What stands in for a loop's `Request`: a question that came by the socket, and its answer."""
 
-    def __init__(self, topic: str) -> None:
+    def __init__(self, topic: str, waits: bool = True) -> None:
         self.topic = topic
         self.answer = ""
+        self.waits = waits
 
-    def reply(self, text: str) -> None:
+    def reply(self, text: str) -> bool:
         self.answer = text
+        return self.waits
 
 
 def asking(driver: Driver, question: Question = QUESTION) -> None:
@@ -46,7 +49,13 @@ def asking(driver: Driver, question: Question = QUESTION) -> None:
 
 
 def answers_of(driver: Driver, offered: list[Txn], way: str = "") -> Answers:
-    return Answers(lambda: driver.agent, lambda now_s: SEEN, offered.append, way, time.monotonic(), driver.happen)
+    def offer(txn: Txn, held: Callable[[], object] | None) -> None:
+        offered.append(txn)
+        with suppress(LeaseGone):
+            if held and driver.store.commit(txn).held:
+                held()
+
+    return Answers(lambda: driver.agent, lambda now_s: SEEN, offer, way, time.monotonic(), driver.happen)
 
 
 def when_due(answers: Answers) -> None:
@@ -133,6 +142,7 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     leader, other = pair()
     question = Question("e" * 16, Topic.STOP, 4713)
     offered: list[Txn] = []
+    asking(leader, question)
     for driver in (other, leader):
         answers = answers_of(driver, offered)
         answers.note(question)
@@ -144,6 +154,20 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     (put,) = txn.then
     assert isinstance(put, Put)
     assert decode(OrderAnswer, put.value).is_done
+
+
+def test_an_order_whose_asker_was_told_that_nobody_answered_is_not_obeyed() -> None:
+    leader, _ = pair()
+    question = Question("e" * 16, Topic.STOP, 4713)
+    answers = answers_of(leader, [])
+    asking(leader, question)
+    answers.note(question)
+    leader.store.revoke(question.lease)
+
+    when_due(answers)
+    answers.asked(Heard("stop", waits=False))  # type: ignore[arg-type]
+
+    assert isinstance(leader.agent.phase, Running)
 
 
 def test_an_order_of_this_host_is_obeyed_by_any_node() -> None:
@@ -180,8 +204,7 @@ def test_an_answer_has_the_memory_of_a_rank_and_of_its_host() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait(DEADLINE_S)
     seen = WorkersSeen(0, 1.0, (RankReport(0, 0, os.getpid()), RankReport(1, 1, -1), RankReport(2, 2, ended.pid)))
-    offered: list[Txn] = []
-    answers = Answers(lambda: driver.agent, lambda now_s: seen, offered.append, "", time.monotonic(), driver.happen)
+    answers = Answers(lambda: driver.agent, lambda now_s: seen, lambda *_: None, "", time.monotonic(), driver.happen)
     heard = Heard("status")
 
     answers.asked(heard)  # type: ignore[arg-type]

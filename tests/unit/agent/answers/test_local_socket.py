@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.answers.local_socket import LocalSocket, credentials
+from elaunch.agent.answers.local_socket import Asked, LocalSocket, credentials
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
 
 NOBODY = 65534
@@ -123,6 +123,15 @@ def test_a_process_that_asks_and_does_not_read_holds_nobody(tmp_path: Path) -> N
         wait_for(lambda: open_desk.topics, "it asks")
 
         assert len(open_desk.said(b'{"ask":"status"}\n')) == (3 << 20) + 1
+
+
+def test_a_reply_knows_whether_somebody_waits_for_it() -> None:
+    for is_waiting in (True, False):
+        ours, asker = socket.socketpair()
+        if not is_waiting:
+            asker.close()
+        assert Asked("stop", ours).reply("{}") is is_waiting
+        asker.close()
 
 
 def test_each_end_knows_the_other_by_the_kernels_word(tmp_path: Path) -> None:

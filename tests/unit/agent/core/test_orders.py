@@ -68,7 +68,7 @@ def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() 
     driver.happen(cleared(0))
     driver.settle()
 
-    assert answer == OrderAnswer(True, "all workers stop, and start again as generation 1")
+    assert answer == OrderAnswer(True, "job job: all workers stop, and start again as generation 1")
     assert signals(driver) == [(TERM, ALL)]
     phase = driver.agent.phase
     assert isinstance(phase, Running)
@@ -131,4 +131,4 @@ def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> 
     restart, stop = ordered(other, Topic.RESTART), ordered(other, Topic.STOP)
 
     assert restart == OrderAnswer(False, "the job's store is away, and without it no generation can be opened")
-    assert stop.text.startswith("the job stops on this node; the store is away, so stop the other nodes there: ")
+    assert stop.text.startswith("job job stops on this node; the store is away, so stop the other nodes there: ")

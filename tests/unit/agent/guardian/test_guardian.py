@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.guardian import guardian
+from elaunch.agent.guardian import cgroup, guardian
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, remove_abandoned_cgroups, sweep
 from elaunch.agent.linux import thread_call
@@ -433,6 +435,31 @@ def short_folder() -> Iterator[Path]:
     """A socket's path has at most 107 characters."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         yield Path(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_the_end_of_a_job_removes_no_folder_of_another_user(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    os.chown(other, 65534, 65534)
+
+    guardian.clean_up(Kin(secrets.token_hex(8), {}, {}, ""), "", [str(own), str(other), str(tmp_path / "none")])
+
+    assert (own.exists(), other.exists()) == (False, True)
+
+
+def test_a_lock_that_somebody_holds_on_a_new_cgroup_does_not_hold_the_start(tmp_path: Path) -> None:
+    theirs = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(theirs, fcntl.LOCK_EX)
+    found: list[bool] = []
+
+    ours = threading.Thread(target=lambda: found.append(cgroup._is_locked(tmp_path)), daemon=True)
+    ours.start()
+    ours.join(DEADLINE_S)
+    os.close(theirs)
+
+    assert found == [True]
 
 
 def test_the_temporary_folder_of_a_killed_data_loader_is_removed(spawned: Spawned, short_folder: Path) -> None:

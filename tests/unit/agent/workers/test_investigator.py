@@ -113,3 +113,10 @@ def test_a_module_is_found_in_the_current_folder_and_above_the_script_but_not_in
     here = facts_about(replace(missing, traceback=missing.traceback.replace(str(tmp_path), "/nowhere"))).folder
 
     assert (before, above, here) == ("", str(tmp_path), str(tmp_path))
+    # In a folder like /tmp anybody may have put it.
+    tmp_path.chmod(0o1777)
+    assert facts_about(missing).folder == ""
+    tmp_path.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / file, 65534, 65534)
+        assert facts_about(missing).folder == ""

@@ -283,6 +283,22 @@ def test_what_a_timeline_says_reaches_no_terminal_with_control_characters(
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
+def test_a_timeline_adds_no_line_to_what_is_printed_and_may_have_no_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = restarted()
+    run = put(tmp_path / "night_00000000", job)
+    assert report(run) == 0
+    lines = len(capsys.readouterr().out.splitlines())
+
+    for given in ("", None, 7, ["a"]):
+        job.rows[0] |= {"run_id": "night\nforged", "command": given}
+        (run / "timeline.jsonl").write_bytes(job.text)
+
+        assert report(run) == 0
+        assert len(capsys.readouterr().out.splitlines()) == lines, given
+
+
 def test_a_reader_that_closes_the_pipe_early_is_no_error(tmp_path: Path) -> None:
     put(tmp_path / "night_00000000", restarted())
     command = shlex.join([sys.executable, "-m", "elaunch", "report", str(tmp_path)])
