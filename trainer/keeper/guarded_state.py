@@ -10,6 +10,7 @@ from elaunch.trainer import link
 from elaunch.trainer.keeper.boundary import Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
+from elaunch.trainer.keeper.rehearsal import Rehearsal
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -27,8 +28,8 @@ _COMMITS = 3
 class GuardedState:
     """The state of `training`, which the training's thread changes and two threads copy: that one and the link's."""
 
-    def __init__(self, training: Training, generation: int) -> None:
-        self._training, self._generation = training, generation
+    def __init__(self, training: Training, generation: int, rehearsal: Rehearsal | None = None) -> None:
+        self._training, self._generation, self._rehearsal = training, generation, rehearsal
         self.version = Version(generation, 0)
         # Held while the state changes or is copied.
         self._lock = threading.Lock()
@@ -116,6 +117,8 @@ class GuardedState:
         """The step is complete; without `is_whole` its changes have failed, and the state is of no step."""
         try:
             if is_whole:
+                if self._rehearsal is not None:
+                    self._rehearsal.committing()
                 if self.copies_next and self._training.is_in_parts:
                     # ZeRO-1's step has collectives, and this copy counts as whole.
                     self._require_clean(f"step {self.next_version.step} may be incomplete, and is not kept")
@@ -129,6 +132,8 @@ class GuardedState:
                 self._outside.note()
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)
+                if self._rehearsal is not None:
+                    self._rehearsal.committed()
                 link.report(self.version.step)
         finally:
             self.is_changing = self._is_put_down = False
