@@ -23,6 +23,7 @@ _SYNOPSIS = (
     ("top", "[JOB] [--ranks]"),
     ("stacks", "[JOB] [--json]"),
     ("warm", "[--status|--stop] [--json]"),
+    ("rehearse", "[--steps N] [--link PATH] [options] script.py [args…]"),
     ("report", "[-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…"),
 )
 _DESCRIPTION = (

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.argv import normalise
+from elaunch.launcher.errors import NoSuchOption, UsageError
+from elaunch.launcher.options.argv import LONG, normalise
 from elaunch.launcher.options.commands import REHEARSE_FLAGS
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.preflight import check_program
@@ -95,8 +95,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if argv[:1] and argv[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0
-    words, steps, links = _split(argv)
-    options = parse(words, environ)
+    try:
+        words, steps, links = _split(argv)
+        options = parse(words, environ)
+    except NoSuchOption as error:
+        own = (name.removeprefix("--") for name, _, _ in REHEARSE_FLAGS)
+        raise NoSuchOption(error.word, (*own, *LONG), "rehearse") from None
     if isinstance(options, HelpRequested):
         print(options.text)
         return 0
@@ -253,8 +257,8 @@ def _compared(alone: Run, again: Run) -> str:
         lines, files = alone.lines(), _files(alone)
         alike = [name for name in files if not _inside(alone, again, name)]
         return (
-            f"compared: {len(steady(lines, again.lines()))} of {len(lines)} lines of output, but for words that always differ, "
-            f"and {len(alike)} of {len(files)} files. No Keeper was entered, so no state was seen"
+            f"compared: {len(steady(lines, again.lines()))} of {len(lines)} lines of output, but for words that always "
+            f"differ, and {len(alike)} of {len(files)} files. No Keeper was entered, so no state was seen"
         )
     begins = [r for its in records.values() for r in its if r["kind"] == "begin"]
     missing = (
