@@ -85,6 +85,10 @@ class Run:
         texts = [path.read_text(errors="replace") for path in sorted(self.folder.glob("logs/2*/attempt_*/*/std*.log"))]
         return [line for text in texts for line in text.replace("\r", "\n").splitlines() if line.strip()]
 
+    def was_killed(self) -> bool:
+        """Whether the ranks were started again."""
+        return len([*self.folder.glob("logs/2*/attempt_*")]) > 1
+
     def tail(self) -> str:
         """The end of the job's output."""
         return "\n".join((self.folder / "output").read_text(errors="replace").splitlines()[-20:])
@@ -102,7 +106,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         own = (name.removeprefix("--") for name, _, _ in REHEARSE_FLAGS)
         raise NoSuchOption(error.word, (*own, *LONG), "rehearse") from None
     if isinstance(options, HelpRequested):
-        print(options.text)
+        print(options.text if "--version" in words else HELP.rstrip("\n"))
         return 0
     check_program(options, environ)
     if options.nnodes[1] > 1 or options.target == "-":
@@ -175,12 +179,20 @@ def _rehearse(jobs: _Jobs) -> int:
     if records and (found := difference(records, again.records(), again.records())):
         print(f"two runs without a failure differ, so there is nothing to compare with; set all seeds\n{found}")
         return 1
+    if records and not steps_done(records, next(iter(records))[0]):
+        print("a Keeper was entered, and no step was done: there is nothing to rehearse")
+        return 1
     moments = _moments(alone)
     table, bad = [("failure", "result", "repeated", "lost")], []
     for moment in moments:
         run = jobs.run(moment)
-        found = f"the job ended with exit code {run.code}\n{run.tail()}" if run.code else _difference(alone, again, run)
-        cost = f"{repeated(run.records())} steps" if records else f"{len(run.lines()) - len(alone.lines())} lines"
+        found = _difference(alone, again, run)
+        if run.code or not run.was_killed():
+            found = f"the job ended with exit code {run.code}, {'' if run.was_killed() else 'before '}the failure came"
+            found += f"\n{run.tail()}"
+        cost = (
+            f"{repeated(run.records())} steps" if records else f"{max(0, len(run.lines()) - len(alone.lines()))} lines"
+        )
         table.append((moment.text, "DIFFERS" if found else "equal", cost, f"{max(0, run.seconds - quiet_s):.1f} s"))
         bad += [f"{moment.text}: {found}"] if found else []
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -194,7 +206,7 @@ def _moments(alone: Run) -> list[Moment]:
     """The failures to come, each at another place of the run."""
     records = alone.records()
     if not records:
-        middle, after_s, last = len(alone.lines()) // 2, alone.seconds / 2, max(alone.pids())
+        middle, after_s, last = len(alone.lines()) // 2, alone.seconds / 2, max(alone.pids(), default=0)
         where = f"after {middle} lines of output" if middle else f"after {after_s:.1f} s"
         whom = [(f"rank {last}, {where}", (last,)), (f"the agent, {where}", ())]
         return [Moment(text, ranks=ranks, agent=not ranks, lines=middle, after_s=after_s) for text, ranks in whom]
@@ -203,23 +215,24 @@ def _moments(alone: Run) -> list[Moment]:
     passes = {
         (r["kind"], rank, r["step"]): r["passes"] for (of, rank), its in records.items() if of == name for r in its
     }
-    third, half, late = (max(1, steps * n // 6) for n in (2, 3, 4))
-    last = ranks[-1]
-    found = [
+    third, half, late, last = *(max(1, steps * n // 6) for n in (2, 3, 4)), ranks[-1]
+    failures = [
         (
             f"rank {last}, after the backward pass of step {half}",
             ("backward", half, passes["done", last, half]),
-            (last,),
-        )
+            [last],
+        ),
+        (f"rank {last}, within the commit of step {third}", ("commit", third, 1), [last]),
     ]
-    found.append((f"rank {last}, within the commit of step {third}", ("commit", third, 1), (last,)))
     if evaluated := sorted((step, rank, n) for (kind, rank, step), n in passes.items() if kind == "begin" and n):
         step, rank, n = evaluated[len(evaluated) // 2]
-        found.append((f"rank {rank}, in the evaluation before step {step}", ("evaluation", step, n // 2 + 1), (rank,)))
+        failures.append(
+            (f"rank {rank}, in the evaluation before step {step}", ("evaluation", step, n // 2 + 1), [rank])
+        )
     if len(ranks) > 1:
-        found.append((f"all ranks, in step {late}", ("backward", late, passes["done", last, late]), (*ranks,)))
-    found.append((f"the agent, in step {half}", ("backward", half, 1), (ranks[0],)))
-    return [Moment(text, at, whom, text.startswith("the agent"), name) for text, at, whom in found]
+        failures.append((f"all ranks, in step {late}", ("backward", late, passes["done", last, late]), ranks))
+    failures.append((f"the agent, in step {half}", ("backward", half, passes["done", ranks[0], half]), ranks[:1]))
+    return [Moment(text, at, (*whom,), text.startswith("the agent"), name) for text, at, whom in failures if at[2]]
 
 
 def _difference(alone: Run, again: Run, run: Run) -> str:
@@ -265,7 +278,7 @@ def _compared(alone: Run, again: Run) -> str:
         "" if any(r["passes"] for r in begins) else ". There was no evaluation to be killed in (--steps gives more)"
     )
     return (
-        f"compared bit for bit, at {max(r['step'] for r in begins) - 1} steps of {len(records)} ranks: losses, inputs "
+        f"compared bit for bit, at {max(r['step'] for r in begins) - 1} steps of {len(records)} rank{'s' * (len(records) > 1)}: losses, inputs "
         f"of the model, evaluations, random states and {len(begins[-1]['state'])} values of the state{missing}"
     )
 
@@ -300,9 +313,14 @@ class _Jobs:
         asked |= {"ranks": moment.ranks, "agent": moment.agent}
         environ = {**self._environ, "ELAUNCH_REHEARSAL": json.dumps(asked)}
         with (run.folder / "output").open("ab") as output:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             job = subprocess.Popen(
-                self._command, cwd=run.folder / "work", env=environ, start_new_session=True, **streams
+                self._command,
+                cwd=run.folder / "work",
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         (run.folder / "agent.pid").write_text(str(job.pid))
         is_due = not moment.name
@@ -313,15 +331,15 @@ class _Jobs:
                 since_s = time.monotonic() - begin_s
                 if is_due and _is_reached(run, moment, since_s):
                     is_due = False
+                    # It may have ended a moment ago.
                     for pid in [job.pid] if moment.agent else [run.pids()[rank] for rank in moment.ranks]:
-                        os.kill(pid, signal.SIGKILL)
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
                 if time.monotonic() - news_s > _NEWS_S:
                     news_s += _NEWS_S
                     records = run.records()
                     step = max((steps_done(records, name) for name, _ in records), default=None)
-                    where = (
-                        "no Keeper is entered; without one it runs to its own end" if step is None else f"step {step}"
-                    )
+                    where = "no Keeper is entered, so it runs to its own end" if step is None else f"step {step}"
                     _say(f"run {self._count}: {since_s:.0f} s, {where}")
                 if since_s > self._limit_s:
                     _say(f"run {self._count} is ended: it takes more than {self._limit_s:.0f} s")
@@ -333,7 +351,7 @@ class _Jobs:
 
 def _is_reached(run: Run, moment: Moment, since_s: float) -> bool:
     if moment.lines:
-        return len(run.lines()) >= moment.lines
+        return {*moment.ranks} <= run.pids().keys() and len(run.lines()) >= moment.lines
     return bool(moment.after_s) and since_s >= moment.after_s and {*moment.ranks} <= run.pids().keys()
 
 
