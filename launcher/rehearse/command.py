@@ -274,12 +274,12 @@ def _compared(alone: Run, again: Run) -> str:
             f"differ, and {len(alike)} of {len(files)} files. No Keeper was entered, so no state was seen"
         )
     begins = [r for its in records.values() for r in its if r["kind"] == "begin"]
-    missing = (
-        "" if any(r["passes"] for r in begins) else ". There was no evaluation to be killed in (--steps gives more)"
+    no_evaluation = (
+        "" if any(r["passes"] for r in begins) else ". There was no evaluation to be killed in; raise --steps"
     )
     return (
-        f"compared bit for bit, at {max(r['step'] for r in begins) - 1} steps of {len(records)} rank{'s' * (len(records) > 1)}: losses, inputs "
-        f"of the model, evaluations, random states and {len(begins[-1]['state'])} values of the state{missing}"
+        f"compared bit for bit, at {max(r['step'] for r in begins) - 1} steps of {len(alone.pids())} ranks: losses, "
+        f"inputs of the model, evaluations, random states, {len(begins[-1]['state'])} values of state{no_evaluation}"
     )
 
 

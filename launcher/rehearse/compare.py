@@ -103,7 +103,9 @@ def _reason(whats: Sequence[str], others: Sequence[str], *, is_restored: bool) -
     """What was not restored comes first, since all else follows from it."""
     if whats[0].startswith("the evaluation"):
         return "the failure cut the evaluation off, and the restart did not make it as it was"
-    if is_restored and not all(what.startswith("random.") for what in whats):
+    if is_restored and all(what.startswith("random.") for what in whats):
+        return "random numbers were drawn after the forward pass or in an evaluation, and are not kept with the step"
+    if is_restored:
         return "the restart itself brings other values: they change outside of keeper.commit(), or the Keeper is wrong"
     for begin, reason in (
         ("generator", "the Keeper does not keep {}: give it as per_rank=[…]"),
@@ -115,7 +117,7 @@ def _reason(whats: Sequence[str], others: Sequence[str], *, is_restored: bool) -
             return reason.format(some(matching))
     if "the samples" in whats:
         return "the data comes in another order after the restart: per_rank=Batches(loader)"
-    return "random numbers are drawn in other places after the restart, or from something that nobody sees here"
+    return "not known: the program computes from something that is neither kept nor seen here"
 
 
 def some(names: Sequence[str]) -> str:

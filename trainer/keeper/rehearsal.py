@@ -27,7 +27,7 @@ from elaunch.trainer.state.tree import local_parts, tensors_in, tensors_sha256
 VARIABLE = "ELAUNCH_REHEARSAL"
 # How far the program's own variables are followed. What is larger is data.
 _DEPTH, _ITEMS_MAX, _NAMES_MAX, _BYTES_MAX = 6, 1000, 5000, 1 << 26
-_SHOWN_CHARS = 40
+_SHOWN_CHARS, _HASHED_BYTES_MAX = 40, 1 << 20
 
 
 class Rehearsal:
@@ -170,8 +170,13 @@ def _named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int
 def _digest(value: Any) -> str:
     """What is compared of a value; a short one as it is."""
     if isinstance(value, Tensor):
-        return "; ".join(f"{str(p.dtype)[6:]}{[*p.shape]} {digests({'': p})['']:x}" for p in local_parts(value))
+        return "; ".join(f"{str(part.dtype)[6:]}{[*part.shape]} {_bits(part)}" for part in local_parts(value))
     return value if len(value) <= _SHOWN_CHARS else "… " + hashlib.sha256(value.encode()).hexdigest()[:16]
+
+
+def _bits(part: Tensor) -> str:
+    # A sum is fast, but a generator that counts one number up and another one down keeps its sum.
+    return f"{digests({'': part})['']:x}" if part.nbytes > _HASHED_BYTES_MAX else tensors_sha256([part])[:16]
 
 
 def _number(loss: Tensor) -> str:
