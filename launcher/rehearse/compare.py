@@ -15,7 +15,7 @@ _SHOWN = 4
 def steps_done(records: Records, name: str) -> int:
     """The last step that all ranks have begun the next one of, or the end."""
     ends = [(max(r["step"] for r in its), its[-1]["kind"]) for (of, _), its in records.items() if of == name]
-    done = [int(step) - (kind == "begin") for step, kind in ends]
+    done: list[int] = [int(step) - (kind == "begin") for step, kind in ends]
     return min(done)
 
 
