@@ -34,7 +34,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
 # Commands that print an answer and end. Their reader may have read enough before (`| head`).
-_PRINTERS = ("doctor", "report", "restart", "stacks", "status", "stop", "submit", "top", "warm")
+_PRINTERS = ("doctor", "rehearse", "report", "restart", "stacks", "status", "stop", "submit", "top", "warm")
 
 
 def main() -> NoReturn:
@@ -133,6 +133,10 @@ def _main() -> int:
             from elaunch.launcher.report_page.command import main as report
 
             return report(sys.argv[2:], os.environ)
+        if sys.argv[1:2] == ["rehearse"]:
+            from elaunch.launcher.rehearse.command import main as rehearse
+
+            return rehearse(sys.argv[2:], os.environ)
         if sys.argv[1:2] == ["warm"]:
             from elaunch.launcher.warm_command import main as warm
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
-from elaunch.launcher.options.commands import COMMANDS, WARM_FLAGS
+from elaunch.launcher.options.commands import COMMANDS, REHEARSE_FLAGS, WARM_FLAGS
 from elaunch.launcher.options.table import TABLE, OptionSpec
 from elaunch.launcher.options.values import NUMA_MODES, OneOf
 from elaunch.launcher.submit import kubernetes, slurm
@@ -28,7 +28,7 @@ _WORDS = {
     "tee": ("0", "1", "2", "3"),
     "numa-binding": NUMA_MODES.words,
 }
-_PLACES = {"FILE": "file", "DIR": "dir"}
+_PLACES = {"FILE": "file", "PATH": "file", "DIR": "dir"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def completions(before: Sequence[str], incomplete: str) -> list[CompletionItem]:
     if words[:1] == ["submit"] and len(words) == 1:
         return _plain(_SCHEDULERS, incomplete)
     known = _options(words)
-    if words and words[0] in ("run", "store", "doctor", "report", "warm", *WATCHES):
+    if words and words[0] in ("run", "store", "doctor", "rehearse", "report", "warm", *WATCHES):
         words = words[1:]
     elif words[:1] == ["submit"]:
         words = words[2:]
@@ -103,6 +103,8 @@ def _options(words: Sequence[str]) -> list[_Known]:
     known = [_known(spec) for spec in TABLE]
     if words[:1] == ["doctor"]:
         return [_Known(("--json",), "", "one JSON object, for machines"), *known]
+    if words[:1] == ["rehearse"]:
+        return [*(_Known((name,), value, text) for name, value, text in REHEARSE_FLAGS), *known]
     if words[:1] == ["submit"]:
         return [_Known((f"--{flag.name}",), flag.metavar, flag.help) for flag in _SCHEDULERS.get(words[1], ())] + known
     return known

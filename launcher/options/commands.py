@@ -13,6 +13,7 @@ COMMANDS = {
     "stop": "end a running job on all nodes, as Ctrl-C does",
     "restart": "start the workers of a running job again",
     "warm": "show or end what stays for the next start",
+    "rehearse": "what does a failure cost a script, and does it change the result?",
     "report": "make a page that shows what happened in a run",
 }
 
@@ -21,4 +22,10 @@ WARM_FLAGS = (
     ("--status", "show this user's fork servers: pid, since when, what is imported, memory, minutes left, and where"),
     ("--json", "with --status: as a JSON list"),
     ("--stop", "end these fork servers; running jobs go on"),
+)
+
+# The options of `elaunch rehearse`, their values, and their help.
+REHEARSE_FLAGS = (
+    ("--steps", "N", "end each run after this step of a Keeper [40]"),
+    ("--link", "PATH", "a link to this file or folder is in the run's folder, for a script that reads it there"),
 )

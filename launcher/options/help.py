@@ -18,6 +18,7 @@ Usage: elaunch [options] script.py args…
        elaunch status|top|stacks [JOB]
        elaunch stop|restart JOB
        elaunch warm [--status|--stop]
+       elaunch rehearse [--steps N] [--link PATH] [options] script.py args…
        elaunch report [-o FILE] [--perfetto FILE] [--json] DIR
 
 Start a PyTorch training job, one worker per GPU, and restart it when a worker fails.
@@ -57,8 +58,9 @@ interpreter's options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch
 `elaunch store` serves a store ([several nodes](operations.md)). `elaunch submit` submits a job to [Slurm](slurm.md) or
 [Kubernetes](kubernetes.md). `elaunch status`, `top` and `stacks` show [a running job](observe.md#how-is-it-going),
 `elaunch report` [what happened in a run](observe.md#what-happened-the-report), `elaunch doctor`
-[whether this node can train](operations.md#before-a-run-elaunch-doctor), and `elaunch warm`
-[what stays for the next start](warm.md). `elaunch run train.py` is the same as
+[whether this node can train](operations.md#before-a-run-elaunch-doctor), `elaunch warm`
+[what stays for the next start](warm.md), and `elaunch rehearse`
+[what a failure changes and costs](survive.md#a-rehearsal). `elaunch run train.py` is the same as
 `elaunch train.py`. Start a script with one of these names by its path: `elaunch ./store`.
 [A shell completes](shell.md) all of them.
 

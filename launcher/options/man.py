@@ -25,6 +25,7 @@ _SYNOPSIS = (
     ("stop", "JOB"),
     ("restart", "JOB"),
     ("warm", "[--status|--stop] [--json]"),
+    ("rehearse", "[--steps N] [--link PATH] [options] script.py [args…]"),
     ("report", "[-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…"),
 )
 _DESCRIPTION = (

@@ -11,6 +11,7 @@ from elaunch.trainer.keeper.boundary import Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.left_gradients import LeftGradients
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
+from elaunch.trainer.keeper.rehearsal import Rehearsal
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -28,8 +29,8 @@ _COMMITS = 3
 class GuardedState:
     """The state of `training`, which the training's thread changes and two threads copy: that one and the link's."""
 
-    def __init__(self, training: Training, generation: int) -> None:
-        self._training, self._generation = training, generation
+    def __init__(self, training: Training, generation: int, rehearsal: Rehearsal | None = None) -> None:
+        self._training, self._generation, self._rehearsal = training, generation, rehearsal
         self.version = Version(generation, 0)
         # Held while the state changes or is copied.
         self._lock = threading.Lock()
@@ -128,6 +129,8 @@ class GuardedState:
         try:
             if is_whole:
                 self._copies.require_plain_values()
+                if self._rehearsal is not None:
+                    self._rehearsal.committing()
                 is_first = not self.version.step and self._copies.lacks_base
                 if is_first or (self.copies_next and self._training.is_in_parts):
                     # ZeRO-1's step has collectives, and this copy counts as whole.
@@ -146,6 +149,8 @@ class GuardedState:
                 self._left.commit_ended()
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)
+                if self._rehearsal is not None:
+                    self._rehearsal.committed()
                 link.report(self.version.step)
         finally:
             self.is_changing = self._is_put_down = False

@@ -38,6 +38,7 @@ from elaunch.trainer.keeper.look_around import LookAround
 from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
 from elaunch.trainer.keeper.pace import Pace
 from elaunch.trainer.keeper.passes import hook_backward
+from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
 from elaunch.trainer.keeper.stop import StopRequest, free_signals
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
@@ -103,13 +104,17 @@ class Keeper:
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
+        self._place = RankInfo.from_environ(os.environ)
+        kept = (model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
+        self._rehearsal = Rehearsal(os.environ, self._place, name, kept) if VARIABLE in os.environ else None
+        if self._rehearsal is not None:
+            checkpoints, checkpoint_every = self._rehearsal.checkpoints(checkpoints, checkpoint_every)
         self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
         self._copy_every, self._verify_every, self._keep = copy_every, verify_every, keep
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
-        self._place = RankInfo.from_environ(os.environ)
         self._pid = os.getpid()
-        self._state = GuardedState(self._training, self._place.generation)
+        self._state = GuardedState(self._training, self._place.generation, self._rehearsal)
         self._has_stopped = False
         self._is_entered = self._is_open = False
         self._begun_step = -1
@@ -183,6 +188,8 @@ class Keeper:
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
                 stack.callback(hook_backward(model, self._before_sums))
+            if self._rehearsal is not None:
+                self._rehearsal.attach(self._training, stack)
             stack.push(self._leave)
             self._stack = stack.pop_all()
         self._is_entered = True
@@ -298,13 +305,24 @@ class Keeper:
         self._begun_step = self.step
         if self._is_open:
             self._signals.install()
-        if self._around.is_now():
+        is_over = self._rehearsal is not None and self._rehearsal.begin(self.step + 1)
+        if is_over or self._around.is_now():
             try:
+                if is_over:
+                    self._end_rehearsal()
                 self._stop_for(self._around.look())
             except Stopped as stopped:
                 if self._is_open:
                     self.close(stopped)
                 raise
+
+    def _end_rehearsal(self) -> None:
+        # No rank is gone before all have done the step.
+        self._peers.largest([0])
+        self._has_stopped = True
+        stopped = Stopped(Wish.NONE)
+        stopped.code = 0
+        raise stopped
 
     def restore_random(self) -> None:
         """After a restore, set the random states to those at the end of the restored step, once.
@@ -419,6 +437,8 @@ class Keeper:
                 # NotDurable of another keeper: its training has ended, on all ranks at the same place.
                 case None | NotDurable():
                     # The training is over, but the program goes on. If it fails later, no step is repeated.
+                    if self._rehearsal is not None and self._begun_step != self.step:
+                        self._rehearsal.begin(self.step + 1)
                     self._verification.compare(self._state)
                     self._state.put_away(durably=True)
                     require_durable(

@@ -65,6 +65,7 @@ def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(comma
         "run": ("--nproc_pre_node", "--nproc-per-node"),
         "store": ("--lisen", "--listen"),
         "submit": ("--nods", "--nodes"),
+        "rehearse": ("--stps", "--steps"),
         "warm": ("--statsu", "--status"),
         "top": ("--rank", "--ranks"),
         **dict.fromkeys(("stop", "restart"), ("--tokn-file", "--token-file")),

@@ -1,0 +1,1 @@
+"""`elaunch rehearse`: runs a script again and again, kills it at chosen moments, and compares."""

@@ -1,0 +1,141 @@
+"""`elaunch rehearse` with real jobs."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, script
+
+_TRAINING = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from elaunch.trainer import Batches, Keeper
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
+batches = Batches(DataLoader(data, batch_size=4, sampler=DistributedSampler(data)))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.Dropout(0.2)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+noise = torch.Generator().manual_seed(dist.get_rank())
+per_rank = [batches, noise] if sys.argv[1] == "kept" else [batches]
+with Keeper(model, optimizer, per_rank=per_rank, checkpoints=sys.argv[2]) as keeper:
+    for step in keeper.steps(1000):
+        x, y = next(batches)
+        loss = (model(x + torch.randn(x.shape, generator=noise)) - y).square().mean()
+        loss.backward()
+        with keeper.commit():
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+_PLAIN = """
+import os, time
+begin = int(open("checkpoint").read()) if os.path.exists("checkpoint") else 0
+for step in range(begin, 20):
+    print("step", step, time.time(), flush=True)
+    open("checkpoint", "w").write(str(step // 5 * 5))
+    time.sleep(0.1)
+"""
+
+
+def rehearse(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = environment({"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)})
+    return subprocess.run(
+        [*COMMAND, "rehearse", *words],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=4 * RUN_LIMIT_S,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_right_script_comes_back_equal_and_its_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    script(tmp_path, _TRAINING)
+
+    ended = rehearse(tmp_path, "--steps", "12", "--nproc-per-node", "2", "train.py", "kept", str(tmp_path / "mine"))
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for failure in (
+        "after the backward pass of step 6",
+        "within the commit of step 4",
+        "all ranks, in step 8",
+        "the agent",
+    ):
+        assert re.search(rf"{failure}.* equal ", ended.stdout), ended.stdout
+    assert "compared bit for bit, at 12 steps of 2 ranks" in ended.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.slow
+def test_a_generator_that_nobody_keeps_is_named_with_the_first_step(tmp_path: Path) -> None:
+    script(tmp_path, _TRAINING)
+
+    ended = rehearse(tmp_path, "--steps", "12", "--nproc-per-node", "2", "train.py", "unkept", "checkpoints")
+
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "rank 1, after the backward pass of step 6: first at step 7 (rank 0, 1): the samples" in ended.stdout
+    assert "likely reason: the Keeper does not keep generator `noise`" in ended.stdout
+
+
+@pytest.mark.slow
+def test_of_a_script_without_a_keeper_lines_and_files_are_compared(tmp_path: Path) -> None:
+    script(tmp_path, _PLAIN)
+
+    ended = rehearse(tmp_path, "--nproc-per-node", "1", "train.py")
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "compared: 20 of 20 lines of output, but for words that always differ, and 1 of 1 files" in ended.stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    script(tmp_path, "import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+
+    with Job(tmp_path, "rehearse", "train.py", env={"TMPDIR": str(tmp_path)}) as job:
+        job.wait_for_output("run 1: 10 s, no Keeper is entered")
+        job.signal(signal.SIGINT)
+        assert job.wait() == 130, job.output
+
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_alone_is_not_rehearsed(tmp_path: Path) -> None:
+    script(tmp_path, "open('data')\n")
+
+    ended = rehearse(tmp_path, "train.py")
+
+    assert ended.returncode == 1
+    assert "FileNotFoundError" in ended.stdout
+    assert "the script fails although nothing was killed" in ended.stdout
+    assert "--link PATH" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("absent.py",), "absent.py does not exist"),
+        (("--steps", "two", "train.py"), "--steps two"),
+        (("--link", "absent", "train.py"), "absent: there is no such file or folder"),
+        (("--nnodes", "2", "train.py"), "on this node alone"),
+        (("--steps",), "--steps needs a value"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    script(tmp_path, "")
+
+    ended = rehearse(tmp_path, *words)
+
+    assert ended.returncode == 2, ended.stderr
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
