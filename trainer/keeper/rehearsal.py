@@ -71,12 +71,14 @@ class Rehearsal:
         training, model = self._training, self._training.model
         own = training.own(large=True)
         rest = {**training.small(), "random": own["random"], "hook": own.get("hook")}
-        state = {**dict(training.live_tensors.named()), **own["buffers"], **dict(_named("", rest))}
+        now = training.buffers()
+        buffers = {name: its for name, its in {**now["transient"], **now["buffers"]}.items() if its is not None}
+        state = {**dict(training.live_tensors.named()), **buffers, **dict(_named("", rest))}
         others = dict(_named("per_rank", own.get("per_rank")))
         others |= {f"training of {name or 'the model'}": str(its.training) for name, its in model.named_modules()}
         others |= {f"requires_grad of {name}": str(its.requires_grad) for name, its in model.named_parameters()}
         others |= {f"gradient of {name}": its.grad for name, its in model.named_parameters() if its.grad is not None}
-        others |= {f"buffer {name}": its for name, its in model.named_buffers() if name not in own["buffers"]}
+        others |= {f"buffer {name}": its for name, its in model.named_buffers() if name not in buffers}
         several = [each for one in self._kept for each in (one if isinstance(one, list | tuple) else [])]
         modules = [module for one in training.models for module in one.modules()]
         kept = frozenset(map(id, [*self._kept, *several, *modules]))
