@@ -163,8 +163,8 @@ def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
             return _by_store(request, environ)
         raise SiteError(_nothing_found(request, found))
     if request.name != "status":
-        names = ", ".join(_call(run_id, group) for (run_id, _), group in jobs.items())
-        raise UsageError(f"several jobs run here: {names}; name one: elaunch {request.name} JOB")
+        pids = ", ".join(f"{_call(run_id, group)} (pid {group[0].pid})" for (run_id, _), group in jobs.items())
+        raise UsageError(f"several jobs run here: {pids}; name one by its pid: elaunch {request.name} PID")
     return _list(jobs, (*found.silent, *found.troubles), is_json="--json" in request.switches)
 
 
