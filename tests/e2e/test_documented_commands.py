@@ -109,6 +109,11 @@ ELSEWHERE = {
     "elaunch status": "test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses",
     "elaunch top": "test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_terminal_as_it_was",
     "elaunch stacks": "test_stacks_groups_ranks_by_where_they_are",
+    "elaunch stop night": "test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere",
+    "elaunch restart night": "test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere",
+    "elaunch rehearse --steps 40 --nproc-per-node 2 train.py": (
+        "test_a_right_script_comes_back_equal_and_its_checkpoints_are_left_alone"
+    ),
     "elaunch status --json": "test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budget",
     "elaunch status night --rdzv-endpoint node0:2379 --token-file ~/job.token": (
         "test_two_nodes_are_asked_from_a_third_place_with_the_token"

@@ -207,7 +207,8 @@ def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stoppe
         (["/dev/stdin"], "is not a regular file, so a restart could not read it again"),
         (
             ["--log-dir", "/proc/nope", "train.py"],
-            "elaunch: --log-dir /proc/nope: no folder can be made in it (No such file or directory); choose another\n",
+            "elaunch: --log-dir /proc/nope: no folder can be made in it (No such file or directory); choose another:"
+            " --log-dir DIR\n",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, RUN_LIMIT_S, Job, environment, finished, script
+from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, RUN_LIMIT_S, Job, environment, finished, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -81,6 +81,8 @@ def test_a_job_that_runs_is_told_from_one_whose_agent_was_killed(tmp_path: Path)
         runs = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
         os.kill(events[0]["pid"], signal.SIGKILL)
         job.process.wait(DEADLINE_S)
+        # The guardian's event is the last.
+        wait_for(lambda: "agent_died" in timeline.read_text(), "the guardian's event")
         killed = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
 
     assert events[0]["event"] == "started"
@@ -88,8 +90,10 @@ def test_a_job_that_runs_is_told_from_one_whose_agent_was_killed(tmp_path: Path)
     assert re.fullmatch(r"Job night has been running for [0-9.]+ m?s: no restart\.", runs["headline"])
     # Up to now, and not to its newest event.
     assert runs["wall_s"] > events[-1]["monotonic_s"] - events[0]["monotonic_s"]
-    assert killed["state"] == "unknown"
-    assert killed["headline"].startswith("Job night has no end in its log")
+    assert killed["state"] == "ended"
+    assert re.match(
+        rf"Job night ended after .*, since elaunch itself \(pid {events[0]['pid']}\) died", killed["headline"]
+    )
 
 
 def test_the_end_of_a_job_says_how_to_make_the_page_and_that_command_works(tmp_path: Path) -> None:

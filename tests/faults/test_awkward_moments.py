@@ -123,7 +123,7 @@ def test_workers_killed_while_their_group_stops_after_a_failure_do_not_hide_it_o
         assert job.wait() == 0, job.output
         assert len(job.pids("generation 1 worker")) == 4
         failures = [line for line in job.said_by_agent() if "was killed by SIGKILL" in line]
-        assert len(failures) == 1
+        assert len(failures) == 4
         assert f"pid {first})" in failures[0]
         assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
         job.assert_nothing_is_left(pids=[first, *others])

@@ -32,7 +32,7 @@ if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) <
 """
 MB = 1_000_000
 # Limits from docs/operations.md. First the keys of a job with one small failure, after its end.
-KEYS_AFTER_END, BYTES_AFTER_END = 5, 1400
+KEYS_AFTER_END, BYTES_AFTER_END = 5, 1600
 # The keys of a job of one node while its agent lives, after the first failure.
 KEYS_OF_A_JOB, BYTES_OF_A_JOB = 7, 1700
 # The keys of a job whose agents were killed.

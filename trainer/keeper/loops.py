@@ -7,10 +7,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Timer
-
-# An exception in a loop closes its generator as `break` does, and is at the end of the `with` block at once.
-_EXCEPTION_S = 0.05
 
 
 class Loops:
@@ -25,7 +21,7 @@ class Loops:
         self._left, self._to_leave = dict(found), dict(found)
         # The step that the loops of this process have come to.
         self._come_to = -1
-        self._leaving: Timer | None = None
+        self._is_leaving = False
 
     def begin(self, total: int, step: int) -> bool:
         """A loop up to `total` begins after `step`. Returns whether it has steps to give.
@@ -53,21 +49,17 @@ class Loops:
             self._come_to = max(self._come_to, total)
 
     def left(self, total: int, step: int) -> None:
-        """The loop up to `total` was left after `step`, by `break`, `return` or an exception: `settle` knows which."""
-        if self._leaving is not None:
-            self._leaving.cancel()
-        self._left[total] = step
-        self._leaving = Timer(_EXCEPTION_S, self._write)
-        self._leaving.daemon = True
-        self._leaving.start()
+        """The loop up to `total` was left after `step`, by `break`, `return` or an exception: `settle` knows which.
+
+        An exception closes a generator as `break` does, so nothing is written before.
+        """
+        self._left[total], self._is_leaving = step, True
 
     def settle(self, *, has_left: bool) -> None:
         """The program is past the loop that was left last, or without `has_left` an exception has come from it."""
-        if self._leaving is not None:
-            self._leaving.cancel()
-            if has_left:
-                self._write()
-        self._leaving = None
+        if self._is_leaving and has_left:
+            self._write()
+        self._is_leaving = False
 
     def _write(self) -> None:
         # Without room for so little there is no state to restore either.
