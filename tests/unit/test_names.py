@@ -9,7 +9,7 @@ from pathlib import Path
 import elaunch
 
 
-def test_no_class_name_stands_twice_in_the_package() -> None:
+def test_no_class_name_stands_twice_in_a_room() -> None:
     places = classes(Path(elaunch.__file__).parent)
 
     twice = {name: files for name, files in places.items() if len(files) > 1}
@@ -17,14 +17,15 @@ def test_no_class_name_stands_twice_in_the_package() -> None:
     assert not twice
 
 
-def classes(package: Path) -> dict[str, list[str]]:
-    """Every class of the package, with the files that define it."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
+def classes(package: Path) -> dict[tuple[str, str], list[str]]:
+    """Every class by its room and name, with the files that define it."""
+    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     # The rooms are symbolic links, which rglob("*") does not follow.
-    paths = sorted(path for room in package.iterdir() if room.is_dir() for path in room.resolve().rglob("*.py"))
+    rooms = [room.resolve() for room in package.iterdir() if room.is_dir()]
+    paths = sorted((room.name, path) for room in rooms for path in room.rglob("*.py"))
     assert len(paths) > 200
-    for path in paths:
+    for room, path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(str(path))
+                found[room, node.name].append(str(path))
     return found
