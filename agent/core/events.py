@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from elaunch.agent.core.signals import SIGPIPE, SIGTERM
+from elaunch.agent.core.signals import SIGINT, SIGPIPE, SIGTERM
 from elaunch.records import dataclass, field
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
@@ -281,6 +281,11 @@ class Signalled:
     def to_workers(self) -> int:
         """The signal that workers get. Python ignores SIGPIPE, and the background job of a shell ignores SIGINT."""
         return SIGTERM if self.is_order or self.signum == SIGPIPE else self.signum
+
+    @property
+    def how_to_kill(self) -> str:
+        """What a person at the terminal types if the workers do not stop soon enough; the end of a sentence."""
+        return f"; Ctrl-C {'' if self.is_order else 'again '}kills now" if self.signum == SIGINT else ""
 
 
 @dataclass(frozen=True)

@@ -493,6 +493,5 @@ def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> 
 
 def _farewell_text(agent: Agent, event: Signalled, live: int) -> str:
     workers = "1 worker" if live == 1 else f"{live} workers"
-    again = f"; Ctrl-C {'' if event.is_order else 'again '}kills now" if event.signum == SIGINT else ""
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
-    return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{again}"
+    return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{event.how_to_kill}"

@@ -282,8 +282,7 @@ def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -
 def _heard(event: Signalled, stopping: Stopping, now_s: float, part: str) -> Say:
     """The answer to a signal that comes while the workers stop already."""
     left_s = max(0, math.ceil(stopping.due_s - now_s))
-    again = f"; Ctrl-C {'' if event.is_order else 'again '}kills now" if event.signum == SIGINT else ""
-    return Say(f"{event.name}: {part}stopping already, SIGKILL in {left_s} s{again}")
+    return Say(f"{event.name}: {part}stopping already, SIGKILL in {left_s} s{event.how_to_kill}")
 
 
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:

@@ -71,7 +71,8 @@ class Children:
         It has ended, or init has adopted it; None for others, and for a sender outside of this pid namespace (0).
         """
         worker = self.a_worker()
-        is_lost = pid > 0 and ((parent(pid) <= 1 and state(pid) in _ENDED) or _has_our_marker(pid))
+        is_ending = parent(pid) <= 1 and (state(pid) in _ENDED or _has_no_memory(pid))
+        is_lost = pid > 0 and (is_ending or _has_our_marker(pid))
         return (self._names[worker][0], NO_RANK) if worker and is_lost else None
 
     def add(self, pid: int, name: Name) -> None:
@@ -174,3 +175,12 @@ def _living_groups() -> set[int]:
                 if fields[0] not in (b"Z", b"X"):
                     groups.add(int(fields[2]))
     return groups
+
+
+def _has_no_memory(pid: int) -> bool:
+    """Whether the kernel has taken a process's memory, which it does before the process is a zombie."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb", 0) as file:  # noqa: PTH123
+            return file.read().startswith(b"0 ")
+    except OSError:
+        return True
