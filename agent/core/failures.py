@@ -217,7 +217,8 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
 
 def is_sigkill(failure: Failure) -> bool:
     """Whether SIGKILL ended it, of which nothing else is known."""
-    return failure.kind is FailureKind.SIGNAL and failure.message == "was killed by SIGKILL"
+    is_bare = failure.kind is FailureKind.SIGNAL and failure.message == "was killed by SIGKILL"
+    return is_bare or failure.is_killed_parent
 
 
 def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: Mapping[int, float]) -> Failure | None:
@@ -236,7 +237,7 @@ def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: M
         lines = re.split("[\r\n]", raised.message) if raised else []
         if raised is None or len(lines) > _LAST_LINES or _is_lost_peer(raised):
             continue
-        whom = "it" if each is first else f"rank {first.rank}"
+        whom = "it" if each is first else f"rank {first.rank}" if first.rank >= 0 else "the ranks' parent process"
         return replace(
             each,
             kind=FailureKind.EXCEPTION,
@@ -248,6 +249,13 @@ def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: M
             tail=_kept(tail, raised.traceback),
         )
     return None
+
+
+def last_lines(parent: Failure, tails: Mapping[int, str], spoke_at: Mapping[int, float], first_rank: int) -> str:
+    """The last line on stderr of each rank of a node that printed just before their `parent` was killed."""
+    lines = {rank: tail.rstrip().splitlines()[-1:] for rank, tail in sorted(tails.items())}
+    spoke = [rank for rank in lines if lines[rank] and -_AT_ONCE_S < parent.failed_at - spoke_at[rank] < _LAST_S]
+    return "".join(f"[{first_rank + rank}] {lines[rank][0]}\n" for rank in spoke)
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:

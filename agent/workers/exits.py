@@ -43,6 +43,23 @@ class ExitReader:
         group.failures[local_rank] = failure
         return WorkerExited(group.generation, local_rank, code, failure, end, told)
 
+    def parent_killed(self, group: WorkerGroup, parent: Failure) -> Failure:
+        """The failure of the workers' parent process, killed by SIGKILL. They were killed with it, and are noted so."""
+        for link in group.links.values():
+            link.read()
+        parent = replace(
+            parent,
+            code=-signal.SIGKILL,
+            progressed=group.progressed or group.has_used_store or group.lasted or None,
+            step=max(map(_step, group.links.values()), default=-1),
+            lived_s=max(map(group.lived_s, group.pids)),
+        )
+        group.failures[parent.local_rank] = parent
+        for local_rank, pid in group.pids.items():
+            if local_rank not in group.failures:
+                group.failures[local_rank] = self._failure(group, local_rank, pid, -signal.SIGKILL)
+        return parent
+
     def asked(self, group: WorkerGroup, local_rank: int, sender: int, signum: int) -> WorkerAsked:
         """The event of a signal that a worker, or `sender`, a process that it has started, sent to its parent.
 

@@ -111,7 +111,9 @@ def identical(one: Failure, other: Failure) -> bool:
     """Whether two failures are the same error in the same place; numbers and addresses may differ."""
     if one.kind is FailureKind.ENDED_EARLY:
         return other.kind is one.kind and other.rank == one.rank
-    return one.kind.counts_as_identical and (one.code or 0) > 0 and alike(one, other)
+    # A rank that printed an exception may have been killed then.
+    has_ended = one.kind is FailureKind.EXCEPTION or (one.code or 0) > 0
+    return one.kind.counts_as_identical and has_ended and alike(one, other)
 
 
 def alike(one: Failure, other: Failure) -> bool:
@@ -144,6 +146,10 @@ def crashes_again(one: Failure, other: Failure) -> bool:
     is_same = one.code in _CRASHES and one.frame and (one.code, one.frame) == (other.code, other.frame)
     if not is_same or _without_addresses(one.traceback) != _without_addresses(other.traceback):
         return False
+    return _came_as_far(one, other)
+
+
+def _came_as_far(one: Failure, other: Failure) -> bool:
     if one.step >= 0 or other.step >= 0:
         return one.step == other.step
     return max(one.lived_s, other.lived_s) <= _START_S and _lived_as_long(one, other)
@@ -214,6 +220,13 @@ def judge(
         return GiveUp("what it creates exists already, in the second try too, so another one would end the same way")
     if earlier and crashes_again(failure, earlier):
         return GiveUp("it crashed in the same call twice in a row, so another try would end the same way")
+    is_killed_again = earlier and earlier.is_killed_parent and failure.is_killed_parent
+    if earlier and is_killed_again and (not has_progressed or _came_as_far(failure, earlier)):
+        return GiveUp(
+            f"the ranks' parent process was killed by SIGKILL in generations {generation - 1} and {generation}, and the"
+            " job came no further in between; the kernel does not record the sender, but another try would end the"
+            " same way"
+        )
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
     if not is_elsewhere and all_failed_alike(failures[generation], world_size):

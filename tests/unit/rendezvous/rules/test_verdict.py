@@ -239,6 +239,41 @@ def test_another_error_is_not_the_same_one(other: Failure) -> None:
     assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
 
 
+PARENT = replace(
+    KILLED, kind=FailureKind.TEMPLATE_LOST, rank=-1, message="the fork server was killed by SIGKILL", lived_s=9.0
+)
+PARENT_LATER = replace(PARENT, progressed=True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        (PARENT, replace(PARENT, lived_s=30.0), GiveUp),
+        (PARENT_LATER, replace(PARENT_LATER, lived_s=8.0), GiveUp),
+        (replace(PARENT_LATER, step=7, lived_s=900.0), replace(PARENT_LATER, step=7), GiveUp),
+        (PARENT_LATER, replace(PARENT_LATER, lived_s=30.0), Restart),
+        (replace(PARENT_LATER, lived_s=90.0), replace(PARENT_LATER, lived_s=90.0), Restart),
+        (replace(PARENT_LATER, step=7), replace(PARENT_LATER, step=8), Restart),
+        (KILLED, PARENT, Restart),
+        # By the kernel, for lack of memory.
+        (PARENT, replace(PARENT, code=None), Restart),
+    ],
+)
+def test_a_parent_process_that_is_killed_twice_without_progress_is_not_started_a_third_time(
+    one: Failure, other: Failure, kind: type[Restart] | type[GiveUp]
+) -> None:
+    decision = decide({1: [one], 2: [other]})
+
+    assert isinstance(decision, kind)
+    assert kind is Restart or "by SIGKILL in generations 1 and 2" in decision.reason
+
+
+def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:
+    printed = replace(RAISED, code=-9, message="printed ValueError: bad batch 17 just before it was killed by SIGKILL")
+
+    assert isinstance(decide({1: [printed], 2: [printed]}), GiveUp)
+
+
 def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was() -> None:
     left = replace(RAISED, kind=FailureKind.DEBUGGER, progressed=True)
 
