@@ -233,8 +233,8 @@ class Failure(Bounded):
     """The first failure on a node in one generation: of a worker, or of a server that the workers need.
 
     `code` is the exit status as Python reports it: the exit code, or minus the signal's number; None if no worker
-    exited, and nobody killed their parent process. `rank` is -1 if no worker caused the failure. `exception`, `frame`
-    and `message` describe the uncaught exception (`frame` is its innermost frame in the user's code, `file:line in function`; `call` is the function of
+    exited. `rank` is -1 if no worker caused the failure. `exception`, `frame` and `message` describe the uncaught
+    exception (`frame` is its innermost frame in the user's code, `file:line in function`; `call` is the function of
     torch in which it waited for other ranks, or empty). `advice` is what the user can do about it, empty if unknown.
     `progressed` says whether the rank had reported a step or created its process group; None if that is unknown. `step`
     is the newest step that the rank reported, -1 if none, and `lived_s` how long its worker ran. `is_cut` says that the
@@ -296,7 +296,7 @@ class Failure(Bounded):
 
     @property
     def is_killed_parent(self) -> bool:
-        """Whether somebody killed the parent process of a node's ranks by SIGKILL."""
+        """Whether somebody killed the parent process of a node's ranks by SIGKILL: then the `code` is that of it."""
         return self.kind is FailureKind.TEMPLATE_LOST and (self.code or 0) < 0
 
     @property
