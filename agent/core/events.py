@@ -143,18 +143,23 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class WorkerRaised:
-    """A worker's program ended by an exception; the process is on its way out, and may never arrive."""
+    """A worker's program ended by an exception; the process is on its way out, and may never arrive.
+
+    `over_s` is when it left its process group, or else ended, on this host's monotonic clock.
+    """
 
     generation: int
     local_rank: int
+    over_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class WorkerReturned:
-    """A worker's program ended without an exception; the process is on its way out."""
+    """A worker's program ended without an exception; the process is on its way out. `over_s` as in `WorkerRaised`."""
 
     generation: int
     local_rank: int
+    over_s: float = 0.0
 
 
 @dataclass(frozen=True)

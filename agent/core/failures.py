@@ -98,7 +98,8 @@ class Remains:
     end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
     that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
     one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
-    `refused` is why it cannot do what is asked, if it has said so. `step` and `lived_s` as in `Failure`.
+    `lost_in` is the collective in which it has lost a peer, `refused` why it cannot do what is asked, if that is known.
+    `step` and `lived_s` as in `Failure`.
     """
 
     code: int
@@ -110,6 +111,7 @@ class Remains:
     raised: bool = False
     returned: bool = False
     own_code: int | None = None
+    lost_in: str = ""
     refused: str = ""
     step: int = -1
     lived_s: float = 0.0
@@ -160,7 +162,7 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         failed_at=failed_at,
         progressed=remains.progressed,
         is_cut=raised is not None and raised.is_cut,
-        call=raised.call if raised else "",
+        call=raised.call if raised else remains.lost_in,
         step=remains.step,
         lived_s=remains.lived_s,
     )
@@ -210,7 +212,14 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
         # Nothing can be added to what an error file said.
         return failure
     place = Place(failure.generation, failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid)
-    remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
+    remains = Remains(
+        failure.code,
+        tail=tail,
+        progressed=progressed,
+        lost_in=failure.call,
+        step=failure.step,
+        lived_s=failure.lived_s,
+    )
     whole = failure_of(place, remains, "", failure.failed_at)
     return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
 
@@ -399,6 +408,9 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
+        if remains.lost_in:
+            # The program has caught the error.
+            return FailureKind.PEER_LOST, f"exited with code {code} after losing a peer in {remains.lost_in}"
         kind = FailureKind.PEER_LOST if PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
         return kind, f"exited with code {code}"
     if raised.exception.rpartition(".")[2] == _DEBUGGER_LEFT:

@@ -73,7 +73,7 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     """The record of a rank that ended by itself, with the ranks in `failures` that waited for it."""
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
-        return early
+        return _beside_another_exit(early, failures)
     # Imported here: a healthy job never needs it.
     from elaunch.rendezvous.texts import listed
 
@@ -85,6 +85,17 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
     which = f"rank{'s' if len(named) > 1 else ''} {shown}"
     return replace(early, message=f"{said}{_AWAITED}{which} waited{where},")
+
+
+def _beside_another_exit(exited: Failure, failures: Sequence[Failure]) -> Failure:
+    """The record of an exit; if a rank of another node exited with another code, with that: no clock compares them."""
+    others = (f for f in failures if f.kind is exited.kind is FailureKind.EXIT_CODE and f.node_id != exited.node_id)
+    other = next((f for f in others if f.code != exited.code), None)
+    if other is None:
+        return exited
+    said = exited.message.partition(_AWAITED)[0]
+    beside = f"rank {other.rank} exited with code {other.code} (which came first is not known),"
+    return replace(exited, message=f"{said}{_AWAITED}{beside}")
 
 
 def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:

@@ -177,6 +177,15 @@ def test_a_printed_exception_that_has_nothing_to_do_with_a_kill_is_no_cause(
     assert killer_of([first, killed(1)], {1: tail}, {0: 1.4, 1: spoke_at}) is None
 
 
+def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though_it_printed_nothing() -> None:
+    caught = failure_of(PLACE, Remains(1, lost_in="all_reduce"), "", 1.5)
+
+    whole = with_tail(caught, "bye\n", reached_store=None)
+
+    assert (whole.kind, whole.call) == (FailureKind.PEER_LOST, "all_reduce")
+    assert whole.message == "exited with code 1 after losing a peer in all_reduce"
+
+
 @pytest.mark.parametrize("code", [1, 3, 255])
 def test_an_exit_code_without_a_traceback_is_just_that(code: int) -> None:
     exited = failure(code, tail="some words\n")

@@ -359,15 +359,27 @@ def test_ranks_that_were_killed_at_once_are_all_named() -> None:
     assert alike(KILLED, both), "which of them are recorded is chance"
 
 
-def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
-    left = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
+LEFT = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
 
-    named = decisive_failure([replace(PEER, call="all_reduce"), left])
+
+def test_of_two_exit_codes_on_two_nodes_none_is_known_to_be_the_first() -> None:
+    caught = replace(LEFT, code=1, message="exited with code 1", node_id="b", rank=3)
+
+    named = decisive_failure([caught, LEFT])
+
+    assert named.message == "exited with code 1, while rank 0 exited with code 7 (which came first is not known),"
+    assert identical(named, caught)
+    assert decisive_failure([replace(caught, node_id="a"), LEFT]).message == "exited with code 1", "one node knows"
+    assert decisive_failure([replace(caught, code=7), LEFT]).message == "exited with code 1"
+
+
+def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
+    named = decisive_failure([replace(PEER, call="all_reduce"), LEFT])
 
     assert named.message == "exited with code 7, while rank 3 waited in all_reduce,"
     both = decisive_failure([named, replace(PEER, rank=5, call="all_reduce")])
     assert both.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce,"
-    assert identical(named, replace(left, generation=2))
+    assert identical(named, replace(LEFT, generation=2))
 
 
 MADE = replace(RAISED, exception="FileExistsError", message="raised FileExistsError: [Errno 17] File exists: 'runs/1'")
