@@ -162,7 +162,7 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         failed_at=failed_at,
         progressed=remains.progressed,
         is_cut=raised is not None and raised.is_cut,
-        call=raised.call if raised else remains.lost_in,
+        call=(raised.call if raised else "") or remains.lost_in,
         step=remains.step,
         lived_s=remains.lived_s,
     )
@@ -425,6 +425,8 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     if lost := next((each for each in chain if each and _is_lost_peer(each)), None):
         where = f" in {lost.call}" if lost.call else ""
         return FailureKind.PEER_LOST, f"lost a peer{where} ({lost.exception}: {_essence(lost.message)})"
+    if remains.lost_in:
+        return FailureKind.PEER_LOST, f"{message} after losing a peer in {remains.lost_in}"
     return FailureKind.EXCEPTION, message
 
 

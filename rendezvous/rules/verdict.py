@@ -34,6 +34,12 @@ _AS_LONG_SHARE = 0.1
 _AWAITED, _TOO = ", while ", ", and so "
 # Signals by which native code ends a process: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
 _CRASHES = (-4, -6, -7, -8, -11)
+# EX_TEMPFAIL of <sysexits.h>: the program asks for another try.
+_TRY_AGAIN = 75
+# What a shell exits with if a signal has ended its command: 128 and the signal's number.
+_OF_SIGNALS = range(129, 193)
+# A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
+_TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
 # A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
 _START_S = 60.0
 
@@ -122,6 +128,8 @@ def identical(one: Failure, other: Failure) -> bool:
     """Whether two failures are the same error in the same place; numbers and addresses may differ."""
     if one.kind is FailureKind.ENDED_EARLY:
         return other.kind is one.kind and other.rank == one.rank
+    if (one.kind, one.code) == (FailureKind.EXIT_CODE, _TRY_AGAIN):
+        return False
     # A rank that printed an exception may have been killed then.
     has_ended = one.kind is FailureKind.EXCEPTION or (one.code or 0) > 0
     return one.kind.counts_as_identical and has_ended and alike(one, other)
@@ -158,6 +166,20 @@ def crashes_again(one: Failure, other: Failure) -> bool:
     if not is_same or _without_addresses(one.traceback) != _without_addresses(other.traceback):
         return False
     return _came_as_far(one, other)
+
+
+def exits_again(one: Failure, other: Failure) -> bool:
+    """Whether two ranks exited with the same code and the same last line, soon after their start, before a step."""
+    if one.kind is not FailureKind.EXIT_CODE or not identical(one, other) or one.code in _OF_SIGNALS:
+        return False
+    words = _last_line(one.tail)
+    is_same = words and words == _last_line(other.tail) and not _OF_SURROUNDINGS.search(words)
+    return bool(is_same) and max(one.step, other.step) < 0 and _came_as_far(one, other)
+
+
+def _last_line(tail: str) -> str:
+    lines = [line.strip() for line in tail.splitlines()]
+    return _without_numbers(next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), ""))
 
 
 def _came_as_far(one: Failure, other: Failure) -> bool:
@@ -231,6 +253,11 @@ def judge(
         return GiveUp("what it creates exists already, in the second try too, so another one would end the same way")
     if earlier and crashes_again(failure, earlier):
         return GiveUp("it crashed in the same call twice in a row, so another try would end the same way")
+    if earlier and exits_again(failure, earlier):
+        return GiveUp(
+            "it exited with the same code and the same last line twice in a row, soon after its start, so another try"
+            " would end the same way"
+        )
     is_killed_again = earlier and earlier.is_killed_parent and failure.is_killed_parent
     if earlier and is_killed_again and (not has_progressed or _came_as_far(failure, earlier)):
         return GiveUp(

@@ -184,6 +184,10 @@ def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though
 
     assert (whole.kind, whole.call) == (FailureKind.PEER_LOST, "all_reduce")
     assert whole.message == "exited with code 1 after losing a peer in all_reduce"
+    record = record_of("TrainingFailed", "see the log")
+    raised = failure_of(PLACE, Remains(1, error_record=record, lost_in="all_reduce", raised=True), "", 1.5)
+    assert (raised.kind, raised.call) == (FailureKind.PEER_LOST, "all_reduce")
+    assert raised.message == "raised TrainingFailed: see the log after losing a peer in all_reduce"
 
 
 @pytest.mark.parametrize("code", [1, 3, 255])

@@ -268,6 +268,57 @@ def test_a_parent_process_that_is_killed_twice_without_progress_is_not_started_a
     assert kind is Restart or "by SIGKILL in generations 1 and 2" in decision.reason
 
 
+NO_CONFIG = replace(
+    RAISED,
+    kind=FailureKind.EXIT_CODE,
+    code=3,
+    message="exited with code 3",
+    exception="",
+    frame="",
+    tail="epoch 0\n2026-11-28 19:05 ERROR: config missing\n[rank1]:[W1128 19:05:18.1 P.cpp:1] not destroyed\n",
+    progressed=True,
+    lived_s=4.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, GiveUp),
+        ({"rank": 1, "tail": "2026-11-28 19:07 ERROR: config missing\n"}, GiveUp),
+        ({"code": 4, "message": "exited with code 4"}, Restart),
+        ({"tail": "ERROR: disk full\n"}, Restart),
+        ({"lived_s": 9.0}, Restart),
+    ],
+    ids=["same", "another rank", "code", "line", "later"],
+)
+def test_the_same_exit_code_with_the_same_last_line_soon_after_the_start_is_not_tried_a_third_time(
+    changes: dict[str, object], kind: type[Restart] | type[GiveUp]
+) -> None:
+    other = replace(NO_CONFIG, **changes)  # type: ignore[arg-type]
+
+    assert isinstance(decide({1: [NO_CONFIG], 2: [other]}), kind)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tail": "[W1128 19:05:18.1 ProcessGroup.cpp:1] not destroyed\n"},
+        {"tail": "ERROR: data server: connection refused\n"},
+        {"step": 4},
+        {"lived_s": 90.0},
+        {"code": 75, "message": "exited with code 75"},
+        {"code": 75, "message": "exited with code 75", "progressed": False},
+        {"code": 137, "message": "exited with code 137"},
+    ],
+    ids=["no line", "a network", "a step", "long", "EX_TEMPFAIL", "EX_TEMPFAIL at once", "a shell's word of a signal"],
+)
+def test_an_exit_code_that_may_be_another_one_next_time_is_tried_again(changes: dict[str, object]) -> None:
+    exited = replace(NO_CONFIG, **changes)  # type: ignore[arg-type]
+
+    assert isinstance(decide({1: [exited], 2: [exited]}), Restart)
+
+
 def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:
     printed = replace(RAISED, code=-9, message="printed ValueError: bad batch 17 just before it was killed by SIGKILL")
 
