@@ -91,33 +91,6 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Remains:
-    """What a worker left behind.
-
-    `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
-    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
-    that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
-    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
-    `lost_in` is the collective in which it has lost a peer, `refused` why it cannot do what is asked, if that is known.
-    `step` and `lived_s` as in `Failure`.
-    """
-
-    code: int
-    error_record: str = ""
-    tail: str = ""
-    kernel: str = ""
-    crash: str = ""
-    progressed: bool | None = None
-    raised: bool = False
-    returned: bool = False
-    own_code: int | None = None
-    lost_in: str = ""
-    refused: str = ""
-    step: int = -1
-    lived_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Raised:
     """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback.
 
@@ -131,6 +104,33 @@ class Raised:
     traceback: str
     is_cut: bool = False
     call: str = ""
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a worker left behind.
+
+    `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
+    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
+    that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
+    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
+    `lost` is the error by which it has lost a peer, `refused` why it cannot do what is asked, if that is known.
+    `step` and `lived_s` as in `Failure`.
+    """
+
+    code: int
+    error_record: str = ""
+    tail: str = ""
+    kernel: str = ""
+    crash: str = ""
+    progressed: bool | None = None
+    raised: bool = False
+    returned: bool = False
+    own_code: int | None = None
+    lost: Raised | None = None
+    refused: str = ""
+    step: int = -1
+    lived_s: float = 0.0
 
 
 def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
@@ -162,7 +162,7 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         failed_at=failed_at,
         progressed=remains.progressed,
         is_cut=raised is not None and raised.is_cut,
-        call=(raised.call if raised else "") or remains.lost_in,
+        call=next((each.call for each in (raised, remains.lost) if each and each.call), ""),
         step=remains.step,
         lived_s=remains.lived_s,
     )
@@ -212,14 +212,7 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
         # Nothing can be added to what an error file said.
         return failure
     place = Place(failure.generation, failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid)
-    remains = Remains(
-        failure.code,
-        tail=tail,
-        progressed=progressed,
-        lost_in=failure.call,
-        step=failure.step,
-        lived_s=failure.lived_s,
-    )
+    remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
     whole = failure_of(place, remains, "", failure.failed_at)
     return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
 
@@ -408,9 +401,9 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
-        if remains.lost_in:
+        if remains.lost:
             # The program has caught the error.
-            return FailureKind.PEER_LOST, f"exited with code {code} after losing a peer in {remains.lost_in}"
+            return FailureKind.PEER_LOST, f"{_lost(remains.lost)} and exited with code {code}"
         kind = FailureKind.PEER_LOST if PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
         return kind, f"exited with code {code}"
     if raised.exception.rpartition(".")[2] == _DEBUGGER_LEFT:
@@ -423,11 +416,15 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     # A program may raise its own error from that of a lost peer.
     chain = [*map(parse_traceback, raised.traceback.split(_CHAINED[1])[:-1]), raised]
     if lost := next((each for each in chain if each and _is_lost_peer(each)), None):
-        where = f" in {lost.call}" if lost.call else ""
-        return FailureKind.PEER_LOST, f"lost a peer{where} ({lost.exception}: {_essence(lost.message)})"
-    if remains.lost_in:
-        return FailureKind.PEER_LOST, f"{message} after losing a peer in {remains.lost_in}"
+        return FailureKind.PEER_LOST, _lost(lost)
+    if remains.lost:
+        return FailureKind.PEER_LOST, f"{_lost(remains.lost)} and {message}"
     return FailureKind.EXCEPTION, message
+
+
+def _lost(raised: Raised) -> str:
+    where = f" in {raised.call}" if raised.call else ""
+    return f"lost a peer{where} ({raised.exception}: {_essence(raised.message)})"
 
 
 def _said(message: str) -> str:

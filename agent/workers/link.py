@@ -24,6 +24,7 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
+from elaunch.agent.core.failures import Raised
 from elaunch.agent.core.messages import GroupBroken, Message, PeerFailed, ShowStacks, StopAtStepBoundary
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.wire import descriptors
@@ -63,8 +64,8 @@ class Link:
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group, `unused` are the modules
     of DEFAULT_PRELOAD that it has not imported; both are None until the program has ended. `threads` are the names of
-    its threads that were no daemons then. `left_s` is when it has left its newest process group, `lost_in` the
-    collective in which it has lost a peer of that group. `refused` is why it cannot do what is asked of it, if it has
+    its threads that were no daemons then. `left_s` is when it has left its newest process group, `lost` the error by
+    which it has lost a peer of that group. `refused` is why it cannot do what is asked of it, if it has
     said so. `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still taken.
     `news` are events for the agent's core. `recorder` asks the worker about its collectives, while it has a process
     group.
@@ -83,7 +84,7 @@ class Link:
     unused: frozenset[str] | None = None
     threads: tuple[str, ...] = ()
     left_s: float = 0.0
-    lost_in: str = ""
+    lost: Raised | None = None
     refused: str = ""
     notes: list[str] = field(default_factory=list)
     marks: list[StartMark] = field(default_factory=list)
@@ -167,7 +168,7 @@ class Link:
                 self.news.append(WorkerStopped(*where, step))
             case {"event": "error", "call": str(call), "exception": str(exception), "message": str(text)}:
                 if is_peer_lost(exception, text):
-                    self.lost_in = _plain(call)[:_NAME_MAX]
+                    self.lost = Raised(exception, _plain(text), "", "", call=_plain(call)[:_NAME_MAX])
             case {"event": "refused", "reason": str(reason)}:
                 self.refused = _plain(reason)
             case {"event": "note", "text": str(text)}:
@@ -189,7 +190,7 @@ class Link:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
         for fd in descriptors(ancillary):
             self.forget_recorder()
-            self.left_s, self.lost_in = 0.0, ""
+            self.left_s, self.lost = 0.0, None
             # Imported here: the agent starts sooner without.
             from elaunch.agent.workers.flight_recorder import FlightRecorder
 

@@ -15,6 +15,7 @@ import pytest
 from elaunch.agent.core.explain import explained
 from elaunch.agent.core.failures import (
     Place,
+    Raised,
     Remains,
     failure_of,
     killer_of,
@@ -178,16 +179,19 @@ def test_a_printed_exception_that_has_nothing_to_do_with_a_kill_is_no_cause(
 
 
 def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though_it_printed_nothing() -> None:
-    caught = failure_of(PLACE, Remains(1, lost_in="all_reduce"), "", 1.5)
+    lost = Raised("RuntimeError", "[a/pair.cc:553] Connection closed by peer [::1]:7. More", "", "", call="all_reduce")
+    said = "lost a peer in all_reduce (RuntimeError: Connection closed by peer [::1]:7) and"
+
+    caught = failure_of(PLACE, Remains(1, lost=lost), "", 1.5)
 
     whole = with_tail(caught, "bye\n", reached_store=None)
 
     assert (whole.kind, whole.call) == (FailureKind.PEER_LOST, "all_reduce")
-    assert whole.message == "exited with code 1 after losing a peer in all_reduce"
+    assert whole.message == f"{said} exited with code 1"
     record = record_of("TrainingFailed", "see the log")
-    raised = failure_of(PLACE, Remains(1, error_record=record, lost_in="all_reduce", raised=True), "", 1.5)
+    raised = failure_of(PLACE, Remains(1, error_record=record, lost=lost, raised=True), "", 1.5)
     assert (raised.kind, raised.call) == (FailureKind.PEER_LOST, "all_reduce")
-    assert raised.message == "raised TrainingFailed: see the log after losing a peer in all_reduce"
+    assert raised.message == f"{said} raised TrainingFailed: see the log"
 
 
 @pytest.mark.parametrize("code", [1, 3, 255])

@@ -243,17 +243,18 @@ def test_an_error_of_a_collective_that_tells_of_a_lost_peer_counts_until_the_nex
     error = {"event": "error", "call": "all_reduce", "exception": "RuntimeError"}
     says(worker, **error, message="tensors must be contiguous")
     link.read()
-    assert not link.lost_in
+    assert link.lost is None
 
     says(worker, **error, message="[pair.cc:553] Connection closed by peer [::1]:7")
     link.read()
-    assert link.lost_in == "all_reduce"
+    assert link.lost
+    assert (link.lost.call, link.lost.exception) == ("all_reduce", "RuntimeError")
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         socket.send_fds(worker, [b'{"event": "recorder"}\n'], [theirs.fileno()])
         link.read()
-    assert not link.lost_in
+    assert link.lost is None
     link.forget_recorder()
 
 
