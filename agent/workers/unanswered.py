@@ -20,7 +20,7 @@ from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial
+from elaunch.rendezvous.http.dial import dial, is_silence
 from elaunch.rendezvous.http.resolve import resolve
 
 # A connection that is unanswered in two looks is worth a line.
@@ -160,7 +160,8 @@ def _why_not(master: Endpoint) -> str:
     except TimeoutError:
         return _NO_ANSWER
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        # Not this agent's own trouble, as too many open files: the worker may have none.
+        return (error.strerror or str(error)).lower() if is_silence(error) else ""
     return ""
 
 
