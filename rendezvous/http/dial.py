@@ -19,8 +19,8 @@ _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
 
 
-# What says that a host, or the network to it, is silent.
-_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+# What says that a host, or the network to it, is silent. EACCES is a firewall's "administratively prohibited" in IPv6.
+_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES}
 # A host without IPv6 refuses its addresses at once. That says nothing of the same name's other addresses.
 _WITHOUT_IPV6 = {errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
 

@@ -19,8 +19,8 @@ from elaunch.rendezvous.store import OwnLimit, Unavailable
 from tests.harness import DEADLINE_S
 
 HEAD = Endpoint("127.0.0.1", 2379)
-SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EACCES)
+SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES)
+OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EPERM)
 
 
 @contextmanager
