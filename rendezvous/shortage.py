@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 
 
 def shortage(error: BaseException) -> str | None:
     """A sentence about what this host did not give to elaunch itself, and the way out; None for any other error."""
-    import resource  # Imported only for an error.
 
     def limit(kind: int) -> str:
         allowed, _ = resource.getrlimit(kind)

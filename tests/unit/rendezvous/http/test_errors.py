@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
 from elaunch.rendezvous.http.errors import connection_error
 from elaunch.rendezvous.store import OwnLimit, Unavailable
-from tests.harness import DEADLINE_S
+from tests.harness import DEADLINE_S, RUN_LIMIT_S
 
 HEAD = Endpoint("127.0.0.1", 2379)
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES)
@@ -64,3 +66,27 @@ def test_a_process_that_may_start_no_more_threads_has_one_too(monkeypatch: pytes
 def test_a_port_is_not_called_closed_by_an_agent_that_may_open_no_more_files() -> None:
     with no_more_files():
         assert unanswered._why_not(HEAD) == ""
+
+
+LACKS = """
+import resource
+import subprocess
+import sys
+from elaunch.agent.needed_later import import_all
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
+from elaunch.rendezvous.store import OwnLimit
+
+import_all()
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+try:
+    ClientConnection(Endpoint("127.0.0.1", 2379), Trust(), Deadline(1))
+except OwnLimit as error:
+    print(error)
+"""
+
+
+def test_the_first_error_of_an_agent_needs_no_file_for_its_sentence() -> None:
+    said = subprocess.run([sys.executable, "-c", LACKS], capture_output=True, text=True, timeout=RUN_LIMIT_S)
+
+    assert said.stdout.startswith("elaunch may open no more files"), said.stderr
