@@ -70,8 +70,6 @@ def test_a_port_is_not_called_closed_by_an_agent_that_may_open_no_more_files() -
 
 LACKS = """
 import resource
-import subprocess
-import sys
 from elaunch.agent.needed_later import import_all
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
