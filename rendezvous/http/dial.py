@@ -78,8 +78,8 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
             if not ready and not untried:
                 untried.extend(dict.fromkeys(address for _, address in tries.values()))
     except TimeoutError:
-        error = _telling([*errors, NoAnswer("timed out")])
-        raise TimeoutError("timed out") if isinstance(error, ConnectionRefusedError) else error from None
+        most = _telling([*errors, NoAnswer("timed out")])
+        raise TimeoutError("timed out") if isinstance(most, ConnectionRefusedError) else most from None
     finally:
         for tried, _ in tries.values():
             tried.close()
