@@ -241,7 +241,7 @@ class Failure(Bounded):
     message or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
     `is_blameless` says that nothing points at the node: one had to be named, or to write the record. `tail` is the end
     of stderr, or if it `is_mixed` of both streams, which were one pipe. `ranks_alike` counts the node's ranks that had
-    this same bug.
+    this same bug. `world_size` is that of the generation, 0 if unknown.
 
     A full record is less than 64 kB of JSON.
     """
@@ -271,6 +271,7 @@ class Failure(Bounded):
     is_blameless: bool = False
     is_mixed: bool = False
     ranks_alike: int = 1
+    world_size: int = 0
 
     def __post_init__(self) -> None:
         said = _MESSAGE.clean(self.message), self.traceback

@@ -79,12 +79,14 @@ class StoreAway:
 
     `is_heads` says that a node of the job serves the store, `is_slow` that the store is there but answers too late.
     `is_silent`: nothing came from the head's host, not even a refusal: it may be off, and its ranks are lost with it.
+    `is_own`: this agent cannot open a connection, so nothing is known of the store.
     """
 
     why: str
     is_heads: bool = False
     is_slow: bool = False
     is_silent: bool = False
+    is_own: bool = False
 
 
 @dataclass(frozen=True)

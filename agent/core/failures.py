@@ -88,6 +88,7 @@ class Place:
     rank: int
     local_rank: int
     pid: int
+    world_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         call=next((each.call for each in (raised, remains.lost) if each and each.call), ""),
         step=remains.step,
         lived_s=remains.lived_s,
+        world_size=place.world_size,
     )
 
 
@@ -192,6 +194,7 @@ def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_g
         progressed=remains.progressed,
         step=remains.step,
         lived_s=remains.lived_s,
+        world_size=place.world_size,
     )
 
 
@@ -211,7 +214,8 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     if failure.code is None or not failure.message.startswith("exited with"):
         # Nothing can be added to what an error file said.
         return failure
-    place = Place(failure.generation, failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid)
+    where = failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid, failure.world_size
+    place = Place(failure.generation, *where)
     remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
     whole = failure_of(place, remains, "", failure.failed_at)
     return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)

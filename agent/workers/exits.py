@@ -144,7 +144,8 @@ class ExitReader:
         )
 
     def _place(self, group: WorkerGroup, local_rank: int, pid: int) -> Place:
-        return Place(group.generation, group.node_id, self._host, group.rank(local_rank), local_rank, pid)
+        rank, world_size = group.rank(local_rank), group.table.world_size
+        return Place(group.generation, group.node_id, self._host, rank, local_rank, pid, world_size)
 
     def word_of_kernel(self, pid: int, group: WorkerGroup | None) -> str:
         """What the kernel says about the SIGKILL of this process, with the numbers as they are now.

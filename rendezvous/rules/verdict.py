@@ -90,7 +90,9 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
     which = f"rank{'s' if len(named) > 1 else ''} {shown}"
-    return replace(early, message=f"{said}{_AWAITED}{which} waited{where},")
+    # A record names those that had an error when it was written; our signal may end the others before they have one.
+    more = " (perhaps others too)" if len(named) + 1 < early.world_size else ""
+    return replace(early, message=f"{said}{_AWAITED}{which} waited{where}{more},")
 
 
 def _beside_another_exit(exited: Failure, failures: Sequence[Failure]) -> Failure:

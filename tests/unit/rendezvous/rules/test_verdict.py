@@ -433,6 +433,17 @@ def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
     assert identical(named, replace(LEFT, generation=2))
 
 
+def test_ranks_of_which_nothing_is_known_may_have_waited_too() -> None:
+    left = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
+    lost = [replace(PEER, call="all_reduce"), replace(PEER, rank=5, call="all_reduce")]
+
+    all_three, of_five = (decisive_failure([replace(left, world_size=size), *lost]) for size in (3, 5))
+
+    assert all_three.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce,"
+    assert of_five.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce (perhaps others too),"
+    assert identical(all_three, of_five)
+
+
 MADE = replace(RAISED, exception="FileExistsError", message="raised FileExistsError: [Errno 17] File exists: 'runs/1'")
 CRASH = replace(
     KILLED, code=-11, message="was killed by SIGSEGV", frame="train.py:3 in f", traceback="stack", lived_s=3
