@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -91,11 +91,11 @@ class Settings:
     def note(self) -> None:
         """The body of a step has ended, unless no commit came since the last time: what comes belongs to the next."""
         self._noted = self._noted or self._now()
-        self._add_as_usual()
 
     def forget(self) -> None:
         """A commit begins."""
         self._noted = None
+        self._add_as_usual()
 
     def options(self) -> list[list[State]]:
         """The options of all groups of all optimizers."""
@@ -114,9 +114,9 @@ class Settings:
         }
 
     def _named(self, number: int, groups: _Groups) -> list[list[int | str | None]]:
-        """The groups' parameters: their places in the optimizer at the start, else their names in the model."""
-        known: dict[int, int | str] = {id(one): name for one, name in zip(self._parameters, self._names, strict=True)}
-        known |= {id(one): place for place, one in enumerate(_all_of(self._start.groups[number]))}
+        """The groups' parameters: their names in the model, else their places in the optimizer at the start."""
+        known: dict[int, int | str] = {id(one): n for n, one in enumerate(_all_of(self._start.groups[number]))}
+        known |= {id(one): name for one, name in zip(self._parameters, self._names, strict=True)}
         return [[known.get(id(one)) for one in parameters] for _, parameters in groups]
 
     def of_step(self, number: int, state: State) -> State:
@@ -128,7 +128,7 @@ class Settings:
             raise NotPlain("the parameter groups of an optimizer were changed outside keeper.commit()")
         groups = [
             {**saved, **{key: its for key, its in options.items() if group.get(key) is not its}}
-            for saved, group, (options, _) in zip(state["param_groups"], now, noted)
+            for saved, group, (options, _) in zip(state["param_groups"], now, noted, strict=False)
         ]
         return {**state, "param_groups": groups}
 
@@ -144,12 +144,12 @@ class Settings:
         known |= dict(enumerate(_all_of(self._start.groups[number])))
         if lost := [name for group in groups for name in group if name not in known]:
             raise ValueError(
-                f"the state has a parameter group with {some(map(str, lost))}, and the program has no such parameter; "
-                "it is of another model or optimizer"
+                f"a parameter group of the state has {some(map(str, lost))}, and the program has no such parameter (a "
+                "number is a place in the optimizer at its start); the state is of another model or optimizer"
             )
         wanted = [[known[name] for name in group] for group in groups]
-        there = [*map(_parameters_of, optimizer.param_groups)]
-        same = next((n for n, (a, b) in enumerate(zip(wanted, there)) if _differ(a, b)), min(len(wanted), len(there)))
+        pairs = zip(wanted, optimizer.param_groups, strict=False)
+        same = len([*takewhile(lambda pair: [*map(id, pair[0])] == [*map(id, pair[1]["params"])], pairs)])
         del optimizer.param_groups[same:]
         for parameters, its in zip(wanted[same:], options[same:], strict=True):
             named = zip(its["param_names"], parameters, strict=True) if "param_names" in its else parameters
@@ -177,7 +177,9 @@ class Settings:
         if "frozen" not in (saved := state.get("settings", {})):
             return
         frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
-        changed = [n for n, one in zip(self._names, self._parameters) if one.requires_grad == (n in frozen)]
+        changed = [
+            n for n, one in zip(self._names, self._parameters, strict=True) if one.requires_grad == (n in frozen)
+        ]
         self._restored += [f"requires_grad of {some(changed)}"] if changed else []
         self._set([n not in frozen for n in self._names], [n not in evaluating for n in self._places])
 
@@ -207,7 +209,7 @@ class Settings:
             self._is_due = False
             self._set(self._noted.requires_grad, self._noted.training)
             for one, noted in zip(self._optimizers, self._noted.groups, strict=True):
-                for group, (options, _) in zip(_groups_of(one), noted):
+                for group, (options, _) in zip(_groups_of(one), noted, strict=False):
                     put_options(group, {key: its for key, its in options.items() if group.get(key) is not its})
         self._add_as_usual()
 
@@ -295,17 +297,9 @@ def _groups_of(optimizer: Any) -> Sequence[dict[str, Any]]:
     return found
 
 
-def _parameters_of(group: dict[str, Any]) -> list[Tensor]:
-    return [*group["params"]]
-
-
 def _all_of(groups: _Groups) -> Iterator[Tensor]:
     return chain.from_iterable(parameters for _, parameters in groups)
 
 
 def _ids(groups: list[_Groups]) -> list[list[list[int]]]:
     return [[[*map(id, parameters)] for _, parameters in its] for its in groups]
-
-
-def _differ(some: list[Tensor], others: list[Tensor]) -> bool:
-    return [*map(id, some)] != [*map(id, others)]
