@@ -80,7 +80,7 @@ class GuardedState:
         return may
 
     def _tell_of_changes(self) -> None:
-        if news := self._outside.news(self.version.step) or self._training.settings.unreduced():
+        if news := self._outside.news(self.version.step):
             self._report(news)
 
     def begin(self) -> None:
@@ -105,6 +105,8 @@ class GuardedState:
             raise SystemExit(Wish.LEAVE.exit_code)
         self._tell_of_changes()
         self._outside.forget()
+        if news := self._training.settings.unreduced():
+            self._report(news)
         self._training.settings.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()
@@ -115,6 +117,7 @@ class GuardedState:
 
     def put_down(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
+        self._training.settings.stepped()
         # The backward pass has stored this already, unless random numbers were drawn since.
         if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True

@@ -294,7 +294,7 @@ class Keeper:
         finally:
             self._total = None
             if self._is_entered and not self._state.is_changing:
-                self._training.settings.note()
+                self._training.settings.note(is_whole=False)
                 self._step_aside()
 
     def step_begin(self) -> None:

@@ -5,8 +5,9 @@ It changes them by `if step == 50:`, which does not come again after a restart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
 from operator import attrgetter
@@ -40,7 +41,8 @@ class Settings:
     """The settings of `model`, which is inside the wrappers of `models`, and of `optimizers`.
 
     After a restart a program does the body of the next step again, but not what came after the last commit. So the
-    settings of a step are those at the end of its body, which `note` takes. Without one they are the present ones.
+    settings of a step are those at the end of its body, which `note` takes. Until then they are the present ones, but
+    `training` is that at the end of the commit.
     """
 
     def __init__(self, models: Sequence[nn.Module], model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -59,8 +61,13 @@ class Settings:
         self._start = self._now()
         self._known_groups = _ids(self._start.groups)
         self._noted: _Noted | None = None
+        # `training` at the end of the last commit, until a note.
+        self._modes: list[bool] | None = None
         # Whether a restore's settings are set once more before the first step.
         self._is_due = self._has_told = False
+        # The flags as the program or a restore has given them, and of each DDP its parameters and how many it reduces.
+        self._given = self._start.requires_grad
+        self._reduced: list[tuple[list[Tensor], float]] | None = None
         self._restored: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
@@ -88,14 +95,26 @@ class Settings:
             ],
         )
 
-    def note(self) -> None:
-        """The body of a step has ended, unless no commit came since the last time: what comes belongs to the next."""
-        self._noted = self._noted or self._now()
+    def _cut_off(self) -> _Noted:
+        now = self._now()
+        return now if self._modes is None else replace(now, training=self._modes)
+
+    def note(self, *, is_whole: bool = True) -> None:
+        """The body of a step has ended, unless no commit came since the last time: what comes belongs to the next.
+
+        Without `is_whole` it may have been cut off in an evaluation.
+        """
+        if self._noted is None:
+            self._noted = self._now() if is_whole else self._cut_off()
 
     def forget(self) -> None:
         """A commit begins."""
-        self._noted = None
+        self._noted = self._modes = None
         self._add_as_usual()
+
+    def stepped(self) -> None:
+        """The commit has changed everything. An evaluation may follow, which a restart does not make again."""
+        self._modes = [*map(_TRAINING, self._modules)]
 
     def options(self) -> list[list[State]]:
         """The options of all groups of all optimizers."""
@@ -103,7 +122,7 @@ class Settings:
 
     def state(self) -> State:
         """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others."""
-        now = self._noted or self._now()
+        now = self._noted or self._cut_off()
         # Of a wrapped module what is inside counts.
         training = dict(zip(self._places, now.training, strict=True))
         groups = enumerate(zip(self._start.groups, now.groups, strict=True))
@@ -194,6 +213,7 @@ class Settings:
     def restored(self, step: int) -> str:
         """A state was restored, of `step`: a sentence about what the program has set otherwise at its start, or ""."""
         self._noted, self._is_due = self._now(), step > 0
+        self._given = self._noted.requires_grad
         return f"restored with step {step}: {' and '.join(self._restored)}" if self._restored else ""
 
     def are_the_programs(self) -> None:
@@ -275,12 +295,19 @@ class Settings:
 
     def unreduced(self) -> str:
         """A sentence, once, about parameters that need a gradient now and are unknown to their DDP; "" without any."""
-        if self._has_told or self._noted is None or self._noted.requires_grad == self._start.requires_grad:
+        if self._has_told or self._noted is None or self._noted.requires_grad == self._given:
             return ""
-        for ddp in (module for _, module in self._wrappers if isinstance(module, DistributedDataParallel)):
-            names = [n for n, one in ddp.module.named_parameters() if one.requires_grad]
-            wanted = len(set(names) - set(ddp.parameters_to_ignore))
-            if wanted > (reduced := ddp._get_ddp_logging_data().get("num_parameter_tensors", wanted)):
+        if self._reduced is None:
+            wrappers = (module for _, module in self._wrappers if isinstance(module, DistributedDataParallel))
+            self._reduced = [
+                (
+                    [one for name, one in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore],
+                    ddp._get_ddp_logging_data().get("num_parameter_tensors", math.inf),
+                )
+                for ddp in wrappers
+            ]
+        for parameters, reduced in self._reduced:
+            if (wanted := sum(map(_REQUIRES_GRAD, parameters))) > reduced:
                 self._has_told = True
                 return (
                     f"{wanted} parameters need a gradient, and DistributedDataParallel averages those of {reduced}: it "

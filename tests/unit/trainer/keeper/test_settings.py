@@ -29,7 +29,7 @@ class Failure(Exception):
 
 
 class Program:
-    """A training whose subclass changes settings. It fails at `moment` ("body", "commit" or "tail") of step `fails`."""
+    """A training whose subclass changes settings. It fails at `moment` of step `fails`."""
 
     def __init__(self, fails: int = 0, moment: str = "", folder: Path | None = None) -> None:
         torch.manual_seed(0)
@@ -59,6 +59,13 @@ class Program:
         if (moment, step) == (self.moment, self.fails):
             raise Failure
 
+    def evaluate(self, step: int) -> None:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        self.at("evaluation", step)
+        for module, mode in modes:
+            module.training = mode
+
     def run(self) -> Any:
         where: dict[str, Any] = {} if self.folder is None else {"checkpoints": self.folder, "checkpoint_every": 1}
         with Keeper(self.models, self.optimizers, per_rank=(), say=self.said.append, **where) as keeper:
@@ -72,9 +79,9 @@ class Program:
                         one.step()
                         one.zero_grad()
                     self.commits(step)
-                    self.at("commit", step)
                 self.tail(step)
                 self.at("tail", step)
+                self.evaluate(step)
         return self.result()
 
     def result(self) -> Any:
@@ -236,7 +243,7 @@ def test_a_training_goes_on_with_the_settings_that_it_had(
         path.unlink()
     generations()
 
-    failures = [(5, "tail"), (6, "body"), (6, "tail"), (7, "body"), (10, "body")]
+    failures = [(5, "tail"), (6, "body"), (6, "tail"), (7, "body"), (8, "evaluation"), (10, "body")]
     assert equal(interrupted(program, failures, generations), alone)
 
 
@@ -354,7 +361,7 @@ def test_where_each_rank_has_a_part_of_the_state_flags_come_back(
     memory.mkdir()
     generations()
 
-    failures = [(7, "body"), (10, "body")]
+    failures = [(7, "body"), (8, "evaluation"), (10, "body")]
     assert equal(interrupted(program, failures, generations), alone)
 
 
