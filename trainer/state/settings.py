@@ -234,7 +234,7 @@ class Settings:
         self._add_as_usual()
 
     def refusal(self, *, is_in_parts: bool, has_zero: bool, is_by_name: bool) -> str:
-        """Why a restart could not bring the present settings back; "" if it can. It takes some 50 µs in each step.
+        """Why a restart could not bring the present settings back; "" if it can. For 200 modules it takes 50 µs.
 
         `is_in_parts` says that each rank has a part of the state, `has_zero` that it is ZeRO-1's, and `is_by_name` that
         the ranks have different parameters.
@@ -253,9 +253,9 @@ class Settings:
                         f"the model has {verb} {some(sorted(names))} since the Keeper was entered, and a restart would "
                         "begin without that; add modules, prune and parametrize before the Keeper"
                     )
-        now = [[[*map(id, group["params"])] for group in _groups_of(one)] for one in self._optimizers]
-        if now != self._known_groups:
-            self._known_groups = now
+        groups = [[[*map(id, group["params"])] for group in _groups_of(one)] for one in self._optimizers]
+        if groups != self._known_groups:
+            self._known_groups = groups
             if why := self._refused_groups(is_in_parts):
                 return why
         if is_in_parts and not has_zero:
@@ -266,9 +266,9 @@ class Settings:
                     f"where each rank has a part of the state (torch's fully_shard does not follow it); {_FINAL}"
                 )
         if is_by_name:
-            modules = zip(self._places, self._modules, self._start.training, strict=True)
+            modules = [*zip(self._places, self._modules, self._start.training, strict=True)][len(self._wrappers) :]
             switched = [name for name, module, was_on in modules if module.training != was_on]
-            if 0 < len(switched) < len(self._modules):
+            if switched and len({module.training for _, module, _ in modules}) > 1:
                 return (
                     f"the training mode of {some(switched)} has changed since the Keeper was made, and that of other "
                     "modules has not, which cannot be kept where the ranks have different models; switch single "
@@ -302,7 +302,7 @@ class Settings:
             self._reduced = [
                 (
                     [one for name, one in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore],
-                    ddp._get_ddp_logging_data().get("num_parameter_tensors", math.inf),
+                    ddp._get_ddp_logging_data().get("num_parameter_tensors", math.inf),  # type: ignore[no-untyped-call]
                 )
                 for ddp in wrappers
             ]
