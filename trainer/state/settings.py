@@ -61,8 +61,6 @@ class Settings:
         self._start = self._now()
         self._known_groups = _ids(self._start.groups)
         self._noted: _Noted | None = None
-        # `training` at the end of the last commit, until a note.
-        self._modes: list[bool] | None = None
         # Whether a restore's settings are set once more before the first step.
         self._is_due = self._has_told = False
         # The flags as the program or a restore has given them, and of each DDP its parameters and how many it reduces.
@@ -80,6 +78,8 @@ class Settings:
         self._places, self._modules = [name for name, _ in modules], [module for _, module in modules]
         self._held = [module._parameters for _, module in inner], [module._modules for _, module in inner]
         self._seen = self._objects()
+        # `training` at the end of the last commit, until a note.
+        self._modes: list[bool] | None = None
 
     def _objects(self) -> list[list[int]]:
         """The identities of all parameters and of all modules."""
@@ -266,7 +266,7 @@ class Settings:
                     f"where each rank has a part of the state (torch's fully_shard does not follow it); {_FINAL}"
                 )
         if is_by_name:
-            modules = [*zip(self._places, self._modules, self._start.training, strict=True)][len(self._wrappers) :]
+            modules = [*zip(self._places, self._modules, self._start.training, strict=False)][len(self._wrappers) :]
             switched = [name for name, module, was_on in modules if module.training != was_on]
             if switched and len({module.training for _, module, _ in modules}) > 1:
                 return (

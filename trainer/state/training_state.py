@@ -311,10 +311,13 @@ class Training:
 
         If it is in parts, only this rank's part.
         """
-        state = self._state()
-        if not self.is_in_parts:
+        state, rest = self._state(), self.rest()
+        if self.is_in_parts:
+            # The optimizer's state has them, by the names of the parameters.
+            del rest["param_groups"]
+        else:
             state["optimizer"] = self.settings.of_step(0, state["optimizer"])
-        return {**state, **self.rest(), **{name: list(its) for name, its in own.items()}}
+        return {**state, **rest, **{name: list(its) for name, its in own.items()}}
 
     def load_whole(
         self, load: Callable[[State], Found | None], rank: int, world_size: int, *, has_buffers: bool = True
