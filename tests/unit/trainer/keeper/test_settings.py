@@ -243,7 +243,7 @@ def test_a_training_goes_on_with_the_settings_that_it_had(
         path.unlink()
     generations()
 
-    failures = [(5, "tail"), (6, "body"), (6, "tail"), (7, "body"), (8, "evaluation"), (10, "body")]
+    failures = [(5, "tail"), (6, "body"), (6, "tail"), (7, "body"), (8, "evaluation"), (9, "body")]
     assert equal(interrupted(program, failures, generations), alone)
 
 
@@ -361,7 +361,7 @@ def test_where_each_rank_has_a_part_of_the_state_flags_come_back(
     memory.mkdir()
     generations()
 
-    failures = [(7, "body"), (8, "evaluation"), (10, "body")]
+    failures = [(7, "body"), (8, "evaluation"), (9, "body")]
     assert equal(interrupted(program, failures, generations), alone)
 
 
