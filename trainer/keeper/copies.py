@@ -160,6 +160,8 @@ class Copies:
     def begin(self, version: Version) -> Version:
         """Make the restored state this generation's: record it, and take a snapshot if other nodes need a copy."""
         now = Version(self._place.generation, version.step)
+        if said := self._training.settings.restored(version.step):
+            self._tell(said)
         with self.gpu.reading():
             # Later, while a collective is stuck, there may be no room on the GPU for what this needs.
             fingerprint(self._training.frozen() if self._training.device.type == "cuda" else ())

@@ -105,6 +105,9 @@ class GuardedState:
             raise SystemExit(Wish.LEAVE.exit_code)
         self._tell_of_changes()
         self._outside.forget()
+        if news := self._training.settings.unreduced():
+            self._report(news)
+        self._training.settings.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()
 
@@ -114,6 +117,7 @@ class GuardedState:
 
     def put_down(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
+        self._training.settings.stepped()
         # The backward pass has stored this already, unless random numbers were drawn since.
         if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True
@@ -128,7 +132,7 @@ class GuardedState:
         """The step is complete; without `is_whole` its changes have failed, and the state is of no step."""
         try:
             if is_whole:
-                self._copies.require_plain_values()
+                self._require_kept()
                 if self._rehearsal is not None:
                     self._rehearsal.committing()
                 is_first = not self.version.step and self._copies.lacks_base
@@ -156,6 +160,14 @@ class GuardedState:
             self.is_changing = self._is_put_down = False
             self.copies_next &= self.copies_each
             self._lock.release()
+
+    def _require_kept(self) -> None:
+        """Raise TypeError if a restart could not bring back what the commit has made, or the program has set."""
+        self._copies.require_plain_values()
+        if why := self._training.refusal():
+            refused = f"step {self.next_version.step} is not committed: {why}"
+            link.refuse(refused)
+            raise TypeError(refused)
 
     def snapshot(self) -> None:
         """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""

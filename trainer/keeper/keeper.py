@@ -247,10 +247,12 @@ class Keeper:
                     self.redraw()
                 else:
                     self.keep_draws()
+                self._training.settings.begin()
+                self._total = total
                 self.step_begin()
                 step = self.step + 1
-                self._total = total
                 yield step
+                self._training.settings.note()
                 if self.step != step:
                     raise RuntimeError(
                         f"step {step} ended without keeper.commit(); wrap optimizer.step() in it, and where a step is "
@@ -279,6 +281,8 @@ class Keeper:
         has_steps = loops.begin(total, self.step)
         self._begun_step = -1
         self._around.begin()
+        if not has_steps and self.step == loops.end_of(total):
+            self._training.settings.are_the_programs()
         try:
             yield has_steps
         except GeneratorExit:
@@ -290,6 +294,7 @@ class Keeper:
         finally:
             self._total = None
             if self._is_entered and not self._state.is_changing:
+                self._training.settings.note(is_whole=False)
                 self._step_aside()
 
     def step_begin(self) -> None:
@@ -303,6 +308,8 @@ class Keeper:
         if self.step == self._begun_step:
             return
         self._begun_step = self.step
+        if self._total is None:
+            self._training.settings.note()
         if self._is_open:
             self._signals.install()
         is_over = self._rehearsal is not None and self._rehearsal.begin(self.step + 1)

@@ -43,6 +43,10 @@ class Loops:
             self._write()
         return step < total
 
+    def end_of(self, total: int) -> int:
+        """The step after which the loop up to `total` ends."""
+        return self._left.get(total, total)
+
     def ended(self, total: int, step: int) -> None:
         """The loop up to `total` is at its end, after `step`."""
         if step >= total:

@@ -71,6 +71,8 @@ class Rehearsal:
         training, model = self._training, self._training.model
         own = training.own(large=True)
         rest = {**training.small(), "random": own["random"], "hook": own.get("hook")}
+        # An evaluation that was cut off leaves other modes, until the step sets them.
+        rest.get("settings", {}).pop("evaluating", None)
         now = training.buffers()
         buffers = {name: its for name, its in {**now["transient"], **now["buffers"]}.items() if its is not None}
         state = {**dict(training.live_tensors.named()), **buffers, **dict(_named("", rest))}

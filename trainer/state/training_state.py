@@ -28,6 +28,7 @@ from elaunch.trainer.state.model_state import (
 from elaunch.trainer.state.packing import NotPlain, not_plain, pack, require_dense, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
+from elaunch.trainer.state.settings import Settings
 from elaunch.trainer.state.tree import State, cloned, flatten, local_parts, put_into, some, tensors_sha256
 
 Found = TypeVar("Found")
@@ -64,6 +65,7 @@ class Training:
         self._names_of_all: list[tuple[str, str]] = []
         extra = _parts_of(extra)
         self.live_tensors = LiveTensors(self.model, self._optimizers, _several(extra))
+        self.settings = Settings(self.models, self.model, self._optimizers)
         if self.has_zero and len(self._optimizers) > 1:
             raise ValueError(
                 f"{len(self._optimizers)} optimizers, one of them a ZeroRedundancyOptimizer, cannot be kept together; "
@@ -100,7 +102,7 @@ class Training:
                 "the ranks have different parameters, and a ZeroRedundancyOptimizer divides the same ones among all "
                 "ranks; use fully_shard in each stage"
             )
-        options = from_all(repr(self._options()))
+        options = from_all(repr(self.settings.options()))
         if other := [rank for rank, its in enumerate(options) if its != options[0]]:
             raise ValueError(
                 f"the ranks have different parameters, and rank {other[0]}'s optimizer has other options than rank 0's "
@@ -165,23 +167,21 @@ class Training:
                 f"the model has got {some(new)} since the Keeper was entered, and a restart would begin without it; "
                 "add modules, prune and parametrize before the Keeper"
             )
-        return {"model": model, "optimizer": [one.state_dict() for one in self._optimizers[:1]], **self.rest()}
+        own = [self.settings.of_step(0, one.state_dict()) for one in self._optimizers[:1]]
+        return {"model": model, "optimizer": own, **self.rest()}
 
     def rest(self) -> State:
         """The part of the state that is neither the model's nor the first optimizer's."""
-        return {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
+        state: State = {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
+        others = enumerate(state["optimizers"], 1)
+        state["optimizers"] = [self.settings.of_step(number, its) for number, its in others]
+        if not self._names_of_all:
+            state["settings"] = self.settings.state()
+        return {**state, "param_groups": self.settings.options()}
 
     def small(self) -> State:
         """The part of a state in parts that is small, and the same on all ranks: what changes other than in place."""
-        rest = {name: its for name, its in self.rest().items() if name != "optimizers"}
-        return {**rest, "param_groups": self._options()}
-
-    def _options(self) -> list[list[dict[str, Any]]]:
-        """The options of all groups of all optimizers."""
-        return [
-            [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
-            for one in self._optimizers
-        ]
+        return {name: its for name, its in self.rest().items() if name != "optimizers"}
 
     def large(self) -> State:
         """The rest of a state in parts: the parameters and what the optimizers keep for them."""
@@ -244,6 +244,11 @@ class Training:
         if found:
             raise TypeError(found)
 
+    def refusal(self) -> str:
+        """Why a restart could not bring back what the program has set on its models and optimizers; "" if it can."""
+        by_name = bool(self._names_of_all)
+        return self.settings.refusal(is_in_parts=self.is_in_parts, has_zero=self.has_zero, is_by_name=by_name)
+
     def buffers(self) -> State:
         """This rank's buffers, as `Buffers.now` has them: the live tensors."""
         return self._buffers.now()
@@ -276,10 +281,11 @@ class Training:
 
     def load_replicated(self, state: State) -> None:
         """Load a replicated state; it is copied."""
+        self.settings.load_groups(state)
         self.model.load_state_dict({**self.model.state_dict(), **state["model"]})
         for one, its in zip(self._optimizers, [*state["optimizer"], *state["optimizers"]], strict=True):
             optimizer_state.load(one, its)
-        self._load_rest({name: state[name] for name in self._rest if name != "optimizers"})
+        self._load_rest({name: its for name, its in state.items() if name != "optimizers"})
 
     def load_own(self, state: State, *, only_buffers: bool = False) -> None:
         """Load a rank's own state; it is copied. Pass `only_buffers` if it was another rank's."""
@@ -305,7 +311,13 @@ class Training:
 
         If it is in parts, only this rank's part.
         """
-        return {**self._state(), **self.rest(), **{name: list(its) for name, its in own.items()}}
+        state, rest = self._state(), self.rest()
+        if self.is_in_parts:
+            # The optimizer's state has them, by the names of the parameters.
+            del rest["param_groups"]
+        else:
+            state["optimizer"] = self.settings.of_step(0, state["optimizer"])
+        return {**state, **rest, **{name: list(its) for name, its in own.items()}}
 
     def load_whole(
         self, load: Callable[[State], Found | None], rank: int, world_size: int, *, has_buffers: bool = True
@@ -314,9 +326,16 @@ class Training:
 
         `large` has no buffers.
         """
+
+        def load_with_groups(state: State) -> Found | None:
+            found = load(state)
+            if found is not None:
+                self.settings.load_groups(state)
+            return found
+
         rest: State = {}
         how: Any = {"by_name": bool(self._names_of_all), "has_buffers": has_buffers}
-        found = restore(load, self._wrapped, self._optimizers[0], rest, self._others, **how)
+        found = restore(load_with_groups, self._wrapped, self._optimizers[0], rest, self._others, **how)
         if found is not None:
             self._load_rest(rest)
             # At another number of ranks all get rank 0's.
@@ -341,9 +360,11 @@ class Training:
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
                     _load(one, its, spare)
-        for one, groups in zip(self._optimizers, state.get("param_groups", ()), strict=False):
+        options = state.get("param_groups", ()) if self.is_in_parts else ()
+        for one, groups in zip(self._optimizers, options, strict=False):
             for group, its in zip(one.param_groups, groups, strict=True):
                 optimizer_state.put_options(group, its)
+        self.settings.load(state)
 
 
 def _shares_buffers(model: Any) -> bool:

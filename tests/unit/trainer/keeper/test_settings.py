@@ -1,0 +1,378 @@
+"""`requires_grad`, `training` and parameter groups that a program changes in mid-training come back."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils._pytree import tree_map
+
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.state.tree import cloned, equal
+from tests.harness import free_ports
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+TOTAL, PER_EPOCH = 12, 4
+
+
+class Failure(Exception):
+    """What a rank sees when a peer dies."""
+
+
+class Program:
+    """A training whose subclass changes settings. It fails at `moment` of step `fails`."""
+
+    def __init__(self, fails: int = 0, moment: str = "", folder: Path | None = None) -> None:
+        torch.manual_seed(0)
+        self.fails, self.moment, self.folder = fails, moment, folder
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1))
+        self.models = [self.model]
+        self.model[0].requires_grad_(False)
+        self.optimizers: list[torch.optim.Optimizer] = [self.optimizer()]
+        self.said: list[str] = []
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def body(self, step: int) -> None:
+        """What comes before the forward pass."""
+
+    def commits(self, step: int) -> None:
+        """What comes within the commit."""
+
+    def tail(self, step: int) -> None:
+        """What comes after the commit."""
+
+    def steps(self, keeper: Keeper) -> Iterator[int]:
+        return keeper.steps(TOTAL)
+
+    def at(self, moment: str, step: int) -> None:
+        if (moment, step) == (self.moment, self.fails):
+            raise Failure
+
+    def evaluate(self, step: int) -> None:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        self.at("evaluation", step)
+        for module, mode in modes:
+            module.training = mode
+
+    def run(self) -> Any:
+        where: dict[str, Any] = {} if self.folder is None else {"checkpoints": self.folder, "checkpoint_every": 1}
+        with Keeper(self.models, self.optimizers, per_rank=(), say=self.said.append, **where) as keeper:
+            for step in self.steps(keeper):
+                self.body(step)
+                x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+                sum(model(x).square().mean() for model in self.models).backward()  # type: ignore[union-attr]
+                self.at("body", step)
+                with keeper.commit():
+                    for one in self.optimizers:
+                        one.step()
+                        one.zero_grad()
+                    self.commits(step)
+                self.tail(step)
+                self.at("tail", step)
+                self.evaluate(step)
+        return self.result()
+
+    def result(self) -> Any:
+        flags = [p.requires_grad for model in self.models for p in model.parameters()]
+        modes = [m.training for model in self.models for m in model.modules()]
+        return {"flags": flags, "modes": modes, "states": cloned(self.states())}
+
+    def states(self) -> Any:
+        return [one.state_dict() for one in (*self.models, *self.optimizers)]
+
+
+class Gradually(Program):
+    def body(self, step: int) -> None:
+        if step in (3, 6):
+            self.model[0 if step == 6 else 2].requires_grad_(True)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.model[2].requires_grad_(False)
+
+
+class FreezesInTheCommit(Program):
+    def commits(self, step: int) -> None:
+        if step == 6:
+            self.model[2].requires_grad_(False)
+
+
+class FreezesAfterEntry(Program):
+    def steps(self, keeper: Keeper) -> Iterator[int]:
+        self.model[2].requires_grad_(False)
+        return keeper.steps(TOTAL)
+
+    def body(self, step: int) -> None:
+        if step == 6:
+            self.model[2].requires_grad_(True)
+
+
+class AddsAGroup(Program):
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model[2:].parameters(), lr=0.01)
+
+    def add(self) -> None:
+        self.model[0].requires_grad_(True)
+        self.optimizers[0].add_param_group({"params": self.model[0].parameters(), "lr": 0.003, "mine": "a"})
+
+    def body(self, step: int) -> None:
+        if step == 6:
+            self.add()
+
+
+class HasACriterion(AddsAGroup):
+    """Its weight is in no model, and in the optimizer from the start."""
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        weight = nn.Parameter(torch.ones(1))
+        return torch.optim.AdamW([*self.model[2:].parameters(), weight], lr=0.01)
+
+
+class AddsANamedGroup(AddsAGroup):
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model[2:].named_parameters(), lr=0.01)
+
+    def add(self) -> None:
+        self.model[0].requires_grad_(True)
+        self.optimizers[0].add_param_group({"params": [*self.model[0].named_parameters()], "lr": 0.003})
+
+
+class RegroupsInTheTail(AddsAGroup):
+    """The first group goes, the second one gets a parameter of it, and the rest is a third one."""
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": [*self.model[2].parameters()], "lr": 0.1}, {"params": [*self.model[3].parameters()]}], lr=0.01
+        )
+
+    def body(self, step: int) -> None:
+        pass
+
+    def tail(self, step: int) -> None:
+        if step == 6:
+            first, second = self.optimizers[0].param_groups
+            second["params"].append(first["params"].pop())
+            del self.optimizers[0].param_groups[0]
+            self.optimizers[0].add_param_group({"params": first["params"], "lr": 0.05})
+
+
+class LowersTheRate(Program):
+    def body(self, step: int) -> None:
+        if step == 6:
+            self.optimizers[0].param_groups[0]["lr"] *= 0.1
+
+
+class FreezesBatchNorm(Program):
+    """Each epoch begins with `model.train()`."""
+
+    def steps(self, keeper: Keeper) -> Iterator[int]:
+        for _, steps in keeper.epochs(TOTAL // PER_EPOCH, PER_EPOCH):
+            self.model.train()
+            yield from steps
+
+    def body(self, step: int) -> None:
+        if step == 6:
+            self.model[1].eval()
+
+
+class TwoPhases(AddsAGroup):
+    def steps(self, keeper: Keeper) -> Iterator[int]:
+        yield from keeper.steps(5)
+        self.add()
+        self.optimizers[0].param_groups[0]["lr"] *= 0.5
+        yield from keeper.steps(TOTAL)
+
+    def body(self, step: int) -> None:
+        if step == 7:
+            self.optimizers[0].param_groups[1]["lr"] *= 0.5
+
+
+class TwoModels(AddsAGroup):
+    """The second optimizer gets a group of the second model."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.models.append(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).requires_grad_(False))
+        self.models[1][1].requires_grad_(True)
+        self.optimizers.append(torch.optim.SGD(self.models[1][1].parameters(), lr=0.1, momentum=0.9))
+
+    def add(self) -> None:
+        self.models[1][0].requires_grad_(True)
+        self.optimizers[1].add_param_group({"params": self.models[1][0].parameters(), "lr": 0.01})
+
+
+PROGRAMS = [Gradually, FreezesInTheCommit, FreezesAfterEntry, AddsAGroup, AddsANamedGroup, RegroupsInTheTail]
+PROGRAMS += [HasACriterion, LowersTheRate, FreezesBatchNorm, TwoPhases, TwoModels]
+
+
+@pytest.fixture
+def generations(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Begin the next generation."""
+    numbers = iter(range(1, 9))
+    return lambda: monkeypatch.setenv("ELAUNCH_GENERATION", str(next(numbers)))
+
+
+def interrupted(
+    program: type[Program], failures: list[tuple[int, str]], generations: Callable[[], None], *args: Any
+) -> Any:
+    for step, moment in failures:
+        with pytest.raises(Failure):
+            program(step, moment, *args).run()
+        generations()
+    return program(0, "", *args).run()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_training_goes_on_with_the_settings_that_it_had(
+    program: type[Program], memory: Path, generations: Callable[[], None]
+) -> None:
+    alone = program().run()
+    for path in memory.iterdir():
+        path.unlink()
+    generations()
+
+    failures = [(5, "tail"), (6, "body"), (6, "tail"), (7, "body"), (8, "evaluation"), (9, "body")]
+    assert equal(interrupted(program, failures, generations), alone)
+
+
+@pytest.mark.parametrize("program", [AddsAGroup, FreezesBatchNorm, TwoPhases, TwoModels])
+def test_a_checkpoint_has_them(
+    program: type[Program], generations: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    alone = program(0, "", tmp_path / "alone").run()
+
+    failures = [(6, "body"), (9, "body")]
+    assert equal(interrupted(program, failures, generations, tmp_path / "failing"), alone)
+
+
+def test_a_restore_says_what_is_other_than_at_the_start(generations: Callable[[], None]) -> None:
+    with pytest.raises(Failure):
+        AddsAGroup(9, "body").run()
+    generations()
+    program = AddsAGroup()
+    program.run()
+
+    assert program.said[1:] == [
+        "restored with step 8: the 2 groups of the optimizer and requires_grad of 0.weight, 0.bias"
+    ]
+
+
+class AddsAStranger(AddsAGroup):
+    def add(self) -> None:
+        self.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2, 5))]})
+
+
+class AddsAModule(AddsAGroup):
+    def add(self) -> None:
+        self.model.add_module("late", nn.Linear(1, 1))
+
+
+class ReplacesAParameter(AddsAGroup):
+    def add(self) -> None:
+        self.model[2].weight = nn.Parameter(torch.ones(4, 4))
+
+
+class LosesAParameter(AddsAGroup):
+    def add(self) -> None:
+        self.model[2].bias = None
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (AddsAStranger, r"group 1 of AdamW has got a parameter of shape \(2, 5\) that is in no model of the Keeper"),
+        (AddsAModule, r"the model has got late\.bias, late\.weight since the Keeper was entered"),
+        (ReplacesAParameter, r"the model has replaced 2\.weight since the Keeper was entered"),
+        (LosesAParameter, r"the model has lost 2\.bias since the Keeper was entered"),
+    ],
+)
+def test_what_no_restart_could_find_is_refused_at_once(program: type[Program], why: str) -> None:
+    with pytest.raises(TypeError, match=f"step 6 is not committed: {why}"):
+        program().run()
+
+
+def test_a_group_of_a_parameter_that_is_gone_is_refused(generations: Callable[[], None]) -> None:
+    with pytest.raises(Failure):
+        HasACriterion(9, "body").run()
+    generations()
+
+    with pytest.raises(
+        ValueError, match=r"a parameter group of the state has 4, and the program has no such parameter"
+    ):
+        AddsAGroup().run()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_ports(1)[0]}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Zero(Gradually):
+    def optimizer(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
+
+    def states(self) -> Any:
+        zero: Any = self.optimizers[0]
+        return [self.model.state_dict(), [zero.optim.state[each] for each in self.model.parameters()]]
+
+
+class ZeroAddsAGroup(AddsAGroup):
+    def optimizer(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(self.model[2:].parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
+
+
+class Sharded(FreezesBatchNorm):
+    def optimizer(self) -> torch.optim.Optimizer:
+        fully_shard(self.model)
+        return super().optimizer()
+
+    def states(self) -> Any:
+        tensors: Any = [*self.model.parameters(), *self.optimizers[0].state.values()]
+        return [tree_map(lambda one: getattr(one, "_local_tensor", one), each) for each in tensors]
+
+
+class ShardedUnfreezes(Sharded, Gradually):
+    def body(self, step: int) -> None:
+        Gradually.body(self, step)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("program", [Zero, Sharded])
+def test_where_each_rank_has_a_part_of_the_state_flags_come_back(
+    program: type[Program], memory: Path, generations: Callable[[], None]
+) -> None:
+    alone = program().run()
+    shutil.rmtree(memory)
+    memory.mkdir()
+    generations()
+
+    failures = [(7, "body"), (8, "evaluation"), (9, "body")]
+    assert equal(interrupted(program, failures, generations), alone)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (ZeroAddsAGroup, r"step 6 is not committed: the parameter groups of the optimizer are others than"),
+        (ShardedUnfreezes, r"step 3 is not committed: requires_grad of 2\.weight, 2\.bias has changed since"),
+    ],
+)
+def test_where_each_rank_has_a_part_of_the_state_other_changes_are_refused(program: type[Program], why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        program().run()

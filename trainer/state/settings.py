@@ -1,0 +1,332 @@
+"""What a program sets beside tensors: `requires_grad`, `training`, and the parameter groups of its optimizers.
+
+It changes them by `if step == 50:`, which does not come again after a restart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, takewhile
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elaunch.trainer.state.buffers import plain_name
+from elaunch.trainer.state.model_state import is_sharded
+from elaunch.trainer.state.optimizer_state import put_options
+from elaunch.trainer.state.packing import NotPlain
+from elaunch.trainer.state.tree import State, cloned, some
+
+_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+# Of an optimizer: of each group the options and the parameters.
+_Groups = list[tuple[State, list[Tensor]]]
+_FINAL = "make its groups and freeze its parameters before the Keeper (a group with lr=0 waits), or use DDP"
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """The settings at one moment."""
+
+    requires_grad: list[bool]
+    training: list[bool]
+    groups: list[_Groups]
+
+
+class Settings:
+    """The settings of `model`, which is inside the wrappers of `models`, and of `optimizers`.
+
+    After a restart a program does the body of the next step again, but not what came after the last commit. So the
+    settings of a step are those at the end of its body, which `note` takes. Until then they are the present ones, but
+    `training` is that at the end of the commit.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], model: nn.Module, optimizers: Sequence[Any]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        inner = {id(module) for module in model.modules()}
+        self._wrappers = [
+            (f"{type(module).__name__} {number}", module)
+            for number, one in enumerate(models)
+            for module in one.modules()
+            if id(module) not in inner
+        ]
+        # FSDP puts other parameters into the modules for a pass, and back.
+        self._is_sharded = is_sharded(model)
+        self._look()
+        self._start = self._now()
+        self._known_groups = _ids(self._start.groups)
+        self._noted: _Noted | None = None
+        # Whether a restore's settings are set once more before the first step.
+        self._is_due = self._has_told = False
+        # The flags as the program or a restore has given them, and of each DDP its parameters and how many it reduces.
+        self._given = self._start.requires_grad
+        self._reduced: list[tuple[list[Tensor], float]] | None = None
+        self._restored: list[str] = []
+        # The parameters in groups that a restore has added, by optimizer.
+        self._added: dict[int, set[int]] = {}
+
+    def _look(self) -> None:
+        self._names = [plain_name(name) for name, _ in self._model.named_parameters()]
+        self._parameters = [*self._model.parameters()]
+        inner = [*self._model.named_modules()]
+        modules = [*self._wrappers, *((plain_name(name), module) for name, module in inner)]
+        self._places, self._modules = [name for name, _ in modules], [module for _, module in modules]
+        self._held = [module._parameters for _, module in inner], [module._modules for _, module in inner]
+        self._seen = self._objects()
+        # `training` at the end of the last commit, until a note.
+        self._modes: list[bool] | None = None
+
+    def _objects(self) -> list[list[int]]:
+        """The identities of all parameters and of all modules."""
+        return [[*map(id, chain.from_iterable(map(dict.values, each)))] for each in self._held]
+
+    def _now(self) -> _Noted:
+        return _Noted(
+            [*map(_REQUIRES_GRAD, self._parameters)],
+            [*map(_TRAINING, self._modules)],
+            [
+                [({k: v for k, v in group.items() if k != "params"}, [*group["params"]]) for group in _groups_of(one)]
+                for one in self._optimizers
+            ],
+        )
+
+    def _cut_off(self) -> _Noted:
+        now = self._now()
+        return now if self._modes is None else replace(now, training=self._modes)
+
+    def note(self, *, is_whole: bool = True) -> None:
+        """The body of a step has ended, unless no commit came since the last time: what comes belongs to the next.
+
+        Without `is_whole` it may have been cut off in an evaluation.
+        """
+        if self._noted is None:
+            self._noted = self._now() if is_whole else self._cut_off()
+
+    def forget(self) -> None:
+        """A commit begins."""
+        self._noted = self._modes = None
+        self._add_as_usual()
+
+    def stepped(self) -> None:
+        """The commit has changed everything. An evaluation may follow, which a restart does not make again."""
+        self._modes = [*map(_TRAINING, self._modules)]
+
+    def options(self) -> list[list[State]]:
+        """The options of all groups of all optimizers."""
+        return [[options for options, _ in groups] for groups in (self._noted or self._now()).groups]
+
+    def state(self) -> State:
+        """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others."""
+        now = self._noted or self._cut_off()
+        # Of a wrapped module what is inside counts.
+        training = dict(zip(self._places, now.training, strict=True))
+        groups = enumerate(zip(self._start.groups, now.groups, strict=True))
+        return {
+            "frozen": [name for name, is_on in zip(self._names, now.requires_grad, strict=True) if not is_on],
+            "evaluating": [name for name, is_on in training.items() if not is_on],
+            "groups": [None if _ids([a]) == _ids([b]) else self._named(number, b) for number, (a, b) in groups],
+        }
+
+    def _named(self, number: int, groups: _Groups) -> list[list[int | str | None]]:
+        """The groups' parameters: their names in the model, else their places in the optimizer at the start."""
+        known: dict[int, int | str] = {id(one): n for n, one in enumerate(_all_of(self._start.groups[number]))}
+        known |= {id(one): name for one, name in zip(self._parameters, self._names, strict=True)}
+        return [[known.get(id(one)) for one in parameters] for _, parameters in groups]
+
+    def of_step(self, number: int, state: State) -> State:
+        """The state_dict of an optimizer without what the body of the next step has set. Raises NotPlain."""
+        if self._noted is None or not _groups_of(self._optimizers[number]):
+            return state
+        noted, now = self._noted.groups[number], _groups_of(self._optimizers[number])
+        if _ids([noted])[0] != [[*map(id, group["params"])] for group in now[: len(noted)]]:
+            raise NotPlain("the parameter groups of an optimizer were changed outside keeper.commit()")
+        groups = [
+            {**saved, **{key: its for key, its in options.items() if group.get(key) is not its}}
+            for saved, group, (options, _) in zip(state["param_groups"], now, noted, strict=False)
+        ]
+        return {**state, "param_groups": groups}
+
+    def load_groups(self, state: State) -> None:
+        """Give the optimizers the groups of a state. Raises ValueError if a parameter is not there."""
+        for number, groups in enumerate(state.get("settings", {}).get("groups", ())):
+            if groups is not None:
+                self._regroup(number, groups, state["param_groups"][number])
+
+    def _regroup(self, number: int, groups: list[list[int | str]], options: list[State]) -> None:
+        optimizer = self._optimizers[number]
+        known: dict[int | str, Tensor] = dict(zip(self._names, self._parameters, strict=True))
+        known |= dict(enumerate(_all_of(self._start.groups[number])))
+        if lost := [name for group in groups for name in group if name not in known]:
+            raise ValueError(
+                f"a parameter group of the state has {some(map(str, lost))}, and the program has no such parameter (a "
+                "number is a place in the optimizer at its start); the state is of another model or optimizer"
+            )
+        wanted = [[known[name] for name in group] for group in groups]
+        pairs = zip(wanted, optimizer.param_groups, strict=False)
+        same = len([*takewhile(lambda pair: [*map(id, pair[0])] == [*map(id, pair[1]["params"])], pairs)])
+        del optimizer.param_groups[same:]
+        for parameters, its in zip(wanted[same:], options[same:], strict=True):
+            named = zip(its["param_names"], parameters, strict=True) if "param_names" in its else parameters
+            optimizer.add_param_group({**cloned(its), "params": [*named]})
+        self._restored.append(f"the {len(wanted)} groups of the optimizer" if len(wanted) > 1 else "its one group")
+        # A program that adds a group between two loops, or before its steps, comes to that again.
+        self._added[number] = {id(one) for group in wanted[same:] for one in group}
+        vars(optimizer)["add_param_group"] = partial(self._add_again, number)
+
+    def _add_again(self, number: int, group: dict[str, Any]) -> None:
+        given = group["params"]
+        parameters = [given] if isinstance(given, Tensor) else [*given]
+        tensors = [one[1] if isinstance(one, tuple) else one for one in parameters]
+        if not tensors or not {id(one) for one in tensors} <= self._added[number]:
+            optimizer = self._optimizers[number]
+            type(optimizer).add_param_group(optimizer, {**group, "params": parameters})
+
+    def _add_as_usual(self) -> None:
+        for number in self._added:
+            vars(self._optimizers[number]).pop("add_param_group", None)
+        self._added = {}
+
+    def load(self, state: State) -> None:
+        """Set `requires_grad` and `training` as in a state; one of an earlier release has none."""
+        if "frozen" not in (saved := state.get("settings", {})):
+            return
+        frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
+        changed = [
+            n for n, one in zip(self._names, self._parameters, strict=True) if one.requires_grad == (n in frozen)
+        ]
+        self._restored += [f"requires_grad of {some(changed)}"] if changed else []
+        self._set([n not in frozen for n in self._names], [n not in evaluating for n in self._places])
+
+    def _set(self, requires_grad: list[bool], training: list[bool]) -> None:
+        for parameter, is_on in zip(self._parameters, requires_grad, strict=True):
+            if parameter.requires_grad != is_on:
+                parameter.requires_grad_(is_on)
+        for module, is_on in zip(self._modules, training, strict=True):
+            if module.training != is_on:
+                module.training = is_on
+
+    def restored(self, step: int) -> str:
+        """A state was restored, of `step`: a sentence about what the program has set otherwise at its start, or ""."""
+        self._noted, self._is_due = self._now(), step > 0
+        self._given = self._noted.requires_grad
+        return f"restored with step {step}: {' and '.join(self._restored)}" if self._restored else ""
+
+    def are_the_programs(self) -> None:
+        """The program has come to the end of a loop after the restored step: what it sets from there on counts."""
+        self._is_due = False
+
+    def begin(self) -> None:
+        """A step begins. Before the first one after a restore, what the program has set since is set back.
+
+        It has come to `model.train()`, or another phase of the training, once more.
+        """
+        if self._is_due and self._noted is not None:
+            self._is_due = False
+            self._set(self._noted.requires_grad, self._noted.training)
+            for one, noted in zip(self._optimizers, self._noted.groups, strict=True):
+                for group, (options, _) in zip(_groups_of(one), noted, strict=False):
+                    put_options(group, {key: its for key, its in options.items() if group.get(key) is not its})
+        self._add_as_usual()
+
+    def refusal(self, *, is_in_parts: bool, has_zero: bool, is_by_name: bool) -> str:
+        """Why a restart could not bring the present settings back; "" if it can. For 200 modules it takes 50 µs.
+
+        `is_in_parts` says that each rank has a part of the state, `has_zero` that it is ZeRO-1's, and `is_by_name` that
+        the ranks have different parameters.
+        """
+        if not self._is_sharded and self._objects() != self._seen:
+            before = dict(zip(self._names, self._parameters, strict=True))
+            self._look()
+            now = dict(zip(self._names, self._parameters, strict=True))
+            for verb, names in (
+                ("got", now.keys() - before.keys()),
+                ("lost", before.keys() - now.keys()),
+                ("replaced", {name for name in now.keys() & before.keys() if now[name] is not before[name]}),
+            ):
+                if names:
+                    return (
+                        f"the model has {verb} {some(sorted(names))} since the Keeper was entered, and a restart would "
+                        "begin without that; add modules, prune and parametrize before the Keeper"
+                    )
+        groups = [[[*map(id, group["params"])] for group in _groups_of(one)] for one in self._optimizers]
+        if groups != self._known_groups:
+            self._known_groups = groups
+            if why := self._refused_groups(is_in_parts):
+                return why
+        if is_in_parts and not has_zero:
+            flags = zip(self._names, self._parameters, self._start.requires_grad, strict=True)
+            if changed := [name for name, one, was_on in flags if one.requires_grad != was_on]:
+                return (
+                    f"requires_grad of {some(changed)} has changed since the Keeper was made, which cannot be kept "
+                    f"where each rank has a part of the state (torch's fully_shard does not follow it); {_FINAL}"
+                )
+        if is_by_name:
+            modules = [*zip(self._places, self._modules, self._start.training, strict=False)][len(self._wrappers) :]
+            switched = [name for name, module, was_on in modules if module.training != was_on]
+            if switched and len({module.training for _, module, _ in modules}) > 1:
+                return (
+                    f"the training mode of {some(switched)} has changed since the Keeper was made, and that of other "
+                    "modules has not, which cannot be kept where the ranks have different models; switch single "
+                    "modules before the Keeper"
+                )
+        return ""
+
+    def _refused_groups(self, is_in_parts: bool) -> str:
+        if is_in_parts:
+            return (
+                "the parameter groups of the optimizer are others than when the Keeper was made, which cannot be kept "
+                f"where each rank has a part of the state; {_FINAL}"
+            )
+        for number, groups in enumerate(self._now().groups):
+            for place, names in enumerate(self._named(number, groups)):
+                if None in names:
+                    shape = tuple(groups[place][1][names.index(None)].shape)
+                    return (
+                        f"group {place} of {type(self._optimizers[number]).__name__} has got a parameter of shape "
+                        f"{shape} that is in no model of the Keeper, so a restart could not find it; give the Keeper "
+                        "its module too: Keeper([model, …], …)"
+                    )
+        return ""
+
+    def unreduced(self) -> str:
+        """A sentence, once, about parameters that need a gradient now and are unknown to their DDP; "" without any."""
+        if self._has_told or self._noted is None or self._noted.requires_grad == self._given:
+            return ""
+        if self._reduced is None:
+            wrappers = (module for _, module in self._wrappers if isinstance(module, DistributedDataParallel))
+            self._reduced = [
+                (
+                    [one for name, one in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore],
+                    ddp._get_ddp_logging_data().get("num_parameter_tensors", math.inf),  # type: ignore[no-untyped-call]
+                )
+                for ddp in wrappers
+            ]
+        for parameters, reduced in self._reduced:
+            if (wanted := sum(map(_REQUIRES_GRAD, parameters))) > reduced:
+                self._has_told = True
+                return (
+                    f"{wanted} parameters need a gradient, and DistributedDataParallel averages those of {reduced}: it "
+                    "knows the parameters that needed one when it was made. Unless the program averages the others, "
+                    "each rank trains its own. Wrap the model before anything is frozen, with "
+                    "find_unused_parameters=True"
+                )
+        return ""
+
+
+def _groups_of(optimizer: Any) -> Sequence[dict[str, Any]]:
+    # Some optimizers have only a `state_dict`.
+    found: Sequence[dict[str, Any]] = getattr(optimizer, "param_groups", ())
+    return found
+
+
+def _all_of(groups: _Groups) -> Iterator[Tensor]:
+    return chain.from_iterable(parameters for _, parameters in groups)
+
+
+def _ids(groups: list[_Groups]) -> list[list[list[int]]]:
+    return [[[*map(id, parameters)] for _, parameters in its] for its in groups]
