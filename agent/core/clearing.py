@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.early_ends import report_ends
 from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
@@ -70,8 +71,14 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
     agent = replace(agent, progressed=event.progressed)
     agent, actions, then = _complete(agent, clearing, event)
     if event.hidden:
-        # It may be about a lost peer.
-        agent, said = say_after_cause(agent, Say(event.hidden))
+        # As in `_complete`.
+        from elaunch.agent.core.first_cause import cause_elsewhere
+
+        # If the log names a failure that explains them, they are no news.
+        own, number = agent.last_failure, clearing.table.generation
+        is_explained = own and own.generation == number and not own.kind.is_secondary
+        level: Level = "debug" if is_explained or cause_elsewhere(agent, number) else "info"
+        agent, said = say_after_cause(agent, Say(event.hidden, level))
         actions = (*said, *actions)
     if then:
         agent, more = exit_with(agent, then)

@@ -59,6 +59,8 @@ class Formation:
 
 
 NO_FORMATION = Formation()
+# In a table's reason: what comes after it is the sentence of a failure.
+CAUSE = "; the cause: "
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _decide(
 
 def _said_of_cause(generation: Generation, cause: Failure) -> str:
     """The cause in words if it is not the failure that opened the generation, which every node has told already."""
-    return "" if cause.node_id == generation.node_id else f"; the cause: {cause.sentence}"
+    return "" if cause.node_id == generation.node_id else f"{CAUSE}{cause.sentence}"
 
 
 def _failed(snapshot: Snapshot, before: RankTable, terms: Terms, reason: str, failure: Failure | None) -> Outcome:
