@@ -46,8 +46,10 @@ def bound_by(cpus: Collection[int]) -> str:
     now = os.sched_getaffinity(0)
     if now == cpus:
         return ""
-    named = ", ".join(f"{name}={os.environ[name]}" for name in _BINDING if name in os.environ)
-    return f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{named and f' ({named})'}"
+    named = {name: os.environ[name] for name in _BINDING if name in os.environ}
+    by = ", ".join(f"{name}={value}" for name, value in named.items())
+    way_out = "with --no-preload this line is not printed" + (f"; without {' and '.join(named)} it is fast" if by else "")
+    return f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{by and f' ({by})'}; {way_out}"
 
 
 def cuda_is_on() -> bool:
