@@ -42,8 +42,7 @@ class LinkWords:
     Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
     have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
     step boundary at which all ranks stop, those in `saving` save after a failure. The programs of those in `over` have
-    ended, in that order, before anybody asked them to end: by an exception, or as those in `returned`, at the times in
-    `returned_s`.
+    ended, in that order, before anybody asked them to end: by an exception, or else at the times in `returned_s`.
     """
 
     hearing: frozenset[int] = frozenset()
@@ -51,9 +50,12 @@ class LinkWords:
     to_failure: frozenset[int] = frozenset()
     stopped: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
-    returned: frozenset[int] = frozenset()
     returned_s: tuple[tuple[int, float], ...] = ()
     over: tuple[int, ...] = ()
+
+    @property
+    def returned(self) -> frozenset[int]:
+        return frozenset(rank for rank, _ in self.returned_s)
 
     def exiting(self, now_s: float) -> frozenset[int]:
         """Those whose programs have ended just now: their exit status is about to come. Others linger."""
@@ -217,7 +219,8 @@ class Stopping:
         if held and held.failure and running.is_broken:
             failures = (held.failure,)
         # A process that lingers is signalled like any other.
-        words = replace(running.words, returned=running.words.exiting(now_s))
+        exiting, returned_s = running.words.exiting(now_s), running.words.returned_s
+        words = replace(running.words, returned_s=tuple(each for each in returned_s if each[0] in exiting))
         due_s, ends = now_s + grace_s, running.ends
         return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
 

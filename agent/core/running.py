@@ -136,8 +136,7 @@ def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: fl
 def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s: float) -> Step:
     """Note that it ends by itself: its peers may notice that before its process is gone, which a thread may keep."""
     rank, words, held, after_s = event.local_rank, running.words, running.held, agent.times.hang_after_s
-    returned_s = (*words.returned_s, (rank, now_s))
-    words = replace(words, returned=words.returned | {rank}, returned_s=returned_s, over=(*words.over, rank))
+    words = replace(words, returned_s=(*words.returned_s, (rank, now_s)), over=(*words.over, rank))
     if held and held.effects:
         held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
     running = replace(running, words=words, held=held)

@@ -48,8 +48,9 @@ def bound_by(cpus: Collection[int]) -> str:
         return ""
     named = {name: os.environ[name] for name in _BINDING if name in os.environ}
     by = ", ".join(f"{name}={value}" for name, value in named.items())
-    way_out = "with --no-preload this line is not printed" + (f"; without {' and '.join(named)} it is fast" if by else "")
-    return f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{by and f' ({by})'}; {way_out}"
+    done = f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{by and f' ({by})'}"
+    faster = f"; without {' and '.join(named)} it is fast" if named else ""
+    return f"{done}; with --no-preload this line is not printed{faster}"
 
 
 def cuda_is_on() -> bool:
