@@ -74,10 +74,10 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
         # As in `_complete`.
         from elaunch.agent.core.first_cause import cause_elsewhere
 
-        # If the log names a failure that explains them, they are no news.
+        # They are no news where the log has a line about the failure.
         own, number = agent.last_failure, clearing.table.generation
-        is_explained = own and own.generation == number and not own.kind.is_secondary
-        level: Level = "debug" if is_explained or cause_elsewhere(agent, number) else "info"
+        has_line = (own and own.generation == number) or cause_elsewhere(agent, number)
+        level: Level = "debug" if has_line else "info"
         agent, said = say_after_cause(agent, Say(event.hidden, level))
         actions = (*said, *actions)
     if then:

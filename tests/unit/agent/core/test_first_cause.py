@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.events import Tick, WorkerExited
+from elaunch.agent.core.events import Signalled, Tick, WorkerExited
 from elaunch.agent.core.first_cause import WAIT_S
 from elaunch.agent.core.phases import Exited, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import Failure, FailureKind
-from tests.unit.agent.driver import SPEC, START_S, TERM, TWO, Driver, cleared, failure, pair, settle
+from tests.unit.agent.driver import INT, SPEC, START_S, TERM, TWO, Driver, cleared, failure, pair, settle
 
 PAIR = "6 workers on 2 nodes"
 LOST, RAISED = FailureKind.PEER_LOST, FailureKind.EXCEPTION
@@ -178,16 +178,13 @@ def test_the_line_of_the_restart_has_no_cause_that_the_log_has(is_culprit: bool)
 
 def test_tracebacks_that_nothing_explains_are_named() -> None:
     node, _ = pair()
-    ends(node, 0, 1, LOST)
-    for local_rank in (1, 2):
-        ends(node, local_rank, 1, LOST)
+    node.happen(Signalled(INT, "SIGINT"))
+    for local_rank in (0, 1, 2):
+        ends(node, local_rank, -INT, FailureKind.SIGNAL)
 
-    node.happen(replace(cleared(0), hidden="ranks 0, 1 and 2 lost a peer and ended"))
-    node.settle()
-    node.now_s += WAIT_S
-    node.happen(Tick())
+    node.happen(replace(cleared(0), hidden="ranks 0, 1 and 2 were interrupted and ended"))
 
-    assert "ranks 0, 1 and 2 lost a peer and ended" in lines(node)
+    assert "ranks 0, 1 and 2 were interrupted and ended" in lines(node)
 
 
 @pytest.mark.parametrize("kind", [RAISED, FailureKind.EXIT_CODE, FailureKind.SIGNAL])
