@@ -71,13 +71,11 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
     agent = replace(agent, progressed=event.progressed)
     agent, actions, then = _complete(agent, clearing, event)
     if event.hidden:
-        # As in `_complete`.
-        from elaunch.agent.core.first_cause import cause_elsewhere
-
-        # They are no news where the log has a line about the failure.
-        own, number = agent.last_failure, clearing.table.generation
-        has_line = (own and own.generation == number) or cause_elsewhere(agent, number)
-        level: Level = "debug" if has_line else "info"
+        # The tracebacks are no news where the log says why the generation ended.
+        own, number, ended = agent.last_failure, clearing.table.generation, agent.snapshot.ended
+        opened = agent.snapshot.generation
+        is_over = (opened and opened.number > number) or (ended and ended.failure)
+        level: Level = "debug" if is_over or (own and own.generation == number) else "info"
         agent, said = say_after_cause(agent, Say(event.hidden, level))
         actions = (*said, *actions)
     if then:

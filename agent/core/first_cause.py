@@ -27,7 +27,7 @@ def in_order(agent: Agent, actions: tuple[Action, ...], now_s: float) -> Step:
     unsaid = agent.unsaid
     if unsaid is None:
         return agent, actions
-    if cause := cause_elsewhere(agent, unsaid.generation):
+    if cause := _cause_elsewhere(agent, unsaid.generation):
         agent, actions = replace(agent, named=cause), (Say(cause, "error"), *_details(unsaid.lines), *actions)
     elif any(isinstance(action, Say) and action.level == "error" for action in actions):
         actions = (*actions, *_details(unsaid.lines))
@@ -51,7 +51,7 @@ def name_cause(agent: Agent, failure: Failure) -> tuple[Action, ...]:
     return (Commit(transactions.name_cause(agent.snapshot, failure)),)
 
 
-def cause_elsewhere(agent: Agent, generation: int) -> str:
+def _cause_elsewhere(agent: Agent, generation: int) -> str:
     """The failure on another node that explains those of ranks that lost a peer, as far as the store shows one."""
     snapshot, me = agent.snapshot, agent.me.node_id
     ended, opened = snapshot.ended.failure if snapshot.ended else None, snapshot.generation
