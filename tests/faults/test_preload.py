@@ -157,4 +157,6 @@ def test_no_worker_is_bound_to_the_cpus_to_which_imports_bind_the_fork_server(tm
 
     assert job.stdout == f"{cpus}\n", job.output
     way_out = "with --no-preload this line is not printed; without OMP_PROC_BIND it is fast"
-    assert f"imports have bound the fork server to 1 of {len(cpus)} CPUs (OMP_PROC_BIND=close); {way_out}\n" in job.stderr
+    assert (
+        f"imports have bound the fork server to 1 of {len(cpus)} CPUs (OMP_PROC_BIND=close); {way_out}\n" in job.stderr
+    )

@@ -72,7 +72,7 @@ def test_all_nodes_name_the_rank_that_raised_before_the_one_that_lost_it_and_was
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_cause_that_was_recorded_beside_the_opening_is_named_when_its_node_is_cleared(leads: bool) -> None:
     survivor, culprit = pair() if leads else pair()[::-1]
-    lost = ends(survivor, 0, 1, LOST)
+    ends(survivor, 0, 1, LOST)
     # Its agent has not seen yet that the next generation is open.
     raised = ends(culprit, 1, 1, RAISED)
     culprit.settle()
@@ -86,7 +86,7 @@ def test_a_cause_that_was_recorded_beside_the_opening_is_named_when_its_node_is_
 
 def test_a_rank_of_the_same_node_is_named_as_the_cause_on_all_nodes() -> None:
     leader, node = pair()
-    lost = ends(node, 0, 1, LOST)
+    ends(node, 0, 1, LOST)
     settle(leader, node)
     raised = ends(node, 1, 1, RAISED)
 
@@ -128,7 +128,7 @@ def test_a_lost_peer_that_nobody_explains_is_named_before_the_workers_start_agai
 
 def test_the_end_of_the_job_names_the_cause_too() -> None:
     leader, survivor = pair(replace(TWO, max_restarts=0))
-    lost = ends(survivor, 0, 1, LOST)
+    ends(survivor, 0, 1, LOST)
     settle(leader, survivor)
     raised = replace(failure(0, 1, 1, RAISED, "node-a"), message="raised KeyError: 1")
     # The follower sees nothing before the end is written.

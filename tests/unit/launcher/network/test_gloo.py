@@ -77,7 +77,9 @@ def test_rpc_is_told_of_the_same_interface_and_the_users_own_variables_stay(own_
     assert said == []
     both = socket_variables("10.0.0.1", {}, said.append, verbose=True)
     only_rpc = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, said.append, verbose=True)
-    neither = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, said.append, verbose=True)
+    neither = socket_variables(
+        "10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, said.append, verbose=True
+    )
 
     assert quiet == both == {"GLOO_SOCKET_IFNAME": "eth1", "TP_SOCKET_IFNAME": "eth1"}
     assert (only_rpc, neither) == ({"TP_SOCKET_IFNAME": "eth1"}, {})

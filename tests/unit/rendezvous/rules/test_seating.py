@@ -104,7 +104,10 @@ def lost(name: str) -> str:
 def test_the_leader_says_for_which_role_it_waits() -> None:
     world = losing(B, A, spare=D, nodes_min=2)
 
-    assert world.look().waiting == f"a node with the role trainer, which no other node has (gives up after 600 s); {lost('b')}"
+    assert (
+        world.look().waiting
+        == f"a node with the role trainer, which no other node has (gives up after 600 s); {lost('b')}"
+    )
     world.join(C)
     assert world.seal() == "ac"
 
@@ -118,7 +121,9 @@ def test_a_fixed_job_says_how_many_nodes_it_has() -> None:
 
 def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> None:
     world = losing(A, B, C, spare=node("e"), nodes_min=1)
-    assert world.look().waiting == f"a node with the role ps, which no other node has (gives up after 600 s); {lost('a')}"
+    assert (
+        world.look().waiting == f"a node with the role ps, which no other node has (gives up after 600 s); {lost('a')}"
+    )
 
     world.now_s += 601
     world.lead()
