@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -139,7 +140,10 @@ def has_pidfd() -> bool:
 
 
 def end_of(child: int) -> int:
-    """A new descriptor that is readable when this child has ended. Where there are no pidfds, a thread waits for it."""
+    """A new descriptor that is readable when this child has ended. Where there are no pidfds, a thread waits for it.
+
+    Raises OSError if there is no descriptor or no thread for it.
+    """
     if has_pidfd():
         return os.pidfd_open(child)
     ended = os.eventfd(0, os.EFD_CLOEXEC)
@@ -152,7 +156,10 @@ def end_of(child: int) -> int:
         os.eventfd_write(told, 1)
         os.close(told)
 
-    start_thread(wait, "elaunch-end")
+    if not start_thread(wait, "elaunch-end"):
+        os.close(ended)
+        os.close(told)
+        raise OSError(errno.EAGAIN, "no thread can be started")
     return ended
 
 

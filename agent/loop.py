@@ -384,8 +384,14 @@ class Loop:
                 self._pump.say(kept, "warning")
                 return
             self._pump.say("the guardian was killed; starting another", "warning")
-            self._guardian.restart()
-            self._watch_guardian()
+            try:
+                self._guardian.restart()
+                self._watch_guardian()
+            except OSError as error:
+                why = error.strerror
+                self._pump.say(
+                    f"the guardian cannot be replaced ({why}): kill -9 may leave processes behind", "warning"
+                )
 
         self._at_end_of(self._guardian.pid, gone)
 

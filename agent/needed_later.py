@@ -35,6 +35,7 @@ MODULES = (
     "elaunch.agent.workers.stacks",
     "elaunch.agent.workers.survivor_watch",
     "elaunch.agent.workers.unanswered",
+    "elaunch.rendezvous.http.errors",
     "elaunch.rendezvous.rules.reports",
     "elaunch.rendezvous.rules.software",
 )

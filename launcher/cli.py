@@ -106,10 +106,11 @@ def _unwritten(trouble: str) -> int:
 
 
 def _main() -> int:
-    from elaunch.launcher.errors import SiteError, UsageError, shortage
+    from elaunch.launcher.errors import SiteError, UsageError
     from elaunch.launcher.options.commands import COMMANDS
     from elaunch.launcher.options.options import HelpRequested, parse
     from elaunch.launcher.resources import as_started
+    from elaunch.rendezvous.shortage import shortage
 
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         # Some of them run for long (`elaunch top`, `elaunch store`).

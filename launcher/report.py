@@ -158,6 +158,7 @@ def _details(failure: Failure, logs: Path | None, lacks: str) -> list[str]:
         lines.append(f"  in full   : {_in_full(failure, logs)}")
     if tail := _tail(failure):
         shown = "its last line" if len(tail) == 1 else f"its last {len(tail)} lines"
+        shown = shown if failure.rank >= 0 else "what ranks wrote last"
         stream = "output" if failure.is_mixed else "stderr"
         lines += [f"  {stream}    : {shown}", *(f"    {_shown(line)}" for line in tail)]
     if failure.log_path or logs:
@@ -195,7 +196,8 @@ def _exit_code(failure: Failure) -> str:
     if failure.code < 0:
         with suppress(ValueError):
             name = f"  ({signal.Signals(-failure.code).name})"
-    return f"{failure.code} (pid: {failure.pid}){name}"
+    pid = f" (pid: {failure.pid})" if failure.pid > 0 else ""
+    return f"{failure.code}{pid}{name}"
 
 
 def _tail(failure: Failure) -> list[str]:

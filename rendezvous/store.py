@@ -138,6 +138,10 @@ class Unavailable(StoreError):
     is_silent = False
 
 
+class OwnLimit(Unavailable):
+    """This process cannot open a connection. That says nothing of the store."""
+
+
 class HeadAway(Unavailable):
     """A node of the job serves the store, and it does not answer: the store has probably ended with that node.
 

@@ -241,7 +241,7 @@ class Failure(Bounded):
     message or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
     `is_blameless` says that nothing points at the node: one had to be named, or to write the record. `tail` is the end
     of stderr, or if it `is_mixed` of both streams, which were one pipe. `ranks_alike` counts the node's ranks that had
-    this same bug.
+    this same bug. `world_size` is that of the generation, 0 if unknown.
 
     A full record is less than 64 kB of JSON.
     """
@@ -271,6 +271,7 @@ class Failure(Bounded):
     is_blameless: bool = False
     is_mixed: bool = False
     ranks_alike: int = 1
+    world_size: int = 0
 
     def __post_init__(self) -> None:
         said = _MESSAGE.clean(self.message), self.traceback
@@ -293,6 +294,11 @@ class Failure(Bounded):
     def asks_to_end(self) -> bool:
         """Whether a worker that ran on asked for the end of the job, by a signal to its parent process."""
         return self.kind is FailureKind.REFUSED and self.code is None
+
+    @property
+    def is_killed_parent(self) -> bool:
+        """Whether somebody killed the parent process of a node's ranks by SIGKILL: then the `code` is that of it."""
+        return self.kind is FailureKind.TEMPLATE_LOST and (self.code or 0) < 0
 
     @property
     def sentence(self) -> str:

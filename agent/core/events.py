@@ -79,12 +79,14 @@ class StoreAway:
 
     `is_heads` says that a node of the job serves the store, `is_slow` that the store is there but answers too late.
     `is_silent`: nothing came from the head's host, not even a refusal: it may be off, and its ranks are lost with it.
+    `is_own`: this agent cannot open a connection, so nothing is known of the store.
     """
 
     why: str
     is_heads: bool = False
     is_slow: bool = False
     is_silent: bool = False
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,18 +145,23 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class WorkerRaised:
-    """A worker's program ended by an exception; the process is on its way out, and may never arrive."""
+    """A worker's program ended by an exception; the process is on its way out, and may never arrive.
+
+    `over_s` is when it left its process group, or else ended, on this host's monotonic clock.
+    """
 
     generation: int
     local_rank: int
+    over_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class WorkerReturned:
-    """A worker's program ended without an exception; the process is on its way out."""
+    """A worker's program ended without an exception; the process is on its way out. `over_s` as in `WorkerRaised`."""
 
     generation: int
     local_rank: int
+    over_s: float = 0.0
 
 
 @dataclass(frozen=True)

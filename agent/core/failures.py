@@ -88,31 +88,7 @@ class Place:
     rank: int
     local_rank: int
     pid: int
-
-
-@dataclass(frozen=True)
-class Remains:
-    """What a worker left behind.
-
-    `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
-    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
-    that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
-    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
-    `refused` is why it cannot do what is asked, if it has said so. `step` and `lived_s` as in `Failure`.
-    """
-
-    code: int
-    error_record: str = ""
-    tail: str = ""
-    kernel: str = ""
-    crash: str = ""
-    progressed: bool | None = None
-    raised: bool = False
-    returned: bool = False
-    own_code: int | None = None
-    refused: str = ""
-    step: int = -1
-    lived_s: float = 0.0
+    world_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +105,33 @@ class Raised:
     traceback: str
     is_cut: bool = False
     call: str = ""
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a worker left behind.
+
+    `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
+    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
+    that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
+    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
+    `lost` is the error by which it has lost a peer, `refused` why it cannot do what is asked, if that is known.
+    `step` and `lived_s` as in `Failure`.
+    """
+
+    code: int
+    error_record: str = ""
+    tail: str = ""
+    kernel: str = ""
+    crash: str = ""
+    progressed: bool | None = None
+    raised: bool = False
+    returned: bool = False
+    own_code: int | None = None
+    lost: Raised | None = None
+    refused: str = ""
+    step: int = -1
+    lived_s: float = 0.0
 
 
 def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
@@ -160,9 +163,10 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         failed_at=failed_at,
         progressed=remains.progressed,
         is_cut=raised is not None and raised.is_cut,
-        call=raised.call if raised else "",
+        call=next((each.call for each in (raised, remains.lost) if each and each.call), ""),
         step=remains.step,
         lived_s=remains.lived_s,
+        world_size=place.world_size,
     )
 
 
@@ -190,6 +194,7 @@ def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_g
         progressed=remains.progressed,
         step=remains.step,
         lived_s=remains.lived_s,
+        world_size=place.world_size,
     )
 
 
@@ -209,7 +214,8 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     if failure.code is None or not failure.message.startswith("exited with"):
         # Nothing can be added to what an error file said.
         return failure
-    place = Place(failure.generation, failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid)
+    where = failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid, failure.world_size
+    place = Place(failure.generation, *where)
     remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
     whole = failure_of(place, remains, "", failure.failed_at)
     return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
@@ -217,7 +223,8 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
 
 def is_sigkill(failure: Failure) -> bool:
     """Whether SIGKILL ended it, of which nothing else is known."""
-    return failure.kind is FailureKind.SIGNAL and failure.message == "was killed by SIGKILL"
+    is_bare = failure.kind is FailureKind.SIGNAL and failure.message == "was killed by SIGKILL"
+    return is_bare or failure.is_killed_parent
 
 
 def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: Mapping[int, float]) -> Failure | None:
@@ -236,7 +243,7 @@ def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: M
         lines = re.split("[\r\n]", raised.message) if raised else []
         if raised is None or len(lines) > _LAST_LINES or _is_lost_peer(raised):
             continue
-        whom = "it" if each is first else f"rank {first.rank}"
+        whom = "it" if each is first else f"rank {first.rank}" if first.rank >= 0 else "the ranks' parent process"
         return replace(
             each,
             kind=FailureKind.EXCEPTION,
@@ -248,6 +255,13 @@ def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: M
             tail=_kept(tail, raised.traceback),
         )
     return None
+
+
+def last_lines(parent: Failure, tails: Mapping[int, str], spoke_at: Mapping[int, float], first_rank: int) -> str:
+    """The last line on stderr of each rank of a node that printed just before their `parent` was killed."""
+    lines = {rank: tail.rstrip().splitlines()[-1:] for rank, tail in sorted(tails.items())}
+    spoke = [rank for rank in lines if lines[rank] and -_AT_ONCE_S < parent.failed_at - spoke_at[rank] < _LAST_S]
+    return "".join(f"[{first_rank + rank}] {lines[rank][0]}\n" for rank in spoke)
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:
@@ -391,6 +405,9 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
+        if remains.lost:
+            # The program has caught the error.
+            return FailureKind.PEER_LOST, f"{_lost(remains.lost)} and exited with code {code}"
         kind = FailureKind.PEER_LOST if PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
         return kind, f"exited with code {code}"
     if raised.exception.rpartition(".")[2] == _DEBUGGER_LEFT:
@@ -403,9 +420,15 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
     # A program may raise its own error from that of a lost peer.
     chain = [*map(parse_traceback, raised.traceback.split(_CHAINED[1])[:-1]), raised]
     if lost := next((each for each in chain if each and _is_lost_peer(each)), None):
-        where = f" in {lost.call}" if lost.call else ""
-        return FailureKind.PEER_LOST, f"lost a peer{where} ({lost.exception}: {_essence(lost.message)})"
+        return FailureKind.PEER_LOST, _lost(lost)
+    if remains.lost:
+        return FailureKind.PEER_LOST, f"{_lost(remains.lost)} and {message}"
     return FailureKind.EXCEPTION, message
+
+
+def _lost(raised: Raised) -> str:
+    where = f" in {raised.call}" if raised.call else ""
+    return f"lost a peer{where} ({raised.exception}: {_essence(raised.message)})"
 
 
 def _said(message: str) -> str:

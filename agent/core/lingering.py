@@ -22,8 +22,8 @@ def lingering_words(
     for stack in stacks:
         found.setdefault(_kept_by(stack, threads.get(stack.rank, ())), []).append(stack)
     lines = [
-        f"the program of {ranks_words([each.rank for each in group])} ({_pids(group)} on {host}) ended {for_s:.0f} s"
-        f" ago, but {'its process has' if len(group) == 1 else 'their processes have'} not exited: {why}"
+        f"the program of {ranks_words([each.rank for each in group])} ({_pids(group)} on {host}) ended at least"
+        f" {for_s:.0f} s ago, but {'its process has' if len(group) == 1 else 'their processes have'} not exited: {why}"
         for why, group in found.items()
     ]
     return (*lines, f"to end the job now: elaunch stop {job}") if lines else ()

@@ -41,8 +41,9 @@ class LinkWords:
 
     Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
     have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
-    step boundary at which all ranks stop, those in `saving` save after a failure. The programs of those in `over` have
-    ended, in that order, before anybody asked them to end: by an exception, or else at the times in `returned_s`.
+    step boundary at which all ranks stop, those in `saving` save after a failure. The programs of those in `over_s`, at
+    those times, have ended before anybody asked them to end: by an exception, or as those in `returned_s`, at the times
+    at which the agent knew.
     """
 
     hearing: frozenset[int] = frozenset()
@@ -51,7 +52,12 @@ class LinkWords:
     stopped: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
     returned_s: tuple[tuple[int, float], ...] = ()
-    over: tuple[int, ...] = ()
+    over_s: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def over(self) -> list[int]:
+        """Those whose programs have ended, in the order in which they left their group."""
+        return [rank for rank, _ in sorted(self.over_s, key=lambda each: each[1])]
 
     @property
     def returned(self) -> frozenset[int]:

@@ -129,14 +129,15 @@ def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: fl
     if event.local_rank not in running.live:
         return agent, ()
     leaving = (event.local_rank, now_s + agent.times.stop_grace_s)
-    words = replace(running.words, over=(*running.words.over, event.local_rank))
+    words = replace(running.words, over_s=(*running.words.over_s, (event.local_rank, event.over_s)))
     return replace(agent, phase=replace(running, leaving_s=(*running.leaving_s, leaving), words=words)), ()
 
 
 def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s: float) -> Step:
     """Note that it ends by itself: its peers may notice that before its process is gone, which a thread may keep."""
     rank, words, held, after_s = event.local_rank, running.words, running.held, agent.times.hang_after_s
-    words = replace(words, returned_s=(*words.returned_s, (rank, now_s)), over=(*words.over, rank))
+    returned_s, over_s = (*words.returned_s, (rank, now_s)), (*words.over_s, (rank, event.over_s))
+    words = replace(words, returned_s=returned_s, over_s=over_s)
     if held and held.effects:
         held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
     running = replace(running, words=words, held=held)

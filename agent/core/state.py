@@ -83,6 +83,7 @@ class Trouble(Enum):
 
     AWAY = "is away"
     SLOW = "is too slow"
+    OWN = "cannot be asked"
     REFUSES = "refuses what this node asks"
 
 

@@ -18,6 +18,9 @@ SAY_ANEW_S = 5.0
 FAILS_AGAIN_S = 10.0
 # A store that stays away is a long wait: nobody should wonder whether anything still happens.
 STILL_AWAY_S = 60.0
+# How each kind of trouble ends, but for that of a store that is away.
+_BACK = {Trouble.REFUSES: "does as asked again", Trouble.OWN: "can be asked again"}
+_UNTIL = {Trouble.AWAY: "is back", Trouble.OWN: "can be asked"}
 # What to type when the head's store is given up.
 _AGAIN = (
     "to start the job again, type its command on all nodes; if the host that served the store stays away, type it on"
@@ -67,7 +70,7 @@ def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> 
     if reach.failing_since_s is None:
         return replace(agent, reach=replace(reach, ever=True)), ()
     was_said, away_s = reach.is_said, now_s - reach.failing_since_s
-    how = "does as asked again" if reach.trouble is Trouble.REFUSES else "is back" if reach.ever else "answers,"
+    how = _BACK.get(reach.trouble, "is back" if reach.ever else "answers,")
     said: tuple[Action, ...] = (Say(f"the store {how} after {away_s:.1f} s"),) if was_said else ()
     agent = replace(agent, reach=Reach(ever=True, said_s=reach.said_s), lead_at_s=now_s)
     if away_s < agent.times.shortest_loss_s:
@@ -144,20 +147,19 @@ def _was_off(agent: Agent, reach: Reach, now_s: float) -> bool:
 def _trouble(event: StoreAway | StoreRefuses) -> Trouble:
     if isinstance(event, StoreRefuses):
         return Trouble.REFUSES
-    return Trouble.SLOW if event.is_slow else Trouble.AWAY
+    return Trouble.OWN if event.is_own else Trouble.SLOW if event.is_slow else Trouble.AWAY
 
 
 def _words(agent: Agent, now_s: float) -> str:
     """What a failing store means for this node now, and when the agent gives up."""
     reach, give_up_s = agent.reach, gives_up_at_s(agent)
     left = f"for up to {give_up_s - now_s:.0f} s more" if give_up_s is not None else ""
-    is_away = reach.trouble is Trouble.AWAY
     match agent.phase:
-        case Joining() if is_away and not reach.ever:
+        case Joining() if reach.trouble is Trouble.AWAY and not reach.ever:
             hint = agent.only_here or "is it running there, and is --rdzv-endpoint right?"
             return f"waiting for the store {left}: {reach.why}; {hint}"
         case Joining():
-            meanwhile = f"no worker can start before it {'is back' if is_away else 'does as asked'}; trying {left}"
+            meanwhile = f"no worker can start before it {_UNTIL.get(reach.trouble, 'does as asked')}; trying {left}"
         case Finished():
             meanwhile = f"this node's workers are done, and how the job ends is asked there, {left}"
         case Running() if give_up_s is not None:
@@ -171,7 +173,8 @@ def _words(agent: Agent, now_s: float) -> str:
 
 def _unknown(agent: Agent, away_s: float) -> str:
     reach = agent.reach
-    how = "refused" if reach.trouble is Trouble.REFUSES else "did not answer" if reach.ever else "was never reached"
+    how = "did not answer" if reach.ever else "was never reached"
+    how = {Trouble.REFUSES: "refused", Trouble.OWN: "could not be asked"}.get(reach.trouble, how)
     own = "; this node's workers had all exited with 0" if isinstance(agent.phase, Finished) else ""
     again = f"; {_AGAIN}" if reach.ever and reach.is_heads else ""
     return f"the store {how} for {away_s:.0f} s ({reach.why}){own}; how the job ended is not known here{again}"

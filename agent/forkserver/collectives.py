@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 LINK_FD = 3
 C10D = "torch.distributed.distributed_c10d"
 _NATIVE = "torch._C._distributed_c10d"
+# Of characters.
+_ERROR_MAX = 1000
 # Collectives on a GPU have a recorder of their own.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _QUESTION_BYTES_MAX = 32
@@ -137,6 +139,10 @@ class _AnsweringThread:
                 return
 
         vars(c10d)["_update_default_pg"] = _update_default_pg
+        # torch logs each exception of a collective there. The program may catch it, and exit with a code of its own.
+        names: Any = getattr(getattr(c10d, "_exception_logger", None), "__globals__", {})
+        if logger := names.get("_c10d_logger"):
+            logger.addFilter(self._report_error)
 
     def _change(self, pg: object) -> None:
         # A process that the program forked has another one's link.
@@ -145,6 +151,8 @@ class _AnsweringThread:
         if self._end is not None:
             self._end.shutdown(2)
             self._end = None
+            # Its peers lose it now, whenever its program ends.
+            self._tell({"event": "left", "monotonic_s": sys.modules["time"].monotonic()})
         # Without a thread of the process group's own, this one would be the only one beside the program's.
         if pg is None or len(os.listdir("/proc/self/task")) == 1:  # noqa: PTH208
             return
@@ -179,6 +187,26 @@ class _AnsweringThread:
             link.sendmsg([b'\n{"event": "recorder"}\n'], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         finally:
             link.close()
+
+    def _report_error(self, record: Any) -> bool:
+        kind = sys.exc_info()[0]
+        try:
+            said = {"event": "error", "call": record.msg["func_name"], "message": record.msg["error"][:_ERROR_MAX]}
+            if kind is not None and os.getpid() == self._pid:
+                self._tell({**said, "exception": kind.__qualname__})
+        except Exception:
+            # Another torch may log something else there.
+            pass
+        return True
+
+    def _tell(self, said: dict[str, object]) -> None:
+        if self._is_link():
+            modules: Any = sys.modules
+            link = modules["_socket"].socket(fileno=os.dup(LINK_FD))
+            try:
+                link.send(b"\n%b\n" % modules["json"].dumps(said).encode(), modules["_socket"].MSG_DONTWAIT)
+            finally:
+                link.close()
 
     def _forked(self) -> None:
         if self._end is not None:

@@ -9,6 +9,7 @@ import _thread
 import os
 import sys
 import threading
+import time
 from _frozen_importlib_external import PathFinder
 
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
@@ -62,7 +63,6 @@ def promise(crash_fd: int) -> int:
 def load() -> None:
     """Import in the fork server what its workers need before their programs and for their reports."""
     import json  # noqa: F401
-    import time  # noqa: F401
     import traceback  # noqa: F401
 
     from elaunch.agent.forkserver import collectives, crash_stack  # noqa: F401
@@ -89,7 +89,8 @@ def _report(link: int) -> None:
         raised, reached = ("true" if is_so else "false" for is_so in (error is not None, _reached_store()))
         unused = ", ".join(f'"{name}"' for name in DEFAULT_PRELOAD if name not in sys.modules)
         threads = _threads()
-        said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, "unused": [{unused}]{threads}}}'
+        rest = f'"unused": [{unused}], "monotonic_s": {time.monotonic()!r}{threads}'
+        said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, {rest}}}'
         _send(link, said, last=True)
 
 
@@ -189,7 +190,6 @@ def _record(error: BaseException) -> None:
     if not path:
         return
     import json
-    import time
     import traceback
 
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))

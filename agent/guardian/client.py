@@ -47,6 +47,7 @@ class GuardianClient:
     def restart(self) -> None:
         """Replace a guardian that was killed. Raises OSError where that fails."""
         os.close(self._fd)
+        self._fd = -1
         self._process.wait()
         self.restarts += 1
         self._fd, self._process = self._start()
@@ -143,7 +144,8 @@ class GuardianClient:
     def finish(self) -> None:
         """Let the guardian clean up, and wait for it. If the guardian was killed, this process cleans up."""
         self.note(is_over=True)
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
         if self._process.wait() != 0:
             clean_up(self._kin, self.cgroup.path, self._run_dirs)
 

@@ -471,7 +471,9 @@ def main(said: bytes = b"") -> None:
     while True:
         *lines, said = said.split(b"\n")
         for line in lines:
-            notes.update(json.loads(line))
+            # A note that did not fit into a full pipe was cut. The next one has all facts again.
+            with suppress(ValueError):
+                notes.update(json.loads(line))
         if not (piece := os.read(fd, 4096)):
             break
         said += piece

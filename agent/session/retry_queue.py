@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
-from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, TimedOut, Unavailable
+from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, OwnLimit, Rejected, TimedOut, Unavailable
 
 FIRST_BACKOFF_S = 0.02
 # A store that is there and does not answer in time has too much to do: all nodes of a large job ask at once. An agent
@@ -115,7 +115,8 @@ class RetryQueue:
             cause = error.__cause__ if is_heads else error
             is_late = isinstance(cause, TimedOut)
             is_slow = isinstance(cause, TimedOut) and not cause.is_silent
-            self._post(StoreAway(str(error), is_heads, is_slow, is_heads and error.is_silent))
+            is_own = isinstance(error, OwnLimit)
+            self._post(StoreAway(str(error), is_heads, is_slow, is_heads and error.is_silent, is_own))
             least_s = FIRST_BACKOFF_S
             most_s = SLOW_BACKOFF_MAX_S if is_late and not self._was_reached else self._backoff_max_s
         self._renewal_wanted |= lane is _Lane.RENEWAL

@@ -43,6 +43,23 @@ class ExitReader:
         group.failures[local_rank] = failure
         return WorkerExited(group.generation, local_rank, code, failure, end, told)
 
+    def parent_killed(self, group: WorkerGroup, parent: Failure) -> Failure:
+        """The failure of the workers' parent process, killed by SIGKILL. They were killed with it, and are noted so."""
+        for link in group.links.values():
+            link.read()
+        parent = replace(
+            parent,
+            code=-signal.SIGKILL,
+            progressed=group.progressed or group.has_used_store or group.lasted or None,
+            step=max(map(_step, group.links.values()), default=-1),
+            lived_s=max(map(group.lived_s, group.pids)),
+        )
+        group.failures[parent.local_rank] = parent
+        for local_rank, pid in group.pids.items():
+            if local_rank not in group.failures:
+                group.failures[local_rank] = self._failure(group, local_rank, pid, -signal.SIGKILL)
+        return parent
+
     def asked(self, group: WorkerGroup, local_rank: int, sender: int, signum: int) -> WorkerAsked:
         """The event of a signal that a worker, or `sender`, a process that it has started, sent to its parent.
 
@@ -113,6 +130,7 @@ class ExitReader:
             own_code=crash_file.exit_code() if crash_file else None,
             progressed=_progressed(link),
             raised=link is not None and link.raised,
+            lost=link.lost if link else None,
             refused=link.refused if link else "",
             step=_step(link),
             lived_s=group.lived_s(local_rank),
@@ -126,7 +144,8 @@ class ExitReader:
         )
 
     def _place(self, group: WorkerGroup, local_rank: int, pid: int) -> Place:
-        return Place(group.generation, group.node_id, self._host, group.rank(local_rank), local_rank, pid)
+        rank, world_size = group.rank(local_rank), group.table.world_size
+        return Place(group.generation, group.node_id, self._host, rank, local_rank, pid, world_size)
 
     def word_of_kernel(self, pid: int, group: WorkerGroup | None) -> str:
         """What the kernel says about the SIGKILL of this process, with the numbers as they are now.

@@ -26,8 +26,9 @@ _FORK_S = 0.05
 _PATIENCE_S = 10.0
 # Nothing tells who has sent a SIGKILL.
 _KILLED_PARENT = (
-    "it is the parent process of this node's ranks: look for a rank that kills its parent (os.kill(os.getppid(),"
-    " SIGKILL)), and for who else may have sent it SIGKILL"
+    "the fork server is the parent process of this node's ranks: a script that ends the job by killing its parent"
+    " (os.kill(os.getppid(), SIGKILL)) should send SIGTERM, or exit with a code of its own; else look for who may have"
+    " sent it SIGKILL"
 )
 
 
@@ -251,4 +252,7 @@ class ForkServerMonitor:
             failure = replace(failure, advice=MORE_MEMORY.format(limit=""))
         elif kind is FailureKind.TEMPLATE_LOST and message.endswith(signal.SIGKILL.name):
             failure = replace(failure, advice=_KILLED_PARENT)
+            # Before that it was nobody's parent.
+            if (group := self._current.of(generation)) and group.pids:
+                failure = self._exits.parent_killed(group, failure)
         self._reporter.post(ServiceLost(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))

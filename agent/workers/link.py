@@ -24,9 +24,11 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
+from elaunch.agent.core.failures import Raised
 from elaunch.agent.core.messages import GroupBroken, Message, PeerFailed, ShowStacks, StopAtStepBoundary
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.wire import descriptors
+from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.agent.workers.step_times import StepTimes
 from elaunch.records import dataclass, field
 from elaunch.rendezvous.codec import parse_json
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
 # The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
-_TEXT_MAX = 2000
+_TEXT_MAX, _NAME_MAX = 2000, 100
 _STEP_END = 1 << 63
 # Marks of one worker that go to the timeline. The Keeper makes two.
 _MARKS_MAX = 16
@@ -62,10 +64,11 @@ class Link:
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group, `unused` are the modules
     of DEFAULT_PRELOAD that it has not imported; both are None until the program has ended. `threads` are the names of
-    its threads that were no daemons then. `refused` is why it cannot
-    do what is asked of it, if it has said so. `notes` are sentences for the log, `marks` are for the timeline, of which
-    `marks_left` are still taken. `news` are events for the agent's core. `recorder` asks the worker about its
-    collectives, while it has a process group.
+    its threads that were no daemons then. `left_s` is when it has left its newest process group, `lost` the error by
+    which it has lost a peer of that group. `refused` is why it cannot do what is asked of it, if it has
+    said so. `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still taken.
+    `news` are events for the agent's core. `recorder` asks the worker about its collectives, while it has a process
+    group.
     """
 
     generation: int
@@ -80,6 +83,8 @@ class Link:
     reached_store: bool | None = None
     unused: frozenset[str] | None = None
     threads: tuple[str, ...] = ()
+    left_s: float = 0.0
+    lost: Raised | None = None
     refused: str = ""
     notes: list[str] = field(default_factory=list)
     marks: list[StartMark] = field(default_factory=list)
@@ -161,13 +166,20 @@ class Link:
                 self.news.append(WorkerSaved(*where, step))
             case {"event": "stopped", "step": int(step)}:
                 self.news.append(WorkerStopped(*where, step))
+            case {"event": "error", "call": str(call), "exception": str(exception), "message": str(text)}:
+                if is_peer_lost(exception, text):
+                    self.lost = Raised(exception, _plain(text), "", "", call=_plain(call)[:_NAME_MAX])
             case {"event": "refused", "reason": str(reason)}:
                 self.refused = _plain(reason)
             case {"event": "note", "text": str(text)}:
                 self.notes.append(_plain(text))
+            case {"event": "left", "monotonic_s": float(said_s)}:
+                self.left_s = said_s
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
                 if self.reached_store is None:
-                    self.news.append(WorkerRaised(*where) if raised else WorkerReturned(*where))
+                    ended_s = message.get("monotonic_s")
+                    over_s = self.left_s or (ended_s if isinstance(ended_s, float) else time.monotonic())
+                    self.news.append(WorkerRaised(*where, over_s) if raised else WorkerReturned(*where, over_s))
                 self.raised, self.reached_store = raised, reached_store
                 unused = message.get("unused")
                 names = message.get("threads")
@@ -178,6 +190,7 @@ class Link:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
         for fd in descriptors(ancillary):
             self.forget_recorder()
+            self.left_s, self.lost = 0.0, None
             # Imported here: the agent starts sooner without.
             from elaunch.agent.workers.flight_recorder import FlightRecorder
 

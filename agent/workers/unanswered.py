@@ -20,7 +20,7 @@ from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial
+from elaunch.rendezvous.http.dial import dial, is_silence
 from elaunch.rendezvous.http.resolve import resolve
 
 # A connection that is unanswered in two looks is worth a line.
@@ -33,6 +33,11 @@ _TRY_S = 2.0
 _SYN_SENT = "02"
 _NO_ANSWER, REFUSED = "no answer", "refused"
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def look_every_s(age_s: float) -> float:
+    """The pause between two looks at workers of that age. Nothing tells when a program without torch is connected."""
+    return min(max(LOOK_EVERY_S, age_s * LOOK_EVERY_S / _AFTER_GROUP_S), _TRY_EVERY_S_MAX)
 
 
 class Unanswered:
@@ -55,7 +60,7 @@ class Unanswered:
         is_past = len(group.recorders) == group.slots and now_s - group.started_s > _AFTER_GROUP_S
         if now_s < self._look_at_s or self._is_said or self._is_busy or is_past or len(group.table.seats) < 2:
             return
-        self._look_at_s = now_s + LOOK_EVERY_S
+        self._look_at_s = now_s + look_every_s(now_s - group.started_s)
         seen = frozenset(connecting(group.pids))
         lasting, self._before = seen & self._before, seen
         # Without a process group somewhere, a worker may be on its way to rank 0.
@@ -65,7 +70,10 @@ class Unanswered:
         if is_due:
             self._try_at_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _TRY_EVERY_S_MAX)
         if is_certain or is_due:
-            self._is_busy = bool(start_thread(lambda: self._find(group, lasting, is_to_try=is_to_try), "elaunch-reach"))
+            # Before the start: the thread may end before this one goes on.
+            self._is_busy = True
+            if not start_thread(lambda: self._find(group, lasting, is_to_try=is_to_try), "elaunch-reach"):
+                self._is_busy = False
 
     def _find(self, group: WorkerGroup, lasting: frozenset[tuple[int, Endpoint]], *, is_to_try: bool) -> None:
         try:
@@ -160,7 +168,8 @@ def why_not(master: Endpoint) -> str:
     except TimeoutError:
         return _NO_ANSWER
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        # Not this agent's own trouble, as too many open files: the worker may have none.
+        return (error.strerror or str(error)).lower() if is_silence(error) else ""
     return ""
 
 

@@ -24,7 +24,7 @@ from elaunch.agent.core.actions import (
 )
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
-from elaunch.agent.core.failures import killer_of, with_tail
+from elaunch.agent.core.failures import killer_of, last_lines, with_tail
 from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
@@ -329,6 +329,8 @@ class Workers:
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
                 killer = killer_of([*group.failures.values()], tails, spoke_at)
+                if parent := next((f for f in group.failures.values() if f.is_killed_parent), None):
+                    tails[parent.local_rank] = last_lines(parent, tails, spoke_at, group.rank(0))
                 if killer:
                     failures[killer.local_rank] = killer
                 # Those that lost a peer are explained only if there is no other.

@@ -34,7 +34,7 @@ from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
-from elaunch.rendezvous.store import Denied, Store, StoreError, Unavailable
+from elaunch.rendezvous.store import Denied, OwnLimit, Store, StoreError, Unavailable
 from elaunch.rendezvous.types import host_of
 
 _OF_NO_JOB = (JobState.ENDED, JobState.GONE)
@@ -85,7 +85,8 @@ class StoreSource:
             self._store.check()
         except StoreError as error:
             self._store.close()
-            away = f"the job's store at {self._where} does not answer: " if isinstance(error, Unavailable) else ""
+            is_away = isinstance(error, Unavailable) and not isinstance(error, OwnLimit)
+            away = f"the job's store at {self._where} does not answer: " if is_away else ""
             raise SiteError(f"{away}{error}") from None
 
     def snapshot(self) -> Snapshot:

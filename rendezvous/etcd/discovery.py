@@ -22,6 +22,7 @@ from elaunch.rendezvous.store import (
     Denied,
     HeadAway,
     HistoryLost,
+    OwnLimit,
     Store,
     StoreError,
     Txn,
@@ -172,7 +173,7 @@ class FoundStore:
         try:
             return call(self._store)
         except Unavailable as error:
-            if not self._is_ours:
+            if not self._is_ours or isinstance(error, OwnLimit):
                 raise
             away = HeadAway(f"the job's store, which {self._endpoint.host} serves, does not respond: {error}")
             away.is_silent = error.is_silent and self._is_heads

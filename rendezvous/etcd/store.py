@@ -19,6 +19,7 @@ from elaunch.rendezvous.store import (
     Answer,
     Denied,
     HistoryLost,
+    OwnLimit,
     Rejected,
     StoreError,
     TimedOut,
@@ -262,7 +263,8 @@ def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
     # If one member denies and another is away, the denial may be that one member's fault.
     if any(isinstance(error, Rejected) for error in kinds):
         return Rejected(reasons)
-    away = (TimedOut if all(isinstance(error, TimedOut) for error in kinds) else Unavailable)(reasons)
+    same = (kind for kind in (TimedOut, OwnLimit) if all(isinstance(error, kind) for error in kinds))
+    away = next(same, Unavailable)(reasons)
     away.is_silent = all(isinstance(error, Unavailable) and error.is_silent for error in kinds)
     return away
 

@@ -19,8 +19,19 @@ _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
 
 
+# What says that a host, or the network to it, is silent. EACCES is a firewall's "administratively prohibited" in IPv6.
+_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES}
+# A host without IPv6 refuses its addresses at once. That says nothing of the same name's other addresses.
+_WITHOUT_IPV6 = {errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
+
+
 class NoAnswer(TimeoutError):
     """The time is over, and no address has answered: neither accepted nor refused."""
+
+
+def is_silence(error: OSError) -> bool:
+    """Whether the other host was silent. Else it has refused, or this host has opened no connection at all."""
+    return isinstance(error, NoAnswer) or error.errno in _SILENT
 
 
 def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.socket:
@@ -28,11 +39,13 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
 
     The next address is tried if one has refused, or is silent for a moment; earlier tries go on meanwhile (RFC 8305).
     If all addresses are silent, they are tried again, so a lost packet costs only a moment. The socket does not block.
-    Raises the first OSError if all have failed, a refusal before all others: it proves that the host is up.
+    Raises an OSError if all have failed. A refusal goes before all others: it proves that the host is up. Silence goes
+    last: an error of this host, as too many open files, says nothing of the other.
     """
     untried = deque(dict.fromkeys(addresses))
     tries: dict[int, tuple[socket.socket, HostAddress]] = {}
     errors: list[OSError] = []
+    no_ipv6: list[OSError] = []
     poll = select.poll()
     try:
         while untried or tries:
@@ -41,7 +54,8 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
                 try:
                     begun = _begin(address)
                 except OSError as error:
-                    errors.append(error)
+                    is_no_ipv6 = address[0] == socket.AF_INET6 and error.errno in _WITHOUT_IPV6
+                    (no_ipv6 if is_no_ipv6 else errors).append(error)
                     continue
                 tries[begun.fileno()] = begun, address
                 poll.register(begun, select.POLLOUT)
@@ -64,15 +78,17 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
             if not ready and not untried:
                 untried.extend(dict.fromkeys(address for _, address in tries.values()))
     except TimeoutError:
-        raise TimeoutError("timed out") if _refusals(errors) else NoAnswer("timed out") from None
+        most = _telling([*errors, NoAnswer("timed out")])
+        raise TimeoutError("timed out") if isinstance(most, ConnectionRefusedError) else most from None
     finally:
         for tried, _ in tries.values():
             tried.close()
-    raise (_refusals(errors) or errors or [OSError("it has no address")])[0]
+    raise _telling(errors or no_ipv6 or [OSError("it has no address")])
 
 
-def _refusals(errors: Sequence[OSError]) -> list[OSError]:
-    return [error for error in errors if isinstance(error, ConnectionRefusedError)]
+def _telling(errors: Sequence[OSError]) -> OSError:
+    """The error that says most about the other host, or about this one."""
+    return min(errors, key=lambda error: (not isinstance(error, ConnectionRefusedError), is_silence(error)))
 
 
 def _begin(address: HostAddress) -> socket.socket:

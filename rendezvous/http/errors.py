@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import ssl
 
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.dial import NoAnswer
+from elaunch.rendezvous.http.dial import NoAnswer, is_silence
 from elaunch.rendezvous.http.response import Garbled, NotHttp
-from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
+from elaunch.rendezvous.shortage import shortage
+from elaunch.rendezvous.store import Denied, OwnLimit, StoreError, TimedOut, Unavailable
 
 # OpenSSL's names of the alerts by which a server rejects the client's certificate.
 _CLIENT_ALERTS = ("CERTIFICATE_REQUIRED", "BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_UNKNOWN", "CERTIFICATE_EXPIRED")
@@ -30,7 +33,7 @@ def connection_error(error: OSError | Garbled, endpoint: Endpoint, waited: str, 
         case ssl.SSLError():
             return _tls(error, endpoint, hint)
         case socket.gaierror():
-            return _silent(Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}"))
+            return Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}")
         case NoAnswer():
             return _silent(TimedOut(f"no answer from {endpoint} within {waited}"))
         case TimeoutError():
@@ -41,8 +44,15 @@ def connection_error(error: OSError | Garbled, endpoint: Endpoint, waited: str, 
             return Unavailable(f"{endpoint} refuses connections: nobody listens there")
         case ConnectionError():
             return Unavailable(f"{endpoint} ended the connection")
-        case _:
+        case _ if is_silence(error):
             return _silent(Unavailable(f"{endpoint} cannot be reached: {error.strerror or error}"))
+        case _ if why := shortage(error):
+            running = f", or prlimit --pid {os.getpid()} --nofile=4096" if error.errno == errno.EMFILE else ""
+            return OwnLimit(why + running)
+        case _:
+            ports = " (are all local ports in use? ss -s; sysctl net.ipv4.ip_local_port_range)"
+            hint = ports if error.errno == errno.EADDRNOTAVAIL else ""
+            return OwnLimit(f"this host opens no connection to {endpoint}: {error.strerror or error}{hint}")
 
 
 def _silent(error: Unavailable) -> Unavailable:

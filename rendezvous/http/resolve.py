@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from functools import lru_cache
@@ -33,7 +34,7 @@ _lock = threading.Lock()
 def resolve(host: str, port: int, wait_s: float) -> list[HostAddress]:
     """The stream addresses of `host`. If the resolver does not answer in time: the result of an earlier call.
 
-    Raises socket.gaierror if there is no such result either.
+    Raises socket.gaierror if there is no such result either, another OSError if this process has no thread for it.
     """
     if numeric := _numeric(host, port):
         return numeric
@@ -41,8 +42,12 @@ def resolve(host: str, port: int, wait_s: float) -> list[HostAddress]:
         lookup = _pending.get((host, port))
         if lookup is None or not lookup.is_alive():
             lookup = _pending[host, port] = _Lookup(host, port)
-            lookup.start()
-    lookup.join(max(wait_s, 0))
+            try:
+                lookup.start()
+            except RuntimeError as error:
+                lookup.error = OSError(errno.EAGAIN, str(error))
+    if lookup.ident:
+        lookup.join(max(wait_s, 0))
     if found := _known.get((host, port)):
         return found
     raise lookup.error or socket.gaierror(socket.EAI_AGAIN, f"no word from the resolver within {wait_s:.3g} s")

@@ -34,6 +34,12 @@ _AS_LONG_SHARE = 0.1
 _AWAITED, _TOO = ", while ", ", and so "
 # Signals by which native code ends a process: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
 _CRASHES = (-4, -6, -7, -8, -11)
+# EX_TEMPFAIL of <sysexits.h>: the program asks for another try.
+_TRY_AGAIN = 75
+# What a shell exits with if a signal has ended its command: 128 and the signal's number.
+_OF_SIGNALS = range(129, 193)
+# A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
+_TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
 # A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
 _START_S = 60.0
 
@@ -73,7 +79,7 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     """The record of a rank that ended by itself, with the ranks in `failures` that waited for it."""
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
-        return early
+        return _beside_another_exit(early, failures)
     # Imported here: a healthy job never needs it.
     from elaunch.rendezvous.texts import listed
 
@@ -84,7 +90,20 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
     which = f"rank{'s' if len(named) > 1 else ''} {shown}"
-    return replace(early, message=f"{said}{_AWAITED}{which} waited{where},")
+    # A record names those that had an error when it was written; our signal may end the others before they have one.
+    more = " (perhaps others too)" if len(named) + 1 < early.world_size else ""
+    return replace(early, message=f"{said}{_AWAITED}{which} waited{where}{more},")
+
+
+def _beside_another_exit(exited: Failure, failures: Sequence[Failure]) -> Failure:
+    """The record of an exit; if a rank of another node exited with another code, with that: no clock compares them."""
+    others = (f for f in failures if f.kind is exited.kind is FailureKind.EXIT_CODE and f.node_id != exited.node_id)
+    other = next((f for f in others if f.code != exited.code), None)
+    if other is None:
+        return exited
+    said = exited.message.partition(_AWAITED)[0]
+    beside = f"rank {other.rank} exited with code {other.code} (which came first is not known),"
+    return replace(exited, message=f"{said}{_AWAITED}{beside}")
 
 
 def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
@@ -111,7 +130,11 @@ def identical(one: Failure, other: Failure) -> bool:
     """Whether two failures are the same error in the same place; numbers and addresses may differ."""
     if one.kind is FailureKind.ENDED_EARLY:
         return other.kind is one.kind and other.rank == one.rank
-    return one.kind.counts_as_identical and (one.code or 0) > 0 and alike(one, other)
+    if (one.kind, one.code) == (FailureKind.EXIT_CODE, _TRY_AGAIN):
+        return False
+    # A rank that printed an exception may have been killed then.
+    has_ended = one.kind is FailureKind.EXCEPTION or (one.code or 0) > 0
+    return one.kind.counts_as_identical and has_ended and alike(one, other)
 
 
 def alike(one: Failure, other: Failure) -> bool:
@@ -144,6 +167,24 @@ def crashes_again(one: Failure, other: Failure) -> bool:
     is_same = one.code in _CRASHES and one.frame and (one.code, one.frame) == (other.code, other.frame)
     if not is_same or _without_addresses(one.traceback) != _without_addresses(other.traceback):
         return False
+    return _came_as_far(one, other)
+
+
+def exits_again(one: Failure, other: Failure) -> bool:
+    """Whether two ranks exited with the same code and the same last line, soon after their start, before a step."""
+    if one.kind is not FailureKind.EXIT_CODE or not identical(one, other) or one.code in _OF_SIGNALS:
+        return False
+    words = _last_line(one.tail)
+    is_same = words and words == _last_line(other.tail) and not _OF_SURROUNDINGS.search(words)
+    return bool(is_same) and max(one.step, other.step) < 0 and _came_as_far(one, other)
+
+
+def _last_line(tail: str) -> str:
+    lines = [line.strip() for line in tail.splitlines()]
+    return _without_numbers(next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), ""))
+
+
+def _came_as_far(one: Failure, other: Failure) -> bool:
     if one.step >= 0 or other.step >= 0:
         return one.step == other.step
     return max(one.lived_s, other.lived_s) <= _START_S and _lived_as_long(one, other)
@@ -214,6 +255,18 @@ def judge(
         return GiveUp("what it creates exists already, in the second try too, so another one would end the same way")
     if earlier and crashes_again(failure, earlier):
         return GiveUp("it crashed in the same call twice in a row, so another try would end the same way")
+    if earlier and exits_again(failure, earlier):
+        return GiveUp(
+            "it exited with the same code and the same last line twice in a row, soon after its start, so another try"
+            " would end the same way"
+        )
+    is_killed_again = earlier and earlier.is_killed_parent and failure.is_killed_parent
+    if earlier and is_killed_again and (not has_progressed or _came_as_far(failure, earlier)):
+        return GiveUp(
+            f"the ranks' parent process was killed by SIGKILL in generations {generation - 1} and {generation}, and the"
+            " job came no further in between; the kernel does not record the sender, but another try would end the"
+            " same way"
+        )
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
     if not is_elsewhere and all_failed_alike(failures[generation], world_size):

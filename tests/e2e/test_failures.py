@@ -516,6 +516,26 @@ raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
 """
 
 
+# The peers catch the error of their collective and print nothing; they are gone before the rank that left.
+CATCHES = """
+import atexit, os, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if os.environ["RANK"] == "1":
+    atexit.register(time.sleep, 0.5)
+    print("ERROR: shard 17 not found", file=sys.stderr)
+    dist.destroy_process_group()
+    sys.exit(7)
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError:
+    os._exit(1)
+"""
+
+
 class TestFirstCause:
     """A survivor's "connection reset by peer" is never reported as the cause of the job's failure."""
 
@@ -532,6 +552,17 @@ class TestFirstCause:
         assert "  exitcode  : 7 (pid" in _report(job)
         assert "    ERROR: shard 17 not found\n" in _report(job)
         assert "Next step" not in _report(job), "the advice about uneven loops is for exit code 0"
+
+    def test_a_peer_that_catches_the_error_and_exits_is_not_the_cause(
+        self, tmp_path: Path, torch_start: SharedStart
+    ) -> None:
+        script(tmp_path, CATCHES)
+
+        options = (*torch_start.options, "--nproc-per-node", "3", "--max-restarts", "0")
+        job = finished(tmp_path, *options, "train.py", env=torch_start.env)
+
+        said = r"^rank 1 .* exited with code 7, while ranks 0 and 2 waited in all_reduce, in generation 0\.$"
+        assert re.search(said, _report(job), re.MULTILINE), job.output
 
     @pytest.mark.parametrize("way", CAUSES)
     def test_an_exception_or_a_word_about_a_lost_peer_gives_way(

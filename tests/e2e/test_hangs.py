@@ -201,7 +201,8 @@ def test_ranks_whose_programs_have_ended_are_named_with_what_keeps_their_process
         job.process.send_signal(signal.SIGTERM)
         job.wait()
 
-    ended = r"^elaunch: the program of rank {} \(pid \d+ on \S+\) ended \d+ s ago, but its process has not exited: {}"
+    which = r"^elaunch: the program of rank {} \(pid \d+ on \S+\)"
+    ended = rf"{which} ended at least \d+ s ago, but its process has not exited: {{}}"
     thread = r"Python waits for its thread 'Thread-1 \(watch_forever\)', which sleeps \(watch_forever, train\.py:\d+\);"
     assert re.search(ended.format(1, thread), job.stderr, re.MULTILINE), job.stderr
     assert re.search(ended.format(2, r"it sleeps \(clean_up, train\.py:\d+\)$"), job.stderr, re.MULTILINE), job.stderr

@@ -70,9 +70,10 @@ RULES = (
         pattern=regex(r"Unable to find (?:address for|interface for|interface):? ?(?P<name>[^\s\"]*)"),
     ),
     CauseRule(
-        "a rank's address at which nothing listens",
-        "nothing listens at {address}: that rank has ended, or a file of init_method='file://…' still has the addresses"
-        " of an earlier run; remove it before the start, or use 'env://'",
+        "a rank's address that refuses connections",
+        "{address} refuses connections: that rank has ended, a firewall refuses its port (open all ports between the"
+        " nodes), or a file of init_method='file://…' still has the addresses of an earlier run; remove it before the"
+        " start, or use 'env://'",
         pattern=regex(r"connectFullMesh failed[^\n]{0,400}Connection refused, remote=(?P<address>[][0-9a-f.:]{1,64})"),
     ),
     CauseRule(

@@ -7,10 +7,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from elaunch.agent.linux import Readiness, catches, children, end_of, has_pidfd, is_pending, is_stopped, state
+from tests.descriptors import opened
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
 _WAITS = """
@@ -81,6 +83,22 @@ def test_what_a_process_would_do_with_a_signal_shows_at_one_look() -> None:
         assert (seen.catches(signal.SIGTERM), seen.ends_by(signal.SIGTERM)) == (False, True)
         process.communicate(timeout=DEADLINE_S)
     assert Readiness.of(process.pid).state == ""
+
+
+def test_where_no_thread_can_wait_for_a_child_the_caller_learns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.delattr(os, "pidfd_open")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    has_pidfd.cache_clear()
+    before = opened()
+    try:
+        with pytest.raises(OSError, match="no thread can be started"):
+            end_of(os.getpid())
+    finally:
+        has_pidfd.cache_clear()
+    assert opened() == before
 
 
 @pytest.mark.parametrize("how", ["pidfd", "no pidfd"])

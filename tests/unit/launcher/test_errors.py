@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.errors import UsageError, shortage, tidy
+from elaunch.launcher.errors import UsageError, tidy
 from elaunch.launcher.options.argv import normalise
 from elaunch.launcher.options.commands import COMMANDS
 from elaunch.launcher.report_page.command import parse
 from elaunch.launcher.watch.command import read
 from tests.harness import COMMAND, environment
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (BlockingIOError(errno.EAGAIN, "unavailable"), "may start no more processes or threads here"),
-        (RuntimeError("can't start new thread"), "may start no more processes or threads here"),
-        (OSError(errno.EMFILE, "many"), f"ulimit -n is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"),
-        (OSError(errno.ENFILE, "many"), "this host may open no more files"),
-        (MemoryError(), "no more memory for elaunch itself"),
-        (OSError(errno.ENOMEM, "no"), "no more memory for elaunch itself"),
-    ],
-)
-def test_what_the_host_does_not_give_is_a_sentence_with_the_limit(error: BaseException, words: str) -> None:
-    assert words in (shortage(error) or "")
 
 
 def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
@@ -42,13 +25,6 @@ def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
     shown = [tidy(path) for path in ("./../x", "b//c/./d", "./run.sh", f"/{tmp_path}/a/../x", "../link/../x")]
 
     assert shown == ["../x", "b/c/d", "./run.sh", f"{tmp_path}/x", "../link/../x"]
-
-
-def test_other_errors_are_not_taken_for_a_shortage() -> None:
-    # A full pipe, as Python says it: the third argument is how much was written.
-    assert shortage(BlockingIOError(errno.EAGAIN, "write could not complete without blocking", 3)) is None
-    assert shortage(FileNotFoundError(errno.ENOENT, "no", "file")) is None
-    assert shortage(RuntimeError("a bug")) is None
 
 
 def test_what_click_says_is_one_sentence() -> None:

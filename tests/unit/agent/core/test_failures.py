@@ -15,9 +15,11 @@ import pytest
 from elaunch.agent.core.explain import explained
 from elaunch.agent.core.failures import (
     Place,
+    Raised,
     Remains,
     failure_of,
     killer_of,
+    last_lines,
     parse_record,
     parse_traceback,
     with_tail,
@@ -87,7 +89,7 @@ def test_an_exception_whose_process_the_agent_ended_on_its_way_out_has_pythons_e
     ended = failure_of(PLACE, Remains(code, error_record=record, raised=True), f"signal {-code}", 1.5)
 
     assert (ended.kind, ended.exception, ended.code) == (FailureKind.EXCEPTION, "ValueError", shown)
-    assert identical(ended, replace(ended, generation=3)) is (shown > 0), "the second time ends the job"
+    assert identical(ended, replace(ended, generation=3)), "the second time ends the job"
 
 
 def test_a_traceback_that_was_printed_before_a_signal_does_not_hide_the_signal() -> None:
@@ -140,6 +142,19 @@ def test_a_rank_that_prints_an_exception_and_kills_only_itself_says_so() -> None
     assert killer.message == "printed ValueError: bad batch 17 just before it was killed by SIGKILL"
 
 
+def test_an_exception_that_was_printed_just_before_the_ranks_parent_was_killed_is_the_cause() -> None:
+    parent = replace(killed(-1), kind=FailureKind.TEMPLATE_LOST, message="the fork server was killed by SIGKILL")
+    tails, spoke_at = {0: "epoch 3\nstep 7", 1: f"epoch 3\n{PRINTED}", 2: "long ago\n"}, {0: 1.4, 1: 1.45, 2: -60.0}
+
+    killer = killer_of([parent, killed(0), killed(1)], tails, spoke_at)
+
+    assert killer
+    assert killer.rank == 1
+    assert killer.message.endswith("bad batch 17 just before the ranks' parent process was killed by SIGKILL")
+    assert killer_of([parent, killed(0)], tails, spoke_at) is None
+    assert last_lines(parent, tails, spoke_at, first_rank=4) == "[4] step 7\n[5] ValueError: bad batch 17\n"
+
+
 @pytest.mark.parametrize(
     ("first", "tail", "spoke_at"),
     [
@@ -161,6 +176,22 @@ def test_a_printed_exception_that_has_nothing_to_do_with_a_kill_is_no_cause(
     first: Failure, tail: str, spoke_at: float
 ) -> None:
     assert killer_of([first, killed(1)], {1: tail}, {0: 1.4, 1: spoke_at}) is None
+
+
+def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though_it_printed_nothing() -> None:
+    lost = Raised("RuntimeError", "[a/pair.cc:553] Connection closed by peer [::1]:7. More", "", "", call="all_reduce")
+    said = "lost a peer in all_reduce (RuntimeError: Connection closed by peer [::1]:7) and"
+
+    caught = failure_of(PLACE, Remains(1, lost=lost), "", 1.5)
+
+    whole = with_tail(caught, "bye\n", reached_store=None)
+
+    assert (whole.kind, whole.call) == (FailureKind.PEER_LOST, "all_reduce")
+    assert whole.message == f"{said} exited with code 1"
+    record = record_of("TrainingFailed", "see the log")
+    raised = failure_of(PLACE, Remains(1, error_record=record, lost=lost, raised=True), "", 1.5)
+    assert (raised.kind, raised.call) == (FailureKind.PEER_LOST, "all_reduce")
+    assert raised.message == f"{said} raised TrainingFailed: see the log"
 
 
 @pytest.mark.parametrize("code", [1, 3, 255])

@@ -30,7 +30,7 @@ def why(stack: Stack, *names: str) -> str:
     first, out = lingering_words([stack], {stack.rank: names}, "node-a", 60.0, "night")
     assert out == "to end the job now: elaunch stop night"
     head, _, kept = first.partition(" not exited: ")
-    assert head == "the program of rank 1 (pid 4001 on node-a) ended 60 s ago, but its process has"
+    assert head == "the program of rank 1 (pid 4001 on node-a) ended at least 60 s ago, but its process has"
     return kept
 
 
@@ -69,9 +69,8 @@ def test_ranks_that_the_same_keeps_are_one_line() -> None:
 
     line, _ = lingering_words(stacks, {}, "node-a", 60.0, "night")
 
-    assert line.startswith(
-        "the program of ranks 0–5 (pids 4000, 4001, 4002, 4003, … on node-a) ended 60 s ago, but their processes have"
-    )
+    who = "the program of ranks 0–5 (pids 4000, 4001, 4002, 4003, … on node-a)"
+    assert line.startswith(f"{who} ended at least 60 s ago, but their processes have")
     assert lingering_words([], {}, "node-a", 60.0, "night") == ()
 
 
@@ -117,6 +116,18 @@ def test_ranks_that_wait_for_one_whose_program_has_ended_hang_whatever_its_threa
 
     assert "rank 1 on node-a reached the end of the program, while ranks 0, 2 wait in all_reduce" in said(driver)
     assert [action.local_rank for action in driver.all_acted if isinstance(action, Blame)] == [1]
+
+
+@pytest.mark.parametrize(("left", "times"), [(JOIN, 1), (SLEEPS, 0)], ids=["joins threads", "runs"])
+def test_programs_that_report_no_end_are_named_once_by_their_stacks(left: tuple[Frame, ...], times: int) -> None:
+    """As with --no-python."""
+    driver = watching(restarts=True)
+    stacks = (ended(0, *JOIN, threads=(WATCH,)), ended(1, *JOIN), ended(2, *left))
+
+    samples(driver, 70, dict.fromkeys(ALL, IDLE), stacks)
+
+    assert named(driver) == [frozenset(ALL)] * times
+    assert any(isinstance(action, Blame) for action in driver.all_acted) is (not times), "work that is done comes again"
 
 
 def test_processes_that_all_outlive_their_programs_are_no_hang() -> None:

@@ -146,6 +146,22 @@ def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
         assert "while ranks 0 and 2 waited for it," in driver.outcome.failure.message
 
 
+def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_read() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.happen(WorkerReturned(0, 0, over_s=7.5))
+    driver.happen(WorkerReturned(0, 1, over_s=7.4))
+
+    held = driver.exits(0, 1)
+    driver.exits(1, 7)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert held == []
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
+
+
 @pytest.mark.parametrize("code", [7, -KILL])
 def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(code: int) -> None:
     driver = started(replace(SPEC, max_restarts=0))

@@ -241,6 +241,22 @@ def test_workers_go_on_while_the_heads_host_answers_though_its_store_does_not() 
     assert isinstance(second.agent.phase, Running)
 
 
+def test_workers_go_on_while_this_agent_cannot_open_a_connection() -> None:
+    _, second = pair()
+    second.happen(StoreBack())
+    second.happen(SILENT)
+    second.now_s += 1
+    second.happen(StoreAway("elaunch may open no more files", is_own=True))
+    second.now_s += TIMES.store_timeout_s
+    second.happen(Tick())
+    said = second.said
+    second.happen(StoreBack())
+
+    assert isinstance(second.agent.phase, Running)
+    assert said == "the store cannot be asked: elaunch may open no more files; trying again; the workers go on"
+    assert second.said.startswith("the store can be asked again after ")
+
+
 def test_a_head_that_was_silent_and_refuses_then_was_restarted_and_has_lost_its_ranks() -> None:
     _, second = pair()
     second.happen(StoreBack())

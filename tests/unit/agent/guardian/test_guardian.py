@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -21,7 +22,7 @@ import pytest
 from elaunch.agent.guardian import cgroup, guardian
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, remove_abandoned_cgroups, sweep
-from elaunch.agent.linux import thread_call
+from elaunch.agent.linux import is_stopped, thread_call
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -534,6 +535,41 @@ def test_the_guardian_imports_when_it_is_woken_and_waits_for_the_agents_end_then
 def test_the_guardian_that_was_not_woken_cleans_up_all_the_same(spawned: Spawned) -> None:
     guard = GuardianClient((), {})
     mine = spawned.pid(READY, markers=guard.marker)
+
+    guard.finish()
+
+    wait_until_gone(mine)
+
+
+def test_a_note_that_was_cut_keeps_the_guardian_from_nothing(spawned: Spawned) -> None:
+    guard = GuardianClient((), {})
+    mine = spawned.pid(READY, markers=guard.marker)
+    os.kill(guard.pid, signal.SIGSTOP)
+    wait_for(lambda: is_stopped(guard.pid), "the guardian's stop")
+    # More than the pipe holds, of which the kernel takes a part. It takes a part of the next, too, after a read.
+    for _ in range(10):
+        guard.note(timeline="x" * 20_000)
+
+    os.kill(guard.pid, signal.SIGCONT)
+    wait_for(lambda: thread_call(guard.pid, guard.pid)[0] == "poll", "the guardian to read all")
+    guard.note(generation=0, workers=1)
+    guard.finish()
+
+    assert guard._process.returncode == 0
+    wait_until_gone(mine)
+
+
+def test_where_a_guardian_cannot_be_replaced_the_agent_cleans_up_itself(spawned: Spawned) -> None:
+    guard = GuardianClient((), {})
+    mine = spawned.pid(READY, markers=guard.marker)
+    os.kill(guard.pid, signal.SIGKILL)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            guard.restart()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     guard.finish()
 

@@ -8,7 +8,16 @@ import pytest
 
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
 from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, RetryQueue
-from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, Rejected, StoreError, TimedOut, Unavailable
+from elaunch.rendezvous.store import (
+    Denied,
+    HeadAway,
+    HistoryLost,
+    OwnLimit,
+    Rejected,
+    StoreError,
+    TimedOut,
+    Unavailable,
+)
 
 BACKOFF_MAX_S = 0.5
 AWAY = Unavailable("no route")
@@ -155,6 +164,15 @@ def test_a_head_of_whose_host_nothing_is_heard_is_away_and_silent(is_heads: bool
 
     # Not slow: its host would at least accept a connection.
     assert bench.events[0] == StoreAway(str(error), is_heads=True, is_silent=is_heads)
+
+
+def test_what_this_agent_lacks_is_not_the_heads_silence() -> None:
+    bench = Bench()
+    bench.requests.add(bench.request("first", OwnLimit("no more files")))
+
+    bench.run()
+
+    assert bench.events == [StoreAway("no more files", is_own=True), StoreBack()]
 
 
 def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> None:

@@ -160,8 +160,8 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
     says(worker, event="stopped", step=7)
     says(worker, event="saving", step=8)
     says(worker, event="saved", step=8)
-    says(worker, event="ended", raised=True, reached_store=True)
-    says(worker, event="ended", raised=True, reached_store=True)
+    says(worker, event="ended", raised=True, reached_store=True, monotonic_s=2.5)
+    says(worker, event="ended", raised=True, reached_store=True, monotonic_s=2.5)
     link.read()
 
     assert link.take_news() == [
@@ -169,7 +169,7 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
         WorkerStopped(4, 0, 7),
         WorkerSaving(4, 0, 8),
         WorkerSaved(4, 0, 8),
-        WorkerRaised(4, 0),
+        WorkerRaised(4, 0, 2.5),
     ]
     assert link.take_news() == []
     assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
@@ -228,11 +228,34 @@ def test_a_program_cannot_fill_the_timeline_with_marks(pair: tuple[Link, socket.
 
 def test_that_a_program_ended_without_an_exception_is_news_once(pair: tuple[Link, socket.socket]) -> None:
     link, worker = pair
-    says(worker, event="ended", raised=False, reached_store=False)
-    says(worker, event="ended", raised=False, reached_store=False)
+    says(worker, event="left", monotonic_s=1.5)
+    says(worker, event="ended", raised=False, reached_store=False, monotonic_s=2.5)
+    says(worker, event="ended", raised=False, reached_store=False, monotonic_s=2.5)
     link.read()
 
-    assert link.take_news() == [WorkerReturned(4, 0)]
+    assert link.take_news() == [WorkerReturned(4, 0, over_s=1.5)]
+
+
+def test_an_error_of_a_collective_that_tells_of_a_lost_peer_counts_until_the_next_group(
+    pair: tuple[Link, socket.socket],
+) -> None:
+    link, worker = pair
+    error = {"event": "error", "call": "all_reduce", "exception": "RuntimeError"}
+    says(worker, **error, message="tensors must be contiguous")
+    link.read()
+    assert link.lost is None
+
+    says(worker, **error, message="[pair.cc:553] Connection closed by peer [::1]:7")
+    link.read()
+    assert link.lost
+    assert (link.lost.call, link.lost.exception) == ("all_reduce", "RuntimeError")
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(worker, [b'{"event": "recorder"}\n'], [theirs.fileno()])
+        link.read()
+    assert link.lost is None
+    link.forget_recorder()
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,23 @@ def test_a_host_that_refuses_at_one_address_has_answered(
     assert not isinstance(late.value, NoAnswer)
 
 
+def test_an_error_of_this_host_is_not_hidden_by_silence_nor_by_ipv6_that_it_does_not_have(
+    listeners: list[Listener],
+) -> None:
+    listeners[0].fall_silent()
+    # The kernel has no route for TCP to a multicast address: as to every IPv6 address on a host without IPv6.
+    no_ipv6: HostAddress = (socket.AF_INET6, ("ff02::1", 9, 0, 0))
+
+    # No kernel has a stream socket of packets.
+    own: HostAddress = (socket.AF_PACKET, ())
+
+    for others in ([no_ipv6], [listeners[0].address], [NOWHERE]):
+        with pytest.raises(OSError, match=r"Socket type not supported|not permitted"):
+            dial([*others, own], Deadline(0.5).left)
+    with pytest.raises(NoAnswer):
+        dial([no_ipv6, listeners[0].address], Deadline(0.5).left)
+
+
 def test_a_name_without_an_address_is_an_error() -> None:
     with pytest.raises(OSError, match="no address"):
         dial([], Deadline(DEADLINE_S).left)

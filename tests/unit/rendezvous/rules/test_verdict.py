@@ -239,6 +239,92 @@ def test_another_error_is_not_the_same_one(other: Failure) -> None:
     assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
 
 
+PARENT = replace(
+    KILLED, kind=FailureKind.TEMPLATE_LOST, rank=-1, message="the fork server was killed by SIGKILL", lived_s=9.0
+)
+PARENT_LATER = replace(PARENT, progressed=True)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "kind"),
+    [
+        (PARENT, replace(PARENT, lived_s=30.0), GiveUp),
+        (PARENT_LATER, replace(PARENT_LATER, lived_s=8.0), GiveUp),
+        (replace(PARENT_LATER, step=7, lived_s=900.0), replace(PARENT_LATER, step=7), GiveUp),
+        (PARENT_LATER, replace(PARENT_LATER, lived_s=30.0), Restart),
+        (replace(PARENT_LATER, lived_s=90.0), replace(PARENT_LATER, lived_s=90.0), Restart),
+        (replace(PARENT_LATER, step=7), replace(PARENT_LATER, step=8), Restart),
+        (KILLED, PARENT, Restart),
+        # By the kernel, for lack of memory.
+        (PARENT, replace(PARENT, code=None), Restart),
+    ],
+)
+def test_a_parent_process_that_is_killed_twice_without_progress_is_not_started_a_third_time(
+    one: Failure, other: Failure, kind: type[Restart] | type[GiveUp]
+) -> None:
+    decision = decide({1: [one], 2: [other]})
+
+    assert isinstance(decision, kind)
+    assert kind is Restart or "by SIGKILL in generations 1 and 2" in decision.reason
+
+
+NO_CONFIG = replace(
+    RAISED,
+    kind=FailureKind.EXIT_CODE,
+    code=3,
+    message="exited with code 3",
+    exception="",
+    frame="",
+    tail="epoch 0\n2026-11-28 19:05 ERROR: config missing\n[rank1]:[W1128 19:05:18.1 P.cpp:1] not destroyed\n",
+    progressed=True,
+    lived_s=4.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, GiveUp),
+        ({"rank": 1, "tail": "2026-11-28 19:07 ERROR: config missing\n"}, GiveUp),
+        ({"code": 4, "message": "exited with code 4"}, Restart),
+        ({"tail": "ERROR: disk full\n"}, Restart),
+        ({"lived_s": 9.0}, Restart),
+    ],
+    ids=["same", "another rank", "code", "line", "later"],
+)
+def test_the_same_exit_code_with_the_same_last_line_soon_after_the_start_is_not_tried_a_third_time(
+    changes: dict[str, object], kind: type[Restart] | type[GiveUp]
+) -> None:
+    other = replace(NO_CONFIG, **changes)  # type: ignore[arg-type]
+
+    assert isinstance(decide({1: [NO_CONFIG], 2: [other]}), kind)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tail": "[W1128 19:05:18.1 ProcessGroup.cpp:1] not destroyed\n"},
+        {"tail": "ERROR: data server: connection refused\n"},
+        {"step": 4},
+        {"lived_s": 90.0},
+        {"code": 75, "message": "exited with code 75"},
+        {"code": 75, "message": "exited with code 75", "progressed": False},
+        {"code": 137, "message": "exited with code 137"},
+    ],
+    ids=["no line", "a network", "a step", "long", "EX_TEMPFAIL", "EX_TEMPFAIL at once", "a shell's word of a signal"],
+)
+def test_an_exit_code_that_may_be_another_one_next_time_is_tried_again(changes: dict[str, object]) -> None:
+    exited = replace(NO_CONFIG, **changes)  # type: ignore[arg-type]
+
+    assert isinstance(decide({1: [exited], 2: [exited]}), Restart)
+
+
+def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:
+    printed = replace(RAISED, code=-9, message="printed ValueError: bad batch 17 just before it was killed by SIGKILL")
+
+    assert isinstance(decide({1: [printed], 2: [printed]}), GiveUp)
+
+
 def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was() -> None:
     left = replace(RAISED, kind=FailureKind.DEBUGGER, progressed=True)
 
@@ -324,15 +410,38 @@ def test_ranks_that_were_killed_at_once_are_all_named() -> None:
     assert alike(KILLED, both), "which of them are recorded is chance"
 
 
-def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
-    left = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
+LEFT = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
 
-    named = decisive_failure([replace(PEER, call="all_reduce"), left])
+
+def test_of_two_exit_codes_on_two_nodes_none_is_known_to_be_the_first() -> None:
+    caught = replace(LEFT, code=1, message="exited with code 1", node_id="b", rank=3)
+
+    named = decisive_failure([caught, LEFT])
+
+    assert named.message == "exited with code 1, while rank 0 exited with code 7 (which came first is not known),"
+    assert identical(named, caught)
+    assert decisive_failure([replace(caught, node_id="a"), LEFT]).message == "exited with code 1", "one node knows"
+    assert decisive_failure([replace(caught, code=7), LEFT]).message == "exited with code 1"
+
+
+def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
+    named = decisive_failure([replace(PEER, call="all_reduce"), LEFT])
 
     assert named.message == "exited with code 7, while rank 3 waited in all_reduce,"
     both = decisive_failure([named, replace(PEER, rank=5, call="all_reduce")])
     assert both.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce,"
-    assert identical(named, replace(left, generation=2))
+    assert identical(named, replace(LEFT, generation=2))
+
+
+def test_ranks_of_which_nothing_is_known_may_have_waited_too() -> None:
+    left = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
+    lost = [replace(PEER, call="all_reduce"), replace(PEER, rank=5, call="all_reduce")]
+
+    all_three, of_five = (decisive_failure([replace(left, world_size=size), *lost]) for size in (3, 5))
+
+    assert all_three.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce,"
+    assert of_five.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce (perhaps others too),"
+    assert identical(all_three, of_five)
 
 
 MADE = replace(RAISED, exception="FileExistsError", message="raised FileExistsError: [Errno 17] File exists: 'runs/1'")

@@ -101,7 +101,7 @@ EXCEPTIONS = [
     ("RuntimeError", "[enforce fail at ../third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find"
      " address for: eth9", "GLOO_SOCKET_IFNAME"),
     ("RuntimeError", "Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR:"
-     " Connection refused, remote=[127.0.0.1]:31121$0", "nothing listens at [127.0.0.1]:31121: that rank has ended, or a file"),
+     " Connection refused, remote=[127.0.0.1]:31121$0", "[127.0.0.1]:31121 refuses connections: that rank has ended, a firewall"),
     ("FileExistsError", "[Errno 17] File exists: 'runs/exp1'", "ELAUNCH_GENERATION"),
     ("torch.distributed.DistStoreError", "Timed out after 61 seconds waiting for clients. 2/4 clients joined.", "only 2 of 4"),
     ("torch.distributed.DistStoreError", "wait timeout after 3000ms, keys: /default_pg/0//cpu//0/2", "leave rank= and"),

@@ -1,0 +1,90 @@
+"""Errors of a connection: which are the other host's silence, and which this host's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from elaunch.agent.workers import unanswered
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
+from elaunch.rendezvous.http.errors import connection_error
+from elaunch.rendezvous.store import OwnLimit, Unavailable
+from tests.harness import DEADLINE_S, RUN_LIMIT_S
+
+HEAD = Endpoint("127.0.0.1", 2379)
+SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES)
+OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EPERM)
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def connected() -> ClientConnection:
+    return ClientConnection(HEAD, Trust(), Deadline(DEADLINE_S))
+
+
+@pytest.mark.parametrize("number", [*SILENT, *OWN, errno.ECONNREFUSED, errno.ECONNRESET])
+def test_only_silence_is_silence(number: int) -> None:
+    error = connection_error(OSError(number, os.strerror(number)), HEAD, "1 s", "")
+
+    assert isinstance(error, Unavailable)
+    assert error.is_silent == (number in SILENT)
+    assert isinstance(error, OwnLimit) == (number in OWN)
+
+
+def test_a_process_that_may_open_no_more_files_has_a_sentence_of_its_own() -> None:
+    with no_more_files(), pytest.raises(OwnLimit, match=r"^elaunch may open no more files \(ulimit -n is 3\)"):
+        connected()
+
+
+def test_a_process_that_may_start_no_more_threads_has_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+    with pytest.raises(OwnLimit, match="may start no more processes or threads here"):
+        ClientConnection(Endpoint("never.asked.test", 2379), Trust(), Deadline(DEADLINE_S))
+
+
+def test_a_port_is_not_called_closed_by_an_agent_that_may_open_no_more_files() -> None:
+    with no_more_files():
+        assert unanswered._why_not(HEAD) == ""
+
+
+LACKS = """
+import resource
+from elaunch.agent.needed_later import import_all
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
+from elaunch.rendezvous.store import OwnLimit
+
+import_all()
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+try:
+    ClientConnection(Endpoint("127.0.0.1", 2379), Trust(), Deadline(1))
+except OwnLimit as error:
+    print(error)
+"""
+
+
+def test_the_first_error_of_an_agent_needs_no_file_for_its_sentence() -> None:
+    said = subprocess.run([sys.executable, "-c", LACKS], capture_output=True, text=True, timeout=RUN_LIMIT_S)
+
+    assert said.stdout.startswith("elaunch may open no more files"), said.stderr
