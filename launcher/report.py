@@ -33,12 +33,13 @@ _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
 def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bool = False) -> str:
-    """The text at the end of a run; empty after a success without restarts or logs.
+    """The text at the end of a run; empty after a success without restarts. The log's first line has named `logs`.
 
     `is_incomplete` says that part of the output is missing in `logs`.
     """
     lacks = ", incomplete: some of it could not be written" if is_incomplete else ""
-    where = f"elaunch: the workers' output is in {logs}{lacks}\n{_as_page(logs)}" if logs else ""
+    where = f"elaunch: the workers' output is in {logs}{lacks}\n" if logs and lacks else ""
+    page = f"elaunch: the run as a page: elaunch report {shlex.quote(str(logs))}\n" if logs and not lacks else ""
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
             used = f"elaunch: succeeded, {_restarts(outcome)}\n" if outcome.restarts else ""
@@ -48,13 +49,9 @@ def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bo
         case OutcomeKind.REFUSED:
             return f"elaunch: {outcome.reason}\n"
         case OutcomeKind.UNKNOWN:
-            return f"elaunch: {outcome.reason}; exit code {outcome.exit_code}\n{where}"
+            return f"elaunch: {outcome.reason}; exit code {outcome.exit_code}\n{where}{page}"
         case OutcomeKind.FAILED:
-            return _failed(outcome, spec, logs, lacks) + (_as_page(logs) if logs else "")
-
-
-def _as_page(logs: Path) -> str:
-    return f"elaunch: the run as a page: elaunch report {shlex.quote(str(logs))}\n"
+            return _failed(outcome, spec, logs, lacks) + page
 
 
 def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.early_ends import report_ends
 from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
@@ -70,8 +71,12 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
     agent = replace(agent, progressed=event.progressed)
     agent, actions, then = _complete(agent, clearing, event)
     if event.hidden:
-        # It may be about a lost peer.
-        agent, said = say_after_cause(agent, Say(event.hidden))
+        # The tracebacks are no news where the log says why the generation ended.
+        own, number, ended = agent.last_failure, clearing.table.generation, agent.snapshot.ended
+        opened = agent.snapshot.generation
+        is_over = (opened and opened.number > number) or (ended and ended.failure)
+        level: Level = "debug" if is_over or (own and own.generation == number) else "info"
+        agent, said = say_after_cause(agent, Say(event.hidden, level))
         actions = (*said, *actions)
     if then:
         agent, more = exit_with(agent, then)

@@ -13,6 +13,7 @@ from elaunch.records import replace
 from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.excluding import exclusion_of
+from elaunch.rendezvous.rules.forming import CAUSE
 from elaunch.rendezvous.rules.roles import role_sizes
 from elaunch.rendezvous.rules.seating import newcomers_of
 from elaunch.rendezvous.types import OutcomeKind, RankTable, host_of
@@ -73,11 +74,19 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
     name = _name_of_job(agent) if running.is_first else ""
     logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""
-    started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{table.reason}{name}){logs}")
+    reason, _, cause = table.reason.partition(CAUSE)
+    reason = reason if _has_named(agent, cause) else table.reason
+    started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{reason}{name}){logs}")
     crowded = _crowded(agent.me.host, table) if running.is_first else ()
     differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
     return agent, (started, *crowded, *differ, Spawn(table, group_rank))
+
+
+def _has_named(agent: Agent, cause: str) -> bool:
+    """Whether the log has a line about the failure of that worker, which may since have been explained further."""
+    own = agent.last_failure
+    return cause.partition(")")[0] in [each.partition(")")[0] for each in (agent.named, own.sentence if own else "")]
 
 
 def _roles(table: RankTable) -> str:

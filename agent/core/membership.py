@@ -96,7 +96,9 @@ def say_wait(agent: Agent, now_s: float) -> Step:
     """Say what is waited for, where that takes long, and what to type on the nodes that do not come."""
     waiting, actions = agent.waiting, tuple[Action, ...]()
     if waiting.due_s is not None and now_s >= waiting.due_s:
-        only_here = f"; {agent.only_here}" if agent.only_here and waiting.said_s < 0 else ""
+        # Nodes that ran together have found each other.
+        have_met = agent.table_seen[0] >= 0 or waiting.said_s >= 0
+        only_here = f"; {agent.only_here}" if agent.only_here and not have_met else ""
         actions = (Say(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info"),)
         waiting = replace(waiting, due_s=None, said_s=now_s)
     if waiting.invite_s is not None and now_s >= waiting.invite_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elaunch.agent.core.actions import Commit
 from elaunch.agent.core.events import RestartOrdered, Signalled
-from elaunch.agent.core.phases import Clearing, Exited, Finished, Running, Stopping
+from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.agent.core.signals import SHELL_BASE, SIGINT
 from elaunch.agent.core.state import Agent, Step
 from elaunch.records import dataclass
@@ -44,15 +44,19 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
         return None, OrderAnswer(False, why)
     if is_away:
         return None, OrderAnswer(False, "the job's store is away, and without it no generation can be opened")
-    if not isinstance(phase, (Running, Finished)) or snapshot.current_table is None:
-        generation = f"generation {snapshot.generation.number}" if snapshot.generation else "the first generation"
+    opened, table = snapshot.generation, snapshot.current_table
+    # What joins has no workers, and those of other nodes run: it is a spare, or waits for its seat.
+    if not isinstance(phase, (Joining, Running, Finished)) or opened is None or table is None:
+        generation = f"generation {opened.number + bool(table)}" if opened else "the first generation"
         return None, OrderAnswer(False, f"no workers run now: {generation} is about to start")
-    number = phase.table.generation + 1
+    number = opened.number + 1
     return RestartOrdered(), OrderAnswer(True, f"{job}: all workers stop, and start again as generation {number}")
 
 
-def restart(agent: Agent, _: Running | Finished, _event: RestartOrdered, _now_s: float) -> Step:
+def restart(agent: Agent, _: Joining | Running | Finished, _event: RestartOrdered, _now_s: float) -> Step:
     """Open a new generation on all nodes; it is not counted against the budget."""
+    if agent.snapshot.current_table is None:
+        return agent, ()
     return agent, (
         Commit(transactions.open_restart(agent.snapshot, f"elaunch restart was received by {agent.me.host}")),
     )

@@ -42,8 +42,8 @@ class LinkWords:
     Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
     have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
     step boundary at which all ranks stop, those in `saving` save after a failure. The programs of those in `over_s`, at
-    those times, have ended before anybody asked them to end: by an exception, or as those in `returned`, which the
-    agent knew at the times in `returned_s`.
+    those times, have ended before anybody asked them to end: by an exception, or as those in `returned_s`, at the times
+    at which the agent knew.
     """
 
     hearing: frozenset[int] = frozenset()
@@ -51,7 +51,6 @@ class LinkWords:
     to_failure: frozenset[int] = frozenset()
     stopped: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
-    returned: frozenset[int] = frozenset()
     returned_s: tuple[tuple[int, float], ...] = ()
     over_s: tuple[tuple[int, float], ...] = ()
 
@@ -59,6 +58,10 @@ class LinkWords:
     def over(self) -> list[int]:
         """Those whose programs have ended, in the order in which they left their group."""
         return [rank for rank, _ in sorted(self.over_s, key=lambda each: each[1])]
+
+    @property
+    def returned(self) -> frozenset[int]:
+        return frozenset(rank for rank, _ in self.returned_s)
 
     def exiting(self, now_s: float) -> frozenset[int]:
         """Those whose programs have ended just now: their exit status is about to come. Others linger."""
@@ -222,7 +225,8 @@ class Stopping:
         if held and held.failure and running.is_broken:
             failures = (held.failure,)
         # A process that lingers is signalled like any other.
-        words = replace(running.words, returned=running.words.exiting(now_s))
+        exiting, returned_s = running.words.exiting(now_s), running.words.returned_s
+        words = replace(running.words, returned_s=tuple(each for each in returned_s if each[0] in exiting))
         due_s, ends = now_s + grace_s, running.ends
         return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
 

@@ -137,7 +137,7 @@ def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s
     """Note that it ends by itself: its peers may notice that before its process is gone, which a thread may keep."""
     rank, words, held, after_s = event.local_rank, running.words, running.held, agent.times.hang_after_s
     returned_s, over_s = (*words.returned_s, (rank, now_s)), (*words.over_s, (rank, event.over_s))
-    words = replace(words, returned=words.returned | {rank}, returned_s=returned_s, over_s=over_s)
+    words = replace(words, returned_s=returned_s, over_s=over_s)
     if held and held.effects:
         held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
     running = replace(running, words=words, held=held)
@@ -426,7 +426,9 @@ def _awaits_exit(
     before = over[: over.index(rank)] if rank in over and not is_lost else over
     if any(each.kind is not FailureKind.ENDED_EARLY for each in told):
         return None
-    if told or rest.live & running.words.exiting(now_s) & {*before} - running.words.stopped:
+    # On a full disk no rank that raised has a record.
+    leaving = running.words.exiting(now_s) | {rank for rank, _ in rest.leaving_s if not is_lost}
+    if told or rest.live & leaving & {*before} - running.words.stopped:
         return now_s + EXIT_S
     is_unexplained = is_lost and rest.live and not running.ends
     # On several nodes it is rather a rank of another one, whose agent waits for this word.

@@ -159,8 +159,8 @@ class Agent:
     for the job. `store_gone` says how the store that this host served has ended, for good. By `last_failure` this
     node's last failed generation is judged; it has all of its output. `logs` is the run's folder in the user's log
     folder, if there is one. `mismatch` is the last table's, which the log has; `unsaid` are lines that the log has not
-    yet. `invitation` and `only_here` are as in `AgentConfig`. All
-    times are of this host's monotonic clock.
+    yet; `named` is the last failure on another node that it has instead of such lines. `invitation` and `only_here` are
+    as in `AgentConfig`. All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -185,6 +185,7 @@ class Agent:
     logs: str = ""
     mismatch: str = ""
     unsaid: Unsaid | None = None
+    named: str = ""
     invitation: str = ""
     only_here: str = ""
 

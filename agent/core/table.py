@@ -144,7 +144,7 @@ ROWS: tuple[Row[Any], ...] = (
     Row(Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
     Row(Signalled,
         leaving.signalled, running.signalled, stopping.signalled, clearing.signalled, leaving.signalled),
-    Row(RestartOrdered, FORMING, orders.restart, FORMING, FORMING, orders.restart),
+    Row(RestartOrdered, orders.restart, orders.restart, FORMING, FORMING, orders.restart),
     Row(Tick, outage.tick, running.tick, stopping.tick, clearing.tick, outage.tick),
 )
 # fmt: on

@@ -46,8 +46,11 @@ def bound_by(cpus: Collection[int]) -> str:
     now = os.sched_getaffinity(0)
     if now == cpus:
         return ""
-    named = ", ".join(f"{name}={os.environ[name]}" for name in _BINDING if name in os.environ)
-    return f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{named and f' ({named})'}"
+    named = {name: os.environ[name] for name in _BINDING if name in os.environ}
+    by = ", ".join(f"{name}={value}" for name, value in named.items())
+    done = f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{by and f' ({by})'}"
+    faster = f"; without {' and '.join(named)} it is fast" if named else ""
+    return f"{done}; with --no-preload this line is not printed{faster}"
 
 
 def cuda_is_on() -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import cache
 
 _BEGIN = b"Traceback (most recent call last):"
+# A script that Python cannot compile has no frame, and so no such line.
+_UNCOMPILED = re.compile(rb"^  File \".*\", line \d+$", re.MULTILINE)
 # A traceback that ends with a KeyboardInterrupt, and what joins it to the one before it. torch.distributed puts the
 # rank before each line.
 _INTERRUPT = re.compile(
@@ -99,7 +101,8 @@ def _whole() -> re.Pattern[bytes]:
     plain = rb"^%b%b(?:%b^%b%b)*" % (begin, body, joint, begin, body)
     group = rb"  \+ Exception Group %b" % begin
     prefixed = rb"^\[rank\d+\]: (?:%b|%b)(?:^\[rank\d+\]: .*(?:\n|\Z))*" % (begin, group)
-    return re.compile(rb"%b|%b|^%b%b" % (prefixed, plain, group, frames), re.MULTILINE)
+    uncompiled = rb'^  File ".*", line \d+\n%b%b' % (frames, raised)
+    return re.compile(rb"%b|%b|^%b%b|%b" % (prefixed, plain, group, frames, uncompiled), re.MULTILINE)
 
 
 def _parts(traceback: bytes) -> tuple[bytes, bytes]:
@@ -138,6 +141,8 @@ class TracebackFold:
         shown = b""
         if not self._held:
             begin = data.find(_BEGIN)
+            if begin < 0 and b'  File "' in data and (found := _UNCOMPILED.search(data)):
+                begin = found.start()
             if begin < 0:
                 return data
             line = data.rfind(b"\n", 0, begin) + 1
@@ -149,7 +154,7 @@ class TracebackFold:
     def look(self, now_s: float) -> bytes:
         """What is shown now that `due_s` has passed."""
         rest = self._without_interrupts()
-        is_no_news = _BEGIN not in rest or self._judge(rest.decode(errors="replace"))
+        is_no_news = self._judge(rest.decode(errors="replace")) if _BEGIN in rest else not _UNCOMPILED.search(rest)
         wait_s = {None: _WHOLE_S, True: _END_S, False: 0.0}[is_no_news]
         if now_s >= self._since_s + wait_s:
             return self._release()

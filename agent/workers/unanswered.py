@@ -31,7 +31,7 @@ _TRY_EVERY_S_MAX = 60.0
 _AFTER_GROUP_S = 120.0
 _TRY_S = 2.0
 _SYN_SENT = "02"
-_NO_ANSWER, _REFUSED = "no answer", "refused"
+_NO_ANSWER, REFUSED = "no answer", "refused"
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -79,11 +79,11 @@ class Unanswered:
         try:
             master = Endpoint(group.table.master_addr, group.table.master_port)
             to_master = frozenset(rank for rank, remote in lasting if remote.port == master.port)
-            why = _why_not(master) if is_to_try or to_master else ""
+            why = why_not(master) if is_to_try or to_master else ""
             if group is self._group:
                 self._is_reached |= is_to_try and not why
                 # The node of rank 0 may start its workers later than this one, or just be losing them.
-                is_first, self._was_refused = why == _REFUSED and not self._was_refused, why == _REFUSED
+                is_first, self._was_refused = why == REFUSED and not self._was_refused, why == REFUSED
                 why = "" if is_first else why
             if to_master and why:
                 self._say(group, to_master, master, why)
@@ -157,14 +157,14 @@ def _address(digits: str) -> str:
     return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
 
 
-def _why_not(master: Endpoint) -> str:
+def why_not(master: Endpoint) -> str:
     """Why no connection to that port is possible now; empty if one is, or if nothing is known."""
     try:
         dial(resolve(master.host, master.port, _TRY_S), Deadline(_TRY_S).left).close()
     except socket.gaierror:
         return ""
     except ConnectionRefusedError:
-        return _REFUSED
+        return REFUSED
     except TimeoutError:
         return _NO_ANSWER
     except OSError as error:

@@ -29,11 +29,13 @@ RESOLVER_VARIABLE, _SOONER = "RES_OPTIONS", "timeout:1 attempts:2"
 _RESOLVE_S = 1.0
 
 
-def socket_variables(address: str, environ: Mapping[str, str], say: Callable[[str], None]) -> dict[str, str]:
+def socket_variables(
+    address: str, environ: Mapping[str, str], say: Callable[[str], None], *, verbose: bool
+) -> dict[str, str]:
     """The variables that tell gloo and RPC of the interface of `address`, if they would not find it or wait for long.
 
     And one that has the resolver give up sooner, if it does not answer c10d's question in time. The user's own in
-    `environ` stay.
+    `environ` stay. What costs no time, as Debian's 127.0.1.1, is no news if not `verbose`.
     """
     # Both questions at once.
     asked_s = time.monotonic()
@@ -45,7 +47,7 @@ def socket_variables(address: str, environ: Mapping[str, str], say: Callable[[st
     if found:
         interface, why = found
         variables = dict.fromkeys(unset, interface)
-        if VARIABLE in unset:
+        if VARIABLE in unset and (verbose or is_loopback(address)):
             say(f"{VARIABLE}={interface} is set for the workers: {why}")
     c10d.join(max(0.0, asked_s + _RESOLVE_S - time.monotonic()))
     if c10d.is_alive() and RESOLVER_VARIABLE not in environ:

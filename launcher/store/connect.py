@@ -66,7 +66,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
 
     plan = planned.plan
     if plan.is_alone:
-        network = socket_variables("127.0.0.1", os.environ, say)
+        network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
         return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
     _check_node_rank_0(options, plan)
     _check_head_host(options, planned)
@@ -86,7 +86,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             store_of(plan, say),
             True,
             address,
-            socket_variables(_numeric_address(address, planned, say), os.environ, say),
+            socket_variables(_numeric_address(address, planned, say), os.environ, say, verbose=options.verbose),
             served,
             offer,
             way_of(plan),

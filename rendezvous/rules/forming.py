@@ -59,6 +59,8 @@ class Formation:
 
 
 NO_FORMATION = Formation()
+# In a table's reason: what comes after it is the sentence of a failure.
+CAUSE = "; the cause: "
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _decide(
 
 def _said_of_cause(generation: Generation, cause: Failure) -> str:
     """The cause in words if it is not the failure that opened the generation, which every node has told already."""
-    return "" if cause.node_id == generation.node_id else f"; the cause: {cause.sentence}"
+    return "" if cause.node_id == generation.node_id else f"{CAUSE}{cause.sentence}"
 
 
 def _failed(snapshot: Snapshot, before: RankTable, terms: Terms, reason: str, failure: Failure | None) -> Outcome:
@@ -309,6 +311,9 @@ def _await_nodes(
     prefix = snapshot.keys.prefix
     where = "" if prefix == PREFIX else f" under etcd_prefix={prefix}"
     roles = () if seating.is_plain else seating.lacking or seating.vacant
+    gone = _lost_since(snapshot, snapshot.table, generation) if snapshot.table else []
+    cause = loss_of(gone) if gone else generation.cause if generation.kind is OpenKind.LEAVE else ""
+    why = cause and f"; {cause}"
     if now_s < due_s:
         needed = f"{terms.nodes_min}" if terms.nodes_min == terms.nodes_max else f"at least {terms.nodes_min}"
         are = "is" if here == 1 else "are"
@@ -316,7 +321,7 @@ def _await_nodes(
         if roles:
             others = ", which no other node has" if seating.lacking else f"; {what}"
             what = f"a node with the role {_or(roles)}{others}"
-        waiting = f"{what} (gives up after {times.join_timeout_s:g} s)"
+        waiting = f"{what} (gives up after {times.join_timeout_s:g} s){why}"
         return Formed(formation, wake_s=due_s, waiting=waiting)
     table = snapshot.table
     found = f"{here} of {terms.nodes_min} nodes were here{where} after {times.join_timeout_s:g} s"
@@ -329,7 +334,7 @@ def _await_nodes(
         way_out = "start a node with that role" + ("" if seating.lacking else ", lower --nnodes")
     outcome = Outcome(
         OutcomeKind.FAILED,
-        f"{found}; {way_out}, or raise --rdzv-conf join_timeout=SECONDS",
+        f"{found}{why}; {way_out}, or raise --rdzv-conf join_timeout=SECONDS",
         generation.number,
         table.restarts if table else 0,
         terms.max_restarts,

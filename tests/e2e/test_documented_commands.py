@@ -43,7 +43,7 @@ HERE = {
     "elaunch --max-restarts 0 --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --on-hang restart --log-dir logs --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --hang-timeout 120 --nproc-per-node 2 train.py": "rank 1 of 2",
-    "elaunch --nproc-per-node 2 --log-dir logs train.py": "the workers' output is in",
+    "elaunch --nproc-per-node 2 --log-dir logs train.py": "; output in ",
     "elaunch --log-format json --nproc-per-node 2 train.py": '"stream": "stdout", "text": "rank 1 of 2"',
     "elaunch report logs": "succeeded after",
     "elaunch report --json logs": '"outcome": "succeeded"',

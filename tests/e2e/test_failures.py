@@ -316,6 +316,7 @@ class TestStartUp:
 
         assert job.code == 1, job.output
         assert f"raised {error}" in _report(job)
+        assert len(re.findall(rf"^(?:\[\d\]|   ) {re.escape(error)}", job.stderr, re.MULTILINE)) == 1, job.stderr
         assert "generation 1" not in job.stderr
         assert "0 of 3 restarts used" in job.stderr
 

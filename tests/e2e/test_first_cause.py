@@ -44,7 +44,8 @@ if GENERATION == 0:
 dist.all_reduce(torch.tensor([1]))
 dist.destroy_process_group()
 """
-OPTIONS = ("--preload-only", "torch.distributed", "--failure-grace", "300")
+# Without --verbose, the log of a failure that is explained does not name who lost a peer.
+OPTIONS = ("--verbose", "--preload-only", "torch.distributed", "--failure-grace", "300")
 
 
 # The agents wait so long for the cause that no machine is too slow to tell it.

@@ -151,14 +151,13 @@ class TestAllReduce:
     def test_its_start_is_one_line_about_what_runs_and_where_its_output_is(
         self, reduced: Job, reduced_in: Path, world: int
     ) -> None:
-        first, *report = [line for line in reduced.stderr.splitlines() if line.startswith("elaunch: ")]
+        # Where an import takes long, a line says so.
+        said = re.sub(r"^elaunch: importing .*\n", "", reduced.stderr, flags=re.MULTILINE)
+        first, *report = [line for line in said.splitlines() if line.startswith("elaunch: ")]
         started = rf"elaunch: generation 0: {world} workers? \(the job starts\); output in ({reduced_in}/logs/\S+)"
 
-        assert (folder := re.fullmatch(started, first)), first
-        assert report == [
-            f"elaunch: the workers' output is in {folder[1]}",
-            f"elaunch: the run as a page: elaunch report {folder[1]}",
-        ]
+        assert re.fullmatch(started, first)
+        assert report == []
 
     def test_torch_sees_an_elastic_launch_whose_store_the_agent_hosts(self, reduced: Job, world: int) -> None:
         assert [worker["elastic"] for worker in records(reduced, "reduced")] == [True] * world

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
+from elaunch.agent.workers.unanswered import REFUSED, why_not
 from elaunch.launcher.doctor.facts import AddressFacts, NameFacts, NamesFacts, PortFacts, StoreFacts
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.network.gloo import gloo_interface, interface_of
@@ -30,7 +31,6 @@ from elaunch.rendezvous.store import Denied, Store, StoreError
 _REQUESTS = 20
 _RESOLVE_S = 2.0
 _DIAL_S = 2.0
-_PEER_S = 1.0
 # A prefix under which nobody writes.
 _NOTHING = "/elaunch-nothing/"
 # Each look at the store's clock, a quarter of a second after the one before, narrows down when its second begins.
@@ -95,21 +95,9 @@ def _with_peer(facts: PortFacts, plan: RendezvousPlan, wanted: Sequence[int]) ->
     if not found or any(can_be_bound(address) or is_loopback(address) for address in found):
         return facts
     tried = tuple(dict.fromkeys([*wanted[:1], *wanted[-1:], *random.sample(range(*facts.ephemeral), 2)]))
-    silent = {port: why for port in tried if (why := _silence(host, port))}
+    # A refusal is an answer.
+    silent = {port: why for port in tried if (why := why_not(Endpoint(host, port))) not in ("", REFUSED)}
     return replace(facts, peer=host, tried=tried, silent=tuple(silent), why=next(iter(silent.values()), ""))
-
-
-def _silence(host: str, port: int) -> str:
-    """Why that port answers neither by a connection nor by a refusal; empty if it does."""
-    try:
-        dial(resolve(host, port, _RESOLVE_S), Deadline(_PEER_S).left).close()
-    except ConnectionRefusedError:
-        return ""
-    except TimeoutError:
-        return "no answer"
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _listens(family: int, place: tuple[object, ...], port: int) -> str:

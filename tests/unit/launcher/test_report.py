@@ -211,18 +211,21 @@ def test_a_success_after_restarts_says_how_many() -> None:
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.SUCCEEDED, OutcomeKind.INTERRUPTED])
-def test_kept_output_is_named_however_a_run_ended(kind: OutcomeKind) -> None:
-    assert "/logs/job_1" in report(Outcome(kind, "done", 0, 0, 3, signum=2), SPEC, Path("/logs/job_1"))
+def test_a_folder_that_the_logs_first_line_has_named_is_not_named_again(kind: OutcomeKind) -> None:
+    assert "/logs/job_1" not in report(Outcome(kind, "done", 0, 0, 3, signum=2), SPEC, Path("/logs/job_1"))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OutcomeKind if kind is not OutcomeKind.REFUSED])
-def test_kept_output_that_lacks_something_is_said_to(kind: OutcomeKind) -> None:
+def test_kept_output_that_lacks_something_is_said_to_and_no_page_of_it_is_offered(kind: OutcomeKind) -> None:
     outcome = replace(FAILED, kind=kind)
 
     lacking, whole = (report(outcome, SPEC, Path("/logs/job_1"), is_incomplete) for is_incomplete in (True, False))
 
     assert "/logs/job_1, incomplete: some of it could not be written\n" in lacking
+    assert "elaunch report" not in lacking
     assert "incomplete" not in whole
+    is_failure = kind in (OutcomeKind.FAILED, OutcomeKind.UNKNOWN)
+    assert whole.endswith("elaunch: the run as a page: elaunch report /logs/job_1\n") == is_failure
 
 
 def test_a_node_that_does_not_fit_the_job_says_why_and_names_no_output_for_it_had_none() -> None:

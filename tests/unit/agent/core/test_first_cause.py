@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.events import Tick, WorkerExited
+from elaunch.agent.core.events import Signalled, Tick, WorkerExited
 from elaunch.agent.core.first_cause import WAIT_S
 from elaunch.agent.core.phases import Exited, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import Failure, FailureKind
-from tests.unit.agent.driver import SPEC, START_S, TERM, TWO, Driver, cleared, failure, pair, settle
+from tests.unit.agent.driver import INT, SPEC, START_S, TERM, TWO, Driver, cleared, failure, pair, settle
 
+PAIR = "6 workers on 2 nodes"
 LOST, RAISED = FailureKind.PEER_LOST, FailureKind.EXCEPTION
 
 
@@ -32,8 +33,13 @@ def is_cleared(driver: Driver, *local_ranks: int) -> None:
 
 
 def lines(driver: Driver) -> list[str]:
-    """The log of generation 0 since its workers ran."""
-    return [a.text for a in driver.all_acted if isinstance(a, Say) and not a.text.startswith("generation ")]
+    """The log of generation 0 since its workers ran, without --verbose."""
+    said = [each for each in driver.all_acted if isinstance(each, Say) and each.level != "debug"]
+    return [each.text for each in said if not each.text.startswith("generation ")]
+
+
+def starts(driver: Driver) -> list[str]:
+    return [a.text for a in driver.all_acted if isinstance(a, Say) and a.text.startswith("generation ")]
 
 
 def three() -> list[Driver]:
@@ -59,14 +65,14 @@ def test_all_nodes_name_the_rank_that_raised_before_the_one_that_lost_it_and_was
     settle(*nodes)
 
     assert before == []
-    assert lines(survivor) == [raised.sentence, f"{lost.sentence}; stopping 2 others"]
-    assert lines(culprit) == lines(other) == [raised.sentence, f"stopping: {lost.sentence}"]
+    assert lines(survivor) == lines(culprit) == lines(other) == [raised.sentence]
+    assert Say(f"{lost.sentence}; stopping 2 others", "debug") in survivor.all_acted
 
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_cause_that_was_recorded_beside_the_opening_is_named_when_its_node_is_cleared(leads: bool) -> None:
     survivor, culprit = pair() if leads else pair()[::-1]
-    lost = ends(survivor, 0, 1, LOST)
+    ends(survivor, 0, 1, LOST)
     # Its agent has not seen yet that the next generation is open.
     raised = ends(culprit, 1, 1, RAISED)
     culprit.settle()
@@ -74,21 +80,21 @@ def test_a_cause_that_was_recorded_beside_the_opening_is_named_when_its_node_is_
     is_cleared(culprit, 0, 2)
     survivor.settle()
 
-    assert lines(survivor) == [raised.sentence, f"{lost.sentence}; stopping 2 others"]
+    assert lines(survivor) == [raised.sentence]
     assert lines(culprit) == [f"{raised.sentence}; stopping 2 others"]
 
 
 def test_a_rank_of_the_same_node_is_named_as_the_cause_on_all_nodes() -> None:
     leader, node = pair()
-    lost = ends(node, 0, 1, LOST)
+    ends(node, 0, 1, LOST)
     settle(leader, node)
     raised = ends(node, 1, 1, RAISED)
 
     is_cleared(node, 2)
     settle(leader, node)
 
-    assert lines(node) == [f"the cause: {raised.sentence}", f"{lost.sentence}; stopping 2 others"]
-    assert lines(leader) == [raised.sentence, f"stopping: {lost.sentence}"]
+    assert lines(node) == [f"the cause: {raised.sentence}"]
+    assert lines(leader) == [raised.sentence]
 
 
 def test_a_lost_peer_that_nobody_explains_is_named_in_time() -> None:
@@ -122,7 +128,7 @@ def test_a_lost_peer_that_nobody_explains_is_named_before_the_workers_start_agai
 
 def test_the_end_of_the_job_names_the_cause_too() -> None:
     leader, survivor = pair(replace(TWO, max_restarts=0))
-    lost = ends(survivor, 0, 1, LOST)
+    ends(survivor, 0, 1, LOST)
     settle(leader, survivor)
     raised = replace(failure(0, 1, 1, RAISED, "node-a"), message="raised KeyError: 1")
     # The follower sees nothing before the end is written.
@@ -132,7 +138,53 @@ def test_the_end_of_the_job_names_the_cause_too() -> None:
     settle(leader, survivor)
 
     assert isinstance(survivor.agent.phase, Exited)
-    assert lines(survivor)[:2] == [raised.sentence, f"{lost.sentence}; stopping 2 others"]
+    assert lines(survivor)[0] == raised.sentence
+
+
+def test_one_failure_is_one_line_on_each_node_and_one_for_the_restart() -> None:
+    culprit, survivor = pair()
+    raised = ends(culprit, 1, 1, RAISED)
+    # It loses its peer before it sees which node has opened the next generation.
+    ends(survivor, 0, 1, LOST)
+    settle(culprit, survivor)
+    for node, others in ((culprit, (0, 2)), (survivor, (1, 2))):
+        for local_rank in others:
+            ends(node, local_rank, -TERM, FailureKind.SIGNAL)
+        node.happen(replace(cleared(0), hidden="rank 3 lost a peer and ended"))
+    settle(culprit, survivor)
+
+    assert lines(culprit) == [f"{raised.sentence}; stopping 2 others"]
+    assert lines(survivor) == [raised.sentence]
+    for node in (culprit, survivor):
+        assert starts(node)[1:] == [f"generation 1: {PAIR} (restart 1 of 3)"]
+
+
+@pytest.mark.parametrize("is_culprit", [True, False], ids=["its own rank", "another node's"])
+def test_the_line_of_the_restart_has_no_cause_that_the_log_has(is_culprit: bool) -> None:
+    survivor, culprit = pair()
+    ends(survivor, 0, 1, LOST)
+    settle(survivor, culprit)
+    raised = ends(culprit, 1, 1, RAISED)
+    is_cleared(survivor, 1, 2)
+    is_cleared(culprit, 0, 2)
+    settle(survivor, culprit)
+
+    node = culprit if is_culprit else survivor
+    assert lines(node) == [raised.sentence]
+    assert starts(node)[1] == f"generation 1: {PAIR} (restart 1 of 3)"
+    assert node.snapshot.table
+    assert node.snapshot.table.reason == f"restart 1 of 3; the cause: {raised.sentence}"
+
+
+def test_tracebacks_that_nothing_explains_are_named() -> None:
+    node, _ = pair()
+    node.happen(Signalled(INT, "SIGINT"))
+    for local_rank in (0, 1, 2):
+        ends(node, local_rank, -INT, FailureKind.SIGNAL)
+
+    node.happen(replace(cleared(0), hidden="ranks 0, 1 and 2 were interrupted and ended"))
+
+    assert "ranks 0, 1 and 2 were interrupted and ended" in lines(node)
 
 
 @pytest.mark.parametrize("kind", [RAISED, FailureKind.EXIT_CODE, FailureKind.SIGNAL])

@@ -10,7 +10,7 @@ from elaunch.agent.core.orders import OrderAnswer, order
 from elaunch.agent.core.phases import Joining, Running, Stopping
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
-from tests.unit.agent.driver import ALL, SPEC, TERM, Driver, cleared, pair, settle, started
+from tests.unit.agent.driver import ALL, SPEC, TERM, TWO, Driver, cleared, pair, settle, started
 
 ONCE = "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
 
@@ -104,6 +104,21 @@ def test_a_restart_runs_a_finished_node_again() -> None:
 
     assert isinstance(leader.agent.phase, Stopping)
     assert isinstance(other.agent.phase, Joining)
+
+
+def test_a_restart_at_a_spare_is_the_jobs() -> None:
+    leader, other = pair()
+    spare = Driver(TWO, store=leader.store, host="node-c", remote=True).begin()
+    settle(leader, other, spare)
+
+    answer = ordered(spare, Topic.RESTART)
+    settle(leader, other, spare)
+
+    assert answer == OrderAnswer(True, "job job: all workers stop, and start again as generation 1")
+    assert all(isinstance(driver.agent.phase, Stopping) for driver in (leader, other))
+    assert order(spare.agent, Topic.RESTART)[1].text == "no workers run now: generation 1 is about to start"
+    # It was opened over between the answer and the event.
+    assert spare.happen(RestartOrdered()) == []
 
 
 def test_a_restart_is_refused_where_there_is_nothing_to_restart() -> None:

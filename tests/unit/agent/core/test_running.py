@@ -452,6 +452,19 @@ def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() 
     assert driver.happen(Tick()) == []
 
 
+def test_on_a_full_disk_which_keeps_no_record_the_rank_that_raised_first_is_awaited() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    for rank in (1, 0):
+        driver.happen(WorkerRaised(0, rank))
+
+    # Its exit code is all that is known.
+    held = driver.exits(0, 1)
+    driver.exits(1, 1)
+
+    assert held == []
+    assert driver.said.startswith("rank 1 ")
+
+
 def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
     driver = started()
     driver.happen(WorkerRaised(0, 1))

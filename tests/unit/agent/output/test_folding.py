@@ -186,6 +186,7 @@ LOADER = (
     + b"RuntimeError: Caught ValueError in DataLoader worker process 0.\nOriginal "
     + bare(HEAD + FRAME + OWN)
 )
+UNCOMPILED = b'  File "/tmp/train.py", line 2\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
 LINES = b"[rank0]: RuntimeError: CUDA error: an illegal memory access\n[rank0]: CUDA errors may come later\n"
 
 
@@ -198,8 +199,9 @@ LINES = b"[rank0]: RuntimeError: CUDA error: an illegal memory access\n[rank0]: 
         GROUP,
         LOADER,
         HEAD + FRAME + LINES,
+        UNCOMPILED,
     ],
-    ids=["torch's", "Python's", "chain", "group", "data loader", "lines"],
+    ids=["torch's", "Python's", "chain", "group", "data loader", "lines", "no frame"],
 )
 def test_a_traceback_that_the_console_has_is_a_line(shown: ShownTracebacks, traceback: bytes) -> None:
     before, after, line = b"step 3\n", b"bye\n", b"elaunch: rank 0: the same traceback as rank 1\n"
@@ -223,16 +225,18 @@ def test_of_a_traceback_that_ends_otherwise_the_end_is_shown(shown: ShownTraceba
     assert shown.once(other, 0, 0) == other
 
 
-def test_the_fold_shows_a_traceback_once(shown: ShownTracebacks) -> None:
+@pytest.mark.parametrize("traceback", [HEAD + FRAME + OWN, UNCOMPILED], ids=["frames", "no frame"])
+def test_the_fold_shows_a_traceback_once(shown: ShownTracebacks, traceback: bytes) -> None:
     def of(rank: int) -> TracebackFold:
         return TracebackFold(tells_of_lost_peer, once=lambda text: shown.once(text, 0, rank))
 
     one, other = of(0), of(1)
-    one.take(HEAD + FRAME + OWN, 1.0)
-    other.take(b"loss 0.3\n" + HEAD + FRAME, 1.0)
-    other.take(OWN, 1.01)
+    one.take(traceback, 1.0)
+    *begin, raised = traceback.splitlines(keepends=True)
+    other.take(b"loss 0.3\n" + b"".join(begin), 1.0)
+    other.take(raised, 1.01)
 
-    assert one.look(1.1) == HEAD + FRAME + OWN
+    assert one.look(1.1) == traceback
     assert other.end() == b"elaunch: rank 1: the same traceback as rank 0\n"
     assert (one.folded, other.folded) == (0, 0)
 

@@ -78,7 +78,7 @@ def test_an_attempt_that_is_over_at_once_is_not_the_last(monkeypatch: pytest.Mon
         return threading.current_thread()
 
     tried: list[bool] = []
-    monkeypatch.setattr(unanswered, "_why_not", refused)
+    monkeypatch.setattr(unanswered, "why_not", refused)
     monkeypatch.setattr(unanswered, "start_thread", at_once)
     group, watched = second_node(1), Unanswered(Mock())
 

@@ -73,11 +73,15 @@ def test_rpc_is_told_of_the_same_interface_and_the_users_own_variables_stay(own_
     own_addresses += ["127.0.1.1"]
     said: list[str] = []
 
-    both = socket_variables("10.0.0.1", {}, said.append)
-    only_rpc = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, said.append)
-    neither = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, said.append)
+    quiet = socket_variables("10.0.0.1", {}, said.append, verbose=False)
+    assert said == []
+    both = socket_variables("10.0.0.1", {}, said.append, verbose=True)
+    only_rpc = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, said.append, verbose=True)
+    neither = socket_variables(
+        "10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, said.append, verbose=True
+    )
 
-    assert both == {"GLOO_SOCKET_IFNAME": "eth1", "TP_SOCKET_IFNAME": "eth1"}
+    assert quiet == both == {"GLOO_SOCKET_IFNAME": "eth1", "TP_SOCKET_IFNAME": "eth1"}
     assert (only_rpc, neither) == ({"TP_SOCKET_IFNAME": "eth1"}, {})
     assert said == [
         "GLOO_SOCKET_IFNAME=eth1 is set for the workers: this host resolves its own name, node-a, to 127.0.1.1"
@@ -106,8 +110,8 @@ def test_on_one_host_a_resolver_that_does_not_answer_is_not_waited_for_by_the_wo
     monkeypatch.setattr(gloo, "_RESOLVE_S", 0.05)
     said: list[str] = []
     try:
-        found = socket_variables("127.0.0.1", {"TP_SOCKET_IFNAME": "mine"}, said.append)
-        own = socket_variables("127.0.0.1", {**found, "TP_SOCKET_IFNAME": "mine"}, said.append)
+        found = socket_variables("127.0.0.1", {"TP_SOCKET_IFNAME": "mine"}, said.append, verbose=False)
+        own = socket_variables("127.0.0.1", {**found, "TP_SOCKET_IFNAME": "mine"}, said.append, verbose=True)
     finally:
         answer.set()
 

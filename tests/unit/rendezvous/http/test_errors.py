@@ -65,7 +65,7 @@ def test_a_process_that_may_start_no_more_threads_has_one_too(monkeypatch: pytes
 
 def test_a_port_is_not_called_closed_by_an_agent_that_may_open_no_more_files() -> None:
     with no_more_files():
-        assert unanswered._why_not(HEAD) == ""
+        assert unanswered.why_not(HEAD) == ""
 
 
 LACKS = """

@@ -223,6 +223,9 @@ def test_who_was_ready_for_a_generation_that_was_never_sealed_is_waited_for_too(
 # --- 6: too few nodes
 
 
+LOST = "; host-b was lost: no sign of life from the elaunch that ran there"
+
+
 def test_below_the_smallest_number_of_nodes_nothing_is_sealed() -> None:
     world = World(replace(TERMS, nodes_min=2))
     world.join(A)
@@ -287,10 +290,10 @@ def test_the_join_timeout_begins_when_the_survivors_have_stopped_their_workers()
     world.now_s += 20
     world.join(A)
 
-    assert world.look().waiting == "nodes: 1 of 2 is here (gives up after 2 s)"
+    assert world.look().waiting == "nodes: 1 of 2 is here (gives up after 2 s)" + LOST
     world.now_s += 2
     world.seal()
-    assert world.ended.startswith("1 of 2 nodes were here after 2 s")
+    assert world.ended.startswith(f"1 of 2 nodes were here after 2 s{LOST}; start elaunch on the others")
 
 
 def test_nodes_lost_below_the_smallest_number_are_waited_for() -> None:
@@ -300,9 +303,18 @@ def test_nodes_lost_below_the_smallest_number_are_waited_for() -> None:
     waiting = world.look()
     world.join(C)
 
-    assert waiting.waiting == "nodes: 1 of 2 is here (gives up after 600 s)"
+    assert waiting.waiting == "nodes: 1 of 2 is here (gives up after 600 s)" + LOST
     assert world.seal() == "ac"
     assert world.table.restarts == 0
+
+
+def test_who_waits_for_another_node_names_the_one_that_left() -> None:
+    world = running(A, B, terms=Terms(2, 2))
+    world.leave(B)
+    world.join(A)
+
+    left = "; host-b leaves (SIGTERM was received)"
+    assert world.look().waiting == "nodes: 1 of 2 is here (gives up after 600 s)" + left
 
 
 # --- 7: a last call for the first table

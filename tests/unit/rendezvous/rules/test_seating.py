@@ -97,10 +97,17 @@ def losing(lost: Node, *others: Node, spare: Node, nodes_min: int) -> World:
     return world
 
 
+def lost(name: str) -> str:
+    return f"host-{name} was lost: no sign of life from the elaunch that ran there"
+
+
 def test_the_leader_says_for_which_role_it_waits() -> None:
     world = losing(B, A, spare=D, nodes_min=2)
 
-    assert world.look().waiting == "a node with the role trainer, which no other node has (gives up after 600 s)"
+    assert (
+        world.look().waiting
+        == f"a node with the role trainer, which no other node has (gives up after 600 s); {lost('b')}"
+    )
     world.join(C)
     assert world.seal() == "ac"
 
@@ -109,19 +116,21 @@ def test_a_fixed_job_says_how_many_nodes_it_has() -> None:
     world = losing(C, A, B, spare=D, nodes_min=3)
 
     waiting = world.look().waiting
-    assert waiting == "a node with the role trainer; nodes: 2 of 3 are here (gives up after 600 s)"
+    assert waiting == f"a node with the role trainer; nodes: 2 of 3 are here (gives up after 600 s); {lost('c')}"
 
 
 def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> None:
     world = losing(A, B, C, spare=node("e"), nodes_min=1)
-    assert world.look().waiting == "a node with the role ps, which no other node has (gives up after 600 s)"
+    assert (
+        world.look().waiting == f"a node with the role ps, which no other node has (gives up after 600 s); {lost('a')}"
+    )
 
     world.now_s += 601
     world.lead()
 
     assert world.ended == (
-        "no node with the role ps came in 600 s for a free seat (2 nodes were here); start a node with that role,"
-        " or raise --rdzv-conf join_timeout=SECONDS"
+        "no node with the role ps came in 600 s for a free seat (2 nodes were here);"
+        f" {lost('a')}; start a node with that role, or raise --rdzv-conf join_timeout=SECONDS"
     )
 
 
