@@ -25,7 +25,7 @@ from elaunch.trainer.state.model_state import (
     unwrap,
     without_buffers,
 )
-from elaunch.trainer.state.packing import NotPlain, not_plain, pack, require_dense, tensor_that_is_not_dense
+from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.tree import State, cloned, flatten, local_parts, put_into, some, tensors_sha256
@@ -214,9 +214,7 @@ class Training:
 
         With `durably` it must also fit into checkpoints.
         """
-        for name, tensor in self.live_tensors.named() if self.is_in_parts else ():
-            for part in local_parts(tensor):
-                _require_dense(part, f"`{name}`")
+        self.live_tensors.require_dense()
         parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
         for name, part in {**parts, **self.buffers(), **own}.items():
             try:
@@ -353,13 +351,6 @@ def _shares_buffers(model: Any) -> bool:
         and not model.parameters_to_ignore
         and model.process_group.size() == dist.get_world_size()
     )
-
-
-def _require_dense(tensor: Tensor, name: str) -> None:
-    try:
-        require_dense(tensor)
-    except NotPlain as error:
-        raise TypeError(f"{name} cannot be kept: {error}") from None
 
 
 def _device_of(model: nn.Module) -> torch.device:
