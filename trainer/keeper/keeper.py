@@ -27,7 +27,7 @@ from torch import nn
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
+from elaunch.trainer.keeper.boundary import EVEN, Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.data_warning import sentence_about_loaders
 from elaunch.trainer.keeper.entered_names import entered, is_alone
@@ -278,7 +278,7 @@ class Keeper:
         loops = self._copies.loops
         has_steps = loops.begin(total, self.step)
         self._begun_step = -1
-        self._around.begin()
+        self._around.begin(total)
         try:
             yield has_steps
         except GeneratorExit:
@@ -303,6 +303,7 @@ class Keeper:
         if self.step == self._begun_step:
             return
         self._begun_step = self.step
+        self._training.require_no_join(EVEN)
         if self._is_open:
             self._signals.install()
         is_over = self._rehearsal is not None and self._rehearsal.begin(self.step + 1)

@@ -79,6 +79,8 @@ class Training:
         self._buffers = Buffers(self.model, self.device)
         self._entries = set() if self.is_in_parts else set(self.model.state_dict())
         self._shares_buffers = all(map(_shares_buffers, self.models))
+        parts = [*self._wrapped.modules(), *self._optimizers]
+        self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
 
     def _divide_optimizers(self) -> None:
         # FSDP's optimizers have one state together, by the names of the parameters.
@@ -110,6 +112,15 @@ class Training:
         self._names_of_all = sorted({pair for names in from_all(own) for pair in names})
         self.is_in_parts = True
         self._divide_optimizers()
+
+    def require_no_join(self, otherwise: str) -> None:
+        """Raise ValueError if torch's `join()` lets ranks end at different steps."""
+        for one in self._joinable:
+            if one._join_config.enable:
+                raise ValueError(
+                    f"join() is on for {type(one).__name__}: a rank without further inputs would wait there, and each "
+                    f"step of the Keeper needs all ranks; leave out join(), and {otherwise}"
+                )
 
     def only_model(self, otherwise: str) -> nn.Module:
         """The model, if there is only one. Raises ValueError with the way out."""
