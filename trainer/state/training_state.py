@@ -19,6 +19,7 @@ from elaunch.trainer.state.model_state import (
     Models,
     is_in_parts,
     is_zero,
+    kinds_of,
     moments_of,
     restore,
     state_of,
@@ -28,7 +29,7 @@ from elaunch.trainer.state.model_state import (
 from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
-from elaunch.trainer.state.tree import State, cloned, flatten, local_parts, put_into, some, tensors_sha256
+from elaunch.trainer.state.tree import OPTIMIZERS, State, cloned, flatten, local_parts, put_into, some, tensors_sha256
 
 Found = TypeVar("Found")
 
@@ -314,7 +315,11 @@ class Training:
 
         If it is in parts, only this rank's part.
         """
-        return {**self._state(), **self.rest(), **{name: list(its) for name, its in own.items()}}
+        return {**self._state(), **self.rest(), **self._kinds(), **{name: list(its) for name, its in own.items()}}
+
+    def _kinds(self) -> State:
+        kinds = kinds_of(self._wrapped, self._optimizers, by_name=bool(self._names_of_all))
+        return {OPTIMIZERS: kinds}
 
     def load_whole(
         self, load: Callable[[State], Found | None], rank: int, world_size: int, *, has_buffers: bool = True
@@ -323,7 +328,7 @@ class Training:
 
         `large` has no buffers.
         """
-        rest: State = {}
+        rest = self._kinds()
         how: Any = {"by_name": bool(self._names_of_all), "has_buffers": has_buffers}
         found = restore(load, self._wrapped, self._optimizers[0], rest, self._others, **how)
         if found is not None:
@@ -347,6 +352,11 @@ class Training:
         tensors = [part for each in (*self.model.parameters(), *self.model.buffers()) for part in local_parts(each)]
         spare = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
         for name, part in self._rest.items():
+            if name in state and len(state[name]) != len(_several(part)):
+                raise ValueError(
+                    f"the checkpoint has {len(state[name])} of `{name}`, and this program {len(_several(part))}; give "
+                    "the Keeper the same, or other `checkpoints`"
+                )
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
                     _load(one, its, spare)
