@@ -56,15 +56,7 @@ def test_a_second_training_of_a_program_has_checkpoints_of_its_own(tmp_path: Pat
         keeper_of(nn.Linear(2, 2), name="b", checkpoints=tmp_path / "all").__enter__()
 
 
-@pytest.fixture
-def lone_group() -> Iterator[None]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("lone_group")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "fsdp2"])
 def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_sharded: bool
