@@ -181,8 +181,8 @@ def require_skippable(loader: DataLoader[Any]) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             f"{type(loader.dataset).__name__} is an IterableDataset, and after a restart it would begin at its first "
-            "sample again; use a dataset with __getitem__ and __len__, or a loop of your own with Keeper and Batches(loader), "
-            "which passes over what was done"
+            "sample again; use a dataset with __getitem__ and __len__, or a loop of your own with Keeper and "
+            "Batches(loader), which passes over what was done"
         )
 
 
