@@ -258,6 +258,11 @@ class Training:
         """This rank's buffers, as `Buffers.now` has them: the live tensors."""
         return self._buffers.now()
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there are buffers that are kept."""
+        return any(self.buffers().values())
+
     def before_warm_up(self) -> State:
         """All that `restore_after_warm_up` restores, copied."""
         copied: State = cloned({**self.own(large=True), **self._buffers.now(all_of_them=True)})
