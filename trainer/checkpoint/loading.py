@@ -26,8 +26,8 @@ from elaunch.trainer.checkpoint.catalog import (
 from elaunch.trainer.checkpoint.storage import METADATA_BYTES_MAX, PLAIN_BYTES_MAX, Folder, Storage
 from elaunch.trainer.checkpoint.urls import StorageError
 from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 from elaunch.trainer.state.tree import Path as Place
-from elaunch.trainer.state.tree import PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 
 if TYPE_CHECKING:
     # torch.distributed.checkpoint takes a while to import; see `Checkpoints`.
@@ -189,7 +189,7 @@ def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ra
     found_mark: Mark
     found_mark, source, plain, paths, kinds = head
     target = flatten(state)
-    _require(target, kinds, source)
+    _require(target, plain, kinds, source)
     tensors: dict[str, Tensor] = {}
     for name, (size, dtype) in kinds.items():
         if whole is not None:
@@ -239,7 +239,7 @@ class Share:
         self._state = state
         self._plain, paths, roots = saved
         target = flatten(state)
-        _require(target, kinds, source)
+        _require(target, self._plain, kinds, source)
         self.tensors = {name: target.tensors[name] for name in target.common()}
         self.tensors |= {name: _empty(kinds[name]) for name in paths if name not in self.tensors}
         self._leaves: dict[Place, object] = {
@@ -283,13 +283,34 @@ def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
     return nest
 
 
-def _require(target: Tree, kinds: Kinds, source: str) -> None:
-    """Raise ValueError where the checkpoint cannot fill the state's tensors."""
+def _require(target: Tree, plain: Any, kinds: Kinds, source: str) -> None:
+    """Raise ValueError where the checkpoint is of other optimizers, or cannot fill the state's tensors."""
+    ours, theirs = target.plain.get(OPTIMIZERS), plain.get(OPTIMIZERS)
+    if ours and theirs and not _agree(ours, theirs):
+        raise ValueError(
+            f"{source} has the state of {_named(theirs)}, and this program has {_named(ours)}; give it those, or other "
+            '`checkpoints`. Checkpoints(folder, generation=0).load_newest({"model": model.state_dict()}) loads the '
+            "weights alone"
+        )
     common = target.common()
     if missing := [name for name in common if name not in kinds]:
         raise ValueError(f"{source} lacks {some(missing)}; it is of another model or optimizer")
     for name in common:
         _require_shape(source, name, kinds[name][0], target.tensors[name])
+
+
+def _agree(ours: list[Any], theirs: list[Any]) -> bool:
+    """Whether the classes are the same, and the sizes of the groups where both are known."""
+    pairs = list(zip(ours, theirs, strict=False))
+    return len(ours) == len(theirs) and all(
+        one[0] == other[0] and (None in (one[1], other[1]) or one[1] == other[1]) for one, other in pairs
+    )
+
+
+def _named(optimizers: list[Any]) -> str:
+    return " and ".join(
+        name if sizes is None else f"{name} with {' + '.join(map(str, sizes))} parameters" for name, sizes in optimizers
+    )
 
 
 def _require_shape(source: str, name: str, held: torch.Size, target: Tensor) -> None:

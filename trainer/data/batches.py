@@ -176,6 +176,16 @@ def first_iterator(loader: DataLoader[Any]) -> None:
             iter(loader)
 
 
+def require_skippable(loader: DataLoader[Any]) -> None:
+    """Raise ValueError if `skip_once` cannot pass over batches of this loader."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            f"{type(loader.dataset).__name__} is an IterableDataset, and after a restart it would begin at its first "
+            "sample again; use a dataset with __getitem__ and __len__, or a loop of your own with Keeper and "
+            "Batches(loader), which passes over what was done"
+        )
+
+
 def skip_once(loader: DataLoader[Any], batches: int) -> None:
     """Let the next iterator of `loader` begin after so many batches. They are not loaded."""
     _skipping(loader).prepare(batches)

@@ -13,6 +13,7 @@ from elaunch.trainer.data.batches import (
     generator_states,
     own_of,
     own_states_of,
+    require_skippable,
     set_generator_states,
     set_own_states_of,
     skip_once,
@@ -80,6 +81,7 @@ class KeptEpochs:
         per_rank: Any = (),
         **options: Any,
     ) -> None:
+        require_skippable(base)
         self._order = EpochOrder()
         others = per_rank if isinstance(per_rank, list | tuple) else [per_rank]
         self.keeper = Keeper(model, list(optimizers), per_rank=[self._order, *others], **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from elaunch.trainer.data.batches import first_iterator, set_epoch, skip_once
+from elaunch.trainer.data.batches import first_iterator, require_skippable, set_epoch, skip_once
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import cloned
 
@@ -49,9 +49,11 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Pass over the batches that are done. The loop has made its iterators already, and makes new ones."""
+        loop = trainer.fit_loop
+        for loader in loop._combined_loader.flattened:
+            require_skippable(loader)
         if not self._is_resumed:
             return
-        loop = trainer.fit_loop
         done = loop.epoch_loop.batch_progress.current.ready
         for loader in loop._combined_loader.flattened:
             # With workers, the order is drawn before Lightning sets the epoch.

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
-from elaunch.trainer.data.batches import skip_once
+from elaunch.trainer.data.batches import require_skippable, skip_once
 from elaunch.trainer.integrations.epochs import EpochOrder
 from elaunch.trainer.keeper.keeper import Keeper
 
@@ -51,6 +51,7 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         """Restore the newest state."""
+        require_skippable(getattr(train_dataloader, "base_dataloader", train_dataloader))
         batches, steps = _epoch_of(train_dataloader, args)
         _require_possible(args, state, lr_scheduler, batches)
         self._keeper = Keeper(

@@ -10,6 +10,12 @@ from enum import IntEnum
 from elaunch.trainer.keeper.stop import StopRequest
 from elaunch.trainer.ranks.peers import Peers
 
+# The way out for ranks that have different numbers of batches.
+EVEN = (
+    "give all ranks the same number of batches: next(batches) of Batches(loader) goes on with the next epoch, and "
+    "DistributedSampler repeats samples, or leaves out the last ones (drop_last=True)"
+)
+
 
 class Wish(IntEnum):
     """The reason for a stop. If several arrive, the greatest counts."""
@@ -46,20 +52,22 @@ class Stopped(SystemExit):
 @dataclass(frozen=True)
 class Wants:
     """The wants of one rank at a look: the next look in `steps` steps at the latest, a snapshot now, a copy of the next
-    step, and copies of all steps until the next look if there are any.
+    step, and copies of all steps until the next look if there are any. Its loop counts up to step `total`.
     """
 
     steps: int = 1
     snapshot: bool = False
     copy: bool = False
     copies: bool = False
+    total: int = 0
 
     def numbers(self, wish: Wish, speaker: int) -> list[int]:
         """The numbers that the ranks compare, with this rank's reason to stop; `speaker` is 0 if it has nothing to say.
 
         The greatest counts: one rank can make all stop or look soon, and refuse a copy for all.
         """
-        return [wish, not self.snapshot, not self.copy, not self.copies, -self.steps, speaker]
+        total = self.total
+        return [wish, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, speaker]
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,13 @@ class Agreed:
 
     @classmethod
     def by(cls, numbers: Sequence[int]) -> Agreed:
-        """From the greatest of all ranks' `Wants.numbers`, one by one."""
-        wish, *refused, steps, _ = numbers
+        """From the greatest of all ranks' `Wants.numbers`, one by one. Raises ValueError if their loops differ."""
+        wish, *refused, steps, most, least, _ = numbers
+        if most != -least:
+            raise ValueError(
+                f"the ranks have different steps to do: their loops count up to {-least} on one and {most} on another, "
+                f"and each step of the Keeper needs all ranks; {EVEN}"
+            )
         snapshot, copy, copies = (not each for each in refused)
         return cls(Wish(wish), snapshot, copy, copies, -steps)
 

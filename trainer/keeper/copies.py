@@ -140,7 +140,11 @@ class Copies:
             self._parts.adopt(decision.choice if decision else None, found)
         completed = max((i.completed for i in inventories if i.completed is not None), default=None)
         done = 0 if completed is None else completed.step
-        from_disk = self.disk.restore(newer_than=-1 if decision is None else decision.version.step, done=done)
+        newer_than = -1 if decision is None else decision.version.step
+        if decision is not None and not decision.records and any(self._peers.from_all(self._training.has_buffers)):
+            # A state with new buffers (BatchNorm's) is none of the training's: any whole checkpoint is better.
+            newer_than = 0
+        from_disk = self.disk.restore(newer_than=newer_than, done=done)
         if from_disk is not None:
             version, self.repeated = from_disk
             return version

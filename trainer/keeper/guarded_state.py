@@ -147,9 +147,9 @@ class GuardedState:
                     self._copies.before_snapshot()
                 elif self.copies_next:
                     self.has_failed_copy |= not self._copies.steps.after_commit(self.next_version)
+                self._outside.note()
                 self.version = self.next_version
                 self._is_whole = True
-                self._outside.note()
                 self._left.commit_ended()
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)

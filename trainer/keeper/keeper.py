@@ -27,7 +27,7 @@ from torch import nn
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.keeper.boundary import Boundary, Stopped, Wish
+from elaunch.trainer.keeper.boundary import EVEN, Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.data_warning import sentence_about_loaders
 from elaunch.trainer.keeper.entered_names import entered, is_alone
@@ -280,7 +280,7 @@ class Keeper:
         loops = self._copies.loops
         has_steps = loops.begin(total, self.step)
         self._begun_step = -1
-        self._around.begin()
+        self._around.begin(total)
         if not has_steps and self.step == loops.end_of(total):
             self._training.settings.are_the_programs()
         try:
@@ -310,6 +310,7 @@ class Keeper:
         self._begun_step = self.step
         if self._total is None:
             self._training.settings.note()
+        self._training.require_no_join(EVEN)
         if self._is_open:
             self._signals.install()
         is_over = self._rehearsal is not None and self._rehearsal.begin(self.step + 1)

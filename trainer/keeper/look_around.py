@@ -35,7 +35,7 @@ class LookAround:
     ) -> None:
         self._boundary, self._state, self._copies = boundary, state, copies
         self._verification, self._pace = verification, pace
-        self._checkpoint_every = checkpoint_every
+        self._checkpoint_every, self._total = checkpoint_every, 0
         # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
         self._checkpointed = copies.disk.found
         if stop_every is None and not boundary.has_peers:
@@ -43,8 +43,9 @@ class LookAround:
         multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
         self._looks = Looks(stop_every, state.version.step, multiples)
 
-    def begin(self) -> None:
-        """A loop begins: what came between it and the loop before is not the time of a step."""
+    def begin(self, total: int) -> None:
+        """A loop up to step `total` begins: what came between it and the loop before is not the time of a step."""
+        self._total = total
         self._looks.leave(self._state.version.step, time.monotonic())
 
     def is_now(self) -> bool:
@@ -84,7 +85,7 @@ class LookAround:
     def _ask(self, steps: int, *, snapshot: bool) -> Agreed:
         copies = self._copies.steps
         copy = copies.wants(self._state.version.step + 1)
-        agreed = self._boundary.agreed(Wants(steps, snapshot, copy, copies.every == 1))
+        agreed = self._boundary.agreed(Wants(steps, snapshot, copy, copies.every == 1, self._total))
         self._state.copies_next, self._state.copies_each = agreed.copy, agreed.copies
         self._state.has_failed_copy = False
         return agreed

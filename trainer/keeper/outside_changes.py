@@ -31,17 +31,26 @@ class OutsideChanges:
         self._versions: list[int] = []
         self._memory: list[int] = []
         self._states: list[tuple[int, int]] = []
+        self._kinds: set[type] = set()
         self._is_said = False
         self._sentence = ""
         self._refusals = 0
 
     def note(self) -> None:
-        """A commit has ended, or a state was restored."""
+        """A commit has ended, or a state was restored. Raises TypeError if a tensor cannot be kept."""
         self._turn += 1
-        self._noted = self._live.seen(self._turn)
-        self._versions = list(map(_VERSION, self._noted))
-        self._memory = list(map(_MEMORY, self._noted))
-        self._states = self._live.states()
+        seen = self._live.seen(self._turn)
+        if not self._kinds.issuperset(kinds := set(map(type, seen))):
+            self._live.require_dense()
+            self._kinds |= kinds
+        self._versions = list(map(_VERSION, seen))
+        try:
+            self._memory = list(map(_MEMORY, seen))
+        except RuntimeError:
+            # A sparse tensor has no memory of its own.
+            self._live.require_dense()
+            raise
+        self._noted, self._states = seen, self._live.states()
         self._sentence = ""
 
     def forget(self) -> None:
@@ -87,7 +96,8 @@ class OutsideChanges:
     def _changed(self, before: list[Tensor], now: list[Tensor]) -> str:
         """The first tensor that differs, and the number of the others."""
         known = {id(tensor): facts for tensor, *facts in zip(before, self._versions, self._memory, strict=True)}
-        changed = [tensor for tensor in now if known.get(id(tensor)) != [tensor._version, tensor.data_ptr()]]
+        # A new one may have no memory of its own.
+        changed = [t for t in now if id(t) not in known or known[id(t)] != [t._version, t.data_ptr()]]
         if not changed:
             return "the state of an optimizer, or the number of tensors in `extra`,"
         names = list(dict.fromkeys(map(self._live.name_of, changed)))

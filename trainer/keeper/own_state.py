@@ -7,7 +7,7 @@ from typing import Any
 
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.buffers import versions
-from elaunch.trainer.state.packing import NotPlain, not_plain
+from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, equal
 from elaunch.trainer.state.version import Version
@@ -67,7 +67,8 @@ class OwnState:
         try:
             self._records.stage(version, self._staged)
         except NotPlain as error:
-            found = not_plain(state.get("per_rank"), "per_rank") or str(error)
+            which = tensor_that_is_not_dense(state)
+            found = not_plain(state.get("per_rank"), "per_rank") or (f"`{which}`: " if which else "") + str(error)
             raise TypeError(f"the state that each rank has for itself cannot be kept: {found}") from None
         except OSError as error:
             self._records = None

@@ -163,7 +163,7 @@ def load_module(module: nn.Module, state: State) -> None:
 def versions(state: State) -> list[Any]:
     """What is another when a buffer of `Buffers.now` has changed or was replaced."""
     held = [value for its in (state["buffers"], state["transient"]) for value in its.values()]
-    return [None if value is None else (value.data_ptr(), _version(value)) for value in held]
+    return [None if value is None else (_place(value), _version(value)) for value in held]
 
 
 def plain_name(name: str) -> str:
@@ -181,6 +181,10 @@ def _prefix(name: str) -> str:
 
 def _kind(value: Tensor | None) -> _Kind:
     return None if value is None else (value.dtype, value.shape)
+
+
+def _place(value: Tensor) -> int:
+    return value.data_ptr() if value.layout == torch.strided else id(value)
 
 
 def _version(value: Tensor | None) -> int:

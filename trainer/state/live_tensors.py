@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from elaunch.trainer.state.packing import NotPlain, require_dense
 from elaunch.trainer.state.region import up
+from elaunch.trainer.state.tree import is_shard, local_parts
 
 # Of so many parameters the optimizer's state is looked at in one turn.
 _PER_TURN = 32
@@ -18,7 +20,8 @@ class LiveTensors:
     """Parameters, and the tensors in the optimizers' states and in `extra`. Buffers are no part of it.
 
     A distributed tensor counts itself, which torch's count of changes is of, and with its part on this rank, which has
-    the storage. Of a module in `extra` the parameters count, of an object with another `state_dict` nothing.
+    the storage. Of a module in `extra` the parameters count, of an object with another `state_dict` nothing. Of
+    inference tensors torch counts no changes: they are not seen.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], extra: Sequence[Any]) -> None:
@@ -42,7 +45,7 @@ class LiveTensors:
             [*self._parameters] if self._are_plain else [part for one in self._parameters for part in _parts(one)]
         )
         for nest in self._nests:
-            found += [part for _, value in _nested("", nest) for part in _parts(value)]
+            found += [part for _, value in _nested("", nest) if not value.is_inference() for part in _parts(value)]
         sizes = sum(len(one.state) for one in self._optimizers)
         begin = turn * _PER_TURN % (up(sizes, _PER_TURN) or 1)
         states = chain.from_iterable(one.state.values() for one in self._optimizers)
@@ -50,10 +53,20 @@ class LiveTensors:
             if type(its) is dict:
                 for value in its.values():
                     if type(value) is Tensor:
-                        found.append(value)
+                        if not value.is_inference():
+                            found.append(value)
                     elif isinstance(value, Tensor):
                         found += _parts(value)
         return found
+
+    def require_dense(self) -> None:
+        """Raise TypeError with the name of the first tensor that cannot be kept."""
+        for name, tensor in self.named():
+            try:
+                for part in local_parts(tensor) if is_shard(tensor) else [tensor]:
+                    require_dense(part)
+            except NotPlain as error:
+                raise TypeError(f"`{name}` cannot be kept: {error}") from None
 
     def states(self) -> list[tuple[int, int]]:
         """The identities and lengths of the optimizers' states: loading one replaces it."""

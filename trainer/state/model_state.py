@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from elaunch.trainer.state.buffers import Buffers, plain_name
 from elaunch.trainer.state.optimizer_state import exactly, put_options
-from elaunch.trainer.state.tree import PerRank, State, is_shard, some
+from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, is_shard, some
 
 Found = TypeVar("Found")
 # What DDP needs at most until it sums gradients in its final order.
@@ -36,7 +36,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer, by_name
     `others` are further optimizers of a model with FSDP. Their states are in `optimizer` too. `by_name` is for ranks
     that have parameters of different names, as the stages of a pipeline have. It is the same on all ranks.
     """
-    types = {"types": types_of(model)}
+    types = {"types": types_of(model), OPTIMIZERS: kinds_of(model, [optimizer, *others], by_name=by_name)}
     if by_name:
         return {**_by_name(model, [optimizer, *others]), **types}
     if is_zero(optimizer):
@@ -47,6 +47,18 @@ def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer, by_name
         weights, moments = get_state_dict(model, [optimizer, *others])
         return {"model": weights, "optimizer": moments, **types}
     return {"model": unwrap(model).state_dict(), "optimizer": optimizer.state_dict(), **types}
+
+
+def kinds_of(model: nn.Module, optimizers: Sequence[Any], *, by_name: bool) -> list[list[Any]]:
+    """The class of each optimizer, and the sizes of its groups if its state has its parameters by their numbers."""
+    by_number = not (by_name or is_sharded(model))
+    return [
+        [
+            f"{type(one).__name__}{f' of {type(one.optim).__name__}' if is_zero(one) else ''}",
+            [len(group["params"]) for group in getattr(one, "param_groups", ())] if by_number else None,
+        ]
+        for one in optimizers
+    ]
 
 
 def types_of(model: nn.Module) -> list[str]:
@@ -72,7 +84,7 @@ def restore(
     """
     fresh = [one for one in (optimizer, *others) if not one.state]
     # For a sharded model `state_of` creates an optimizer state to fill, by a step of length 0.
-    state = {**(rest or {}), **state_of(model, optimizer, *others, by_name=by_name)}
+    state = {**state_of(model, optimizer, *others, by_name=by_name), **(rest or {})}
     # A buffer may have got another shape, or may not be there yet.
     buffers, weights = Buffers(unwrap(model)), state["model"]
     apart = without_buffers(weights, buffers)
@@ -94,7 +106,7 @@ def restore(
     if lost:
         raise ValueError(f"the state lacks {some(lost)}; it is of another model")
     put = _put_by_name if by_name else _put
-    types = state.pop("types", None)
+    types, _ = state.pop("types", None), state.pop(OPTIMIZERS, None)
     optimizers = [optimizer, *others]
     # Other types were chosen on purpose.
     with exactly(optimizers if by_name or types in (None, types_of(model)) else ()):

@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elaunch.trainer.state.tree import State, cloned, put_into
+from elaunch.trainer.state.tree import State, cloned, put_into, some
 
 
 def load(optimizer: Any, saved: State) -> None:
     """Load `saved`, bit for bit; the optimizer keeps none of its tensors."""
+    theirs, ours = [
+        [len(group["params"]) for group in groups]
+        for groups in (saved.get("param_groups", ()), getattr(optimizer, "param_groups", ()))
+    ]
+    if theirs and ours and theirs != ours:
+        raise ValueError(
+            f"the kept state of {type(optimizer).__name__} has groups of {some(map(str, theirs), 9)} parameters, and "
+            f"this program has groups of {some(map(str, ours), 9)}; make all groups before the Keeper, and train one "
+            "from a later step on by its learning rate"
+        )
     own = type(optimizer).load_state_dict is not Optimizer.load_state_dict
     with exactly([optimizer], copies=True):
         # Nobody knows what a `load_state_dict` of its own does with the tensors.

@@ -212,8 +212,14 @@ def require_dense(tensor: Any) -> None:
             f"a {kind.__module__}.{kind.__qualname__} cannot be kept, since it is made of other tensors; train in a "
             "plain type (float32, bfloat16, float8 and others are kept bit for bit), and convert after the training"
         )
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise NotPlain(f"a tensor of {kind.__name__} with layout {tensor.layout} cannot be kept; use dense ones")
+    if tensor.is_sparse:
+        raise NotPlain(
+            "a sparse tensor cannot be kept; use dense ones (the optimizers whose state is dense with sparse=True are "
+            "SparseAdam, Adagrad, and SGD without momentum)"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        what = f"of type {tensor.dtype}" if tensor.is_quantized else f"with layout {tensor.layout}"
+        raise NotPlain(f"a {'nested ' * tensor.is_nested}tensor {what} cannot be kept; use dense ones")
     if tensor.is_meta:
         raise NotPlain("a tensor on the meta device cannot be kept, since it has no content; materialize it first")
 

@@ -120,6 +120,10 @@ class Settings:
         """The options of all groups of all optimizers."""
         return [[options for options, _ in groups] for groups in (self._noted or self._now()).groups]
 
+    def start_sizes(self) -> list[list[int]]:
+        """The numbers of parameters in the groups of all optimizers at the start."""
+        return [[len(parameters) for _, parameters in groups] for groups in self._start.groups]
+
     def state(self) -> State:
         """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others."""
         now = self._noted or self._cut_off()

@@ -19,17 +19,18 @@ from elaunch.trainer.state.model_state import (
     Models,
     is_in_parts,
     is_zero,
+    kinds_of,
     moments_of,
     restore,
     state_of,
     unwrap,
     without_buffers,
 )
-from elaunch.trainer.state.packing import NotPlain, not_plain, pack, require_dense, tensor_that_is_not_dense
+from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that_is_not_dense
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
-from elaunch.trainer.state.tree import State, cloned, flatten, local_parts, put_into, some, tensors_sha256
+from elaunch.trainer.state.tree import OPTIMIZERS, State, cloned, flatten, local_parts, put_into, some, tensors_sha256
 
 Found = TypeVar("Found")
 
@@ -81,6 +82,8 @@ class Training:
         self._buffers = Buffers(self.model, self.device)
         self._entries = set() if self.is_in_parts else set(self.model.state_dict())
         self._shares_buffers = all(map(_shares_buffers, self.models))
+        parts = [*self._wrapped.modules(), *self._optimizers]
+        self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
 
     def _divide_optimizers(self) -> None:
         # FSDP's optimizers have one state together, by the names of the parameters.
@@ -112,6 +115,15 @@ class Training:
         self._names_of_all = sorted({pair for names in from_all(own) for pair in names})
         self.is_in_parts = True
         self._divide_optimizers()
+
+    def require_no_join(self, otherwise: str) -> None:
+        """Raise ValueError if torch's `join()` lets ranks end at different steps."""
+        for one in self._joinable:
+            if one._join_config.enable:
+                raise ValueError(
+                    f"join() is on for {type(one).__name__}: a rank without further inputs would wait there, and each "
+                    f"step of the Keeper needs all ranks; leave out join(), and {otherwise}"
+                )
 
     def only_model(self, otherwise: str) -> nn.Module:
         """The model, if there is only one. Raises ValueError with the way out."""
@@ -214,9 +226,7 @@ class Training:
 
         With `durably` it must also fit into checkpoints.
         """
-        for name, tensor in self.live_tensors.named() if self.is_in_parts else ():
-            for part in local_parts(tensor):
-                _require_dense(part, f"`{name}`")
+        self.live_tensors.require_dense()
         parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
         for name, part in {**parts, **self.buffers(), **own}.items():
             try:
@@ -252,6 +262,11 @@ class Training:
     def buffers(self) -> State:
         """This rank's buffers, as `Buffers.now` has them: the live tensors."""
         return self._buffers.now()
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there are buffers that are kept."""
+        return any(self.buffers().values())
 
     def before_warm_up(self) -> State:
         """All that `restore_after_warm_up` restores, copied."""
@@ -317,7 +332,13 @@ class Training:
             del rest["param_groups"]
         else:
             state["optimizer"] = self.settings.of_step(0, state["optimizer"])
-        return {**state, **rest, **{name: list(its) for name, its in own.items()}}
+        return {**state, **rest, **self._kinds(), **{name: list(its) for name, its in own.items()}}
+
+    def _kinds(self) -> State:
+        """The optimizers with the groups that they began with; `settings` adds those that came later."""
+        kinds = kinds_of(self._wrapped, self._optimizers, by_name=bool(self._names_of_all))
+        starts = zip(kinds, self.settings.start_sizes(), strict=True)
+        return {OPTIMIZERS: [[name, sizes and start] for (name, sizes), start in starts]}
 
     def load_whole(
         self, load: Callable[[State], Found | None], rank: int, world_size: int, *, has_buffers: bool = True
@@ -333,7 +354,7 @@ class Training:
                 self.settings.load_groups(state)
             return found
 
-        rest: State = {}
+        rest = self._kinds()
         how: Any = {"by_name": bool(self._names_of_all), "has_buffers": has_buffers}
         found = restore(load_with_groups, self._wrapped, self._optimizers[0], rest, self._others, **how)
         if found is not None:
@@ -357,6 +378,11 @@ class Training:
         tensors = [part for each in (*self.model.parameters(), *self.model.buffers()) for part in local_parts(each)]
         spare = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
         for name, part in self._rest.items():
+            if name in state and len(state[name]) != len(_several(part)):
+                raise ValueError(
+                    f"the checkpoint has {len(state[name])} of `{name}`, and this program {len(_several(part))}; give "
+                    "the Keeper the same, or other `checkpoints`"
+                )
             if name in state:
                 for one, its in zip(_several(part), state[name], strict=True):
                     _load(one, its, spare)
@@ -374,13 +400,6 @@ def _shares_buffers(model: Any) -> bool:
         and not model.parameters_to_ignore
         and model.process_group.size() == dist.get_world_size()
     )
-
-
-def _require_dense(tensor: Tensor, name: str) -> None:
-    try:
-        require_dense(tensor)
-    except NotPlain as error:
-        raise TypeError(f"{name} cannot be kept: {error}") from None
 
 
 def _device_of(model: nn.Module) -> torch.device:

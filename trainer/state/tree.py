@@ -16,6 +16,8 @@ from torch import Tensor
 from elaunch.trainer.state.nesting import require_shallow, require_shallow_value
 
 State = dict[str, Any]
+# The entry of a state that says which optimizers it is of.
+OPTIMIZERS = "optimizers_are"
 Path = tuple[str | int, ...]
 
 # The types that torch.load(weights_only=True) reads back. Exact types: numpy's float64 is a float, but not one of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from elaunch.trainer.keeper import entered_names
 from elaunch.trainer.keeper.keeper import Keeper
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -183,3 +185,26 @@ def test_a_module_in_extra_may_get_a_buffer_that_it_lacks_at_the_start(monkeypat
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     assert kept(2).tolist() == [3.0] * 4
+
+
+def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
+    monkeypatch: pytest.MonkeyPatch, memory: Path, tmp_path: Path
+) -> None:
+    form, checkpoints = (changes_in_place, lambda: torch.zeros(4), True), {"checkpoints": tmp_path / "c"}
+    with monkeypatch.context() as patch:
+        patch.delenv("ELAUNCH_MEMORY")
+        trained(form, 3, **checkpoints)
+        calm = trained(form, 8)
+    entered_names._held.cache_clear()
+    trained(form, 5, **checkpoints)
+    entered_names._held.cache_clear()
+    for path in (tmp_path / "c").glob("*-00000005"):
+        shutil.rmtree(path)
+    for path in memory.glob("training.rank-*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    said: list[str] = []
+
+    assert_same(trained(form, 8, **checkpoints, say=said.append), calm)
+    assert len(said) == 1
+    assert said[0].startswith(f"restored step 3 from the checkpoint in {tmp_path / 'c'}; 2 steps are repeated")

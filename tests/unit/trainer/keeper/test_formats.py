@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
+from elaunch.trainer.keeper import entered_names
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
 from elaunch.trainer.state import optimizer_state
@@ -156,14 +157,15 @@ class Torchao(nn.Module):
         (TwoTensor(torch.ones(2), torch.ones(2)), r"two_tensor\.TwoTensor cannot be kept, since it is made of other"),
         (torch.ones(2, device="meta"), "materialize it first"),
         (torch.ones(2).to_sparse(), "use dense ones"),
+        (torch.ones(2, 2).to_sparse_csr(), "layout torch.sparse_csr .*use dense ones"),
     ],
-    ids=["subclass", "meta", "sparse"],
+    ids=["subclass", "meta", "sparse", "csr"],
 )
 def test_what_cannot_be_kept_is_refused_by_name_at_the_door(tensor: Tensor, why: str) -> None:
     model = Torchao(plain=torch.ones(2), odd=tensor)
     keeper = Keeper(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
 
-    with pytest.raises(TypeError, match=rf"^odd in the state of model cannot be kept: .*{why}"), keeper:
+    with pytest.raises(TypeError, match=rf"^`odd` cannot be kept: .*{why}"), keeper:
         pytest.fail("it was entered")
 
 
@@ -171,11 +173,11 @@ def test_a_lazy_parameter_is_refused_at_the_door() -> None:
     model = nn.LazyLinear(3)
     keeper = Keeper(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
 
-    with pytest.raises(TypeError, match=r"weight in the state of model .*run one forward pass first"), keeper:
+    with pytest.raises(TypeError, match=r"^`weight` cannot be kept: .*run one forward pass first"), keeper:
         pytest.fail("it was entered")
 
 
-def test_an_optimizer_that_makes_such_tensors_is_refused_with_the_first_copy() -> None:
+def test_an_optimizer_that_makes_such_tensors_is_refused_in_that_commit() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
 
@@ -184,8 +186,50 @@ def test_an_optimizer_that_makes_such_tensors_is_refused_with_the_first_copy() -
 
     optimizer.step = step  # type: ignore[method-assign, assignment]
 
-    with pytest.raises(TypeError, match=r"^0\.state\.0\.odd in the state of optimizer cannot be kept"):
+    with pytest.raises(TypeError, match=r"^`weight: odd of the optimizer` cannot be kept"):
         trained(model, optimizer, 3)
+
+
+def test_the_commit_that_makes_a_sparse_tensor_is_refused_by_name() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    extra: dict[str, Any] = {}
+    keeper = Keeper(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))]), extra=extra, snapshot_every=100)
+
+    def count() -> None:
+        for step in keeper.steps(5):
+            with keeper.commit():
+                extra["counts"] = torch.ones(2) if step < 4 else torch.ones(2).to_sparse()
+
+    with pytest.raises(TypeError, match=r"^`weight: momentum_buffer of the optimizer` .*: a sparse tensor .*Adagrad"):
+        trained(model, optimizer, 3, lambda: model(torch.tensor([1])).sum(), name="momentum")
+    with pytest.raises(TypeError, match=r"^`extra\.0\.counts` cannot be kept: a sparse tensor"), keeper:
+        count()
+    assert keeper.step == 3
+
+
+def test_a_buffer_that_becomes_sparse_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", None)
+
+    def loss() -> Tensor:
+        model.mask = torch.ones(2).to_sparse()
+        return model(torch.ones(1, 2)).sum()
+
+    with pytest.raises(TypeError, match=r"`buffers\.mask`: a sparse tensor cannot be kept"):
+        trained(model, torch.optim.SGD(model.parameters()), 2, loss)
+
+
+def test_a_result_of_inference_mode_comes_back() -> None:
+    with torch.inference_mode():
+        best = torch.rand(3)
+    model = nn.Linear(2, 2)
+    trained(model, torch.optim.SGD(model.parameters()), 2, extra={"best": best})
+    entered_names._held.cache_clear()
+    restored = {"best": torch.zeros(3)}
+
+    assert trained(model, torch.optim.SGD(model.parameters()), 2, extra=restored).step == 2
+    assert bits(restored["best"]) == bits(best)
 
 
 def test_a_graph_that_may_hold_the_optimizers_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

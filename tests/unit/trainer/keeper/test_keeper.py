@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint import catalog
@@ -248,6 +249,20 @@ def test_it_is_refused_of_a_state_in_parts_too() -> None:
         Keeper(model, optimizer, extra={"path": Path("of a file")}),
     ):
         pytest.fail("it was entered")
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_step_in_join_is_refused(*, is_on: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    keeper = Keeper(model, torch.optim.AdamW(model.parameters()))
+    refused = pytest.raises(ValueError, match=r"^join\(\) is on for DistributedDataParallel: .*next\(batches\)")
+
+    with keeper, refused if is_on else contextlib.nullcontext(), model.join(enable=is_on):
+        for _ in keeper.steps(2):
+            with keeper.commit():
+                pass
+    assert keeper.step == (0 if is_on else 2)
 
 
 def test_a_hook_state_that_becomes_one_that_cannot_be_kept_is_refused() -> None:

@@ -270,8 +270,8 @@ def own_number(patch: pytest.MonkeyPatch) -> None:
 
 def greatest(patch: pytest.MonkeyPatch) -> None:
     numbers, by = Wants.numbers, Agreed.by.__func__  # type: ignore[attr-defined]
-    patch.setattr(Wants, "numbers", lambda asked, *rest: [*numbers(asked, *rest)[:4], asked.steps, 0])
-    patch.setattr(Agreed, "by", classmethod(lambda cls, found: by(cls, [*found[:4], -found[4], 0])))
+    patch.setattr(Wants, "numbers", lambda asked, *rest: [*(its := numbers(asked, *rest))[:4], asked.steps, *its[5:]])
+    patch.setattr(Agreed, "by", classmethod(lambda cls, found: by(cls, [*found[:4], -found[4], *found[5:]])))
 
 
 def own_clock(patch: pytest.MonkeyPatch) -> None:

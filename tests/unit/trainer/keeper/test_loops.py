@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from elaunch.trainer.integrations.epochs import KeptEpochs
 from elaunch.trainer.keeper import loops
@@ -328,3 +329,18 @@ def test_an_evaluation_in_a_loop_with_hooks_changes_no_step_also_if_it_is_cut_of
 
     assert again(monkeypatch, run) == calm
     assert [step for step, _ in calm] == list(range(1, 13))
+
+
+class Endless(IterableDataset[float]):
+    def __iter__(self) -> Iterator[float]:
+        return itertools.repeat(1.0)
+
+
+def test_an_iterable_dataset_whose_batches_cannot_be_passed_over_is_refused() -> None:
+    model, loader = nn.Linear(1, 1), DataLoader(Endless())
+    optimizer = torch.optim.SGD(model.parameters())
+
+    with pytest.raises(ValueError, match=r"^Endless is an IterableDataset, .*Keeper and Batches\(loader\)"):
+        KeptEpochs(
+            *(model, [optimizer]), outermost=model, loader=loader, base=loader, accumulate=1, set_epoch=lambda _: None
+        )

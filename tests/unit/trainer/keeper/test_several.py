@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from elaunch.trainer.keeper import guarded_state
+from elaunch.trainer.keeper import entered_names, guarded_state
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.model_state import unwrap
 from tests.harness import DEADLINE_S
@@ -53,6 +54,54 @@ def test_a_second_training_of_a_program_has_checkpoints_of_its_own(tmp_path: Pat
 
     with pytest.raises(ValueError, match=r"a Keeper with checkpoints='.*all' has ended.* and checkpoints="):
         keeper_of(nn.Linear(2, 2), name="b", checkpoints=tmp_path / "all").__enter__()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "fsdp2"])
+def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_sharded: bool
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+
+    def train(kind: Any, *, groups: int = 1, **options: Any) -> None:
+        model = nn.Linear(2, 2)
+        if is_sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        parameters = [*model.parameters()]
+        optimizer = kind([{"params": parameters[n::groups]} for n in range(groups)], lr=0.1)
+        entered_names._held.cache_clear()
+        with keeper_of(model, optimizer, checkpoints=tmp_path / "c", **options) as keeper:
+            for _ in keeper.steps(1):
+                model(torch.ones(1, 2)).sum().backward()
+                with keeper.commit():
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    adamw = torch.optim.AdamW
+    train(adamw)
+    train(adamw)
+
+    for other in (torch.optim.SGD, torch.optim.Adam):
+        with pytest.raises(ValueError, match=rf"-00000001 has the state of AdamW.* this program has {other.__name__}"):
+            train(other)
+    with pytest.raises(ValueError, match="the checkpoint has 0 of `scheduler`, and this program 1"):
+        train(adamw, scheduler=torch.optim.lr_scheduler.StepLR(adamw([nn.Parameter(torch.ones(1))]), 1))
+    if not is_sharded:
+        with pytest.raises(ValueError, match=r"AdamW with 2 parameters, .* AdamW with 1 \+ 1 parameters"):
+            train(adamw, groups=2)
+
+
+def test_groups_that_a_restarted_program_lacks_are_named() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    with keeper_of(model, optimizer) as keeper:
+        for _ in keeper.steps(1):
+            with keeper.commit():
+                optimizer.add_param_group({"params": [model.bias]})
+    entered_names._held.cache_clear()
+
+    with pytest.raises(ValueError, match=r"SGD has groups of 1, 1 parameters, and this program has groups of 1;"):
+        keeper_of(model, torch.optim.SGD([model.weight], lr=0.1)).__enter__()
 
 
 def test_the_same_training_may_be_tried_again_after_an_error() -> None:
