@@ -72,11 +72,10 @@ class Claim:
         with contextlib.suppress(OSError):
             held = self._held()
             if held is not None and not self._is_mine(held):
-                there = self._storage.found()
-                if there:
+                if there := self._storage.found():
                     self._require_same(held, there[-1][0].step)
                 self._require_over(held, waiting)
-                if there:
+                if self._storage.found():
                     self._say(f"{self._storage} has the checkpoints of {_job(held)}: the same training, which goes on")
             self._old = self._note["token"] if held is None else held["token"]
             self._write()
