@@ -34,8 +34,11 @@ _SILENT_S = 3 * _RENEW_S
 _ENDING_S = 10.0
 _LOOK_S = 0.5
 _LENGTH = re.compile(r"(steps?|epochs?|iters?|iterations?)$", re.IGNORECASE)
-_TYPES = dict.fromkeys(("name", "run", "host", "process", "token", "since"), str)
-_TYPES |= {"generation": int, "renewals": int, "ended": bool}
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("name", "run", "host", "process", "token", "since"), str),
+    **dict.fromkeys(("generation", "renewals"), int),
+    "ended": bool,
+}
 
 
 class NotOurs(ValueError):
@@ -60,7 +63,7 @@ class Claim:
             "renewals": 0,
             "ended": False,
         }
-        self._left = threading.Event()
+        self._left, self._writing = threading.Event(), threading.Lock()
         # The token of the note that this job may replace, once it has seen one.
         self._old: str | None = None
         # Who has taken the place.
@@ -103,8 +106,10 @@ class Claim:
                 self._write()
 
     def _write(self, *, ended: bool = False) -> None:
-        # The thread may be late.
-        if ended or not self._left.is_set():
+        with self._writing:
+            # The thread may be late.
+            if self._left.is_set() and not ended:
+                return
             self._note |= {"renewals": self._note["renewals"] + 1, "ended": ended}
             self._storage.write_note(NOTE, json.dumps(self._note, indent=1).encode() + b"\n")
             self._old = self._note["token"]
@@ -170,7 +175,7 @@ def command(argv: Sequence[str], environ: Mapping[str, str], place: str) -> list
     That is: where script, data and checkpoints lie, the scheduler's number of the job, and how long to train.
     """
     names = [name for name in environ if name == "TORCHELASTIC_RUN_ID" or name.endswith(("JOB_ID", "JOBID"))]
-    jobs = "|".join(re.escape(environ[name]) for name in names if len(environ[name]) > 2)
+    jobs = "|".join(re.escape(environ[name]) for name in names if len(environ[name]) > 3)
     script = PurePath(argv[0])
     words = ["/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name]
     option = ""
