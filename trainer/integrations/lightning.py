@@ -168,7 +168,7 @@ def _require_others_possible(others: list[Any]) -> None:
         if not why and type(one).on_load_checkpoint is not Callback.on_load_checkpoint:
             why = (
                 "has a state in on_load_checkpoint, which is called for Lightning's own checkpoints only; give it "
-                "state_dict and load_state_dict, or make what it keeps (an average of the weights) a part of the module"
+                "state_dict and load_state_dict"
             )
         if why:
             raise ValueError(f"{type(one).__name__} {why}; ElaunchCallback would not be exact with it")
