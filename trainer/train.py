@@ -121,6 +121,8 @@ def train_in_group(
             snapshot_every=config.snapshot_every,
             copy_every=config.copy_every,
             warm_up=warm_up,
+            # Whose directory it is, config.yaml says.
+            name="gpt",
             say=progress.say if place.leads else None,
         ) as keeper,
         recorder.begin(keeper, windows.order),

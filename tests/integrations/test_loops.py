@@ -89,3 +89,33 @@ def test_a_loader_comes_back_at_the_right_sample(tmp_path: Path, stateful: bool,
     require("torchdata")
 
     assert_kills_change_no_bit("torchdata", tmp_path, PLAIN, {"stateful": stateful, "workers": workers})
+
+
+def test_lightning_accumulates_as_its_callback_has_set_it_at_the_beginning_of_the_epoch(tmp_path: Path) -> None:
+    require("lightning")
+
+    # Steps of 1 batch in the first epoch, then of 2.
+    kills = [[1, 13, "forward"], [0, 14, "commit"], [1, 17, "forward"]]
+    assert_kills_change_no_bit("lightning", tmp_path, kills, {"callback": "accumulation"})
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        ("swa", "StochasticWeightAveraging keeps averaged weights"),
+        ("average", "WeightAveraging has a state in on_load_checkpoint"),
+        ("finetuning", "BackboneFinetuning adds parameter groups"),
+        ("rate", "LearningRateFinder trains for a trial"),
+    ],
+)
+def test_lightnings_callbacks_that_no_restart_restores_are_refused_by_name(
+    tmp_path: Path, callback: str, said: str
+) -> None:
+    require("lightning")
+
+    options = json.dumps({"callback": callback})
+    words = ["--nproc-per-node", "2", str(PROGRAMS / "with_lightning.py"), str(tmp_path), "[]", options]
+    with Job(tmp_path, *words, env={"OMP_NUM_THREADS": "1"}) as job:
+        assert job.wait(600) == 1, job.output
+
+    assert f"ValueError: {said}" in job.output

@@ -64,7 +64,8 @@ class Checkpoints:
     `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
     `group` are the ranks that have the state, by default all of the job. `last` is the newest that became durable in
     this process's time, and `failure` what was said of the newest begun if that failed, both on rank 0. At most one is
-    in the making: `save_async` waits for the one before.
+    in the making: `save_async` waits for the one before. `require_ours` is called before each is published, and raises
+    OSError if the place is another job's by now.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Checkpoints:
         keep: int = KEPT,
         say: Callable[[str], None] = print,
         group: dist.ProcessGroup | Ranks | None = None,
+        require_ours: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
@@ -83,7 +85,7 @@ class Checkpoints:
         self.failure = ""
         self._said = ""
         self._size = 0
-        self._keep, self._say = keep, say
+        self._keep, self._say, self._require_ours = keep, say, require_ours
         self._ranks = group if isinstance(group, Ranks) else Ranks(group)
         # The threads that write have connections of their own.
         self._writers: Ranks | None = None
@@ -157,6 +159,7 @@ class Checkpoints:
             plain=pack(parts) if self._ranks.leads else b"",
             ranks=self._writers_met() if parts.is_sharded else None,
             keep=self._keep,
+            require_ours=self._require_ours,
         )
 
         def published(size: int) -> None:

@@ -35,6 +35,7 @@ class WriteOrder:
     plain: bytes
     ranks: Ranks | None
     keep: int
+    require_ours: Callable[[], None] = lambda: None
 
     @property
     def rank(self) -> int:
@@ -127,5 +128,6 @@ class Writing:
         # Nothing is published that no rank would read.
         require_size(METADATA, files[METADATA][0], METADATA_BYTES_MAX)
         require_size(PLAIN, files[PLAIN][0], PLAIN_BYTES_MAX)
+        order.require_ours()
         order.storage.publish(order.folder, Manifest(order.mark, len(parts), files))
         return sum(length for length, _ in files.values())

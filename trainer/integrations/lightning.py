@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,14 @@ if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch
 else:
     from pytorch_lightning.callbacks import Callback
 
+# Lightning's callbacks that change the training outside of a step, and why a restart cannot make that good.
+_REFUSED = {
+    "StochasticWeightAveraging": "keeps averaged weights and a scheduler of its own, which no restart restores",
+    "BaseFinetuning": "adds parameter groups within the run, which a restarted optimizer does not have",
+    "BatchSizeFinder": "trains for a trial before each start; find the size once, and give it to the loader",
+    "LearningRateFinder": "trains for a trial before each start; find the rate once, and give it to the optimizer",
+}
+
 
 class ElaunchCallback(Callback):  # type: ignore[misc]
     """Keeps model, optimizer, schedulers, loops and callbacks; `options` are the Keeper's (`checkpoints=…`).
@@ -27,6 +36,15 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._options = {"per_rank": (), **options}
         self._keeper: Keeper | None = None
         self._state: dict[str, Any] = {}
+        # The batches of a step, after a restart within an epoch; 0 once they are set.
+        self._accumulates = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what no restart can restore, before others have begun."""
+        if stage == "fit":
+            _require_others_possible(_others(trainer, self))
+            if trainer.is_global_zero and os.environ.get("ELAUNCH_GENERATION", "0") == "0":
+                _warn_of_hooks([pl_module, trainer.datamodule, *_others(trainer, self)])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest state."""
@@ -43,6 +61,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._is_resumed = self._keeper.restore() > 0
         if self._is_resumed:
             _load_loops(trainer.fit_loop, self._state["loops"])
+            self._accumulates = self._state["accumulates"]
             for callback in _others(trainer, self):
                 if callback.state_key in self._state["callbacks"]:
                     callback.load_state_dict(cloned(self._state["callbacks"][callback.state_key]))
@@ -69,10 +88,14 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """What was drawn at the end of an epoch does not count: it is not drawn again after a restart."""
+        self._accumulates = 0
         self._kept.redraw()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Stop here if a stop is requested, and make the copies that are due."""
+        if self._accumulates:
+            # A callback may have set it when the epoch began, which Lightning does not repeat.
+            trainer.accumulate_grad_batches, self._accumulates = self._accumulates, 0
         self._kept.step_begin()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -115,7 +138,8 @@ def _state_of(trainer: Any, own: Callback) -> dict[str, Any]:
     # Each rank has another position there.
     loops["state_dict"].pop("combined_loader", None)
     callbacks = {one.state_key: one.state_dict() for one in _others(trainer, own)}
-    return {"loops": loops, "callbacks": cloned({key: state for key, state in callbacks.items() if state})}
+    states = cloned({key: state for key, state in callbacks.items() if state})
+    return {"loops": loops, "callbacks": states, "accumulates": trainer.accumulate_grad_batches}
 
 
 def _load_loops(loop: Any, state: dict[str, Any]) -> None:
@@ -139,6 +163,19 @@ def _others(trainer: Any, own: Callback) -> list[Any]:
     return [one for one in trainer.callbacks if one is not own]
 
 
+def _require_others_possible(others: list[Any]) -> None:
+    for one in others:
+        kinds = {kind.__name__ for kind in type(one).__mro__}
+        why = next((why for name, why in _REFUSED.items() if name in kinds), "")
+        if not why and type(one).on_load_checkpoint is not Callback.on_load_checkpoint:
+            why = (
+                "has a state in on_load_checkpoint, which is called for Lightning's own checkpoints only; give it "
+                "state_dict and load_state_dict"
+            )
+        if why:
+            raise ValueError(f"{type(one).__name__} {why}; ElaunchCallback would not be exact with it")
+
+
 def _require_possible(trainer: Any) -> None:
     if len(trainer.optimizers) != 1:
         raise ValueError(
@@ -155,3 +192,17 @@ def _require_possible(trainer: Any) -> None:
             f"fit(ckpt_path={trainer.ckpt_path!r}) restores another state after ElaunchCallback has; leave it out: "
             "ElaunchCallback(checkpoints=…) restores from memory and from its own checkpoints"
         )
+
+
+def _warn_of_hooks(parts: list[Any]) -> None:
+    """Name the program's own hooks that are not called after a restart."""
+    for name, when in (("on_train_epoch_start", " that goes on within an epoch"), ("on_load_checkpoint", "")):
+        for one in parts:
+            home = next((kind.__module__ for kind in type(one).__mro__ if name in vars(kind)), "lightning")
+            if not home.startswith(("lightning", "pytorch_lightning")):
+                print(
+                    f"{type(one).__name__}.{name} is not called after a restart{when}: keep what it sets in the "
+                    "module's buffers, or make it depend on current_epoch where it is used",
+                    file=sys.stderr,
+                    flush=True,
+                )

@@ -64,7 +64,7 @@ class Copies:
         for one in training.optimizers:
             require_uncaptured(one)
         training.require_plain(durably=storage is not None)
-        self._training, self._peers, self._place, self._say = training, peers, place, say
+        self._training, self._peers, self._place, self._say, training_name = training, peers, place, say, name
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
         self.groups = GroupStatus()
         self._node_memory = None
@@ -104,7 +104,7 @@ class Copies:
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
         self._said: set[str] = set()
-        self.disk = DiskCopies(training, peers, storage, place.generation, say, kept)
+        self.disk = DiskCopies(training, peers, storage, place.generation, say, kept, training_name)
         self._is_durable = storage is not None
         self._own = OwnState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
         # How many completed steps `restore` has lost.

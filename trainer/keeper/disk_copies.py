@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elaunch.trainer import link
 from elaunch.trainer.checkpoint.catalog import marks
 from elaunch.trainer.checkpoint.checkpoints import KEPT, Checkpoints
+from elaunch.trainer.checkpoint.claim import UNNAMED, Claim, NotOurs
 from elaunch.trainer.checkpoint.import_ahead import import_ahead
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.storage import Storage
@@ -31,6 +33,7 @@ class DiskCopies:
         generation: int,
         say: Callable[[str], None],
         kept: int = KEPT,
+        name: str = UNNAMED,
     ) -> None:
         self._training, self._peers, self._say = training, peers, say
         self._generation = generation
@@ -40,10 +43,32 @@ class DiskCopies:
         # The step of the newest whole checkpoint that was there at the start, as far as is known; 0 if there was none.
         self.found = 0
         self._storage, self._checkpoints = storage, None
+        self._claim: Claim | None = None
         if storage is not None:
-            self._checkpoints = Checkpoints(storage, generation=generation, keep=kept, say=say, group=peers)
+            self._claim = self._claimed(storage, name)
+            ours = self._claim.require
+            self._checkpoints = Checkpoints(
+                storage, generation=generation, keep=kept, say=say, group=peers, require_ours=ours
+            )
             if peers.leads and (why := storage.unwritable()):
                 say(f"checkpoints cannot be written to {storage}: {why}; until they can, there are none")
+
+    def _claimed(self, storage: Storage, name: str) -> Claim:
+        """The job's claim on the checkpoints. Raises NotOurs on all ranks."""
+        claim, why = Claim(storage, name, self._generation, self._say), ""
+        if self._peers.leads:
+            try:
+                claim.take(lambda: link.phase("waiting for the end of another job"))
+            except NotOurs as error:
+                why = str(error)
+        self._require_ours(why)
+        return claim
+
+    def _require_ours(self, why: str) -> None:
+        if why := self._peers.from_rank_0(why):
+            # In the next generation it is as it is now.
+            link.refuse(why)
+            raise NotOurs(why)
 
     def restore(self, *, newer_than: int, done: int) -> tuple[Version, int] | None:
         """Load the newest checkpoint if its step is newer. Returns its version and the number of repeated steps.
@@ -90,6 +115,8 @@ class DiskCopies:
         """Begin to write a checkpoint of this state, unless there is one. `own` returns what this rank alone has."""
         if self._checkpoints is None or version.step in (0, self._newest):
             return
+        if self._claim is not None:
+            self._require_ours(self._claim.lost)
         self._newest = version.step
         # Rank 0 alone writes a replicated state, and only it needs what the others have for themselves.
         buffers = self._training.buffers_apart(self._peers.from_rank_0, leads=self._peers.leads)
@@ -119,6 +146,8 @@ class DiskCopies:
         """Close the connections of the checkpoints' threads, after `wait`."""
         if self._checkpoints is not None:
             self._checkpoints.close()
+        if self._claim is not None and self._peers.leads:
+            self._claim.release()
 
     def failure(self) -> str:
         """Why the newest checkpoint failed, or "". After a failure the checkpoint may be written again."""

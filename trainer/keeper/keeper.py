@@ -26,6 +26,7 @@ from torch import nn
 
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
+from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import EVEN, Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
@@ -91,7 +92,7 @@ class Keeper:
         stop_every: int | None = None,
         verify_every: int | None = None,
         warm_up: Callable[[], object] | None = None,
-        name: str = "training",
+        name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
     ) -> None:
         counts = {"checkpoint_every": checkpoint_every, "snapshot_every": snapshot_every, "stop_every": stop_every}

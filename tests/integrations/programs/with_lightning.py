@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from common import EPOCHS, FOLDER, OPTIONS, RANK, finish, loader, loss_of, losses, network, strike
+from lightning.pytorch import callbacks
 
 from elaunch.trainer.integrations.lightning import ElaunchCallback
 
@@ -42,6 +44,13 @@ class Module(pl.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": interval}]
 
 
+more: dict[str, Callable[[], pl.Callback]] = {
+    "accumulation": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
+    "swa": lambda: callbacks.StochasticWeightAveraging(1e-3),
+    "average": lambda: callbacks.WeightAveraging(),
+    "finetuning": lambda: callbacks.BackboneFinetuning(),
+    "rate": lambda: callbacks.LearningRateFinder(),
+}
 module = Module()
 torch.manual_seed(5 + RANK)
 trainer = pl.Trainer(
@@ -49,7 +58,7 @@ trainer = pl.Trainer(
     accelerator="cpu",
     devices=2,
     strategy="ddp",
-    callbacks=[ElaunchCallback()],
+    callbacks=[ElaunchCallback(), *([more[OPTIONS["callback"]]()] if "callback" in OPTIONS else [])],
     logger=False,
     default_root_dir=FOLDER,
     enable_progress_bar=False,

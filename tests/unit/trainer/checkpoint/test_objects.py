@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from elaunch.trainer.checkpoint.catalog import MANIFEST, Corrupt, Mark, marks, read_manifest
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.claim import Claim
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
 from elaunch.trainer.checkpoint.urls import StorageError, Url, parse, plain_errors
@@ -420,6 +421,21 @@ def test_a_listing_that_fails_after_the_manifest_costs_no_checkpoint(monkeypatch
         checkpoints.save(2, state_of(2))
 
     assert loaded(url) == 2
+
+
+def test_a_job_whose_place_in_a_store_was_taken_publishes_no_checkpoint(url: Url) -> None:
+    said: list[str] = []
+    mine, other = (Claim(ObjectStorage(url), "training", 0, said.append) for _ in range(2))
+    mine.take(pytest.fail)
+    checkpoints = opened(url, say=said.append, require_ours=mine.require)
+    checkpoints.save(1, state_of(1))
+    other.take(pytest.fail)
+
+    checkpoints.save(2, state_of(2))
+
+    assert [mark.step for mark in marks(ObjectStorage(url))] == [1]
+    assert "the checkpoint of step 2 could not be written" in said[-1]
+    assert "has taken" in said[-1]
 
 
 def test_a_folder_costs_no_import_of_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

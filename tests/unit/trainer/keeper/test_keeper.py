@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import random
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint import catalog
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.claim import NOTE
 from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.keeper import last_checkpoint
 from elaunch.trainer.keeper.copies import Copies
@@ -343,6 +346,62 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     assert len(again.train(5)) == 5
     assert any("there is an older state in memory, which is taken" in text for text in again.said)
     assert "restored step 3 from memory (of generation 0); 0 steps are repeated" in again.said
+
+
+@pytest.fixture
+def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Checkpoints up to step 3 that an earlier job, on another host, left in tmp_path/c; their note."""
+    Job(checkpoints=tmp_path / "c").train(3)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    note = tmp_path / "c" / NOTE
+    assert json.loads(note.read_text())["ended"]
+    note.write_text(json.dumps({**json.loads(note.read_text()), "process": "boot:namespace:1:1", "run": "other"}))
+    return note
+
+
+def test_the_same_training_goes_on_from_the_checkpoints_of_another_job(tmp_path: Path, left: Path) -> None:
+    again = Job(checkpoints=tmp_path / "c")
+
+    assert len(again.train(5)) == 5
+    assert re.search(r"has the checkpoints of job other .*: the same training, which goes on", again.said[0])
+    assert "restored step 3 from the checkpoint" in again.said[1]
+
+
+def test_another_training_is_refused_where_there_are_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--seed", "2"])
+    with pytest.raises(ValueError, match=r"another training, by job other .*: this one has `--seed 2`\. .* step 3 "):
+        Job(checkpoints=tmp_path / "c").keeper.__enter__()
+
+    left.unlink()
+    assert len(Job(checkpoints=tmp_path / "c").train(5)) == 5
+
+
+def test_a_name_says_which_training_it_is_whatever_its_arguments_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: Path
+) -> None:
+    left.write_text(json.dumps({**json.loads(left.read_text()), "name": "first", "command": ["train.py", "old"]}))
+    with pytest.raises(ValueError, match=r"that one has `name=first`, this one has `name=second`"):
+        Job(name="second", checkpoints=tmp_path / "c").keeper.__enter__()
+
+    assert len(Job(name="first", checkpoints=tmp_path / "c").train(5)) == 5
+
+
+def test_a_job_ends_at_the_checkpoint_after_another_one_has_taken_its_place(tmp_path: Path) -> None:
+    note = tmp_path / "c" / NOTE
+    job = Job(checkpoints=tmp_path / "c", checkpoint_every=2)
+
+    def taken() -> None:
+        job.keeper._copies.wait()
+        note.write_text(json.dumps({**json.loads(note.read_text()), "token": "its", "host": "elsewhere"}))
+
+    with pytest.raises(ValueError, match=r"on elsewhere.* has taken .*"):
+        job.train(9, {3: taken})
+
+    assert [mark.step for mark in catalog.marks(tmp_path / "c")] == [2]
+    assert json.loads(note.read_text())["token"] == "its"
 
 
 def test_a_checkpoint_that_was_not_complete_at_a_failure_is_written_at_the_next_start(

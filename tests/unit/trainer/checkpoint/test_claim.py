@@ -1,0 +1,182 @@
+"""Whose checkpoints a place holds: one training, and one job of it at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elaunch.trainer.checkpoint import claim
+from elaunch.trainer.checkpoint.claim import NOTE, UNNAMED, Claim, NotOurs, command
+from elaunch.trainer.checkpoint.storage import storage_at
+
+_OTHER = """
+import sys
+from elaunch.trainer.checkpoint.claim import Claim
+from elaunch.trainer.checkpoint.storage import storage_at
+mine = Claim(storage_at(sys.argv[1]), "training", 0, print)
+mine.take(lambda: None)
+print("taken", flush=True)
+if sys.stdin.readline():
+    mine.release()
+"""
+
+
+def claimed(place: Path, name: str = UNNAMED, generation: int = 0) -> Claim:
+    return Claim(storage_at(place), name, generation, lambda said: None)
+
+
+def nothing() -> None:
+    pass
+
+
+@contextmanager
+def other_job(place: Path) -> Iterator[subprocess.Popen[str]]:
+    """A job in a process of its own, which has taken the place."""
+    words = [sys.executable, "-c", _OTHER, str(place)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout is not None
+            assert "taken" in job.stdout.read(6)
+            yield job
+        finally:
+            job.kill()
+
+
+def rewrite(place: Path, **fields: Any) -> None:
+    path = place / NOTE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_a_place_that_another_job_writes_to_is_refused_until_that_job_is_killed_or_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_ENDING_S", 0.0)
+    with other_job(tmp_path) as job:
+        with pytest.raises(NotOurs, match=rf"is being written by a job \(on .*, pid {job.pid}, since 2.*end that job"):
+            claimed(tmp_path).take(nothing)
+        job.kill()
+        job.wait()
+
+        claimed(tmp_path).take(nothing)
+
+    (tmp_path / NOTE).unlink()
+    with other_job(tmp_path) as job:
+        job.communicate("end\n")
+
+        claimed(tmp_path).take(nothing)
+
+
+def test_a_killed_process_that_is_still_there_is_waited_for(tmp_path: Path) -> None:
+    with other_job(tmp_path) as job:
+        claimed(tmp_path).take(job.kill)
+
+
+def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    with other_job(tmp_path):
+        claimed(tmp_path, generation=1).take(pytest.fail)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_job_on_another_host_lives_as_long_as_it_renews_its_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    claimed(tmp_path).take(nothing)
+    rewrite(tmp_path, process="boot:namespace:1:1", token="its")
+    if lives:
+        with pytest.raises(NotOurs, match="is being written by"):
+            claimed(tmp_path).take(lambda: rewrite(tmp_path, renewals=7))
+    else:
+        monkeypatch.setattr(claim, "_SILENT_S", 0.0)
+        claimed(tmp_path).take(nothing)
+
+
+def test_a_job_whose_place_was_taken_publishes_nothing_more_and_leaves_the_note(tmp_path: Path) -> None:
+    mine = claimed(tmp_path)
+    mine.take(nothing)
+    mine.require()
+    rewrite(tmp_path, token="its", host="elsewhere")
+
+    with pytest.raises(OSError, match=r"on elsewhere.* has taken .*"):
+        mine.require()
+    mine.release()
+
+    assert mine.lost
+    assert json.loads((tmp_path / NOTE).read_text())["token"] == "its"
+
+
+def test_a_note_that_could_not_be_replaced_at_the_start_is_replaced_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed(tmp_path).take(nothing)
+    rewrite(tmp_path, token="its", ended=True)
+    mine = claimed(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(mine._storage, "write_note", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+        mine.take(nothing)
+
+    mine.require()
+    mine._write()
+
+    assert json.loads((tmp_path / NOTE).read_text())["token"] != "its"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 2}', b"\xff"])
+def test_a_note_that_cannot_be_read_is_no_training(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / NOTE).write_bytes(content)
+
+    claimed(tmp_path).take(pytest.fail)
+
+
+RUN = {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "job-4711"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("train.py", "/moved/train.py"),
+        ("/a/pkg/__main__.py", "/b/pkg/__main__.py"),
+        ("train.py --steps 100", "train.py --steps 200"),
+        ("train.py --max_epochs=3", "train.py --max_epochs=9"),
+        ("train.py 100", "train.py 200"),
+        ("train.py --data /a/text.bin", "train.py --data /b/text.bin"),
+        ("train.py --log logs-4711 --name=run/4711", "train.py --log logs-4712 --name=run/4712"),
+        ("train.py --save old/c", "train.py --save new/c"),
+        ("train.py --out=old", "train.py --out=new"),
+        ("train.py data", "train.py --resume data"),
+        ("train.py --lr 1", "train.py --resume_from_checkpoint x/9.pt --lr 1"),
+        ("train.py lr=1", "train.py lr=1 resume=true"),
+    ],
+)
+def test_a_training_may_move_and_last_longer(first: str, second: str) -> None:
+    again = {name: value.replace("4711", "4712") for name, value in RUN.items()}
+
+    assert command(first.split(), RUN, "old/c") == command(second.split(), again, "new/c")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("train.py", "other.py"),
+        ("/a/one/__main__.py", "/a/two/__main__.py"),
+        ("train.py --lr 0.1", "train.py --lr 0.01"),
+        ("train.py --seed 1", "train.py --seed 2"),
+        ("train.py seed=1", "train.py seed=2"),
+        ("train.py --criterion 1", "train.py --criterion 2"),
+        ("train.py --config a/one.yaml", "train.py --config a/two.yaml"),
+        ("train.py", "train.py --small"),
+        ('train.py {"lr":1,"out":"a/b"}', 'train.py {"lr":2,"out":"a/b"}'),
+    ],
+)
+def test_other_arguments_are_another_training(first: str, second: str) -> None:
+    assert command(first.split(), RUN, "c") != command(second.split(), RUN, "c")

@@ -1,0 +1,238 @@
+"""Whose checkpoints a place holds, and which job writes them now: one training, and one job of it at a time.
+
+Both are in a note beside the checkpoints. A running job renews it; a job that finds another one's note there publishes
+nothing more. The note of a job that ended says so, and one of a job that was killed is recognised: on its own host by
+its process, elsewhere because nobody renews it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from elaunch.trainer.checkpoint.storage import Storage
+from elaunch.trainer.files import parse_json
+
+NOTE = "elaunch-training.json"
+# A Keeper's, if the program gives it none.
+UNNAMED = "training"
+_FORMAT = 1
+_RENEW_S = 10.0
+# How long a note stays as it is before its job counts as dead; only another host has to wait for it.
+_SILENT_S = 3 * _RENEW_S
+# A killed job's processes need a while to be gone.
+_ENDING_S = 10.0
+_LOOK_S = 0.5
+_LENGTH = re.compile(r"(steps?|epochs?|iters?|iterations?)$", re.IGNORECASE)
+# `--resume`, with a value or without, is no other training.
+_RESUME = re.compile(r"resum|restore|continue|ckpt|checkpoint", re.IGNORECASE)
+_RESUME_FROM = re.compile(r".*[/.].*|true|yes|1|on|auto|last|latest", re.IGNORECASE)
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("name", "run", "host", "process", "token", "since"), str),
+    **dict.fromkeys(("generation", "renewals"), int),
+    "ended": bool,
+}
+
+
+class NotOurs(ValueError):
+    """The checkpoints belong to another training, or another job is writing them."""
+
+
+class Claim:
+    """This job's claim on `storage`, for the training `name` in `generation`. Only rank 0 has one."""
+
+    def __init__(self, storage: Storage, name: str, generation: int, say: Callable[[str], None]) -> None:
+        self._storage, self._say = storage, say
+        self._note: dict[str, Any] = {
+            "format": _FORMAT,
+            "name": name,
+            "command": command(sys.argv, os.environ, str(storage)),
+            "run": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            "generation": generation,
+            "host": socket.gethostname(),
+            "process": f"{_place()}:{os.getpid()}:{_started(os.getpid())}",
+            "token": secrets.token_hex(8),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "renewals": 0,
+            "ended": False,
+        }
+        self._left, self._writing = threading.Event(), threading.Lock()
+        # The token of the note that this job may replace, once it has seen one.
+        self._old: str | None = None
+        # Who has taken the place.
+        self.lost = ""
+
+    def take(self, waiting: Callable[[], object]) -> None:
+        """Make the place this job's. Raises NotOurs; `waiting` is called while it waits for another job's end."""
+        # What cannot be read or written now is reported by whoever needs it; the thread tries again.
+        with contextlib.suppress(OSError):
+            held = self._held()
+            if held is not None and not self._is_mine(held):
+                if there := self._storage.found():
+                    self._require_same(held, there[-1][0].step)
+                self._require_over(held, waiting)
+                if self._storage.found():
+                    self._say(f"{self._storage} has the checkpoints of {_job(held)}: the same training, which goes on")
+            self._old = self._note["token"] if held is None else held["token"]
+            self._write()
+        threading.Thread(target=self._renew, name="checkpoints' claim", daemon=True).start()
+
+    def require(self) -> None:
+        """Before something is published: raises OSError if another job has taken the place, or it cannot be read."""
+        held = self._held() or self._note
+        self._old = self._old or held["token"]
+        if held["token"] not in (self._note["token"], self._old):
+            self.lost = f"{_job(held)} has taken {self._storage} and writes its own checkpoints there"
+            raise OSError(self.lost)
+
+    def release(self) -> None:
+        """The job ends, and writes nothing more."""
+        self._left.set()
+        with contextlib.suppress(OSError):
+            self.require()
+            self._write(ended=True)
+
+    def _renew(self) -> None:
+        while not self.lost and not self._left.wait(_RENEW_S):
+            with contextlib.suppress(OSError):
+                self.require()
+                self._write()
+
+    def _write(self, *, ended: bool = False) -> None:
+        with self._writing:
+            # The thread may be late.
+            if self._left.is_set() and not ended:
+                return
+            self._note |= {"renewals": self._note["renewals"] + 1, "ended": ended}
+            self._storage.write_note(NOTE, json.dumps(self._note, indent=1).encode() + b"\n")
+            self._old = self._note["token"]
+
+    def _held(self) -> dict[str, Any] | None:
+        """The note that is there; None without one that this release can read. Raises OSError."""
+        content = self._storage.read_note(NOTE)
+        try:
+            note = {} if content is None else parse_json(content)
+            types = {name: type(note[name]) for name in _TYPES}
+            is_whole = types == _TYPES and all(type(word) is str for word in note["command"])
+            return note if is_whole and note["format"] == _FORMAT and note["process"].count(":") > 2 else None
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def _is_mine(self, held: dict[str, Any]) -> bool:
+        """Whether it is this process's, or that of an earlier generation of this job, which the agent has ended."""
+        is_later = "ELAUNCH_GENERATION" in os.environ and held["generation"] < self._note["generation"]
+        return held["process"] == self._note["process"] or (is_later and held["run"] == self._note["run"])
+
+    def _require_same(self, held: dict[str, Any], step: int) -> None:
+        mine = self._note
+        if UNNAMED in (held["name"], mine["name"]):
+            its, ours = held["command"], mine["command"]
+        else:
+            its, ours = [f"name={held['name']}"], [f"name={mine['name']}"]
+        if its != ours:
+            # What differs; of the same words in another order, all.
+            lacks, adds = ([word for word in one if word not in other] for one, other in ((its, ours), (ours, its)))
+            shown = {"that one": lacks, "this one": adds} if lacks or adds else {"that one": its, "this one": ours}
+            differs = ", ".join(f"{which} has `{' '.join(words)}`" for which, words in shown.items() if words)
+            raise NotOurs(
+                f"{self._storage} has the checkpoints of another training, by {_job(held)}: {differs}. Give each "
+                f"training its own checkpoints=; to go on from step {step} of that one all the same, remove "
+                f"{self._storage}/{NOTE}"
+            )
+
+    def _require_over(self, held: dict[str, Any], waiting: Callable[[], object]) -> None:
+        is_here = held["process"].startswith(_place() + ":")
+        until_s = time.monotonic() + (_ENDING_S if is_here else _SILENT_S)
+        first = held
+        while not held["ended"] and not (is_here and _is_dead(held["process"])):
+            is_late = time.monotonic() > until_s
+            if is_late and not is_here:
+                return
+            if is_late or (held["renewals"] != first["renewals"] and not is_here):
+                raise NotOurs(
+                    f"{self._storage} is being written by {_job(held)}; two jobs would destroy each other's "
+                    "checkpoints: give each its own checkpoints=, or end that job first"
+                )
+            if held is first:
+                what = "its end" if is_here else "a sign of life"
+                wait_s = until_s - time.monotonic()
+                self._say(f"{_job(held)} may be writing to {self._storage} still: waiting {wait_s:.0f} s for {what}")
+            waiting()
+            time.sleep(_LOOK_S)
+            held = self._held() or {**held, "ended": True}
+
+
+def command(argv: Sequence[str], environ: Mapping[str, str], place: str) -> list[str]:
+    """The command without what differs between two jobs of one training.
+
+    That is: where script, data and checkpoints lie, the scheduler's number of the job, how long to train, and `--resume`.
+    """
+    names = [name for name in environ if name == "TORCHELASTIC_RUN_ID" or name.endswith(("JOB_ID", "JOBID"))]
+    jobs = "|".join(re.escape(environ[name]) for name in names if len(environ[name]) > 3)
+    script = PurePath(argv[0])
+    words = ["/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name]
+    option = ""
+    for word in argv[1:]:
+        if jobs:
+            word = re.sub(rf"(?<![0-9a-zA-Z])({jobs})(?![0-9a-zA-Z])", "JOB", word)
+        name, equals, value = word.rpartition("=")
+        before = name if equals else option
+        if _RESUME.search(name or (word if word.startswith("-") else "")):
+            option = "" if equals else word
+            continue
+        if _RESUME.search(option) and _RESUME_FROM.fullmatch(word) and not word.startswith("-"):
+            option = ""
+            continue
+        if _is_around(value, place):
+            value = "CHECKPOINTS"
+        elif "/" in value and not set(value) & set(" {[\"'"):
+            value = PurePath(value).name
+        elif value.isdecimal() and (not before or _LENGTH.search(before)):
+            value = "N"
+        words.append(name + equals + value)
+        option = word if word.startswith("-") and not equals else ""
+    return words
+
+
+def _is_around(value: str, place: str) -> bool:
+    """Whether a path is that of the checkpoints, above it, or in it."""
+    if value == place or not value or "://" in value + place:
+        return value == place
+    one, other = os.path.abspath(value), os.path.abspath(place)  # noqa: PTH100
+    return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
+
+
+def _job(note: dict[str, Any]) -> str:
+    name = f"job {note['run']}" if note["run"] else "a job"
+    return f"{name} (on {note['host']}, pid {note['process'].split(':')[-2]}, since {note['since']})"
+
+
+def _place() -> str:
+    """The boot and the pid namespace: where a pid means one process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
+
+
+def _is_dead(process: str) -> bool:
+    _, pid, started = process.rsplit(":", 2)
+    return not pid.isdecimal() or _started(int(pid)) != started
+
+
+def _started(pid: int) -> str:
+    """Clock ticks from boot to the process's start; empty where there is none of that pid, or a zombie."""
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
