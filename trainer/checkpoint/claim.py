@@ -175,7 +175,7 @@ class Claim:
 def command(argv: Sequence[str], environ: Mapping[str, str], place: str) -> list[str]:
     """The command without what differs between two jobs of one training.
 
-    That is: where script, data and checkpoints lie, the scheduler's number of the job, how long to train, and `--resume`.
+    That is: where script, data and checkpoints lie, the scheduler's number of the job, how long to train, `--resume`.
     """
     names = [name for name in environ if name == "TORCHELASTIC_RUN_ID" or name.endswith(("JOB_ID", "JOBID"))]
     jobs = "|".join(re.escape(environ[name]) for name in names if len(environ[name]) > 3)
