@@ -55,15 +55,20 @@ class GuardedState:
         return Version(self._generation, self.version.step + 1)
 
     def restored(
-        self, copies: Copies, version: Version, report: Callable[[str], None], say: Callable[[str], None]
+        self,
+        copies: Copies,
+        version: Version,
+        report: Callable[[str], None],
+        say: Callable[[str], None],
+        begins: Callable[[int], None],
     ) -> None:
-        """The state is that of `version` now, and `copies` keeps it.
+        """The state is that of `version` now, and `copies` keeps it. `begins` hears of each commit's step.
 
         A change outside of a commit goes to `report`, for the next boundary, or after a failure to `say`.
         """
         with self._lock:
             self._copies, self.version, self._is_whole, self._is_restored = copies, version, True, True
-            self._report, self._say = report, say
+            self._report, self._say, self._begins = report, say, begins
             self._outside.note()
             self._left = LeftGradients(self._training.model, self._training.optimizers)
             copies.gpu.after_commit()
@@ -79,6 +84,11 @@ class GuardedState:
         self._tell_of_changes()
         return may
 
+    def look(self) -> None:
+        """The weights may have been exchanged for an evaluation, or been put back: look at their values."""
+        self._outside.look(self.version.step)
+        self._tell_of_changes()
+
     def _tell_of_changes(self) -> None:
         if news := self._outside.news(self.version.step):
             self._report(news)
@@ -91,6 +101,7 @@ class GuardedState:
         if self.is_changing:
             raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
         self._require_clean(f"step {self.next_version.step} is not committed, since its gradients may be incomplete")
+        self._begins(self.next_version.step)
         if left := self._left.commit_begins(self.next_version.step):
             link.refuse(left)
             raise RuntimeError(left)
