@@ -69,9 +69,9 @@ _doors: weakref.WeakSet[Door] = weakref.WeakSet()
 class Door:
     """The questions about one training. `kept` are the Keeper's arguments by name.
 
-    `path` lists the sentences that the job has had, in the node's memory; None without one. A sentence goes to `say`,
-    or in the midst of a step to `report`. `is_first` is for a job's first generation. With `is_others` the loop is a
-    library's: what it puts into `extra` and where it sets options is its own.
+    `path` lists the sentences that the job has had, in the node's memory; None without one. `is_first` is for a job's
+    first generation. With `is_others` the loop is a library's: what it puts into `extra` and where it sets options is
+    its own.
     """
 
     def __init__(
@@ -82,12 +82,11 @@ class Door:
         path: Path | None,
         *,
         say: Callable[[str], object],
-        report: Callable[[str], object],
         is_first: bool,
         is_others: bool,
     ) -> None:
         self._training, self._kept, self._peers, self._path = training, kept, peers, path
-        self._say, self._report, self._is_first, self.is_others = say, report, is_first, is_others
+        self._say, self._is_first, self.is_others = say, is_first, is_others
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in _several(kept["scheduler"]) if isinstance(one, LRScheduler)]
         self._options: list[Any] = []
@@ -134,8 +133,9 @@ class Door:
         if step == self._expected[0] and not self.is_others:
             self._tell(
                 "drawn",
-                f"step {step} has drawn other random numbers, or got other batches, than before the failure: something "
-                "that the Keeper does not keep decides that. `elaunch rehearse` names what differs",
+                f"rank {self._peers.rank} drew other random numbers, or got another batch, in step {step} than before "
+                "the failure: something that the Keeper does not keep decides that, and `elaunch rehearse` names it",
+                by_all=True,
             )
         if self._peers.leads and self._commits == _NOTED_AT:
             self._look_through()
@@ -193,18 +193,19 @@ class Door:
         """After a job's first steps, compare once more what all ranks must have alike. Collective."""
         if self._is_first and self._commits and self._looks < _LOOKS:
             self._looks += 1
-            if (found := self._difference()) and self._peers.leads:
-                self._tell("ranks", f"{found} after step {step}. {_way_out(found)}", now=True)
+            if found := self._difference():
+                self._tell("ranks", f"{found} after step {step}. {_way_out(found)}")
 
-    def _tell(self, kind: str, sentence: str, *, now: bool = False) -> None:
-        if kind in self._said:
+    def _tell(self, kind: str, sentence: str, *, by_all: bool = False) -> None:
+        """Say it once in the job. The ranks run one program, so one of them is enough."""
+        if kind in self._said or not (by_all or self._peers.leads):
             return
         self._said.add(kind)
         if self._path is not None:
             # Without room for so little the sentence comes again.
             with contextlib.suppress(OSError), self._path.open("a") as file:
                 file.write(f"{kind}\n")
-        (self._say if now else self._report)(sentence)
+        self._say(sentence)
 
     def _numbers(self) -> list[Any]:
         """The options of all groups that schedules change; none if a library sets them."""
@@ -266,7 +267,7 @@ class Door:
         kinds = _Kinds()
         found = [(kinds[type(one)], one) for one in gc.get_objects() if kinds[type(one)]]
         if self._kept["per_rank"] is None and any(kind == "loader" and _shuffles(one) for kind, one in found):
-            self._tell("loader", _LOADER, now=True)
+            self._tell("loader", _LOADER)
         things, memory = _kept_by_all()
         ours = [*self._training.optimizers, *(getattr(one, "param_groups", None) for one in self._training.optimizers)]
         known = set(map(id, ours))
@@ -279,14 +280,14 @@ class Door:
                 continue
             held = vars(one)
             if kind == "scheduler" and id(held.get("optimizer")) in known and frozenset(one.state_dict()) not in keys:
-                self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"), now=True)
+                self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
             elif kind == "scaler" and one.is_enabled() and frozenset(one.state_dict()) not in keys:
-                self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"), now=True)
+                self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
             elif kind == "average":
                 tensors = [each for _, each in _reach("", held) if _is(each, Tensor) and each.shape in shapes]
                 if tensors and not memory & set(map(_memory, tensors)):
                     self._told |= set(map(_memory, tensors))
-                    self._tell(f"average {name}", _NOT_GIVEN.format(name, "extra", "update it"), now=True)
+                    self._tell(f"average {name}", _NOT_GIVEN.format(name, "extra", "update it"))
             elif kind == "optimizer" and self._commits and not known & {id(one.param_groups), *map(id, held.values())}:
                 self._note(f"optimizer {name}", _OPTIMIZER.format(name), partial(_steps, weakref.ref(one), memory))
 

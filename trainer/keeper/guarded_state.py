@@ -42,6 +42,8 @@ class GuardedState:
         self.is_changing = False
         self._is_put_down = self._has_told_of_draws = False
         self._outside = OutsideChanges(training.live_tensors)
+        # Called with the step that a commit begins to complete.
+        self.before_commit: Callable[[int], object] = id
         self._begun_s = self._longest_s = 0.0
         # Whether what this rank alone has of the next step is copied within its commit, and whether that holds until
         # the next look. All ranks have agreed on that.
@@ -55,20 +57,15 @@ class GuardedState:
         return Version(self._generation, self.version.step + 1)
 
     def restored(
-        self,
-        copies: Copies,
-        version: Version,
-        report: Callable[[str], None],
-        say: Callable[[str], None],
-        begins: Callable[[int], None],
+        self, copies: Copies, version: Version, report: Callable[[str], None], say: Callable[[str], None]
     ) -> None:
-        """The state is that of `version` now, and `copies` keeps it. `begins` hears of each commit's step.
+        """The state is that of `version` now, and `copies` keeps it.
 
         A change outside of a commit goes to `report`, for the next boundary, or after a failure to `say`.
         """
         with self._lock:
             self._copies, self.version, self._is_whole, self._is_restored = copies, version, True, True
-            self._report, self._say, self._begins = report, say, begins
+            self._report, self._say = report, say
             self._outside.note()
             self._left = LeftGradients(self._training.model, self._training.optimizers)
             copies.gpu.after_commit()
@@ -101,7 +98,7 @@ class GuardedState:
         if self.is_changing:
             raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
         self._require_clean(f"step {self.next_version.step} is not committed, since its gradients may be incomplete")
-        self._begins(self.next_version.step)
+        self.before_commit(self.next_version.step)
         if left := self._left.commit_begins(self.next_version.step):
             link.refuse(left)
             raise RuntimeError(left)

@@ -176,11 +176,10 @@ class Keeper:
             self._door = Door(
                 *(self._training, self._kept, self._peers, Path(memory, f"{self._name}.said") if memory else None),
                 say=self._say,
-                report=self._boundary.report,
                 is_first=not self._place.generation,
                 is_others=self._is_open,
             )
-            self._state.restored(self._copies, version, self._boundary.report, self._say, self._door.commit_begins)
+            self._state.restored(self._copies, version, self._boundary.report, self._say)
             self._verification = Verification(
                 self._training, self._peers, self._copies, version, self._verify_every, self._checkpoint_every
             )
@@ -195,6 +194,7 @@ class Keeper:
                 verify_every=self._verify_every,
             )
             link.mark("restored")
+            self._state.before_commit = self._door.commit_begins
             self._door.enter(version.step, drawn_before)
             self._door.watch_evaluations(stack, self._state.look)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
