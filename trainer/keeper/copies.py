@@ -209,7 +209,8 @@ class Copies:
         """The newest step that this rank had begun before a failure, and what it had drawn and fetched; 0 if none."""
         if self._records is None or not self._place.generation:
             return 0, {}
-        found = [header.version for header, _, is_full in self._records.versions() if not is_full]
+        size, records = self._peers.world_size, self._records.versions()
+        found = [one.version for one, _, is_full in records if not is_full and one.piece.world_size == size]
         own = self._records.find(max(found)) if found else None
         if own is None:
             return 0, {}

@@ -91,8 +91,6 @@ class Door:
         self._schedulers = [one for one in _several(kept["scheduler"]) if isinstance(one, LRScheduler)]
         self._options: list[Any] = []
         self._counts: list[Any] = []
-        # The memory of tensors that were named.
-        self._told: set[int] = set()
         self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
         self._commits = self._looks = 0
         # The number of commits at the last evaluation.
@@ -113,7 +111,9 @@ class Door:
         if before[0] == step + 1:
             self._expected = before
         if self._is_first and self._peers.leads:
-            self._look_through()
+            # The program's objects may do anything when they are asked, and none of that may end the training.
+            with contextlib.suppress(Exception):
+                self._look_through()
 
     def commit_begins(self, step: int) -> None:
         """Name a scheduler that was stepped since the last commit."""
@@ -137,9 +137,9 @@ class Door:
                 "the failure: something that the Keeper does not keep decides that, and `elaunch rehearse` names it",
                 by_all=True,
             )
-        if self._peers.leads and self._commits == _NOTED_AT:
-            self._look_through()
-            self._note_variables()
+        if self._is_first and self._peers.leads and self._commits == _NOTED_AT:
+            with contextlib.suppress(Exception):
+                self._note_variables()
         elif self._commits == _COMPARED_AT:
             for kind, sentence, read, before in self._movers:
                 if read() not in (None, before):
@@ -233,7 +233,7 @@ class Door:
         for name, number in digests(named).items():
             yield name, number ^ crc32(repr((named[name].shape, named[name].dtype)).encode())
         for number, one in enumerate(training.optimizers):
-            groups = [{k: v for k, v in its.items() if k != "params"} for its in getattr(one, "param_groups", ())]
+            groups = [{k: v for k, v in its.items() if k[:5] != "param"} for its in getattr(one, "param_groups", ())]
             yield from _leaves(f"optimizer {number}.param_groups" if number else "optimizer.param_groups", groups)
         for name in ("scheduler", "scaler") if self.is_others else ("scheduler", "scaler", "extra"):
             parts = _several(self._kept[name])
@@ -265,58 +265,64 @@ class Door:
     def _look_through(self) -> None:
         """Name the objects of the program that belong to this training, and that no Keeper has."""
         kinds = _Kinds()
-        found = [(kinds[type(one)], one) for one in gc.get_objects() if kinds[type(one)]]
-        if self._kept["per_rank"] is None and any(kind == "loader" and _shuffles(one) for kind, one in found):
+        found = [one for one in gc.get_objects() if kinds[type(one)]]
+        if self._kept["per_rank"] is None and any(type(one) is DataLoader and _shuffles(one) for one in found):
             self._tell("loader", _LOADER)
         things, memory = _kept_by_all()
-        ours = [*self._training.optimizers, *(getattr(one, "param_groups", None) for one in self._training.optimizers)]
-        known = set(map(id, ours))
-        # A program may put state_dicts into `extra`.
-        keys = {frozenset(one) for _, one in _reach("", self._kept["extra"]) if _is(one, dict)}
-        shapes = {parameter.shape for parameter in self._training.model.parameters()}
-        for kind, one in found:
-            name = type(one).__name__
-            if id(one) in things or kind == "loader":
-                continue
-            held = vars(one)
-            if kind == "scheduler" and id(held.get("optimizer")) in known and frozenset(one.state_dict()) not in keys:
-                self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
-            elif kind == "scaler" and one.is_enabled() and frozenset(one.state_dict()) not in keys:
-                self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
-            elif kind == "average":
-                tensors = [each for _, each in _reach("", held) if _is(each, Tensor) and each.shape in shapes]
-                if tensors and not memory & set(map(_memory, tensors)):
-                    self._told |= set(map(_memory, tensors))
-                    self._tell(f"average {name}", _NOT_GIVEN.format(name, "extra", "update it"))
-            elif kind == "optimizer" and self._commits and not known & {id(one.param_groups), *map(id, held.values())}:
-                self._note(f"optimizer {name}", _OPTIMIZER.format(name), partial(_steps, weakref.ref(one), memory))
+        for one in found:
+            if id(one) not in things:
+                self._name(kinds[type(one)], one, memory)
+
+    def _name(self, kind: str, one: Any, memory: set[int]) -> None:
+        """Say it if that object, which is not kept, has a state of this training; `memory` is of what is kept."""
+        name, held = type(one).__name__, getattr(one, "__dict__", {})
+        ours = {id(each) for opt in self._training.optimizers for each in (opt, getattr(opt, "param_groups", opt))}
+        is_given = kind in ("scheduler", "scaler") and frozenset(one.state_dict()) in self._keys()
+        if kind == "scheduler" and id(held.get("optimizer")) in ours and not is_given:
+            self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
+        elif kind == "scaler" and one.is_enabled() and not is_given:
+            self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
+        elif kind == "average":
+            shapes = {parameter.shape for parameter in self._training.model.parameters()}
+            its = {_memory(each) for _, each in _reach("", held) if _is(each, Tensor) and each.shape in shapes}
+            if its and not memory & its:
+                memory |= its
+                self._tell(f"average {name}", _NOT_GIVEN.format(name, "extra", "update it"))
+        elif kind == "optimizer" and not ours & {id(one.param_groups), *map(id, held.values())}:
+            self._note(f"optimizer {name}", _OPTIMIZER.format(name), partial(_steps, weakref.ref(one), memory))
+
+    def _keys(self) -> set[frozenset[Any]]:
+        """The keys of all dictionaries in `extra`: a program may put state_dicts there."""
+        return {frozenset(one) for _, one in _reach("", self._kept["extra"]) if _is(one, dict)}
 
     def _note(self, kind: str, sentence: str, read: Callable[[], Any]) -> None:
         """After some steps, say that if `read` returns something else than now, and not None."""
         self._movers.append((kind, sentence, read, read()))
 
     def _note_variables(self) -> None:
-        """Note the generators that the program's variables lead to, and the tensors that are like the weights."""
-        things, memory = _kept_by_all()
-        memory |= self._told
+        """Look at what the program's variables lead to, and note generators, and tensors that are like the weights."""
+        kinds, (things, memory) = _Kinds(), _kept_by_all()
         likes: dict[torch.Size, list[Tensor]] = {}
         for weight in () if self._training.is_in_parts else self._training.model.parameters():
             if weight.requires_grad and len(likes.setdefault(weight.shape, [])) < _AVERAGED_MAX:
                 likes[weight.shape].append(_sample(weight))
         averaged = 0
-        for variable, value in dict(variables(sys._getframe(1))).items():
-            for path, one in _reach(variable, value, _NODES_MAX, things):
-                if (read := _draws(one)) is not None:
-                    its = f"[…, {path}]" if _is(one, torch.Generator) else "an object with its state_dict"
-                    self._note(f"generator {path}", _GENERATOR.format(path, its), read)
-                elif (
-                    averaged < _AVERAGED_MAX
-                    and _is(one, Tensor)
-                    and _memory(one) not in memory
-                    and any(_is_near(one, like) for like in likes.get(one.shape, ()))
-                ):
-                    averaged += 1
-                    self._note(f"average {variable}", _FOLLOWS.format(variable), partial(_values, weakref.ref(one)))
+        for path, one in _reach("", dict(variables(sys._getframe(1))), _NODES_MAX, things):
+            if kind := kinds[type(one)]:
+                self._name(kind, one, memory)
+            elif (read := _draws(one)) is not None:
+                its = f"[…, {path}]" if _is(one, torch.Generator) else "an object with its state_dict"
+                self._note(f"generator {path}", _GENERATOR.format(path, its), read)
+            elif (
+                averaged < _AVERAGED_MAX
+                and _is(one, Tensor)
+                and _memory(one) not in memory
+                and any(_is_near(one, like) for like in likes.get(one.shape, ()))
+            ):
+                averaged += 1
+                memory.add(_memory(one))
+                name = path.partition(".")[0]
+                self._note(f"average {name}", _FOLLOWS.format(name), partial(_values, weakref.ref(one)))
 
 
 class _Kinds(dict[type, str]):
@@ -326,7 +332,7 @@ class _Kinds(dict[type, str]):
         of: dict[type, str] = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler"}
         of |= {AveragedModel: "average", Optimizer: "optimizer"}
         found = "loader" if kind is DataLoader else next((of[one] for one in kind.__mro__ if one in of), "")
-        if not found and "__dict__" in dir(kind) and hasattr(kind, "state_dict"):
+        if not found and hasattr(kind, "state_dict") and "__dict__" in dir(kind):
             is_schedule = "schedul" in kind.__name__.lower() and hasattr(kind, "step")
             found = "scheduler" if is_schedule else "average" if _AVERAGE_NAME.search(kind.__name__) else ""
         self[kind] = found
@@ -348,11 +354,16 @@ def _reach(path: str, value: Any, left: int = _NODES_MAX, without: Collection[in
             items = value.items()
         elif _is(value, list, tuple, set, frozenset):
             items = enumerate(value)
-        elif not _is(value, Tensor) and not (without and _is(value, DataLoader, Sampler)):
+        elif not _is(value, Tensor) and not (without and _is_own(value)):
             with contextlib.suppress(Exception):
                 items = object.__getattribute__(value, "__dict__").items()
-        for key, item in islice([*items], None if left > _NODES_MAX else _ITEMS_MAX):
+        for key, item in list(islice(items, None if left > _NODES_MAX else _ITEMS_MAX)):
             queue.append((f"{path}.{key if _is(key, str, int) else '…'}".lstrip("."), item))
+
+
+def _is_own(value: Any) -> bool:
+    """Whether what it has is named with it, or is elaunch's."""
+    return _is(value, DataLoader, Sampler) or type(value).__module__.startswith("elaunch.")
 
 
 def _kept_by_all() -> tuple[set[int], set[int]]:
@@ -411,8 +422,8 @@ def _values(one: Callable[[], Tensor | None]) -> Any:
 
 
 def _is_near(tensor: Tensor, like: Tensor) -> bool:
-    is_whole = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.untyped_storage().nbytes()
-    if not is_whole or tensor.device.type == "meta":
+    is_plain = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type != "meta"
+    if not (is_plain and tensor.is_contiguous() and tensor.untyped_storage().nbytes()):
         return False
     return bool((_sample(tensor) - like).norm() <= _NEAR * like.norm()) and bool(like.any())
 
@@ -478,7 +489,7 @@ def _is(value: object, *kinds: type) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     part = local_parts(tensor)[0]
-    return part.data_ptr() if part.layout == torch.strided else id(tensor)
+    return part.data_ptr() if part.layout == torch.strided and part.device.type != "meta" else id(tensor)
 
 
 def _several(part: Any) -> Sequence[Any]:

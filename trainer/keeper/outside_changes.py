@@ -38,7 +38,8 @@ class OutsideChanges:
         self._is_said = False
         self._sentence = ""
         self._refusals = 0
-        self._sampled: list[Tensor] = []
+        # Weights, each with where in it a few values begin, and how many.
+        self._sampled: list[tuple[Tensor, int, int]] = []
         self._samples: list[bytes | Tensor] = []
         self._exchanged = ""
 
@@ -47,7 +48,9 @@ class OutsideChanges:
         self._turn += 1
         if self._noted is None and not self._sampled:
             weights = [each for each in self._live.parameters if each.requires_grad and each.is_contiguous()]
-            self._sampled = weights[:: max(1, len(weights) // _SAMPLED)]
+            weights = [getattr(each, "_local_tensor", each) for each in weights[:: max(1, len(weights) // _SAMPLED)]]
+            counts = [min(_SAMPLE, each.numel()) for each in weights]
+            self._sampled = [(w, (w.numel() - count) // 2, count) for w, count in zip(weights, counts, strict=True)]
         self._noted = self._live.seen(self._turn)
         self._versions = list(map(_VERSION, self._noted))
         self._memory = list(map(_MEMORY, self._noted))
@@ -58,13 +61,13 @@ class OutsideChanges:
     def look(self, step: int) -> None:
         """Compare the values too. On a GPU this waits for the device, and only this does it."""
         self._exchanged = ""
-        if self._noted is None or (self._sampled[:1] and self._sampled[0].is_cuda and is_current_stream_capturing()):
+        if self._noted is None or (self._sampled[:1] and self._sampled[0][0].is_cuda and is_current_stream_capturing()):
             return
         if not all(map(equal, self._samples, map(_sample, self._sampled))):
             self._exchanged = (
                 f"the weights are not those of the end of step {step}: something has put others in through `.data`. "
-                "While they are there a failure goes back to the copy before, and the next commit changes them. "
-                "Evaluate an average in a model of its own, or with torch.func.functional_call"
+                "Until those are back, a failure goes back to the copy before, and the next commit would change the "
+                "others. Evaluate an average in a model of its own, or with torch.func.functional_call"
             )
 
     def forget(self) -> None:
@@ -121,12 +124,10 @@ class OutsideChanges:
         return f"`{names[0]}`{more}"
 
 
-def _sample(weight: Tensor) -> bytes | Tensor:
-    """A few values from the middle of a weight. From a GPU they are copied there, without waiting."""
-    part: Tensor = getattr(weight, "_local_tensor", weight).detach()
-    count = min(_SAMPLE, part.numel())
-    begin = (part.numel() - count) // 2
-    if part.device.type == "cpu":
-        address = part.data_ptr()
-        return ctypes.string_at(address + begin * part.itemsize, count * part.itemsize) if address else b""
-    return part.as_strided((count,), (1,), part.storage_offset() + begin).clone()
+def _sample(place: tuple[Tensor, int, int]) -> bytes | Tensor:
+    """A few values of a weight. From a GPU they are copied there, without waiting."""
+    weight, begin, count = place
+    if weight.device.type == "cpu":
+        address = weight.data_ptr()
+        return ctypes.string_at(address + begin * weight.itemsize, count * weight.itemsize) if address else b""
+    return weight.detach().as_strided((count,), (1,), weight.storage_offset() + begin).clone()
