@@ -270,7 +270,8 @@ class Door:
             self._tell("loader", _LOADER)
         things, memory = _kept_by_all()
         for one in found:
-            if id(one) not in things:
+            # An optimizer steps later, and an average may be one of an earlier training, which is not freed yet.
+            if id(one) not in things and kinds[type(one)] in ("scheduler", "scaler"):
                 self._name(kinds[type(one)], one, memory)
 
     def _name(self, kind: str, one: Any, memory: set[int]) -> None:
@@ -475,7 +476,8 @@ def _shuffles(loader: Any) -> bool:
 
 
 def _count(scheduler: Any) -> Any:
-    return scheduler.last_epoch, getattr(scheduler, "_step_count", 0)
+    # A ChainedScheduler counts in those that it has.
+    return [getattr(one, "last_epoch", 0) for one in (scheduler, *getattr(scheduler, "_schedulers", ()))]
 
 
 def _number(value: Any) -> Any:
