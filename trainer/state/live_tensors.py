@@ -33,7 +33,7 @@ class LiveTensors:
         self._nests = [one for one in extra if isinstance(one, dict | list | tuple | Tensor)]
 
     @property
-    def parameters(self) -> list[Tensor]:
+    def parameters(self) -> Sequence[Tensor]:
         """The parameters, of modules in `extra` too."""
         return self._parameters
 
