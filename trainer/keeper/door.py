@@ -245,21 +245,23 @@ class Door:
 
     def _strange_parameters(self) -> str:
         """A sentence about an optimizer's parameters that the Keeper does not have; "" if there are none."""
-        its_optimizers = set(map(id, self._training.optimizers))
-        beside = [self._kept[name] for name in ("extra", "scaler", "hook_state", "per_rank")]
-        reached = [one for _, one in _reach("", beside, sys.maxsize, its_optimizers) if _is(one, Tensor)]
-        known = {_memory(one) for one in [*dict(self._training.live_tensors.named()).values(), *reached]}
+        known = {_memory(one) for _, one in self._training.live_tensors.named(optimizers=False)}
         for one in () if self._training.is_in_parts else self._training.optimizers:
             # One with a state of its own may keep them.
-            if isinstance(one, Optimizer) and type(one).state_dict is Optimizer.state_dict:
-                parameters = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
-                strange = [str(tuple(p.shape)) for p in parameters if p.numel() and _memory(p) not in known]
-                if strange:
-                    return (
-                        f"{type(one).__name__} changes {len(strange)} parameters that are not in the Keeper's model "
-                        f"(of shapes {some(strange)}): a restart would begin with new ones. Give all modules: "
-                        "Keeper([model, other], optimizer)"
-                    )
+            if not isinstance(one, Optimizer) or type(one).state_dict is not Optimizer.state_dict:
+                continue
+            parameters = [p for group in one.param_groups for p in group["params"] if p.requires_grad and p.numel()]
+            if all(_memory(p) in known for p in parameters):
+                continue
+            beside = [self._kept[name] for name in ("extra", "scaler", "hook_state", "per_rank")]
+            reached = _reach("", beside, 10 * _NODES_MAX, set(map(id, self._training.optimizers)))
+            known |= {_memory(each) for _, each in reached if _is(each, Tensor)}
+            if strange := [str(tuple(p.shape)) for p in parameters if _memory(p) not in known]:
+                return (
+                    f"{type(one).__name__} changes {len(strange)} parameters that are not in the Keeper's model (of "
+                    f"shapes {some(strange)}): a restart would begin with new ones. Give all modules: "
+                    "Keeper([model, other], optimizer)"
+                )
         return ""
 
     def _look_through(self) -> None:
