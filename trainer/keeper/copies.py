@@ -26,7 +26,7 @@ from elaunch.trainer.state.optimizer_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.region import fingerprint
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State
+from elaunch.trainer.state.tree import State, cloned
 from elaunch.trainer.state.version import Version
 
 if TYPE_CHECKING:
@@ -206,6 +206,21 @@ class Copies:
         """The generators' states at the end of that step."""
         random: State = self._own.of(version)["random"]
         return random
+
+    def own_of(self, version: Version) -> State:
+        """What this rank had drawn and fetched when `put_down(version)` was called."""
+        return self._own.of(version)
+
+    def begun_before(self) -> tuple[int, State]:
+        """The newest step that this rank had begun before a failure, and what it had drawn and fetched; 0 if none."""
+        if self._records is None or not self._place.generation:
+            return 0, {}
+        size, records = self._peers.world_size, self._records.versions()
+        found = [one.version for one, _, is_full in records if not is_full and one.piece.world_size == size]
+        own = self._records.find(max(found)) if found else None
+        if own is None:
+            return 0, {}
+        return max(found).step, cloned({name: own[name] for name in ("random", "per_rank") if name in own})
 
     def redraw(self, version: Version) -> None:
         """Store the generators' present states with what `put_down(version)` has stored."""

@@ -42,6 +42,8 @@ class GuardedState:
         self.is_changing = False
         self._is_put_down = self._has_told_of_draws = False
         self._outside = OutsideChanges(training.live_tensors)
+        # Called with the step that a commit begins to complete.
+        self.before_commit: Callable[[int], object] = id
         self._begun_s = self._longest_s = 0.0
         # Whether what this rank alone has of the next step is copied within its commit, and whether that holds until
         # the next look. All ranks have agreed on that.
@@ -79,6 +81,11 @@ class GuardedState:
         self._tell_of_changes()
         return may
 
+    def look(self) -> None:
+        """The weights may have been exchanged for an evaluation, or been put back: look at their values."""
+        self._outside.look(self.version.step)
+        self._tell_of_changes()
+
     def _tell_of_changes(self) -> None:
         if news := self._outside.news(self.version.step):
             self._report(news)
@@ -91,6 +98,7 @@ class GuardedState:
         if self.is_changing:
             raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
         self._require_clean(f"step {self.next_version.step} is not committed, since its gradients may be incomplete")
+        self.before_commit(self.next_version.step)
         if left := self._left.commit_begins(self.next_version.step):
             link.refuse(left)
             raise RuntimeError(left)

@@ -19,6 +19,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +32,7 @@ from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import EVEN, Boundary, Stopped, Wish
 from elaunch.trainer.keeper.copies import Copies
-from elaunch.trainer.keeper.data_warning import sentence_about_loaders
+from elaunch.trainer.keeper.door import Door
 from elaunch.trainer.keeper.entered_names import entered, is_alone
 from elaunch.trainer.keeper.group_watch import GroupWatch
 from elaunch.trainer.keeper.guarded_state import GuardedState
@@ -106,7 +108,9 @@ class Keeper:
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
         self._place = RankInfo.from_environ(os.environ)
-        kept = (model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
+        self._kept = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "extra": extra}
+        self._kept |= {"hook_state": hook_state, "per_rank": per_rank}
+        kept = tuple(self._kept.values())
         self._rehearsal = Rehearsal(os.environ, self._place, name, kept) if VARIABLE in os.environ else None
         if self._rehearsal is not None:
             checkpoints, checkpoint_every = self._rehearsal.checkpoints(checkpoints, checkpoint_every)
@@ -163,10 +167,19 @@ class Keeper:
                 copy_every=self._copy_every,
             )
             self._warm()
+            drawn_before = self._copies.begun_before()
             version = self._copies.begin(self._copies.restore())
             self._random, self._is_random_due = self._training.random.capture(), True
             self._restored_step = version.step
             self._pace = Pace(self._snapshot_every, version.step)
+            # Once for the job: a restart has no time for it.
+            is_first = self._peers.leads and not self._place.generation
+            self._door = Door(
+                *(self._training, self._kept, self._peers, Path(memory, f"{self._name}.said") if memory else None),
+                say=self._say,
+                is_first=not self._place.generation,
+                is_others=self._is_open,
+            )
             self._state.restored(self._copies, version, self._boundary.report, self._say)
             self._verification = Verification(
                 self._training, self._peers, self._copies, version, self._verify_every, self._checkpoint_every
@@ -182,10 +195,9 @@ class Keeper:
                 verify_every=self._verify_every,
             )
             link.mark("restored")
-            # Once for the job: a restart has no time for it.
-            is_first = self._peers.leads and not self._place.generation
-            if is_first and self._training.per_rank is None and (trap := sentence_about_loaders()):
-                self._say(trap)
+            self._state.before_commit = self._door.commit_begins
+            self._door.enter(version.step, drawn_before)
+            self._door.watch_evaluations(stack, self._state.look)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
                 stack.callback(hook_backward(model, self._before_sums))
@@ -219,8 +231,8 @@ class Keeper:
         `close` leaves it. If the program ends without `close`, as by an exception that nobody could catch, the last
         complete step is kept in memory then.
         """
-        self.__enter__()
         self._is_open = True
+        self.__enter__()
         atexit.register(self._end_of_program)
         return self.step
 
@@ -312,10 +324,12 @@ class Keeper:
         if self._total is None:
             self._training.settings.note()
         self._training.require_no_join(EVEN)
+        self._door.step_begins(self.step)
         if self._is_open:
             self._signals.install()
         is_over = self._rehearsal is not None and self._rehearsal.begin(self.step + 1)
         if is_over or self._around.is_now():
+            self._door.look(self.step)
             try:
                 if is_over:
                     self._end_rehearsal()
@@ -366,6 +380,7 @@ class Keeper:
 
     def _committed(self) -> None:
         self._random = self._copies.random_of(self._state.version)
+        self._door.committed(self.step)
         self._is_aside = False
         if self._total is not None:
             self._step_aside()
@@ -419,6 +434,7 @@ class Keeper:
             module = self._training.only_model("commit_by_hooks(module), with the one whose forward pass begins a step")
         hooks = OptimizerHooks(self, self._state, self._training, module, redraws=draws_again)
         self._stack.callback(hooks.remove)
+        self._door.is_others = True
         if not draws_again:
             self.restore_random()
 
@@ -436,7 +452,9 @@ class Keeper:
     def _before_sums(self) -> None:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
         if os.getpid() == self._pid:
-            self._copies.put_down(self._state.next_version, unless_same=True)
+            version = self._state.next_version
+            self._copies.put_down(version, unless_same=True)
+            self._door.drawn(version.step, partial(self._copies.own_of, version))
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

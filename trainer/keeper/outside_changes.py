@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from operator import attrgetter, is_
 
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 from elaunch.trainer.state.live_tensors import LiveTensors
+from elaunch.trainer.state.tree import equal
 
 # torch counts the changes of a tensor. `tensor.data = other` counts nothing, and gives the tensor other memory. A
-# change through `tensor.data` (`tensor.data.clamp_(0)`) does neither: it cannot be seen here.
+# change through `tensor.data` (`tensor.data.copy_(average)`) does neither: so some values of some weights are compared.
 _VERSION = attrgetter("_version")
 _MEMORY = Tensor.data_ptr
+_SAMPLED, _SAMPLE = 3, 32
 
 # At so many boundaries in a row a copy is due and the state has changed outside: then there will never be one.
 _REFUSALS_MAX = 3
@@ -35,6 +39,10 @@ class OutsideChanges:
         self._is_said = False
         self._sentence = ""
         self._refusals = 0
+        # Weights, each with where in it a few values begin, and how many.
+        self._sampled: list[tuple[Tensor, int, int]] = []
+        self._samples: list[bytes | Tensor] = []
+        self._exchanged = ""
 
     def note(self) -> None:
         """A commit has ended, or a state was restored. Raises TypeError if a tensor cannot be kept."""
@@ -50,8 +58,26 @@ class OutsideChanges:
             # A sparse tensor has no memory of its own.
             self._live.require_dense()
             raise
+        if self._turn == 1:
+            weights = [each for each in self._live.parameters if each.requires_grad and each.is_contiguous()]
+            weights = [getattr(each, "_local_tensor", each) for each in weights[:: max(1, len(weights) // _SAMPLED)]]
+            counts = [min(_SAMPLE, each.numel()) for each in weights]
+            self._sampled = [(w, (w.numel() - count) // 2, count) for w, count in zip(weights, counts, strict=True)]
         self._noted, self._states = seen, self._live.states()
-        self._sentence = ""
+        self._samples = list(map(_sample, self._sampled))
+        self._sentence = self._exchanged = ""
+
+    def look(self, step: int) -> None:
+        """Compare the values too. On a GPU this waits for the device, and only this does it."""
+        self._exchanged = ""
+        if self._noted is None or (self._sampled[:1] and self._sampled[0][0].is_cuda and is_current_stream_capturing()):
+            return
+        if not all(map(equal, self._samples, map(_sample, self._sampled))):
+            self._exchanged = (
+                f"the weights are not those of the end of step {step}: something has put others in through `.data`. "
+                "Until those are back, a failure goes back to the copy before, and the next commit would change the "
+                "others. Evaluate an average in a model of its own, or with torch.func.functional_call"
+            )
 
     def forget(self) -> None:
         """A commit begins. Tensors that it replaces must not be kept alive."""
@@ -61,6 +87,8 @@ class OutsideChanges:
         """A sentence that names the change since the commit of `step`; "" if there is none."""
         if self._noted is None or self._sentence:
             return self._sentence
+        if self._samples and not isinstance(self._samples[0], Tensor):
+            self.look(step)
         now = self._live.seen(self._turn)
         if not self._is_same(self._noted, now):
             self._sentence = (
@@ -68,20 +96,21 @@ class OutsideChanges:
                 "before the next commit ends goes back to the copy before; a checkpoint, a stop and the end keep this "
                 "state as it is. Move that change into the commit"
             )
-        return self._sentence
+        return self._sentence or self._exchanged
 
     def news(self, step: int) -> str:
         """The same, but only once in the life of this object."""
         if self._is_said or not self.found(step):
             return ""
         self._is_said = True
-        return self._sentence
+        return self._sentence or self._exchanged
 
     def allow_copy(self, step: int) -> bool:
         """Whether a copy that is due may be made of this state. Raises RuntimeError if none ever may."""
         self._refusals = self._refusals + 1 if self.found(step) else 0
         if self._refusals == _REFUSALS_MAX:
-            raise RuntimeError(f"{self._sentence}: it comes after each step, so there would never be a copy")
+            what = self._sentence or self._exchanged
+            raise RuntimeError(f"{what}: it comes after each step, so there would never be a copy")
         return not self._refusals
 
     def _is_same(self, before: list[Tensor], now: list[Tensor]) -> bool:
@@ -103,3 +132,12 @@ class OutsideChanges:
         names = list(dict.fromkeys(map(self._live.name_of, changed)))
         more = f" (and {len(names) - 1} more tensors)" if len(names) > 1 else ""
         return f"`{names[0]}`{more}"
+
+
+def _sample(place: tuple[Tensor, int, int]) -> bytes | Tensor:
+    """A few values of a weight. From a GPU they are copied there, without waiting."""
+    weight, begin, count = place
+    if weight.device.type == "cpu":
+        address = weight.data_ptr()
+        return ctypes.string_at(address + begin * weight.itemsize, count * weight.itemsize) if address else b""
+    return weight.detach().as_strided((count,), (1,), weight.storage_offset() + begin).clone()

@@ -132,7 +132,7 @@ class Rehearsal:
             file.write(json.dumps(facts) + "\n")
 
 
-def _variables(frame: FrameType | None, kept: frozenset[int]) -> Iterator[tuple[str, Any]]:
+def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
     """The variables of the program's own functions that call, by names that are in its source."""
     while frame is not None:
         module, path = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
@@ -141,11 +141,16 @@ def _variables(frame: FrameType | None, kept: frozenset[int]) -> Iterator[tuple[
             and "site-packages" not in path
             and not path.startswith(("<", sys.base_prefix))
         ):
-            for variable, value in [*frame.f_locals.items()]:
-                for name, its in _named(variable, value, kept) if variable[:2] != "__" else ():
-                    if not isinstance(its, Tensor) or its.nbytes < _BYTES_MAX:
-                        yield name, its
+            yield from [(name, value) for name, value in [*frame.f_locals.items()] if name[:2] != "__"]
         frame = frame.f_back
+
+
+def _variables(frame: FrameType | None, kept: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """What `variables` have in them."""
+    for variable, value in variables(frame):
+        for name, its in _named(variable, value, kept):
+            if not isinstance(its, Tensor) or its.nbytes < _BYTES_MAX:
+                yield name, its
 
 
 def _named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:

@@ -5,9 +5,10 @@
     NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
     NAME.done-R                    the newest step that rank R completed
     NAME.lock, NAME.stripes        who may begin a copy, and which parts of it are complete (`stripes`)
+    NAME.said                      the sentences about the program that the job has had (`keeper/door`)
     NAME.left                      the loops that the program left by `break`, as JSON (`keeper/loops`)
 
-All but the last three lines have one format (`region`). A NAME contains no dot, so that the files of one training are
+All but the last four lines have one format (`region`). A NAME contains no dot, so that the files of one training are
 never taken for another's.
 """
 

@@ -35,6 +35,11 @@ class LiveTensors:
         self._optimizers = [one for one in inner if isinstance(getattr(one, "state", None), dict)]
         self._nests = [one for one in extra if isinstance(one, dict | list | tuple | Tensor)]
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The parameters, of modules in `extra` too."""
+        return self._parameters
+
     def seen(self, turn: int) -> list[Tensor]:
         """What is looked at in that turn: all of them but the optimizers' states, and of these some in each turn.
 

@@ -1,0 +1,272 @@
+"""What the Keeper says about a program that has more state than it was given, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
+
+from elaunch.trainer.keeper.door import Door
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.state.training_state import Training
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+
+def nothing(step: int) -> None:
+    pass
+
+
+class Program:
+    """A training whose commit calls `commits`, whose step begins with `begins`, and ends with `ends` after it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.begins: Callable[[int], object] = nothing
+        self.commits: Callable[[int], object] = nothing
+        self.ends: Callable[[int], object] = nothing
+        self.said: list[str] = []
+
+    def run(self, **kept: Any) -> str:
+        with Keeper(self.model, self.optimizer, say=self.said.append, **{"per_rank": (), **kept}) as keeper:
+            for step in keeper.steps(6):
+                self.begins(step)
+                self.model.train()
+                self.model(torch.randn(4, 4)).sum().backward()
+                with keeper.commit():
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    self.commits(step)
+                self.ends(step)
+        return "\n".join(self.said)
+
+    @torch.no_grad()
+    def average(self, into: list[torch.Tensor]) -> None:
+        for mean, weight in zip(into, self.model.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(weight.data, alpha=0.1)
+
+    def evaluate_with(self, weights: list[torch.Tensor]) -> None:
+        own = [weight.detach().clone() for weight in self.model.parameters()]
+        for given in (weights, own):
+            for weight, value in zip(self.model.parameters(), given, strict=True):
+                weight.data.copy_(value)
+            if given is weights:
+                self.model.eval()
+                self.model(torch.ones(2, 4))
+
+
+def test_a_scheduler_that_is_not_given_is_named_at_entry() -> None:
+    program = Program()
+    scheduler = StepLR(program.optimizer, 2)
+
+    assert program.run() == (
+        "the program's StepLR is not kept: a restart begins it again. Give it: Keeper(…, scheduler=…), and call its "
+        "step() in the commit"
+    )
+    assert scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("how", ["given", "in another one", "as its state"])
+def test_a_scheduler_that_is_kept_is_not_named(how: str) -> None:
+    program = Program()
+    scheduler: Any = StepLR(program.optimizer, 2)
+    if how == "in another one":
+        scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler, StepLR(program.optimizer, 3)])
+    program.commits = lambda step: scheduler.step()
+
+    kept = {"extra": {"schedule": scheduler.state_dict()}} if how == "as its state" else {"scheduler": scheduler}
+    assert program.run(**kept) == ""
+
+
+def test_a_scheduler_that_steps_outside_the_commit_is_named_once() -> None:
+    program = Program()
+    scheduler = StepLR(program.optimizer, 100)
+    program.ends = lambda step: scheduler.step()
+
+    assert program.run(scheduler=scheduler).startswith(
+        "StepLR.step() was called outside keeper.commit() after step 1: after a failure there that call is lost, or "
+        "made twice"
+    )
+    assert len(program.said) == 1
+
+
+@pytest.mark.parametrize("at", ["ends", "begins"])
+def test_options_that_change_when_a_step_ends_are_named_and_those_that_it_begins_with_are_not(at: str) -> None:
+    program = Program()
+    setattr(program, at, lambda step: program.optimizer.param_groups[0].update(lr=0.1 / step))
+
+    said = program.run()
+
+    begins = "`lr` of the optimizer's group 0 changed outside keeper.commit() after step 1 (from 0.01 to 0.1)"
+    assert said.startswith(begins) if at == "ends" else said == ""
+
+
+def test_an_averaged_model_is_named() -> None:
+    program = Program()
+    average = AveragedModel(program.model)
+    program.commits = lambda step: average.update_parameters(program.model)
+
+    assert program.run() == (
+        "the program's AveragedModel is not kept: a restart begins it again. Give it: Keeper(…, extra=…), and update "
+        "it in the commit"
+    )
+
+
+def test_tensors_that_follow_the_weights_are_named_by_their_variable() -> None:
+    program = Program()
+    means = [weight.detach().clone() for weight in program.model.parameters()]
+    program.commits = lambda step: program.average(means)
+
+    assert program.run().startswith("`means` follows the weights, and is not kept: a restart begins it again.")
+    assert len(program.said) == 1
+
+
+@pytest.mark.parametrize("how", ["given", "frozen"])
+def test_an_average_that_is_given_and_a_copy_that_stays_are_not_named(how: str) -> None:
+    program = Program()
+    other = copy.deepcopy(program.model)
+    means = [weight.detach() for weight in other.parameters()]
+    if how == "given":
+        program.commits = lambda step: program.average(means)
+
+    assert program.run(extra={"means": means} if how == "given" else None) == ""
+
+
+def test_weights_that_are_put_in_for_an_evaluation_are_named() -> None:
+    program = Program()
+    means = [weight.detach().clone() for weight in program.model.parameters()]
+    program.commits = lambda step: program.average(means)
+    program.ends = lambda step: program.evaluate_with(means) if step == 3 else None
+
+    assert program.run(extra={"means": means}).startswith(
+        "the weights are not those of the end of step 3: something has put others in through `.data`. Until those are "
+        "back, a failure goes back to the copy before"
+    )
+
+
+@pytest.mark.parametrize("how", ["draws", "is seeded in each step", "rests", "is given"])
+def test_only_a_generator_that_draws_on_is_named(how: str) -> None:
+    program = Program()
+    noise = torch.Generator().manual_seed(1)
+
+    def begins(step: int) -> None:
+        if how == "is seeded in each step":
+            noise.manual_seed(step)
+        if how != "rests":
+            torch.randn(1, generator=noise)
+
+    program.begins = begins
+    said = program.run(per_rank=noise if how == "is given" else ())
+
+    assert said.startswith("the generator `noise` draws in the steps, and is not kept") if how == "draws" else not said
+
+
+def test_another_optimizer_that_steps_is_named() -> None:
+    program = Program()
+    other = nn.Linear(2, 2)
+    its_optimizer = torch.optim.Adam(other.parameters())
+
+    def begins(step: int) -> None:
+        other(torch.ones(2)).sum().backward()
+        its_optimizer.step()
+
+    program.begins = begins
+
+    assert program.run().startswith("the program's Adam steps, and is not kept: a restart begins it and its parameters")
+
+
+def test_parameters_of_the_optimizer_that_the_keeper_lacks_are_refused() -> None:
+    program = Program()
+    head = nn.Linear(3, 3)
+    program.optimizer.add_param_group({"params": head.parameters()})
+
+    with pytest.raises(
+        ValueError, match=r"AdamW changes 2 parameters .* \(of shapes \(3, 3\), \(3,\)\).*Give all modu"
+    ):
+        program.run()
+    assert program.run(extra=head, name="second") == ""
+
+
+def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for generation in ("0", "1"):
+        monkeypatch.setenv("ELAUNCH_GENERATION", generation)
+        program = Program()
+        program.ends = lambda step, own=program: own.optimizer.param_groups[0].update(lr=1 / step)  # type: ignore[misc]
+        program.begins = lambda step, left=generation: 1 / (step - 4 if left == "0" else 1)  # type: ignore[misc]
+        with pytest.raises(ZeroDivisionError) if generation == "0" else nullcontext():
+            program.run()
+        said.append([sentence for sentence in program.said if "outside" in sentence])
+
+    assert [len(its) for its in said] == [1, 0]
+
+
+class Ranks:
+    """Two ranks, of which the other one has what `its` gives."""
+
+    rank, world_size, leads = 0, 2, True
+
+    def __init__(self, its: Callable[[], Any]) -> None:
+        self._its = its
+
+    def from_all(self, value: Any) -> list[Any]:
+        its = self._its()
+        return [value, its if isinstance(value, dict) else crc32(repr(sorted(its.items())).encode())]
+
+
+def door_of(seed: int = 0, lr: float = 0.1, its: Callable[[], Any] = dict, **extra: Any) -> Door:
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    kept = {"scheduler": None, "scaler": None, "extra": extra, "hook_state": None, "per_rank": ()}
+    options: Any = {"say": nothing, "is_first": False, "is_others": False}
+    peers: Any = Ranks(its)
+    return Door(Training(model, optimizer, extra=extra), {"model": model, **kept}, peers, None, **options)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"seed": 1}, "`weight`, `bias` of rank 1 differs from rank 0's. The ranks train one model"),
+        ({"lr": 0.2}, '`optimizer.param_groups[0]["lr"]` of rank 1 differs'),
+        ({"x": 1}, '`extra["x"]` of rank 1 differs from rank 0\'s. It has one value for all ranks'),
+        ({"mask": torch.tensor([0, 1])}, '`extra["mask"]` of rank 1 differs'),
+        ({"names": {"b"}}, '`extra["names"]` of rank 1 differs'),
+        ({"y": 1}, '`extra["y"]` of rank 1 differs'),
+    ],
+)
+def test_ranks_that_differ_are_refused_by_the_name_of_what_differs(other: dict[str, Any], named: str) -> None:
+    same = {"x": 0, "mask": torch.tensor([1, 0]), "names": {"a"}}
+    its = door_of(**{**same, **other})
+
+    with pytest.raises(ValueError, match="of rank 1 differs") as refused:
+        door_of(**same, its=lambda: dict(its._alike())).enter(0, (0, {}))
+    assert str(refused.value).startswith(named)
+
+
+def test_ranks_that_are_alike_and_restored_ones_are_not_refused() -> None:
+    same = door_of(x={"a", "b"}, seed=3)
+    door_of(x={"b", "a"}, seed=3, its=lambda: dict(same._alike())).enter(0, (0, {}))
+    door_of(seed=4, its=lambda: dict(same._alike())).enter(7, (0, {}))
+
+
+def test_a_step_that_draws_other_numbers_than_before_the_failure_is_named() -> None:
+    for again in (2, 3):
+        said: list[str] = []
+        door = door_of()
+        door._say, door._peers = said.append, SimpleNamespace(rank=0, world_size=1, leads=True)  # type: ignore[assignment]
+        door.enter(5, (6, {"random": {"torch": torch.tensor([2])}}))
+        door.drawn(6, lambda again=again: {"random": {"torch": torch.tensor([again])}})  # type: ignore[misc]
+        door.committed(6)
+        assert (said != []) == (again == 3)
