@@ -33,7 +33,6 @@ class Case:
 # float32 weights, gradients, and two moments of AdamW.
 CASES = (
     Case("DDP", {}, 16),
-    Case("--no-bucket-view", {"copies_gradients": True}, 20),
     Case("--comm-hook fp16", {"hook": "fp16"}, 16),
     Case("--comm-hook quantised", {"hook": "quantised"}, 16),
     Case("--comm-hook powersgd", {"hook": "powersgd", "powersgd_start": 2}, 20),

@@ -29,16 +29,18 @@ from torch import nn
 from bench.stats import percentile
 from elaunch.trainer.keeper.boundary import Agreed, Boundary, Wants
 from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.keeper.looks import Looks
 
 RANKS = (2, 8, 16, 32, 64)
 # A stretch of training in one way. Two of each way take turns.
 STRETCH_S, TURNS = 2.0, 2
 WAYS: dict[str, dict[str, Any] | None] = {
     "no Keeper": None,
-    "a look after each step": {"stop_every": 1},
+    "a look after each step": {"each": True},
     "looks as measured": {},
 }
 STEPS_S = (0.005, 0.1)
+_WANTED = Looks.wanted
 
 
 class Training:
@@ -58,7 +60,8 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
 
-    def keeper(self, **options: Any) -> Keeper:
+    def keeper(self, *, each: bool = False, **options: Any) -> Keeper:
+        Looks.wanted = (lambda *_: 1) if each else _WANTED  # type: ignore[method-assign, assignment]
         return Keeper(self.model, self.optimizer, per_rank=(), say=lambda _: None, **options)
 
     def train(self, steps: int, options: dict[str, Any] | None, name: str) -> None:

@@ -42,16 +42,18 @@ def usual(save_every: int) -> Side:
 SIDES = (KEPT, usual(10), usual(50))
 
 
-def kept_part(kind: str, copy_every: int | None) -> Side:
-    """The Keeper where each rank has a part of the state alone; without `copy_every` it measures the pace."""
-    variables = {"BENCH_KIND": kind.lower()} | ({} if copy_every is None else {"BENCH_COPY_EVERY": str(copy_every)})
+def kept_part(kind: str, lose_at_most: int | None) -> Side:
+    """The Keeper where each rank has a part of the state alone; without `lose_at_most` it measures the pace."""
+    variables = {"BENCH_KIND": kind.lower()} | (
+        {} if lose_at_most is None else {"BENCH_LOSE_AT_MOST": str(lose_at_most)}
+    )
     return Side(
-        f"{kind}, {'by default' if copy_every is None else 'each step copied'}", ELAUNCH, "kept_part.py", variables
+        f"{kind}, {'by default' if lose_at_most is None else 'each step copied'}", ELAUNCH, "kept_part.py", variables
     )
 
 
 PART_KINDS = ("FSDP2", "HSDP", "ZeRO-1", "PowerSGD")
-PART_SIDES = tuple(kept_part(kind, every) for kind in PART_KINDS for every in (1, None))
+PART_SIDES = tuple(kept_part(kind, every) for kind in PART_KINDS for every in (0, None))
 
 
 def large(side: Side) -> Side:

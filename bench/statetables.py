@@ -23,7 +23,7 @@ the peak need of the node's ranks, an older copy included. k is the number of st
 chose it; the share is what the snapshots then cost."""
 _PARTS = f"""\
 {statecost.WORKERS} workers train a stack of linear layers with 64 samples each. After every step each rank copies what
-it alone has (`copy_every=1`), and all ranks agree that they have. MB is what rank 0 copies. The cost is the copy as a
+it alone has (`lose_at_most=0`), and all ranks agree that they have. MB is what rank 0 copies. The cost is the copy as a
 share of the step without it. By default the Keeper copies so seldom that the cost is 1 %."""
 _PAIRS = f"""\
 {statecost.WORKERS} workers train a stack of linear layers with 64 samples each, in turns with the Keeper and without.
@@ -31,7 +31,7 @@ Each n is a pair of turns of 40 steps, or of as many as the Keeper leaves betwee
 cost includes snapshots, the records of each step, and the question whether to stop."""
 _KILLED_PARTS = f"""\
 As above, with the same model, where each rank has a part of the state alone: {WORKERS} workers with FSDP2, HSDP (two
-replicas), ZeRO-1, or DDP with PowerSGD. "Each step copied" is `copy_every=1`. By default copies take 1 % of the
+replicas), ZeRO-1, or DDP with PowerSGD. "Each step copied" is `lose_at_most=0`. By default copies take 1 % of the
 time."""
 _WINDOWS = f"""\
 {ettr.WORKERS} workers train a model of 100 MB, in windows of {ettr.WINDOW_S:g} s. A step that is lost is made again,

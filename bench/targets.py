@@ -151,7 +151,7 @@ def _state(results: Results) -> Iterator[Verdict]:
         yield from _lost(results.of(staterestart.SECTION, ELAUNCH.name, workers), what)
     for side in results.contenders(staterestart.PARTS_SECTION):
         # By default copies cost 1 % of the time, and no number of steps is promised.
-        if side in {kept_part(kind, 1).name for kind in PART_KINDS}:
+        if side in {kept_part(kind, 0).name for kind in PART_KINDS}:
             yield from _lost(results.of(staterestart.PARTS_SECTION, side, WORKERS), f"{what}, {side}")
     cost = f"median ≤ {STEADY_COST_MAX:g} %"
     for what, section, name in (

@@ -87,7 +87,7 @@ def train_in_group(
     parallel = build(config, gpt, sizes, place.rank, device, decay_groups)
     del gpt
     optimizer = parallel.optimizer
-    costs = {"flops_per_token": flops_per_token(parameters, config), "peak_flops": peak_flops(config, device)}
+    costs = {"flops_per_token": flops_per_token(parameters, config), "peak_flops": peak_flops(device)}
     recorder = Recorder(config, place, run, progress, device, share=share, **costs)
     totals = {"flops_per_step": costs["flops_per_token"] * config.global_batch * config.context}
     totals["peak_flops"] = costs["peak_flops"] * place.world_size
@@ -118,8 +118,7 @@ def train_in_group(
             hook_state=hook_state(parallel.model),
             checkpoints=run.checkpoints,
             checkpoint_every=config.checkpoint_every,
-            snapshot_every=config.snapshot_every,
-            copy_every=config.copy_every,
+            lose_at_most=config.lose_at_most,
             warm_up=warm_up,
             # Whose directory it is, config.yaml says.
             name="gpt",
@@ -262,8 +261,7 @@ def flops_per_token(parameters: int, config: TrainConfig) -> float:
     return 6 * weights + 12 * config.layers * config.width * config.context
 
 
-def peak_flops(config: TrainConfig, device: torch.device) -> float:
+def peak_flops(device: torch.device) -> float:
     """What this device can compute in a second at most; 0 if it is not known, and then there is no MFU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), 0)
-    return (config.peak_tflops or known) * 1e12
+    return next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), 0) * 1e12

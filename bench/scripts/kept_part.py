@@ -1,6 +1,6 @@
 """A training of which each rank has a part of the state alone. It ends only when it is killed.
 
-Variables: BENCH_KIND, one of those in kinds.py; BENCH_COPY_EVERY, the Keeper's `copy_every`, if there is one.
+Variables: BENCH_KIND, one of those in kinds.py; BENCH_LOSE_AT_MOST, the Keeper's `lose_at_most`, if there is one.
 """
 
 import os
@@ -19,12 +19,12 @@ dist.init_process_group("gloo")
 demo.mark("group")
 
 model, optimizer, hook_state = kinds.spread(os.environ["BENCH_KIND"], demo.network(), lr=3e-4)
-every = os.environ.get("BENCH_COPY_EVERY")
+steps = os.environ.get("BENCH_LOSE_AT_MOST")
 with Keeper(
     model,
     optimizer,
     hook_state=hook_state,
-    copy_every=int(every) if every else None,
+    lose_at_most=int(steps) if steps else None,
     warm_up=lambda: demo.loss(model, 0).backward(),
 ) as keeper:
     demo.train(keeper, model, optimizer)

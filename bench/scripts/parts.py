@@ -34,7 +34,7 @@ def main() -> None:
         KIND, nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS))), lr=1e-6
     )
     notes = []
-    with Keeper(model, optimizer, hook_state=hook_state, snapshot_every=10**6, copy_every=1) as keeper:
+    with Keeper(model, optimizer, hook_state=hook_state, lose_at_most=1) as keeper:
         for step in keeper.steps(FRESH + SAMPLES):
             begun_s = time.monotonic(), time.process_time()
             model(torch.ones(BATCH, width)).square().mean().backward()

@@ -53,7 +53,7 @@ def shared_bytes(folder: Path) -> int:
 
 def by_the_keeper(model: nn.Module, optimizer: AdamW) -> None:
     before = private_bytes()
-    with Keeper(model, optimizer, snapshot_every=1) as keeper:
+    with Keeper(model, optimizer, lose_at_most=1) as keeper:
         steps, held_s = keeper.steps(SAMPLES + FRESH), []
         while True:
             dist.barrier()
@@ -87,7 +87,7 @@ def paced(model: nn.Module, optimizer: AdamW) -> None:
             with keeper.commit():
                 change(optimizer)
             in_steps_s += time.monotonic() - step_s
-        note("paced", every=keeper.snapshot_every, step_s=in_steps_s / (keeper.step - begun - 1))
+        note("paced", every=keeper._pace.every, step_s=in_steps_s / (keeper.step - begun - 1))
 
 
 def by_torch_save(model: nn.Module, optimizer: AdamW) -> None:

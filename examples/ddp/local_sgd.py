@@ -59,7 +59,7 @@ def train(rounds: int) -> None:
         return (model(inputs) - inputs.sum(1, keepdim=True) / 4).square().mean()
 
     warm_up = lambda: loss_of(0).backward()  # noqa: E731
-    with Keeper(model, optimizer, per_rank=(), snapshot_every=1, warm_up=warm_up) as keeper:
+    with Keeper(model, optimizer, per_rank=(), lose_at_most=1, warm_up=warm_up) as keeper:
         for number in keeper.steps(rounds):
             state.iter = (number - 1) * STEPS_PER_ROUND
             with keeper.commit():

@@ -82,7 +82,7 @@ def train(steps: int) -> None:
 
     warm_up = lambda: loss_of(0).backward()  # noqa: E731
     # A copy of each step: then a dead worker costs none.
-    with Keeper(model, optimizer, hook_state=state, per_rank=(), copy_every=1, warm_up=warm_up) as keeper:
+    with Keeper(model, optimizer, hook_state=state, per_rank=(), lose_at_most=0, warm_up=warm_up) as keeper:
         for step in keeper.steps(steps):
             loss = loss_of(step)
             loss.backward()

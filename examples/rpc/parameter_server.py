@@ -60,7 +60,7 @@ def serve(trainers: int, args: argparse.Namespace) -> None:
     waiting = [requests.get() for _ in range(trainers)]
     try:
         # A snapshot after each step: nobody else has this state.
-        with Keeper(model, optimizer, name="ps", per_rank=(), snapshot_every=1, checkpoints=args.checkpoints) as keeper:
+        with Keeper(model, optimizer, name="ps", per_rank=(), lose_at_most=0, checkpoints=args.checkpoints) as keeper:
             for step in keeper.steps(args.steps):
                 # The state of the step before is kept now, so that no trainer is ever ahead of it.
                 answer(waiting, (step - 1, [parameter.detach() for parameter in parameters]))

@@ -93,7 +93,7 @@ def learn(observers: list[str], args: argparse.Namespace) -> None:
     agent = Agent(policy)
     me: rpc.RRef[Agent] = rpc.RRef(agent)
     # A snapshot after each round: nobody else has the policy.
-    with Keeper(policy, optimizer, name="agent", per_rank=(), snapshot_every=1, checkpoints=args.checkpoints) as keeper:
+    with Keeper(policy, optimizer, name="agent", per_rank=(), lose_at_most=0, checkpoints=args.checkpoints) as keeper:
         for round_ in keeper.steps(args.rounds):
             agent.begin(round_, observers)
             games = [rpc.rpc_async(name, play, args=(me, round_)) for name in observers]

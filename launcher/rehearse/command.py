@@ -12,15 +12,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from elaunch.launcher.errors import NoSuchOption, UsageError
 from elaunch.launcher.options.argv import LONG, normalise
 from elaunch.launcher.options.commands import REHEARSE_FLAGS
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.preflight import check_program
-from elaunch.launcher.rehearse.compare import Record, difference, repeated, some, steady, steps_done, unprinted
-from elaunch.records import dataclass
+from elaunch.launcher.rehearse.compare import EVALUATIONS, Record, difference, repeated, some, steps_done, unprinted
+from elaunch.records import asdict, dataclass, replace
 from elaunch.rendezvous.job_spec import ProgramKind
 
 _FLAGS = "".join(f"  {f'{name} {value}':12} {text}\n" for name, value, text in REHEARSE_FLAGS)
@@ -31,8 +30,8 @@ What does a failure cost this script, and does it change the result? The script 
 failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
 
 With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit.
-Without one each run goes to the script's own end, so give it arguments for a short run. Then what it prints, and the
-files that it leaves in its folder, are compared.
+Without one each run goes to the script's own end, so give it arguments for a short run. A rank and the agent are
+killed in the middle of its output, and its lines are compared.
 
 {_FLAGS}
 Each run has an empty folder of its own, which is removed. The Keeper's checkpoints go there too, wherever the script
@@ -42,24 +41,24 @@ Exit codes: 0 nothing differs, 1 something does or the script fails, 2 the comma
 Start a script called rehearse with elaunch ./rehearse.
 """
 _STEPS_MIN = 4
-# The longest time of a run beyond five times the first one's; of its end; between two lines about it; between looks.
-_LIMIT_S, _END_S, _NEWS_S, _LOOK_S = 60.0, 30.0, 10.0, 0.05
+# The longest time of a run beyond five times the first one's, and of the end of a killed agent's ranks; between looks.
+_LIMIT_S, _END_S, _LOOK_S = 60.0, 30.0, 0.05
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A failure: these ranks, or the agent, are killed. `at` is the place, the step and the number of the pass in it.
+    """A failure: these ranks, or the agent, are killed, at the first such place in `step` or later.
 
-    Without a Keeper (`name` is "") it comes after `lines` of output, or without output after `after_s`.
+    Without a Keeper (`at` is "") it comes after `lines` of output.
     """
 
     text: str
-    at: tuple[str, int, int] = ("", 0, 0)
     ranks: tuple[int, ...] = ()
+    at: str = ""
+    step: int = 0
     agent: bool = False
     name: str = ""
     lines: int = 0
-    after_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,20 +84,18 @@ class Run:
         texts = [path.read_text(errors="replace") for path in sorted(self.folder.glob("logs/2*/attempt_*/*/std*.log"))]
         return [line for text in texts for line in text.replace("\r", "\n").splitlines() if line.strip()]
 
-    def was_killed(self) -> bool:
-        """Whether the ranks were started again."""
-        return len([*self.folder.glob("logs/2*/attempt_*")]) > 1
-
-    def tail(self) -> str:
-        """The end of the job's output."""
-        return "\n".join((self.folder / "output").read_text(errors="replace").splitlines()[-20:])
+    def trouble(self, *, was_killed: bool) -> str:
+        """Why the run says nothing about a failure; "" if it does. `was_killed`: one was to come."""
+        has_restarted = len([*self.folder.glob("logs/2*/attempt_*")]) > 1
+        if not self.code and (has_restarted or not was_killed):
+            return ""
+        tail = (self.folder / "output").read_text(errors="replace").splitlines()[-20:]
+        when = ", before the failure came" if was_killed and not has_restarted else ""
+        return "\n".join([f"the job ended with exit code {self.code}{when}", *tail])
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command. Returns the exit code. Raises UsageError."""
-    if argv[:1] and argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
     try:
         words, steps, links = _split(argv)
         options = parse(words, environ)
@@ -113,7 +110,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         raise UsageError("rehearse runs a script that is a file, on this node alone: leave --nnodes and - out")
     # A module is found where the command was typed.
     path = os.pathsep.join(filter(None, [str(Path.cwd()), environ.get("PYTHONPATH", "")]))
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="elaunch_rehearse_", ignore_cleanup_errors=True) as folder:
         jobs = _Jobs(Path(folder), _command(options, words), {**environ, "PYTHONPATH": path}, steps, links)
         try:
@@ -121,10 +118,6 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         except KeyboardInterrupt:
             _say("interrupted; the job is ended, and its folder is removed")
             return 130
-
-
-def _terminated(*_: object) -> NoReturn:
-    raise SystemExit(143)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], int, list[Path]]:
@@ -167,37 +160,43 @@ def _absolute(path: str) -> str:
 
 def _rehearse(jobs: _Jobs) -> int:
     """All runs and their verdicts. Returns the exit code."""
-    alone, again = jobs.run(Moment("left alone")), None
-    if not alone.code:
-        again = jobs.run(Moment("left alone, once more"))
-    if again is None or again.code:
-        failed = again or alone
-        print(f"{failed.tail()}\nthe script fails although nothing was killed: exit code {failed.code}")
-        print("if it lacks a file that it reads from the folder where it starts, give --link PATH")
+    alone = jobs.run(Moment("left alone"))
+    again = alone if alone.code else jobs.run(Moment("left alone, once more"))
+    records, lines = alone.records(), alone.lines()
+    refusal = ""
+    if trouble := again.trouble(was_killed=False):
+        refusal = f"{trouble}\nThe script fails although nothing was killed. If it lacks a file that it reads from the "
+        refusal += "folder where it starts, give --link PATH"
+    elif records and (found := difference(records, again.records(), again.records())):
+        refusal = "two runs without a failure differ, so there is nothing to compare with; set all seeds\n"
+        refusal += found.partition("\n")[0]
+    elif records and not steps_done(records, next(iter(records))[0]):
+        refusal = "a Keeper was entered, and no step was done: there is nothing to rehearse"
+    elif not records and not lines:
+        refusal = "the script enters no Keeper and prints nothing: let it print a line for each step"
+    if refusal:
+        print(refusal)
         return 1
-    records, quiet_s = alone.records(), min(alone.seconds, again.seconds)
-    if records and (found := difference(records, again.records(), again.records())):
-        print(f"two runs without a failure differ, so there is nothing to compare with; set all seeds\n{found}")
-        return 1
-    if records and not steps_done(records, next(iter(records))[0]):
-        print("a Keeper was entered, and no step was done: there is nothing to rehearse")
-        return 1
-    moments = _moments(alone)
     table, bad = [("failure", "result", "repeated", "lost")], []
-    for moment in moments:
+    for moment in _moments(alone):
         run = jobs.run(moment)
-        found = _difference(alone, again, run)
-        if run.code or not run.was_killed():
-            found = f"the job ended with exit code {run.code}, {'' if run.was_killed() else 'before '}the failure came"
-            found += f"\n{run.tail()}"
-        cost = (
-            f"{repeated(run.records())} steps" if records else f"{max(0, len(run.lines()) - len(alone.lines()))} lines"
-        )
-        table.append((moment.text, "DIFFERS" if found else "equal", cost, f"{max(0, run.seconds - quiet_s):.1f} s"))
+        printed = run.lines()
+        if not (found := run.trouble(was_killed=True)):
+            missing = [f"not printed: {line}" for line in unprinted(lines, again.lines(), printed)]
+            found = difference(records, again.records(), run.records()) if records else some(missing)
+        count = repeated(run.records()) if records else max(0, len(printed) - len(lines))
+        cost = f"{count} {'step' if records else 'line'}{'s' * (count != 1)}"
+        lost_s = max(0, run.seconds - min(alone.seconds, again.seconds))
+        table.append((moment.text, "DIFFERS" if found else "equal", cost, f"{lost_s:.1f} s"))
         bad += [f"{moment.text}: {found}"] if found else []
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
-    print("\n".join([_compared(alone, again), *bad]))
+    compared = "the lines of output, but for words that differ between two quiet runs. No Keeper was entered"
+    if records:
+        its = next(iter(records.values()))
+        compared = f"bit for bit, at {its[-1]['step'] - 1} steps of {len(alone.pids())} ranks: losses, inputs of the "
+        compared += f"model, evaluations, {len(its[-1]['facts'])} values of state"
+    print("\n".join([f"compared: {compared}", *bad]))
     print("a failure changes the result" if bad else "equal: no failure has changed what was compared")
     return 1 if bad else 0
 
@@ -206,81 +205,26 @@ def _moments(alone: Run) -> list[Moment]:
     """The failures to come, each at another place of the run."""
     records = alone.records()
     if not records:
-        middle, after_s, last = len(alone.lines()) // 2, alone.seconds / 2, max(alone.pids(), default=0)
-        where = f"after {middle} lines of output" if middle else f"after {after_s:.1f} s"
-        whom = [(f"rank {last}, {where}", (last,)), (f"the agent, {where}", ())]
-        return [Moment(text, ranks=ranks, agent=not ranks, lines=middle, after_s=after_s) for text, ranks in whom]
+        lines, last = max(1, len(alone.lines()) // 2), max(alone.pids())
+        where = f"after line {lines} of the output"
+        killed = Moment(f"rank {last}, {where}", (last,), lines=lines)
+        return [killed, Moment(f"the agent, {where}", agent=True, lines=lines)]
     name = max(records, key=lambda key: steps_done(records, key[0]))[0]
-    steps, ranks = steps_done(records, name), sorted(rank for of, rank in records if of == name)
-    passes = {
-        (r["kind"], rank, r["step"]): r["passes"] for (of, rank), its in records.items() if of == name for r in its
-    }
-    third, half, late, last = *(max(1, steps * n // 6) for n in (2, 3, 4)), ranks[-1]
-    failures = [
-        (
-            f"rank {last}, after the backward pass of step {half}",
-            ("backward", half, passes["done", last, half]),
-            [last],
-        ),
-        (f"rank {last}, within the commit of step {third}", ("commit", third, 1), [last]),
+    its = {rank: found for (of, rank), found in records.items() if of == name}
+    steps, first, last = steps_done(records, name), min(its), max(its)
+    third, half, late = (max(1, steps * n // 6) for n in (2, 3, 4))
+    found = [
+        Moment(f"rank {last}, after a backward pass of step {half}", (last,), "backward", half),
+        Moment(f"rank {last}, within the commit of step {third}", (last,), "commit", third),
     ]
-    if evaluated := sorted((step, rank, n) for (kind, rank, step), n in passes.items() if kind == "begin" and n):
-        step, rank, n = evaluated[len(evaluated) // 2]
-        failures.append(
-            (f"rank {rank}, in the evaluation before step {step}", ("evaluation", step, n // 2 + 1), [rank])
-        )
-    if len(ranks) > 1:
-        failures.append((f"all ranks, in step {late}", ("backward", late, passes["done", last, late]), ranks))
-    failures.append((f"the agent, in step {half}", ("backward", half, passes["done", ranks[0], half]), ranks[:1]))
-    return [Moment(text, at, (*whom,), text.startswith("the agent"), name) for text, at, whom in failures if at[2]]
-
-
-def _difference(alone: Run, again: Run, run: Run) -> str:
-    """What differs in `run`, less what differs in `again` too; "" if nothing does."""
-    if records := alone.records():
-        return difference(records, again.records(), run.records())
-    found = [f"not printed: {line}" for line in unprinted(steady(alone.lines(), again.lines()), run.lines())]
-    for name in _files(alone):
-        if not _inside(alone, again, name) and (inside := _inside(alone, run, name)):
-            found.append(f"{name} ({some(inside)})")
-    return some(found)
-
-
-def _files(run: Run) -> list[str]:
-    work = run.folder / "work"
-    return sorted(str(path.relative_to(work)) for path in work.rglob("*") if path.is_file())
-
-
-def _inside(run: Run, other: Run, name: str) -> list[str]:
-    """What differs in a file of two runs; of torch's own files the values by name."""
-    paths = [each.folder / "work" / name for each in (run, other)]
-    if not paths[1].is_file():
-        return ["it is not there"]
-    if paths[0].read_bytes() == paths[1].read_bytes():
-        return []
-    command = [sys.executable, "-m", "elaunch.trainer.keeper.rehearsal", *map(str, paths)]
-    names: list[str] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    return names
-
-
-def _compared(alone: Run, again: Run) -> str:
-    """What the verdict stands on."""
-    records = alone.records()
-    if not records:
-        lines, files = alone.lines(), _files(alone)
-        alike = [name for name in files if not _inside(alone, again, name)]
-        return (
-            f"compared: {len(steady(lines, again.lines()))} of {len(lines)} lines of output, but for words that always "
-            f"differ, and {len(alike)} of {len(files)} files. No Keeper was entered, so no state was seen"
-        )
-    begins = [r for its in records.values() for r in its if r["kind"] == "begin"]
-    no_evaluation = (
-        "" if any(r["passes"] for r in begins) else ". There was no evaluation to be killed in; raise --steps"
-    )
-    return (
-        f"compared bit for bit, at {max(r['step'] for r in begins) - 1} steps of {len(alone.pids())} ranks: losses, "
-        f"inputs of the model, evaluations, random states, {len(begins[-1]['state'])} values of state{no_evaluation}"
-    )
+    pairs = [(record, rank) for rank, of in its.items() for record in of]
+    if evaluated := sorted((each["step"] - 1, rank) for each, rank in pairs if {*EVALUATIONS} & {*each["facts"]}):
+        step, rank = evaluated[len(evaluated) // 2]
+        found.append(Moment(f"rank {rank}, in the evaluation of step {step}", (rank,), "evaluation", step))
+    if len(its) > 1:
+        found.append(Moment(f"all ranks, in step {late}", (*its,), "backward", late))
+    found.append(Moment(f"the agent, in step {half}", (first,), "backward", half, agent=True))
+    return [replace(each, name=name) for each in found]
 
 
 class _Jobs:
@@ -309,62 +253,41 @@ class _Jobs:
         return run
 
     def _job(self, run: Run, moment: Moment) -> int:
-        asked = {"folder": str(run.folder), "steps": self._steps, "name": moment.name, "moment": moment.at}
-        asked |= {"ranks": moment.ranks, "agent": moment.agent}
-        environ = {**self._environ, "ELAUNCH_REHEARSAL": json.dumps(asked)}
+        asked = json.dumps({**asdict(moment), "folder": str(run.folder), "steps": self._steps})
         with (run.folder / "output").open("ab") as output:
             job = subprocess.Popen(
                 self._command,
                 cwd=run.folder / "work",
-                env=environ,
+                env={**self._environ, "ELAUNCH_REHEARSAL": asked},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         (run.folder / "agent.pid").write_text(str(job.pid))
-        is_due = not moment.name
-        begin_s = news_s = time.monotonic()
+        end_s = time.monotonic() + self._limit_s
+        # With a Keeper the rank does it itself.
+        is_due = bool(moment.lines)
         try:
             while job.poll() is None:
                 time.sleep(_LOOK_S)
-                since_s = time.monotonic() - begin_s
-                if is_due and _is_reached(run, moment, since_s):
+                if is_due and len(run.lines()) >= moment.lines and {*moment.ranks} <= run.pids().keys():
                     is_due = False
                     # It may have ended a moment ago.
-                    for pid in [job.pid] if moment.agent else [run.pids()[rank] for rank in moment.ranks]:
-                        with suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                if time.monotonic() - news_s > _NEWS_S:
-                    news_s += _NEWS_S
-                    records = run.records()
-                    step = max((steps_done(records, name) for name, _ in records), default=None)
-                    where = "no Keeper is entered, so it runs to its own end" if step is None else f"step {step}"
-                    _say(f"run {self._count}: {since_s:.0f} s, {where}")
-                if since_s > self._limit_s:
+                    with suppress(ProcessLookupError):
+                        os.kill(job.pid if moment.agent else run.pids()[moment.ranks[0]], signal.SIGKILL)
+                if time.monotonic() > end_s:
                     _say(f"run {self._count} is ended: it takes more than {self._limit_s:.0f} s")
                     return 124
         finally:
-            _end(job, run)
+            if job.poll() is None:
+                job.terminate()
+                job.wait()
+            # The guardian ends the ranks of a killed agent.
+            end_s, pids = time.monotonic() + _END_S, run.pids()
+            while any(Path(f"/proc/{pid}").exists() for pid in pids.values()) and time.monotonic() < end_s:
+                time.sleep(_LOOK_S)
         return job.returncode
-
-
-def _is_reached(run: Run, moment: Moment, since_s: float) -> bool:
-    if moment.lines:
-        return {*moment.ranks} <= run.pids().keys() and len(run.lines()) >= moment.lines
-    return bool(moment.after_s) and since_s >= moment.after_s and {*moment.ranks} <= run.pids().keys()
-
-
-def _end(job: subprocess.Popen[bytes], run: Run) -> None:
-    """End the job if it runs, and wait until its ranks are gone: the guardian ends those of a killed agent."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        if job.poll() is None:
-            job.send_signal(signum)
-            with suppress(subprocess.TimeoutExpired):
-                job.wait(_END_S)
-    end_s = time.monotonic() + _END_S
-    while any(Path(f"/proc/{pid}").exists() for pid in run.pids().values()) and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
 
 
 def _json_lines(path: Path) -> list[Record]:

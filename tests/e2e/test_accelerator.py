@@ -245,7 +245,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(512, 512).to(device)
 ddp = DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
 optimizer = torch.optim.AdamW(ddp.parameters())
-with Keeper(ddp, optimizer, snapshot_every=1000) as keeper:
+with Keeper(ddp, optimizer, lose_at_most=1000) as keeper:
     for step in keeper.steps(8):
         if (generation, step, rank) == ("0", 5, 1) and sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -35,7 +35,7 @@ def load(step):
         time.sleep(SLEEP_S)
 def kept(network, optimizer):
     model = DistributedDataParallel(network)
-    with Keeper(model, optimizer, per_rank=(), snapshot_every=1000, say=lambda text: print(text, flush=True)) as keeper:
+    with Keeper(model, optimizer, per_rank=(), lose_at_most=1000, say=lambda text: print(text, flush=True)) as keeper:
         for step in keeper.steps(8):
             load(step)
             backward(model, step)

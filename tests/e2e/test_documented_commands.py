@@ -185,7 +185,7 @@ ELSEWHERE = {
     "python -m elaunch.trainer.profiling node-a/profile node-b/profile -o trace.json.gz": (
         "test_the_command_joins_the_folders_of_several_nodes_with_the_records_clocks"
     ),
-    "elaunch --nproc-per-node 2 -m elaunch.trainer --bucket-mb 1 --first-bucket-mb 0.25 --out runs/ddp": (
+    "elaunch --nproc-per-node 2 -m elaunch.trainer --bucket-mb 1 --out runs/ddp": (
         "test_a_killed_worker_changes_nothing_in_the_result"
     ),
     "elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook powersgd --powersgd-rank 2 --out runs/powersgd": (

@@ -66,13 +66,13 @@ def test_a_right_script_comes_back_equal_and_its_checkpoints_are_left_alone(tmp_
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for failure in (
-        "after the backward pass of step 6",
+        "after a backward pass of step 6",
         "within the commit of step 4",
         "all ranks, in step 8",
         "the agent",
     ):
         assert re.search(rf"{failure}.* equal ", ended.stdout), ended.stdout
-    assert "compared bit for bit, at 12 steps of 2 ranks" in ended.stdout
+    assert "compared: bit for bit, at 12 steps of 2 ranks" in ended.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
@@ -83,18 +83,19 @@ def test_a_generator_that_nobody_keeps_is_named_with_the_first_step(tmp_path: Pa
     ended = rehearse(tmp_path, "--steps", "12", "--nproc-per-node", "2", "train.py", "unkept", "checkpoints")
 
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert "rank 1, after the backward pass of step 6: first at step 7 (rank 0, 1): the samples" in ended.stdout
+    assert "rank 1, after a backward pass of step 6: first after step 7 (rank 0, 1): the loss" in ended.stdout
     assert "likely reason: the Keeper does not keep generator `noise`" in ended.stdout
 
 
 @pytest.mark.slow
-def test_of_a_script_without_a_keeper_lines_and_files_are_compared(tmp_path: Path) -> None:
+def test_of_a_script_without_a_keeper_the_lines_are_compared_and_counted(tmp_path: Path) -> None:
     script(tmp_path, _PLAIN)
 
     ended = rehearse(tmp_path, "--nproc-per-node", "1", "train.py")
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "compared: 20 of 20 lines of output, but for words that always differ, and 1 of 1 files" in ended.stdout
+    # A killed rank goes back to the checkpoint of step 5, or of step 10 on a slow machine.
+    assert len(re.findall("after line 10 of the output +equal +[0-9]+ lines? ", ended.stdout)) == 2, ended.stdout
 
 
 @pytest.mark.slow
@@ -102,7 +103,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     script(tmp_path, "import time\nprint('here', flush=True)\ntime.sleep(600)\n")
 
     with Job(tmp_path, "rehearse", "train.py", env={"TMPDIR": str(tmp_path)}) as job:
-        job.wait_for_output("run 1: 10 s, no Keeper is entered")
+        job.wait_for_output("run 1: left alone")
         job.signal(signal.SIGINT)
         assert job.wait() == 130, job.output
 
@@ -117,7 +118,7 @@ def test_a_script_that_fails_alone_is_not_rehearsed(tmp_path: Path) -> None:
 
     assert ended.returncode == 1
     assert "FileNotFoundError" in ended.stdout
-    assert "the script fails although nothing was killed" in ended.stdout
+    assert "The script fails although nothing was killed" in ended.stdout
     assert "--link PATH" in ended.stdout
 
 

@@ -55,7 +55,7 @@ class Form:
             self.optimizers,
             extra=self.extra,
             per_rank=(),
-            snapshot_every=1,
+            lose_at_most=1,
             verify_every=None if name == "fsdp1" else int(os.environ.get("VERIFY_EVERY", "1")),
             # With three ranks and more DDP sums in another order before it has seen a backward pass.
             warm_up=(lambda: self.loss(torch.zeros(4, 8)).backward()) if name == "ddp" else None,

@@ -1,9 +1,9 @@
 """The training of the keeper's fault tests: a network with BatchNorm and dropout, killed where the test asks for it.
 
 Run as `kept.py FOLDER STEPS [OPTION=VALUE …]`, a folder that all workers see. Options are the Keeper's:
-`snapshot_every`, `copy_every`, `stop_every`, `checkpoints`, `checkpoint_every`; and `hook=powersgd`, `shards=fsdp2`,
-`shards=hsdp`, `shards=zero`. An empty file FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with
-SIGKILL there. Moments:
+`lose_at_most`, `checkpoints`, `checkpoint_every`; and `hook=powersgd`, `shards=fsdp2`, `shards=hsdp`, `shards=zero`,
+`snapshot_every=N` (of snapshots only), `looks=1` (after each step). An empty file
+FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGKILL there. Moments:
 
     start, restore (with step 0), forward, committed
     backward      the first gradients are on their way to the others
@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moments import GENERATION, RANK, Moments
+from moments import GENERATION, RANK, Moments, fix_steps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -155,11 +155,10 @@ def main() -> None:
         hook_state=hook_state,
         checkpoints=OPTIONS.get("checkpoints"),
         checkpoint_every=int(OPTIONS.get("checkpoint_every", 1000)),
-        snapshot_every=int(OPTIONS["snapshot_every"]) if "snapshot_every" in OPTIONS else None,
-        copy_every=int(OPTIONS["copy_every"]) if "copy_every" in OPTIONS else None,
-        stop_every=int(OPTIONS["stop_every"]) if "stop_every" in OPTIONS else None,
+        lose_at_most=int(OPTIONS["lose_at_most"]) if "lose_at_most" in OPTIONS else None,
         warm_up=lambda: model(torch.ones(4, 16)).sum().backward(),
     )
+    fix_steps(looks="looks" in OPTIONS, snapshots=int(OPTIONS.get("snapshot_every", 0)))
     record_what_is_told()
     plant_in_threads(keeper)
     plant_in_copies(keeper)

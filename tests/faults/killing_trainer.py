@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moments import Moments
+from moments import Moments, fix_steps
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,15 +64,9 @@ def before(owner: Any, name: str, moment: str, step: Callable[..., int]) -> None
 
 
 class StruckKeeper(Keeper):
-    """A keeper with the moments around a commit. `entered` is the keeper in use, if there is one.
-
-    A request to stop is obeyed after the step in which it comes: tests name that step.
-    """
+    """A keeper with the moments around a commit. `entered` is the keeper in use, if there is one."""
 
     entered: Keeper | None = None
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, stop_every=1)
 
     def __enter__(self) -> Keeper:
         super().__enter__()
@@ -100,6 +94,8 @@ def now() -> int:
 def plant() -> None:
     """Put all moments in place."""
     train.Keeper = StruckKeeper  # type: ignore[misc]
+    # A request to stop is obeyed after the step in which it comes: tests name that step.
+    fix_steps(looks=True)
     before(process_group, "join", "start", lambda place: 0)
     before(auto, "try_plan", "measuring", lambda *_: 0)
     before(Training, "load_replicated", "restore", lambda *_: 0)

@@ -56,8 +56,8 @@ class Part:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    first = Part("first", checkpoints=FOLDER / "checkpoints", checkpoint_every=16, snapshot_every=20)
-    second = Part("second", snapshot_every=1000)
+    first = Part("first", checkpoints=FOLDER / "checkpoints", checkpoint_every=16, lose_at_most=20)
+    second = Part("second", lose_at_most=1000)
     agreed, snapshot = Boundary.agreed, Copies.snapshot
     now_s = 0.0
 

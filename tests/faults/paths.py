@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moments import GENERATION, RANK, Moments
+from moments import GENERATION, RANK, Moments, fix_steps
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -57,6 +57,7 @@ from elaunch.trainer.state.training_state import Training
 FOLDER, STEPS, KIND = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 OPTIONS = {name: int(value) for name, value in (word.split("=") for word in sys.argv[4:])}
 MOMENTS = Moments(FOLDER)
+fix_steps(looks=True, snapshots=OPTIONS.pop("snapshot_every", 0))
 # A chunk of what goes along a chain is 1 MiB at most, and the state is more than that.
 WIDTH = 360
 IN_THREAD = "mirror"

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ranks.peers import Peers
 
@@ -81,7 +82,8 @@ def main() -> None:
         digests = {"digest": digest(model, optimizer, own), "whole": digest(model, optimizer, whole)}
         print(json.dumps({"step": step, **digests}), flush=True)
 
-    every = {"snapshot_every": 5, "copy_every": 1, "checkpoint_every": 8}
+    Copies.snapshot_every = property(lambda _: 5)  # type: ignore[method-assign, assignment]
+    every = {"lose_at_most": 1, "checkpoint_every": 8}
     with Keeper(model, optimizer, per_rank=(), checkpoints=f"{FOLDER}/checkpoints", say=said.append, **every) as keeper:
         began = keeper.step
         note(began)

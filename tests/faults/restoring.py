@@ -39,7 +39,7 @@ generation = int(os.environ["ELAUNCH_GENERATION"])
 torch.manual_seed(generation)
 model = torch.nn.Linear(1024, 1024)
 optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-with Keeper(model, optimizer, snapshot_every=1) as keeper:
+with Keeper(model, optimizer, lose_at_most=1) as keeper:
     restored, passed_on = keeper.step, [rank for rank, length in sent.items() if length > STATE_BYTES]
     for _ in keeper.steps(2):
         with keeper.commit():

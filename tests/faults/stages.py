@@ -47,7 +47,7 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 def main() -> None:
     dist.init_process_group("gloo")
     model, optimizer = build()
-    options: dict[str, Any] = {"checkpoint_every": 6, "copy_every": 1, "snapshot_every": 4, "per_rank": ()}
+    options: dict[str, Any] = {"checkpoint_every": 6, "lose_at_most": 0, "per_rank": ()}
     with Keeper(model, optimizer, checkpoints=FOLDER / "checkpoints", **options) as keeper:
         print(json.dumps({"began": keeper.step}), flush=True)
         for step in keeper.steps(STEPS):

@@ -42,7 +42,7 @@ def test_kills_at_all_moments_lose_no_step_where_each_step_has_a_snapshot(
     # A snapshot after each step, so that there is one after step 16 too.
     asks = [f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank) in enumerate(plan)]
 
-    with Run(tmp_path / "stormy", workers, "snapshot_every=1", asks=asks) as stormy:
+    with Run(tmp_path / "stormy", workers, "lose_at_most=1", asks=asks) as stormy:
         stormy.ended()
 
     # Each moment of the plan really struck.
@@ -62,7 +62,7 @@ def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: Cal
     asks = [f"together-0-7-{rank}" for rank in range(1, workers)]
     asks += [f"together-1-12-{rank}" for rank in range(workers - 1)]
 
-    with Run(tmp_path / "stormy", workers, "snapshot_every=100", asks=asks) as stormy:
+    with Run(tmp_path / "stormy", workers, "lose_at_most=100", asks=asks) as stormy:
         stormy.ended()
 
     assert len(kills(stormy)) == 2 * (workers - 1)
@@ -104,7 +104,7 @@ STORM = [
 def storm(tmp_path_factory: pytest.TempPathFactory, keeper_start: SharedStart) -> Run:
     """The job of STORM after its end, with whatever exit code."""
     folder = tmp_path_factory.mktemp("storm") / "run"
-    with Run(folder, 3, "snapshot_every=4", asks=STORM, launch=["--hang-timeout", "8"], shared=keeper_start) as run:
+    with Run(folder, 3, "lose_at_most=4", asks=STORM, launch=["--hang-timeout", "8"], shared=keeper_start) as run:
         run.job.wait(500)
     return run
 

@@ -63,7 +63,7 @@ def calm(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def run(option: str) -> Nodes:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as one, tempfile.TemporaryDirectory(dir="/dev/shm") as other:
             folder = tmp_path_factory.mktemp("calm") / "run"
-            calm = Nodes(folder, forker, [Path(one), Path(other)], "snapshot_every=5", option)
+            calm = Nodes(folder, forker, [Path(one), Path(other)], "lose_at_most=10", option)
             assert calm.generation(0) == [0, 0], calm.said
             return calm
 
@@ -77,7 +77,7 @@ def all_die(generation: int, step: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("option", "lost"),
-    [("hook=powersgd", 1), slow("stop_every=1", 0), slow("shards=fsdp2", 1), slow("hook=powersgd", 0)],
+    [("hook=powersgd", 1), slow("looks=1", 0), slow("shards=fsdp2", 1), slow("hook=powersgd", 0)],
 )
 def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     tmp_path: Path,
@@ -87,8 +87,9 @@ def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     option: str,
     lost: int,
 ) -> None:
-    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", option)
-    # Snapshots after step 1, 6, 11, 16; all die in step 20.
+    # Snapshots after step 1, 6, 11, 16: twice as often where they are sent while training goes on. All die in step 20.
+    often = "lose_at_most=5" if option == "looks=1" else "lose_at_most=10"
+    stormy = Nodes(tmp_path / "stormy", forker, memories, often, option)
     assert stormy.generation(0, all_die(0, 20)) == [-9, -9]
     stormy.lose(lost)
     # The other node is lost before the next snapshot is due.
@@ -109,7 +110,7 @@ def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
 def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before(
     tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
 ) -> None:
-    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", "hook=powersgd")
+    stormy = Nodes(tmp_path / "stormy", forker, memories, "lose_at_most=10", "hook=powersgd")
     # Node 0 receives nothing of node 1's snapshot of step 11. It saves step 13 when node 1 is gone.
     deaf = [f"mirror-0-{step}-0" for step in range(11, 14)]
     assert stormy.generation(0, [*deaf, "forward-0-14-1"]) == [1, -9]
@@ -127,7 +128,7 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
 def test_a_node_lost_after_its_snapshot_has_arrived_goes_back_to_that_one(
     tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
 ) -> None:
-    options = ("snapshot_every=5", "copy_every=1", "hook=powersgd")
+    options = ("lose_at_most=1", "snapshot_every=5", "hook=powersgd")
     stormy = Nodes(tmp_path / "stormy", forker, memories, *options)
     with stormy.begun(0, ["hold-0-12-0", "forward-0-14-1"]) as ranks:
         # Each node has the other's part of the snapshot of step 11.
@@ -154,7 +155,7 @@ def steps_of(memory: Path, rank: int) -> set[int]:
 def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
     tmp_path: Path, forker: RankForker, memories: list[Path]
 ) -> None:
-    options = ("snapshot_every=5", "shards=zero", f"checkpoints={tmp_path / 'checkpoints'}")
+    options = ("lose_at_most=10", "shards=zero", f"checkpoints={tmp_path / 'checkpoints'}")
     stormy = Nodes(tmp_path / "stormy", forker, memories, *options)
     # The snapshot of step 11 reaches no second node.
     deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 16) for rank in (0, 1)]
@@ -173,7 +174,7 @@ def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
 def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
     tmp_path: Path, forker: RankForker, memories: list[Path]
 ) -> None:
-    run = Nodes(tmp_path / "run", forker, memories, "snapshot_every=5")
+    run = Nodes(tmp_path / "run", forker, memories, "lose_at_most=5")
     with run.begun(0, ["hold-0-4-0"]) as ranks:
         wait_for(lambda: run.of("held"), "step 4")
         # A folder blocks the path to which rank 0's second snapshot would go.
@@ -191,7 +192,7 @@ def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
 def test_pieces_of_each_step_stay_on_their_nodes_and_the_snapshot_counts_when_one_is_lost(
     tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
 ) -> None:
-    stormy = Nodes(tmp_path / "stormy", forker, memories, "snapshot_every=5", "copy_every=1", "shards=fsdp2")
+    stormy = Nodes(tmp_path / "stormy", forker, memories, "lose_at_most=1", "snapshot_every=5", "shards=fsdp2")
     # Both nodes have their pieces of step 19. The last snapshot is of step 16.
     assert stormy.generation(0, all_die(0, 20)) == [-9, -9]
     # There is a snapshot at the start, and the next would be after step 24.

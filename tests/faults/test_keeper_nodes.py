@@ -33,7 +33,7 @@ class Nodes(Recorded):
     ) -> None:
         """`options` are the program's, `launch` elaunch's."""
         words = [*PRELOAD, "--nnodes", nnodes, "--rdzv-endpoint", self.cluster.endpoints, "--max-restarts", "9"]
-        words += [*launch, str(KEPT), str(self.folder), str(steps), "snapshot_every=1000", *options]
+        words += [*launch, str(KEPT), str(self.folder), str(steps), "lose_at_most=1000", *options]
         for index in indices:
             self.cluster.type(index, *words, env=TOKEN)
 
@@ -120,10 +120,10 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def test_a_node_that_joins_interrupts_no_step_and_one_that_leaves_neither(nodes: Nodes) -> None:
     for name in ("hold-0-20-0", "hold-1-30-0"):
         (nodes.folder / name).touch()
-    nodes.start(0, nnodes="1:2", options=("stop_every=1",))
+    nodes.start(0, nnodes="1:2", options=("looks=1",))
     nodes.wait_for("held", generation=0)
 
-    nodes.start(1, nnodes="1:2", options=("stop_every=1",))
+    nodes.start(1, nnodes="1:2", options=("looks=1",))
     nodes.wait_for("told", reason="join")
     nodes.release("hold-0-20-0")
     nodes.wait_for("held", generation=1)

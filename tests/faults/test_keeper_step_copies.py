@@ -44,8 +44,7 @@ def test_a_kill_at_any_moment_costs_no_step(
 ) -> None:
     asks = [f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank, _) in enumerate(kills)]
 
-    # After the first step there is no snapshot any more, except at a start on several nodes.
-    options = ("snapshot_every=1000", "copy_every=1", option)
+    options = ("lose_at_most=0", option)
     with Forked(tmp_path / "run", forker, *options, asks=asks) as run:
         ended = [run.generation(number, workers) for number in range(len(kills) + 1)]
     said = "".join(rank.err for ranks in ended for rank in ranks)
@@ -63,17 +62,14 @@ def test_a_kill_at_any_moment_costs_no_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["shards=fsdp2", "shards=zero", "hook=powersgd"])
-def test_all_workers_killed_at_once_go_on_from_their_pieces_or_from_the_snapshot(
-    tmp_path: Path, calm: Calm, option: str
-) -> None:
+@pytest.mark.parametrize("option", ["shards=fsdp2", "shards=zero", "hook=powersgd", "looks=1"])
+def test_all_workers_killed_at_once_lose_no_step(tmp_path: Path, calm: Calm, option: str) -> None:
     asks = [f"together-0-20-{rank}" for rank in range(2)]
 
-    with Run(tmp_path / "run", 2, "snapshot_every=5", "copy_every=1", option, asks=asks) as run:
+    with Run(tmp_path / "run", 2, "lose_at_most=0", option, asks=asks) as run:
         run.ended()
 
-    # Nobody is left who has the parameters that belong to the error feedback.
-    assert run.began(1) == (16 if option == "hook=powersgd" else 19)
+    assert run.began(1) == 19
     assert_same(run, calm(2, option))
 
 
@@ -82,9 +78,9 @@ def test_all_workers_killed_at_once_go_on_from_their_pieces_or_from_the_snapshot
 def test_without_copies_of_each_step_a_failure_goes_back_to_the_last_one(
     tmp_path: Path, calm: Calm, option: str
 ) -> None:
-    with Run(tmp_path / "run", 2, "snapshot_every=10", "copy_every=4", option, asks=["forward-0-20-1"]) as run:
+    with Run(tmp_path / "run", 2, "lose_at_most=10", option, asks=["forward-0-20-1"]) as run:
         run.ended()
 
-    # Snapshots of DDP's state after steps 1 and 11; copies of parts after steps 2, 6, 10, 14 and 18.
-    assert run.began(1) == (11 if option == "hook=powersgd" else 18)
+    # Snapshots of DDP's state after steps 1 and 11; copies of parts after steps 2 and 12.
+    assert run.began(1) == (11 if option == "hook=powersgd" else 12)
     assert_same(run, calm(2, option))

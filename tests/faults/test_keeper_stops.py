@@ -45,7 +45,7 @@ def stopped_by(
     """With `forker` the second time is without an agent: forked ranks import nothing."""
     # The only copy in memory is that of step 1.
     checkpoints = folder / "checkpoints"
-    options = ("snapshot_every=100", "stop_every=1", f"checkpoints={checkpoints}", "checkpoint_every=6")
+    options = ("lose_at_most=100", "looks=1", f"checkpoints={checkpoints}", "checkpoint_every=6")
     asks = ["together-0-20-0", "together-0-20-1", "hold-1-31-1"]
     with Run(folder / "run", 2, *options, asks=asks, shared=shared) as run:
         wait_for(lambda: run.of("held"), "step 31")
@@ -95,12 +95,12 @@ def test_so_does_an_interrupted_one(tmp_path: Path, calm: Calm) -> None:
     assert_goes_on(interrupted, calm)
 
 
-@pytest.mark.parametrize("kind", [(), slow(("shards=fsdp2", "copy_every=1"))])
+@pytest.mark.parametrize("kind", [(), slow(("shards=fsdp2", "lose_at_most=0"))])
 def test_when_the_memory_folder_was_removed_a_restart_makes_it_again_and_takes_the_checkpoint(
     tmp_path: Path, calm: Calm, keeper_start: SharedStart, kind: tuple[str, ...]
 ) -> None:
     options = [
-        "snapshot_every=4",
+        "lose_at_most=4",
         f"checkpoints={tmp_path / 'checkpoints'}",
         "checkpoint_every=6",
         *kind,
@@ -142,7 +142,7 @@ def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated
 @pytest.mark.slow
 def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> None:
     # All die in step 20: the newest copy in memory is of step 17, the newest checkpoint of step 15.
-    options = ("snapshot_every=8", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=5")
+    options = ("lose_at_most=8", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=5")
     asks = [f"together-0-20-{rank}" for rank in range(3)] + ["forward-1-30-2"]
 
     with Run(tmp_path / "run", 3, *options, asks=asks) as run:
@@ -155,7 +155,7 @@ def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> N
 
 @pytest.mark.slow
 def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(tmp_path: Path) -> None:
-    options = ("snapshot_every=5", "stop_every=1", "shards=fsdp2", f"checkpoints={tmp_path / 'checkpoints'}")
+    options = ("lose_at_most=5", "looks=1", "shards=fsdp2", f"checkpoints={tmp_path / 'checkpoints'}")
     with Run(tmp_path / "run", 3, *options, asks=["hold-0-20-1"]) as run:
         wait_for(lambda: run.of("held"), "step 20")
         run.job.signal(signal.SIGTERM)
@@ -181,7 +181,7 @@ def alone(folder: Path, *options: str, **env: str) -> subprocess.CompletedProces
 
 @pytest.mark.slow
 def test_a_plain_python_process_resumes_from_its_checkpoints(tmp_path: Path) -> None:
-    options = ("snapshot_every=1", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=10")
+    options = ("lose_at_most=1", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=10")
     (tmp_path / "forward-0-25-0").touch()
 
     killed = alone(tmp_path, *options)
@@ -201,7 +201,7 @@ def test_under_torchrun_a_restart_goes_on_from_the_checkpoint(tmp_path: Path) ->
         {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ELAUNCH_GENERATION": "0"}
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1"]
-    command += ["--nproc-per-node", "2", str(KEPT), str(tmp_path), "40", "snapshot_every=1"]
+    command += ["--nproc-per-node", "2", str(KEPT), str(tmp_path), "40", "lose_at_most=1"]
     command += [f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=10"]
     (tmp_path / "crash-0-25-1").touch()
 

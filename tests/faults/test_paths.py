@@ -21,9 +21,9 @@ from tests.ranks import Ended, RankForker, Ranks
 SCRIPT = Path(__file__).with_name("paths.py")
 STEPS = 9
 # A look after each step; snapshots after steps 1, 5 and 9; comparisons after steps 3, 6 and 9.
-DDP = ("ddp", "stop_every=1", "snapshot_every=4")
+DDP = ("ddp", "lose_at_most=4")
 COMPARED = (*DDP, "verify_every=3")
-FSDP2 = ("fsdp2", "stop_every=1", "snapshot_every=4", "copy_every=1")
+FSDP2 = ("fsdp2", "lose_at_most=1", "snapshot_every=4")
 
 pytestmark = pytest.mark.slow
 

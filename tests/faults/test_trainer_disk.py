@@ -50,7 +50,7 @@ def full_twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneNode]:
 
     with (
         small_disk(folder / "disk") as disk,
-        OneNode(folder / "run", 2, *GENTLE, "--snapshot-every", "5", asks=asks, disk=disk) as run,
+        OneNode(folder / "run", 2, *GENTLE, "--lose-at-most", "5", asks=asks, disk=disk) as run,
     ):
         run.wait_for("held", step=15)
         filler = fill(disk)

@@ -20,7 +20,7 @@ STORM = ["freeze:forward-0-7-2", "publish-1-20-0", "published-2-30-0", "evaluati
 def storm(tmp_path_factory: pytest.TempPathFactory) -> OneNode:
     """The job of STORM after its end, with whatever exit code."""
     folder = tmp_path_factory.mktemp("storm") / "run"
-    with OneNode(folder, 3, "--snapshot-every", "100", asks=STORM, launch="--hang-timeout 8") as run:
+    with OneNode(folder, 3, "--lose-at-most", "100", asks=STORM, launch="--hang-timeout 8") as run:
         run.job.wait(DEADLINE_S)
         run.job.assert_nothing_is_left()
         run.assert_no_memory_is_left()
@@ -66,7 +66,7 @@ def test_a_kill_at_any_moment_loses_no_step_and_changes_no_bit(
     moments += [("copy", 16, 0), ("publish", 20, 0), ("published", 30, 0), ("evaluating", 0, last), ("result", 0, 0)]
     asks = [f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank) in enumerate(moments)]
 
-    with OneNode(tmp_path / "run", workers, "--snapshot-every", "1", asks=asks) as run:
+    with OneNode(tmp_path / "run", workers, "--lose-at-most", "1", asks=asks) as run:
         run.ended()
 
     assert run.struck() == asks
@@ -86,7 +86,7 @@ def test_all_but_one_are_killed_and_the_last_one_saves(
     asks = [f"together-0-7-{rank}" for rank in range(1, workers)]
     asks += [f"together-1-12-{rank}" for rank in range(workers - 1)]
 
-    with OneNode(tmp_path / "run", workers, "--snapshot-every", "100", asks=asks) as run:
+    with OneNode(tmp_path / "run", workers, "--lose-at-most", "100", asks=asks) as run:
         run.ended()
 
     assert sorted(run.struck()) == sorted(asks)
@@ -101,7 +101,7 @@ def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_all_
 ) -> None:
     asks = [f"together-{generation}-20-{rank}" for generation in range(2) for rank in range(3)]
 
-    with OneNode(tmp_path / "run", 3, "--snapshot-every", "8", asks=asks) as run:
+    with OneNode(tmp_path / "run", 3, "--lose-at-most", "8", asks=asks) as run:
         run.ended()
 
     assert sorted(run.struck()) == sorted(asks)
@@ -119,7 +119,7 @@ def test_rank_0_frozen_in_the_backward_pass_is_found_and_costs_no_step(
 ) -> None:
     asks = ["freeze:backward-0-7-0"]
 
-    with OneNode(tmp_path / "run", 3, "--snapshot-every", "100", asks=asks, launch="--hang-timeout 8") as run:
+    with OneNode(tmp_path / "run", 3, "--lose-at-most", "100", asks=asks, launch="--hang-timeout 8") as run:
         run.ended()
 
     assert run.struck("frozen") == ["backward-0-7-0"]

@@ -47,7 +47,7 @@ def test_a_node_is_lost_another_joins_and_is_preempted(
     names = [f"{moment}-0-12-1", f"{moment}-1-20-0", f"{moment}-2-30-0"]
     for name in names:
         nodes.ask(f"hold:{name}")
-    options = (*GENTLE, "--snapshot-every", "1" if moment == "copy" else "1000")
+    options = (*GENTLE, "--lose-at-most", "1" if moment == "copy" else "1000")
 
     nodes.start(0, 1, nnodes="1:2", options=options)
     nodes.wait_for("held", generation=0)
@@ -123,7 +123,7 @@ def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(
         nodes.ask(f"together-0-20-{rank}")
 
     # No copy is due at step 19.
-    nodes.start(0, 1, nnodes="2", workers=2, options=("--snapshot-every", "7"))
+    nodes.start(0, 1, nnodes="2", workers=2, options=("--lose-at-most", "7"))
     nodes.cluster.ended({0: 0, 1: 0})
 
     assert sorted(nodes.struck()) == ["together-0-20-0", "together-0-20-1"]

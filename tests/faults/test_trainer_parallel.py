@@ -12,9 +12,9 @@ from tests.harness import slow
 from tests.ranks import RankForker
 
 # Fewer steps of fewer, larger micro-batches than in other tests: each costs FSDP2 much.
-STEPS, SNAPSHOT_EVERY = 20, 5
+STEPS, LOSE_AT_MOST = 20, 5
 # The kills come between two snapshots, and all ranks have the one before (docs/trainer.md, "What a failure costs").
-LOST_MAX = SNAPSHOT_EVERY - 1
+LOST_MAX = LOSE_AT_MOST - 1
 # A C++ compiler takes a while on a busy machine.
 COMPILED_S = 900.0
 SHORT = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3")
@@ -36,8 +36,7 @@ def struck(folder: Path, words: tuple[str, ...], forker: RankForker) -> Training
 @pytest.mark.parametrize(
     ("options", "shape", "steps_lost_max", "tolerance"),
     [
-        # Copies are so seldom that snapshots count.
-        ("--parallel zero1 --copy-every 100", (), LOST_MAX, 0.0),
+        ("--parallel zero1", (), LOST_MAX, 0.0),
         ("--parallel fsdp2", (), LOST_MAX, 1e-5),
         # The compiler draws other dropout masks.
         slow("--compile", ("--dropout", "0"), 0, 1e-5),
@@ -54,7 +53,7 @@ def test_a_killed_worker_costs_no_more_than_the_steps_since_the_snapshot_and_the
     steps_lost_max: int,
     tolerance: float,
 ) -> None:
-    words = (*SHORT, *shape, *options.split(), "--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "11")
+    words = (*SHORT, *shape, *options.split(), "--lose-at-most", str(LOSE_AT_MOST), "--eval-every", "11")
     run = struck(tmp_path / "run", words, forker)
     calm = calm_training(2, *SHORT, *shape, steps=STEPS)
 

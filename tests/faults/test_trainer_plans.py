@@ -10,12 +10,12 @@ import pytest
 from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode, Trained
 from tests.ranks import RankForker
 
-STEPS, SNAPSHOT_EVERY = 20, 5
+STEPS, LOSE_AT_MOST = 20, 5
 # The kills come between two snapshots, and all ranks have the one before (docs/trainer.md, "What a failure costs").
-LOST_MAX = SNAPSHOT_EVERY - 1
+LOST_MAX = LOSE_AT_MOST - 1
 # Four layers for pipelines. Workers that share one model draw masks of their own: no dropout.
 SHAPE = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3", "--layers", "4", "--dropout", "0")
-KEPT = ("--snapshot-every", str(SNAPSHOT_EVERY), "--eval-every", "11")
+KEPT = ("--lose-at-most", str(LOSE_AT_MOST), "--eval-every", "11")
 # Relative, over 20 steps.
 TOLERANCE = 1e-5
 PLANS = ["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp=2", "fsdp=2,tp=2", "pp=2", "fsdp=2,pp=2", "tp=2,pp=2"]
@@ -148,7 +148,7 @@ def test_under_an_agent_a_killed_stage_comes_back_and_no_step_is_lost(
     tmp_path: Path, calm_training: CalmTrainings
 ) -> None:
     calm = calm_training(2, *SHAPE, steps=STEPS)
-    words = (*SHAPE, "--eval-every", "11", "--parallel", "dp=2,pp=2", "--copy-every", "1")
+    words = (*SHAPE, "--eval-every", "11", "--parallel", "dp=2,pp=2", "--lose-at-most", "0")
 
     with OneNode(tmp_path / "run", 4, *words, asks=["loss-0-14-3"]) as launched:
         run = launched.ended()

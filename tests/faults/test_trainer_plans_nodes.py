@@ -32,7 +32,7 @@ def test_a_worker_is_killed_a_node_is_lost_and_at_most_one_step_each_is_repeated
         run = OnNodes(tmp_path / "run", cluster)
         run.ask("loss-0-4-1")
         run.ask("hold:loss-1-8-3")
-        words = (*options, "--copy-every", "1", "--snapshot-every", "1")
+        words = (*options, "--lose-at-most", "0")
         run.start(0, 1, nnodes="2", workers=2, options=words)
         run.wait_for("began", generation=0, rank=3)
         run.start(2, nnodes="2", workers=2, options=words)

@@ -150,7 +150,7 @@ def test_a_killed_run_with_powersgd_goes_on_with_the_hooks_state_bit_for_bit(
     tmp_path: Path, forker: RankForker
 ) -> None:
     times = {"powersgd": 0.3, "alone": 0.2}
-    options = ("lossy", "--snapshot-every", "4")
+    options = ("lossy", "--lose-at-most", "4")
     with Tuned(tmp_path / "calm", forker, times=times) as calm:
         calm.generation(0, 2, *options)
     with Tuned(tmp_path / "run", forker, ("loss-0-18-1",), times=times) as run:

@@ -115,7 +115,7 @@ def test_float8_training_has_plain_weights_which_are_kept_to_the_bit(monkeypatch
     def trained(steps: int) -> tuple[Any, int, list[Tensor]]:
         model = convert_to_float8_training(network())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with Keeper(model, optimizer, per_rank=(), snapshot_every=1) as keeper:
+        with Keeper(model, optimizer, per_rank=(), lose_at_most=1) as keeper:
             began = keeper.step
             for number in keeper.steps(steps):
                 with keeper.commit():

@@ -28,7 +28,7 @@ class DdpError(Exception):
 class DdpOptions:
     """How gradients are exchanged. None leaves the choice to torch, or here to RANK and START.
 
-    Sizes are in MiB. `hook` is one of HOOKS, or MODULE:NAME. `powersgd_start` is the number of steps that exchange
+    `bucket_mb` is in MiB. `hook` is one of HOOKS, or MODULE:NAME. `powersgd_start` is the number of steps that exchange
     whole gradients before PowerSGD begins.
     """
 
@@ -36,10 +36,6 @@ class DdpOptions:
     powersgd_rank: int | None = None
     powersgd_start: int | None = None
     bucket_mb: float | None = None
-    first_bucket_mb: float | None = None
-    copies_gradients: bool = False
-    static_graph: bool = False
-    find_unused: bool = False
 
     @property
     def is_powersgd(self) -> bool:
@@ -59,14 +55,11 @@ class DdpOptions:
                 f"--comm-hook {self.hook}: there is no such hook; there are {', '.join(HOOKS)}, and your own as "
                 "MODULE:NAME"
             )
-        for option, value in (("rank", self.powersgd_rank), ("start", self.powersgd_start)):
-            if value is not None and not self.is_powersgd:
-                return (
-                    f"--powersgd-{option} {value} has a meaning with --comm-hook {' and '.join(POWERSGD)} only, not "
-                    f"with {self.hook}; leave it out"
-                )
-        if self.static_graph and self.find_unused:
-            return "--static-graph finds unused parameters itself; leave --find-unused-parameters out"
+        if self.powersgd_rank is not None and not self.is_powersgd:
+            return (
+                f"--powersgd-rank {self.powersgd_rank} has a meaning with --comm-hook {' and '.join(POWERSGD)} only, "
+                f"not with {self.hook}; leave it out"
+            )
         return ""
 
     def given(self) -> list[str]:
@@ -74,11 +67,6 @@ class DdpOptions:
         words = {
             f"--comm-hook {self.hook}": self.hook != "none",
             "--powersgd-rank": self.powersgd_rank is not None,
-            "--powersgd-start": self.powersgd_start is not None,
             "--bucket-mb": self.bucket_mb is not None,
-            "--first-bucket-mb": self.first_bucket_mb is not None,
-            "--no-bucket-view": self.copies_gradients,
-            "--static-graph": self.static_graph,
-            "--find-unused-parameters": self.find_unused,
         }
         return [word for word, is_given in words.items() if is_given]

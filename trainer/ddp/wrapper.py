@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -12,11 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer.ddp.hooks import Hook, hook_for
 from elaunch.trainer.ddp.in_order import InOrder
-from elaunch.trainer.ddp.options import DdpError, DdpOptions
+from elaunch.trainer.ddp.options import DdpOptions
 from elaunch.trainer.ddp.own_hook import own_hook
-
-# torch's default, of which the first bucket has its own size.
-BUCKET_MB = 25.0
 
 
 def wrap(module: nn.Module, options: DdpOptions, device: torch.device) -> DistributedDataParallel:
@@ -27,10 +23,9 @@ def wrap(module: nn.Module, options: DdpOptions, device: torch.device) -> Distri
     model = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=not options.copies_gradients,
-        static_graph=options.static_graph,
-        find_unused_parameters=options.find_unused,
-        **_sizes(options),
+        gradient_as_bucket_view=True,
+        # None lets the first bucket have a size of its own.
+        bucket_cap_mb=options.bucket_mb,
     )
     hook = (
         own_hook(options.hook, model.process_group) if options.is_own_hook else hook_for(options, model.process_group)
@@ -56,15 +51,3 @@ def hook_state(model: nn.Module) -> Any:
         if hasattr(state, "state_dict"):
             return state
     return None
-
-
-def _sizes(options: DdpOptions) -> dict[str, Any]:
-    """The sizes of buckets as DDP takes them. One size alone is that of the first bucket too."""
-    if options.first_bucket_mb is None:
-        return {} if options.bucket_mb is None else {"bucket_cap_mb": options.bucket_mb}
-    if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel.__init__).parameters:
-        raise DdpError(
-            f"--first-bucket-mb {options.first_bucket_mb:g}: torch {torch.__version__} has one size for all buckets "
-            "(2.13 has more); leave it out"
-        )
-    return {"bucket_cap_mb_list": [options.first_bucket_mb, options.bucket_mb or BUCKET_MB]}

@@ -33,8 +33,8 @@ _SHARE = click.FloatRange(0, 1, max_open=True)
 _PATH = click.Path(path_type=Path)
 _MICRO_BATCH = """Windows per forward pass; a step has global batch / micro-batch of them, at least one per worker.
   [default: the largest up to 3 that makes at least 8 of them, else 1]"""
-_SNAPSHOT_EVERY = """Steps between copies of the state in memory.
-  [default: as often as it costs less than 1 % of the time]"""
+_LOSE_AT_MOST = """Complete steps that a failure may take back while the nodes' memory lives; 0 copies each step.
+  [default: as many copies as cost less than 1 % of the time]"""
 _EVAL_EVERY = """Compute the loss on held-out text before step 1, and again each so many steps.
   [default: only at the end]"""
 _LOG_EVERY = """Steps between two looks at the losses on the device; each step gets its line all the same.
@@ -48,28 +48,18 @@ _LEARNING_RATE = "Peak learning rate: warms up, then falls as a cosine to a tent
 _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or hsdp, or their number along each axis, as
   dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved, microbatches=N); auto: measure at the
   start which one fits into the memory and is fastest."""
-_PEAK_TFLOPS = """What one device computes at most; the log then has the share that the training uses (MFU).
-  [default: for known GPUs their dense bfloat16]"""
 _COMM_HOOK = """How DDP exchanges gradients: none (whole), fp16, bf16, quantised (8 bits), powersgd,
   batched-powersgd, or a hook of your own as MODULE:NAME.  [default: none]"""
 _POWERSGD_RANK = "Rank of PowerSGD's matrices: more is more exact and more bytes.  [default: 1]"
-_POWERSGD_START = "Steps that exchange whole gradients before PowerSGD begins.  [default: 10]"
 _BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
-_FIRST_BUCKET_MB = "Size of DDP's first bucket in MiB.  [default: 1, or --bucket-mb]"
-_NO_BUCKET_VIEW = "Copy the gradients out of DDP's buckets: takes the memory of all gradients once more."
-_STATIC_GRAPH = "Promise DDP that each step uses the same parameters."
-_FIND_UNUSED = "Let DDP search each forward pass for parameters that it does not use."
-_COPY_EVERY = """Steps between copies of what a worker alone has, where --parallel divides the state; with 1 a killed
-  worker costs no step.  [default: as often as it costs less than 1 % of the time]"""
 _PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
 _TUNE_COMM = """Measure at the first start how DDP sends gradients fastest on this network, and remember it; lossy: also
   try hooks that round gradients.  [default: no; without a word: neutral]"""
 # They may differ between two starts of one run.
-_FREE = {"out", "checkpoints", "checkpoint_every", "snapshot_every", "eval_every", "log_every"}
-_FREE |= {"compile", "tensorboard", "peak_tflops", "ledger", "copy_every", "profile", "tune_comm"}
-# They change at most the order of float sums, as another number of workers does.
-_FREE |= {"bucket_mb", "first_bucket_mb", "no_bucket_view", "static_graph", "find_unused"}
+_FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every", "log_every", "compile", "tensorboard"}
+# The size of buckets changes at most the order of float sums, as another number of workers does.
+_FREE |= {"ledger", "profile", "tune_comm", "bucket_mb"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
@@ -94,9 +84,9 @@ def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any
 class TrainConfig:
     """What a run is made of.
 
-    `snapshot_every` and `copy_every` are None where the measured cost decides, `log_every` where the device does, `out`
-    and `data` where the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the
-    run directory's own folder.
+    `lose_at_most` is None where the measured cost decides, `log_every` where the device does, `out` and `data` where
+    the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the run directory's own
+    folder.
     """
 
     steps: int = _option(400, _COUNT, "N", "Optimizer steps in all.")
@@ -104,7 +94,7 @@ class TrainConfig:
     global_batch: int = _option(24, _COUNT, "WINDOWS", "Windows of text per step, however many workers there are.")
     micro_batch: int = _option(3, _COUNT, "WINDOWS", _MICRO_BATCH, given=None)
     checkpoint_every: int = _option(50, _COUNT, "STEPS", "Steps between checkpoints; there is always one at the end.")
-    snapshot_every: int | None = _option(None, _COUNT, "STEPS", _SNAPSHOT_EVERY)
+    lose_at_most: int | None = _option(None, click.IntRange(min=0), "STEPS", _LOSE_AT_MOST)
     eval_every: int | None = _option(None, _COUNT, "STEPS", _EVAL_EVERY)
     log_every: int | None = _option(None, _COUNT, "STEPS", _LOG_EVERY)
     out: Path | None = _option(None, _PATH, "DIR", _OUT)  # noqa: RUF009
@@ -120,19 +110,12 @@ class TrainConfig:
     parallel: str = _option("ddp", None, "PLAN", _PARALLEL)
     compile: bool = _option(False, bool, None, "Compile the network with torch.compile.")
     tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
-    peak_tflops: float | None = _option(None, _POSITIVE, "TFLOPS", _PEAK_TFLOPS)
     ledger: bool = _option(False, bool, None, _LEDGER)
     profile: str | None = _option(None, None, "STEPS", _PROFILE)
-    copy_every: int | None = _option(None, _COUNT, "STEPS", _COPY_EVERY)
     # None by default: a run directory of before has none of them.
     comm_hook: str | None = _option(None, None, "HOOK", _COMM_HOOK)
     powersgd_rank: int | None = _option(None, _COUNT, "N", _POWERSGD_RANK)
-    powersgd_start: int | None = _option(None, click.IntRange(min=2), "STEPS", _POWERSGD_START)
     bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _BUCKET_MB)
-    first_bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _FIRST_BUCKET_MB)
-    no_bucket_view: bool = _option(False, bool, None, _NO_BUCKET_VIEW)
-    static_graph: bool = _option(False, bool, None, _STATIC_GRAPH)
-    find_unused: bool = _option(False, bool, None, _FIND_UNUSED, name="--find-unused-parameters")
     tune_comm: str | None = _option(
         None, click.Choice(["neutral", "lossy"]), "[neutral|lossy]", _TUNE_COMM, alone="neutral"
     )
@@ -182,16 +165,7 @@ class TrainConfig:
     @property
     def ddp(self) -> DdpOptions:
         """The options of DistributedDataParallel."""
-        return DdpOptions(
-            hook=self.comm_hook or "none",
-            powersgd_rank=self.powersgd_rank,
-            powersgd_start=self.powersgd_start,
-            bucket_mb=self.bucket_mb,
-            first_bucket_mb=self.first_bucket_mb,
-            copies_gradients=self.no_bucket_view,
-            static_graph=self.static_graph,
-            find_unused=self.find_unused,
-        )
+        return DdpOptions(self.comm_hook or "none", powersgd_rank=self.powersgd_rank, bucket_mb=self.bucket_mb)
 
     @property
     def needs_ddp(self) -> bool:

@@ -57,7 +57,7 @@ class Copies:
         storage: Storage | None,
         name: str,
         say: Callable[[str], None],
-        copy_every: int | None = None,
+        lose_at_most: int | None = None,
         kept: int = KEPT,
     ) -> None:
         training.compare_names(peers.from_all)
@@ -93,12 +93,15 @@ class Copies:
         self._newest: Version | None = None
         self._full: Version | None = None
         self._is_kept = True
+        # Whether each rank waits within its commit until its node has a copy of the step.
+        self.copies_in_commit = lose_at_most == 0 and self.can_rescue
+        self._every = None if lose_at_most is None else max(1, lose_at_most)
         keep = None if self._records is None else lambda version: self._keep(version) is not None
         self.steps = StepCopies(
             *(training, peers, self._parts, keep),
             has_arrived=self._has_arrived,
             settle=self.before_snapshot,
-            copy_every=copy_every,
+            every=self._every,
             say=self._say_once,
         )
         # Whether the state was looked at once more when an optimizer had one.
@@ -117,6 +120,15 @@ class Copies:
     def paces(self) -> bool:
         """Whether this rank decides when the snapshots of its node are due."""
         return self._node_memory is not None and self._node_memory.speaks
+
+    @property
+    def snapshot_every(self) -> int | None:
+        """Steps between two snapshots; None measures.
+
+        Training goes on while what a rank alone has is sent to another node: until then the snapshot before counts.
+        """
+        is_sent = self._mirror is not None and (self._training.is_in_parts or self._training.has_large)
+        return max(1, self._every // 2) if is_sent and self._every is not None else self._every
 
     @property
     def copied_step(self) -> int:

@@ -150,6 +150,9 @@ class GuardedState:
                 self._copies.gpu.after_commit()
                 if not self._is_put_down:
                     self.put_down()
+                if self._copies.copies_in_commit:
+                    # The ranks of the node share the work, and none has completed the step before the copy is whole.
+                    self._copies.save_replicated(self.next_version)
                 if is_first:
                     self._copies.snapshot(self.next_version)
                     self._copies.before_snapshot()

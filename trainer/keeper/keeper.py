@@ -63,14 +63,12 @@ class Keeper:
     none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
-    stop and at the end, and the newest `keep` stay. `snapshot_every` is the number of steps between copies in memory,
-    `copy_every` that of copies of what a rank alone has (a part of the state, or `hook_state`), which stay on its node.
-    None measures the cost and keeps it under 1 % of the time. Every `stop_every` steps all ranks look whether to stop;
-    None measures the steps, and a request is obeyed within about 0.25 s and one step. Every `verify_every` steps the
-    ranks compare what they have alike, and raise Differs if a copy is damaged. `warm_up` does one forward and backward
-    pass on any data of the right shape, and is called as often as DDP needs; without it, a resumed run of three or more
-    workers is not bit for bit equal to a run without failures. `name` tells several trainings of one program apart.
-    `say` takes sentences for people.
+    stop and at the end, and the newest `keep` stay. `lose_at_most` is the number of complete steps that a failure may
+    take back while the nodes' memory lives: 0 copies each step within its commit, N copies one in N, and None as many
+    as take 1 % of the time. Every `verify_every` steps the ranks compare what they have alike, and raise Differs if a
+    copy is damaged. `warm_up` does one forward and backward pass on any data of the right shape, and is called as often
+    as DDP needs; without it, a resumed run of three or more workers is not bit for bit equal to a run without failures.
+    `name` tells several trainings of one program apart. `say` takes sentences for people.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
@@ -89,19 +87,16 @@ class Keeper:
         checkpoints: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 1000,
         keep: int = KEPT,
-        snapshot_every: int | None = None,
-        copy_every: int | None = None,
-        stop_every: int | None = None,
+        lose_at_most: int | None = None,
         verify_every: int | None = None,
         warm_up: Callable[[], object] | None = None,
         name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        counts = {"checkpoint_every": checkpoint_every, "snapshot_every": snapshot_every, "stop_every": stop_every}
-        counts |= {"copy_every": copy_every, "verify_every": verify_every}
-        for option, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{option} is {count}; it counts steps and is at least 1")
+        counts = {"checkpoint_every": (checkpoint_every, 1), "verify_every": (verify_every, 1)}
+        for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
+            if count is not None and count < least:
+                raise ValueError(f"{option} is {count}; it counts steps and is at least {least}")
         if keep < 1:
             raise ValueError(f"keep is {keep}; it counts checkpoints and is at least 1")
         if not re.fullmatch(r"[\w-]+", name):
@@ -115,8 +110,8 @@ class Keeper:
         if self._rehearsal is not None:
             checkpoints, checkpoint_every = self._rehearsal.checkpoints(checkpoints, checkpoint_every)
         self._storage = None if checkpoints is None else storage_at(checkpoints)
-        self._checkpoint_every, self._snapshot_every, self._stop_every = checkpoint_every, snapshot_every, stop_every
-        self._copy_every, self._verify_every, self._keep = copy_every, verify_every, keep
+        self._checkpoint_every, self._verify_every, self._keep = checkpoint_every, verify_every, keep
+        self._lose_at_most = lose_at_most
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._pid = os.getpid()
         self._state = GuardedState(self._training, self._place.generation, self._rehearsal)
@@ -134,11 +129,6 @@ class Keeper:
     def step(self) -> int:
         """The last complete step, 0 before the first."""
         return self._state.version.step
-
-    @property
-    def snapshot_every(self) -> int:
-        """Steps between two snapshots: as given, or as the first rank of this node has measured so far."""
-        return self._pace.every
 
     @property
     def repeated(self) -> int:
@@ -164,14 +154,14 @@ class Keeper:
                 kept=self._keep,
                 name=self._name,
                 say=self._say,
-                copy_every=self._copy_every,
+                lose_at_most=self._lose_at_most,
             )
             self._warm()
             drawn_before = self._copies.begun_before()
             version = self._copies.begin(self._copies.restore())
             self._random, self._is_random_due = self._training.random.capture(), True
             self._restored_step = version.step
-            self._pace = Pace(self._snapshot_every, version.step)
+            self._pace = Pace(self._copies.snapshot_every, version.step)
             # Once for the job: a restart has no time for it.
             is_first = self._peers.leads and not self._place.generation
             self._door = Door(
@@ -190,7 +180,6 @@ class Keeper:
                 self._copies,
                 self._verification,
                 self._pace,
-                stop_every=self._stop_every,
                 checkpoint_every=self._checkpoint_every,
                 verify_every=self._verify_every,
             )

@@ -17,8 +17,7 @@ class LookAround:
     """The looks of one training, from the restored step on. `pace` decides when snapshots are due.
 
     A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after
-    each multiple of these and of `verify_every`. With `stop_every` the looks are at its multiples alone; a process
-    without peers looks after each step.
+    each multiple of these and of `verify_every`. A process without peers looks after each step.
     """
 
     def __init__(
@@ -29,7 +28,6 @@ class LookAround:
         verification: Verification,
         pace: Pace,
         *,
-        stop_every: int | None,
         checkpoint_every: int,
         verify_every: int | None,
     ) -> None:
@@ -38,10 +36,8 @@ class LookAround:
         self._checkpoint_every, self._total = checkpoint_every, 0
         # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
         self._checkpointed = copies.disk.found
-        if stop_every is None and not boundary.has_peers:
-            stop_every = 1
         multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
-        self._looks = Looks(stop_every, state.version.step, multiples)
+        self._looks = Looks(None if boundary.has_peers else 1, state.version.step, multiples)
 
     def begin(self, total: int) -> None:
         """A loop up to step `total` begins: what came between it and the loop before is not the time of a step."""

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
@@ -39,9 +40,11 @@ class Rehearsal:
         self._folder, self._name = Path(self._asked["folder"]), name
         self._path = self._folder / f"{name}.{place.rank}.jsonl"
         self._step = 0
-        self._losses: list[str] = []
-        self._seen = {"samples": hashlib.sha256(), "evaluation": hashlib.sha256()}
-        self._passes = {"backward": 0, "evaluation": 0}
+        self._begin_record(is_after_step=True)
+
+    def _begin_record(self, *, is_after_step: bool = False) -> None:
+        self._is_after_step, self._losses = is_after_step, list[str]()
+        self._seen: dict[str, Any] = defaultdict(hashlib.sha256)
 
     def checkpoints(self, given: Any, every: int) -> tuple[Any, int]:
         """Where checkpoints go instead, and how often: so that a new agent finds one."""
@@ -58,78 +61,74 @@ class Rehearsal:
         original: Any = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self._losses += [_number(each) for each in tensors_in([tensors])]
+            self._losses += [
+                repr(each.tolist()) if each.numel() == 1 else _digest(each) for each in tensors_in([tensors])
+            ]
             original(tensors, *args, **kwargs)
-            self._passed("backward")
+            self._die("backward")
 
         stack.callback(setattr, torch.autograd, "backward", original)
         torch.autograd.backward = backward
 
     def begin(self, step: int) -> bool:
-        """Record the state with which `step` begins, and what else the program has. Returns whether it ends here."""
-        self._step = step
-        training, model = self._training, self._training.model
-        own = training.own(large=True)
+        """Record the state with which `step` begins, and what the program has done since the step before.
+
+        Returns whether the program ends here.
+        """
+        self._step, training = step, self._training
+        own, buffers = training.own(large=True), training.buffers()
         rest = {**training.small(), "random": own["random"], "hook": own.get("hook")}
         # An evaluation that was cut off leaves other modes, until the step sets them.
         rest.get("settings", {}).pop("evaluating", None)
-        now = training.buffers()
-        buffers = {name: its for name, its in {**now["transient"], **now["buffers"]}.items() if its is not None}
-        state = {**dict(training.live_tensors.named()), **buffers, **dict(_named("", rest))}
-        others = dict(_named("per_rank", own.get("per_rank")))
-        others |= {f"training of {name or 'the model'}": str(its.training) for name, its in model.named_modules()}
-        others |= {f"requires_grad of {name}": str(its.requires_grad) for name, its in model.named_parameters()}
-        others |= {f"gradient of {name}": its.grad for name, its in model.named_parameters() if its.grad is not None}
-        others |= {f"buffer {name}": its for name, its in model.named_buffers() if name not in buffers}
-        several = [each for one in self._kept for each in (one if isinstance(one, list | tuple) else [])]
-        modules = [module for one in training.models for module in one.modules()]
-        kept = frozenset(map(id, [*self._kept, *several, *modules]))
-        others |= dict(islice(_variables(sys._getframe(1), kept), _NAMES_MAX))
-        said = {
-            name: {key: _digest(value) for key, value in its.items()}
-            for name, its in (("state", state), ("others", others))
-        }
-        self._write("begin", "evaluation", **said)
+        facts = {**dict(training.live_tensors.named()), **buffers["transient"], **buffers["buffers"]}
+        facts |= dict(_named("", rest))
+        if self._losses:
+            facts["the loss"] = " + ".join(self._losses)
+        facts |= {name: f"done {its.hexdigest()[:16]}" for name, its in self._seen.items()}
+        record: dict[str, Any] = {"step": step, "pid": os.getpid()}
+        for name, values in (("facts", facts), ("others", self._others(own))):
+            record[name] = {each: _digest(its) for each, its in values.items() if its is not None}
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self._begin_record()
         return step > int(self._asked["steps"])
+
+    def _others(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """What the program has beside its state: it explains a difference, and is none."""
+        model = self._training.model
+        found = dict(_named("per_rank", own.get("per_rank")))
+        found |= {f"training of {name or 'the model'}": str(its.training) for name, its in model.named_modules()}
+        for name, its in model.named_parameters():
+            found |= {f"requires_grad of {name}": str(its.requires_grad), f"gradient of {name}": its.grad}
+        several = [each for one in self._kept if isinstance(one, list | tuple) for each in one]
+        modules = [module for one in self._training.models for module in one.modules()]
+        return found | dict(islice(_variables(frozenset(map(id, [*self._kept, *several, *modules]))), _NAMES_MAX))
 
     def committing(self) -> None:
         """All changes of the step are made, and the commit has not ended."""
-        self._die("commit", 1)
+        self._die("commit")
 
     def committed(self) -> None:
-        """Record what the step was computed from."""
-        self._write("done", "samples", losses=self._losses, passes=self._passes.pop("backward"))
-        self._losses, self._passes["backward"] = [], 0
-        self._step += 1
+        """The step is complete."""
+        self._is_after_step = True
 
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        self._note("samples" if module.training else "evaluation", [args, kwargs])
+        self._note(module, [args, kwargs])
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         if not module.training:
-            self._note("evaluation", outputs)
-            self._passed("evaluation")
+            self._note(module, outputs)
+            self._die("evaluation")
 
-    def _note(self, which: str, values: object) -> None:
+    def _note(self, module: nn.Module, values: object) -> None:
+        name = "the evaluation after it" if self._is_after_step else "the evaluation"
         parts = [part for each in tensors_in(values) for part in local_parts(each)]
-        self._seen[which].update(tensors_sha256(parts).encode())
+        self._seen["the samples" if module.training else name].update(tensors_sha256(parts).encode())
 
-    def _passed(self, which: str) -> None:
-        self._passes[which] += 1
-        self._die(which, self._passes[which])
-
-    def _die(self, at: str, nth: int) -> None:
-        if self._dies and [at, self._step, nth] == self._asked["moment"]:
+    def _die(self, at: str) -> None:
+        if self._dies and at == self._asked["at"] and self._step >= self._asked["step"]:
             agent = int((self._folder / "agent.pid").read_text())
             os.kill(agent if self._asked["agent"] else os.getpid(), signal.SIGKILL)
-
-    def _write(self, kind: str, seen: str, **facts: object) -> None:
-        facts |= {"kind": kind, "step": self._step, "pid": os.getpid(), seen: self._seen[seen].hexdigest()[:16]}
-        if seen == "evaluation":
-            facts["passes"], self._passes[seen] = self._passes[seen], 0
-        self._seen[seen] = hashlib.sha256()
-        with self._path.open("a") as file:
-            file.write(json.dumps(facts) + "\n")
 
 
 def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
@@ -145,12 +144,10 @@ def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
-def _variables(frame: FrameType | None, kept: frozenset[int]) -> Iterator[tuple[str, Any]]:
-    """What `variables` have in them."""
-    for variable, value in variables(frame):
-        for name, its in _named(variable, value, kept):
-            if not isinstance(its, Tensor) or its.nbytes < _BYTES_MAX:
-                yield name, its
+def _variables(kept: frozenset[int]) -> Iterator[tuple[str, Any]]:
+    """What `variables` have in them, by the names that lead there."""
+    for variable, value in variables(sys._getframe(1)):
+        yield from _named(variable, value, kept)
 
 
 def _named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
@@ -158,12 +155,11 @@ def _named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int
     library = type(value).__module__.partition(".")[0]
     ask = getattr(value, "get_state", None) or getattr(value, "getstate", None)
     if isinstance(value, Tensor):
-        yield path, value
+        if kept is None or value.nbytes < _BYTES_MAX:
+            yield path, value
     elif library in ("torch", "numpy", "random") and (ask or hasattr(value, "bit_generator")):
         state = ask() if ask else value.bit_generator.state
         yield f"generator `{path}`", state if isinstance(state, Tensor) else repr(state)
-    elif library == "numpy" and getattr(value, "nbytes", _BYTES_MAX) < _BYTES_MAX:
-        yield path, value.tobytes().hex()
     elif isinstance(value, str | bytes | int | float | complex | None):
         yield path, repr(value)
     elif depth and library != "elaunch" and id(value) not in (kept or ()):
@@ -186,21 +182,3 @@ def _digest(value: Any) -> str:
 def _bits(part: Tensor) -> str:
     # A sum is fast, but a generator that counts one number up and another one down keeps its sum.
     return f"{digests({'': part})['']:x}" if part.nbytes > _HASHED_BYTES_MAX else tensors_sha256([part])[:16]
-
-
-def _number(loss: Tensor) -> str:
-    return repr(float(loss.detach())) if loss.numel() == 1 else tensors_sha256(local_parts(loss))[:16]
-
-
-def _contents(path: Path) -> dict[str, str]:
-    try:
-        held = {"": torch.load(path, map_location="cpu", weights_only=True)}
-    except Exception:  # whatever torch raises for a file that is nothing of its own
-        return {"bytes": hashlib.sha256(path.read_bytes()).hexdigest()}
-    return {name: _digest(value) for name, value in _named("", held)}
-
-
-if __name__ == "__main__":
-    # The command names what differs in two files of a script without a Keeper.
-    one, other = (_contents(Path(name)) for name in sys.argv[1:])
-    print(json.dumps([name for name in {**one, **other} if one.get(name) != other.get(name)]))

@@ -25,8 +25,8 @@ class StepCopies:
     `parts` holds the pieces of a state in parts. `keep` stores this rank's own state, and returns whether it is stored.
     `has_arrived` says whether all of the last snapshot that this rank is to keep is there. If that is so on all ranks,
     `settle` makes it the one that no copy overwrites.
-    `copy_every` is the number of steps between two copies; None keeps their cost under 1 % of the time. All ranks copy
-    the same steps, and none is sent to another node: snapshots are.
+    `every` is the number of steps between two copies; None keeps their cost under 1 % of the time. All ranks copy the
+    same steps, and none is sent to another node: snapshots are.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class StepCopies:
         *,
         has_arrived: Callable[[], bool],
         settle: Callable[[], None],
-        copy_every: int | None,
+        every: int | None,
         say: Callable[[str], None],
     ) -> None:
         self._training, self._peers, self._parts, self._say = training, peers, parts, say
         self._keep = keep if parts is not None or training.has_large else None
         self._has_arrived, self._settle = has_arrived, settle
-        self.pace, self._measures = Pace(copy_every, 0, _FRESH), copy_every is None
+        self.pace, self._measures = Pace(every, 0, _FRESH), every is None
         # The newest two. All ranks have these copies of a communication hook's state.
         self.versions: list[Version] = []
         # If all copies must be compared ones, there are snapshots only.
@@ -131,5 +131,5 @@ class StepCopies:
             how = f"every {self.pace.every} steps" if self.every else "at snapshots only"
             self._say(
                 f"a copy of what rank 0 alone has takes {1000 * took_s:.1f} ms, so it is made {how}: this costs 1 % of "
-                "the time, and a failure goes back to it; Keeper(…, copy_every=1) copies each step, and loses none"
+                "the time, and a failure goes back to it; Keeper(…, lose_at_most=0) copies each step, and loses none"
             )

@@ -272,7 +272,7 @@ def test_the_limits_leave_time_for_the_parts_that_are_asked_for_most() -> None:
 @pytest.mark.slow
 def test_the_trainers_parts_run_on_this_machine_with_a_small_shape(tmp_path: Path) -> None:
     small = ("--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "--steps", "30")
-    wanted = {each.name: each for each in parts(tmp_path, None, shape=(*small, "--peak-tflops", "0.001"))}
+    wanted = {each.name: each for each in parts(tmp_path, None, shape=small)}
 
     # The one with another vocabulary, and the one whose steps are profiled.
     # A compiler takes minutes here, and is another test's. Two threads on busy cores wait for each other.
@@ -285,7 +285,6 @@ def test_the_trainers_parts_run_on_this_machine_with_a_small_shape(tmp_path: Pat
     for found in (large, profiled):
         assert "why" not in found, found
         assert found["figures"]["steps"] == 21
-        assert found["figures"]["mfu"] > 0
     assert profiled["figures"]["profiled_step_s"] > 0
     assert profiled["figures"]["gpu_busy"] is None
     # 50,304 rows of 16, and not 256.

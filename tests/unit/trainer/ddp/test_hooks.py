@@ -73,23 +73,6 @@ def test_the_sizes_of_buckets_are_those_that_were_asked_for() -> None:
     layer_mb = 16_640 / 2**20
     assert sizes() == [3 * 16_640]
     assert sizes(bucket_mb=layer_mb) == [16_640] * 3
-    # The first bucket closes with the last layer, whose gradients are the first. The second takes the rest.
-    assert sizes(bucket_mb=1.0, first_bucket_mb=layer_mb) == [16_640, 2 * 16_640]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"copies_gradients": True}, ("gradient_as_bucket_view", False)),
-        ({}, ("gradient_as_bucket_view", True)),
-        ({"static_graph": True}, ("static_graph", True)),
-        ({"find_unused": True}, ("find_unused_parameters", True)),
-    ],
-)
-def test_the_other_options_are_ddps(options: dict[str, bool], expected: tuple[str, bool]) -> None:
-    name, value = expected
-
-    assert getattr(wrap(network(), DdpOptions(**options), CPU), name) is value  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -148,10 +131,3 @@ def test_an_object_of_the_users_own_class_is_the_state_that_is_kept(module_of_ho
 def test_what_is_no_hook_is_refused_with_the_way_out(module_of_hooks: str, name: str, sentence: str) -> None:
     with pytest.raises(DdpError, match=sentence):
         wrap(network(), DdpOptions(name), CPU)
-
-
-def test_a_torch_with_one_size_for_all_buckets_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inspect.signature", lambda function: type("Signature", (), {"parameters": {}}))
-
-    with pytest.raises(DdpError, match=r"--first-bucket-mb 2: torch .* has one size for all buckets"):
-        wrap(network(), DdpOptions(first_bucket_mb=2.0), CPU)

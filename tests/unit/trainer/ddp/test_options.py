@@ -23,12 +23,10 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         ("--comm-hook fp8", "--comm-hook fp8: there is no such hook; there are none, fp16, bf16, quantised, powersgd"),
         ("--comm-hook a.b:c.d", "there is no such hook"),
         ("--powersgd-rank 2", "--powersgd-rank 2 has a meaning with --comm-hook powersgd and batched-powersgd only"),
-        ("--comm-hook fp16 --powersgd-start 5", "not with fp16; leave it out"),
-        ("--comm-hook powersgd --powersgd-start 1", "--powersgd-start"),
+        ("--comm-hook fp16 --powersgd-rank 5", "not with fp16; leave it out"),
         ("--bucket-mb 0", "--bucket-mb"),
-        ("--static-graph --find-unused-parameters", "--static-graph finds unused parameters itself"),
         ("--parallel fsdp2 --comm-hook fp16", "--comm-hook fp16 is DDP's, and --parallel fsdp2 has no DDP"),
-        ("--parallel fsdp2 --no-bucket-view", "--no-bucket-view is DDP's"),
+        ("--parallel fsdp2 --bucket-mb 1", "--bucket-mb is DDP's"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_or_kept_is_one_sentence(argv: str, sentence: str) -> None:
@@ -49,19 +47,18 @@ def test_a_hook_whose_ranks_stay_equal_is_taken(hook: str, parallel: str) -> Non
 
 
 def test_options_become_those_of_ddp() -> None:
-    words = "--comm-hook powersgd --powersgd-rank 4 --powersgd-start 7 --bucket-mb 0.5 --first-bucket-mb 0.25"
-    config = parse([*words.split(), "--no-bucket-view", "--static-graph"], TWO)
+    config = parse(["--comm-hook", "powersgd", "--powersgd-rank", "4", "--bucket-mb", "0.5"], TWO)
 
     assert config
-    assert config.ddp == DdpOptions("powersgd", 4, 7, 0.5, 0.25, copies_gradients=True, static_graph=True)
-    assert len(config.ddp.given()) == 7
+    assert config.ddp == DdpOptions("powersgd", powersgd_rank=4, bucket_mb=0.5)
+    assert len(config.ddp.given()) == 3
     assert TrainConfig().ddp == DdpOptions()
     assert TrainConfig().ddp.given() == []
 
 
 def test_a_hook_makes_another_run_and_a_buckets_size_does_not() -> None:
     assert TrainConfig(comm_hook="fp16").identity != TrainConfig().identity
-    assert TrainConfig(bucket_mb=1.0, static_graph=True).identity == TrainConfig().identity
+    assert TrainConfig(bucket_mb=1.0).identity == TrainConfig().identity
     # A run directory of before these options has none of them.
     assert TrainConfig().identity["comm_hook"] is None
 

@@ -36,7 +36,7 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--parallel", "tp=2", "--heads", "1"], "--heads (1) is not divisible by tp (2); use tp=1 or --heads 2"),
         (["--parallel", "pp=2", "--layers", "1"], "2 stages, and the network only 1 layer; use --layers 2"),
         (["--eval-every", "0"], "--eval-every"),
-        (["--peak-tflops", "0"], "--peak-tflops"),
+        (["--lose-at-most", "-1"], "--lose-at-most"),
         (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
         (["--profile", "12-10"], "--profile: 12-10 ends before it begins; give 10-12"),
         (["--profile", "10-12", "--steps", "11"], "--profile 10-12 ends with step 12, and --steps is 11; give fewer"),

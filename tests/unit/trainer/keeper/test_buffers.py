@@ -94,7 +94,7 @@ def trained(form: tuple[Any, Any, bool], steps: int, *, warm: bool = False, **op
     def warm_up() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
-    options = {"snapshot_every": 1, "say": lambda _: None, "per_rank": (), **options}
+    options = {"lose_at_most": 1, "say": lambda _: None, "per_rank": (), **options}
     with Keeper(model, optimizer, warm_up=warm_up if warm else None, **options) as keeper:
         for _ in keeper.steps(steps):
             model(torch.randn(2, 4)).pow(2).sum().backward()
@@ -160,7 +160,7 @@ def test_a_parameter_that_comes_in_mid_training_is_refused_by_name() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def trained_and_pruned() -> None:
-        with Keeper(model, optimizer, per_rank=(), snapshot_every=1) as keeper:
+        with Keeper(model, optimizer, per_rank=(), lose_at_most=1) as keeper:
             for step in keeper.steps(5):
                 if step == 3:
                     prune.identity(model[0], "weight")

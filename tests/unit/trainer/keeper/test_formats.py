@@ -49,7 +49,7 @@ class Momentum(torch.optim.Optimizer):
 def trained(
     model: nn.Module, optimizer: Any, steps: int, loss: Callable[[], Tensor] | None = None, **options: Any
 ) -> Keeper:
-    keeper = Keeper(model, optimizer, **{"snapshot_every": 1, "say": lambda _: None, **options})
+    keeper = Keeper(model, optimizer, **{"lose_at_most": 1, "say": lambda _: None, **options})
     with keeper:
         for _ in keeper.steps(steps):
             if loss is not None:
@@ -134,7 +134,7 @@ def test_the_restored_optimizer_shares_no_memory_with_the_copy(monkeypatch: pyte
     kept = bits(optimizer.state[model.weight]["exp_avg"])
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
-    keeper = Keeper(model, torch.optim.AdamW(model.parameters()), snapshot_every=1, say=lambda _: None)
+    keeper = Keeper(model, torch.optim.AdamW(model.parameters()), lose_at_most=1, say=lambda _: None)
     with keeper:
         restored = keeper._training.optimizers[0].state[model.weight]
         for path in memory.glob("training.state-*"):
@@ -254,7 +254,7 @@ def test_frozen_tensors_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2)).to(DEVICE)
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model[1].parameters())
-    keeper = Keeper(model, optimizer, snapshot_every=1, say=lambda _: None)
+    keeper = Keeper(model, optimizer, lose_at_most=1, say=lambda _: None)
     with keeper:
         real = keeper._copies.gpu.copy
         monkeypatch.setattr(
@@ -297,7 +297,7 @@ def test_a_step_whose_collective_has_failed_is_not_committed_and_the_one_before_
     optimizer.step = step  # type: ignore[method-assign, assignment]
     monkeypatch.setattr(GroupStatus, "error", lambda _: "NCCL reported an error" if len(steps) == 3 else "")
     with pytest.raises(BrokenGroup, match=r"^step 4 is not committed, since its gradients may be incomplete: NCCL"):
-        trained(model, optimizer, 9, snapshot_every=1000)
+        trained(model, optimizer, 9, lose_at_most=1000)
     assert len(steps) == 3
 
     monkeypatch.setattr(GroupStatus, "error", lambda _: "")

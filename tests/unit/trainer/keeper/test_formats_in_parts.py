@@ -74,7 +74,7 @@ def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_
             model = fully_shard(model) if plan == "fsdp2" else model
             optimizers = [Master(one.parameters()) for one in model]
         folder: dict[str, Any] = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
-        with Keeper(model, optimizers, per_rank=(), snapshot_every=1, say=lambda _: None, **folder) as keeper:
+        with Keeper(model, optimizers, per_rank=(), lose_at_most=1, say=lambda _: None, **folder) as keeper:
             for _ in keeper.steps(3):
                 model(torch.randn(4, 5).bfloat16()).pow(2).sum().backward()
                 with keeper.commit():
@@ -122,7 +122,7 @@ def test_a_restore_that_fails_deletes_nothing_that_is_good(in_parts: bool, monke
         layer: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
         model = fully_shard(layer) if in_parts else layer
         optimizer = torch.optim.AdamW(model.parameters())
-        with Keeper(model, optimizer, extra=Unwilling(), per_rank=(), snapshot_every=1, say=said.append) as keeper:
+        with Keeper(model, optimizer, extra=Unwilling(), per_rank=(), lose_at_most=1, say=said.append) as keeper:
             for _ in keeper.steps(steps):
                 model(torch.randn(4, 5)).pow(2).sum().backward()
                 with keeper.commit():

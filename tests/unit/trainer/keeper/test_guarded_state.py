@@ -35,6 +35,7 @@ def copied(steps: int, *, each: bool) -> list[int]:
         done=nothing,
         require_plain_values=lambda: None,
         lacks_base=False,
+        copies_in_commit=False,
     )
     state = GuardedState(Training(model, torch.optim.SGD(model.parameters())), 0)
     state.restored(all_copies, Version(0, 0), nothing, nothing)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.records import Records
@@ -19,7 +20,13 @@ from elaunch.trainer.state.region import header_of
 from elaunch.trainer.state.version import Version
 from tests.unit.trainer.keeper.test_keeper import Feedback
 
-pytestmark = pytest.mark.usefixtures("memory")
+pytestmark = pytest.mark.usefixtures("memory", "few_snapshots")
+
+
+@pytest.fixture
+def few_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where snapshots take long."""
+    monkeypatch.setattr(Copies, "snapshot_every", 5)
 
 
 def test_after_a_copy_that_did_not_fit_none_is_tried_before_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +42,7 @@ def test_after_a_copy_that_did_not_fit_none_is_tried_before_the_next_snapshot(mo
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
 
-    options: dict[str, Any] = {"snapshot_every": 5, "copy_every": 1, "per_rank": (), "say": lambda text: None}
+    options: dict[str, Any] = {"lose_at_most": 1, "per_rank": (), "say": lambda text: None}
     with Keeper(model, optimizer, hook_state=Feedback(), **options) as keeper:
         for _ in keeper.steps(9):
             with keeper.commit():
@@ -112,7 +119,7 @@ def restored() -> int:
 def kept(generation: int) -> Keeper:
     os.environ["ELAUNCH_GENERATION"] = str(generation)
     model = nn.Linear(1, 1)
-    options: dict[str, Any] = {"snapshot_every": 5, "copy_every": 1, "per_rank": (), "say": lambda text: None}
+    options: dict[str, Any] = {"lose_at_most": 1, "per_rank": (), "say": lambda text: None}
     return Keeper(model, torch.optim.SGD(model.parameters()), hook_state=Feedback(), **options)
 
 

@@ -61,7 +61,7 @@ class Job:
             scheduler=self.scheduler,
             extra=self.extra,
             warm_up=lambda: self.model(torch.zeros(2, 4)).sum().backward(),
-            **{"snapshot_every": 1, "say": self.said.append, **options},
+            **{"lose_at_most": 1, "say": self.said.append, **options},
         )
 
     def train(self, steps: int, at: dict[int, Callable[[], object]] | None = None) -> list[float]:
@@ -96,9 +96,9 @@ def seeded() -> None:
     np.random.seed(5)
 
 
-@pytest.mark.parametrize("snapshot_every", [1, 1000])
+@pytest.mark.parametrize("lose_at_most", [1, 1000])
 def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
-    monkeypatch: pytest.MonkeyPatch, memory: Path, snapshot_every: int
+    monkeypatch: pytest.MonkeyPatch, memory: Path, lose_at_most: int
 ) -> None:
     monkeypatch.delenv("ELAUNCH_MEMORY")
     seeded()
@@ -108,15 +108,37 @@ def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
 
     seeded()
     with pytest.raises(RuntimeError, match="reset by peer"):
-        Job(snapshot_every=snapshot_every).train(10, {5: fail})
+        Job(lose_at_most=lose_at_most).train(10, {5: fail})
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     random.seed(77)
     np.random.seed(77)
-    resumed = Job(snapshot_every=snapshot_every)
+    resumed = Job(lose_at_most=lose_at_most)
 
     assert resumed.train(10) == losses
     assert resumed.state() == calm.state()
     assert resumed.said == ["restored step 4 from memory (of generation 0); 0 steps are repeated"]
+
+
+@pytest.mark.parametrize(("lose_at_most", "step"), [(0, 6), (1, 5), (4, 5), (6, 1)])
+def test_a_job_whose_workers_all_die_before_the_next_step_loses_no_more_than_it_may(
+    monkeypatch: pytest.MonkeyPatch, lose_at_most: int, step: int
+) -> None:
+    job = Job(lose_at_most=lose_at_most)
+    # The worker dies at once, after its commit: nothing is rescued.
+    monkeypatch.setattr(GuardedState, "rescue", lambda _: None)
+    end = job.keeper.step_begin
+
+    def begin() -> None:
+        """The evaluation after step 6 fails."""
+        end() if job.keeper.step != 6 else fail()
+
+    job.keeper.step_begin = begin  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        job.train(10)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    with Job().keeper as resumed:
+        assert (resumed.step, resumed.repeated) == (step, 6 - step)
 
 
 def test_a_restart_that_finds_nothing_does_not_say_that_no_step_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +152,7 @@ def test_a_restart_that_finds_nothing_does_not_say_that_no_step_is_lost(monkeypa
 
 
 def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(snapshot_every=1000)
+    job = Job(lose_at_most=1000)
     real = job.optimizer.step
     calls: list[int] = []
 
@@ -155,7 +177,7 @@ def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_training_that_is_over_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = Job(snapshot_every=1000).train(7)
+    losses = Job(lose_at_most=1000).train(7)
 
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
@@ -187,7 +209,7 @@ class Feedback:
 def test_survivors_that_differ_by_a_step_do_not_cost_the_hook_state(monkeypatch: pytest.MonkeyPatch) -> None:
     for generation, fails_in in enumerate((9, 8, 8)):
         monkeypatch.setenv("ELAUNCH_GENERATION", str(generation))
-        job = Job(snapshot_every=6, copy_every=100, hook_state=Feedback())
+        job = Job(lose_at_most=6, hook_state=Feedback())
         with pytest.raises(RuntimeError, match="reset by peer"):
             job.train(10, {fails_in: fail})
         # Two other workers of this node, which have come further, also save.
@@ -604,7 +626,7 @@ def test_a_step_without_commit_is_refused() -> None:
             pass
 
 
-@pytest.mark.parametrize("options", [{"stop_every": 0}, {"snapshot_every": -1}, {"name": "a/b"}, {"hook_state": 3}])
+@pytest.mark.parametrize("options", [{"verify_every": 0}, {"lose_at_most": -1}, {"name": "a/b"}, {"hook_state": 3}])
 def test_what_cannot_be_meant_is_refused_with_the_value(options: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=r"is (0|-1|'a/b'|a int)"):
         Job(**options)
@@ -701,7 +723,7 @@ def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_st
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    job = Job(snapshot_every=4)
+    job = Job(lose_at_most=4)
     with monkeypatch.context() as patch:
         patch.setattr(Records, "stage", no_room)
         # The worker dies at once, so nothing is rescued.
@@ -725,7 +747,7 @@ def test_snapshots_stay_as_far_apart_as_they_cost(monkeypatch: pytest.MonkeyPatc
         snapshot(copies, version)
 
     monkeypatch.setattr(Copies, "snapshot", count)
-    Job(snapshot_every=4).train(10)
+    Job(lose_at_most=4).train(10)
 
     # There is also a snapshot after the first step, and one at the end.
     assert taken == [1, 5, 9, 10]

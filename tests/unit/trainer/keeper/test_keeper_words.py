@@ -52,7 +52,7 @@ class Training:
         model = torch.nn.Linear(2, 1)
         self.extra, self.agent = Extra(), agent
         # The only snapshot is that after the first step.
-        self.keeper = Keeper(model, torch.optim.SGD(model.parameters()), extra=self.extra, snapshot_every=1_000_000)
+        self.keeper = Keeper(model, torch.optim.SGD(model.parameters()), extra=self.extra, lose_at_most=1_000_000)
         self._said: list[dict[str, object]] = []
 
     def train(

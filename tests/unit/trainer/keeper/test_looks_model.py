@@ -51,7 +51,7 @@ class History:
     death: tuple[float, int]
     checkpoint_every: int
     snapshot_every: int
-    stop_every: int | None
+    look_every: int | None
 
     @classmethod
     def of(cls, seed: int) -> History:
@@ -90,7 +90,7 @@ class Rank:
     pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.looks = Looks(self.history.stop_every, self.step, [self.history.checkpoint_every])
+        self.looks = Looks(self.history.look_every, self.step, [self.history.checkpoint_every])
         self.looks.leave(self.step, self.at_s)
         self.pace = Pace(self.history.snapshot_every, self.step)
 
@@ -194,8 +194,8 @@ def check(history: History, seen: Seen) -> None:
 def _check_looks(history: History, began: int, at: list[int], snapshots: list[int]) -> None:
     """Looks are where they must be, and where they need not be there are few. `at` is not empty."""
     last = at[-1]
-    if history.stop_every is not None:
-        if missing := [step for step in range(began, last) if step % history.stop_every == 0 and step not in at]:
+    if history.look_every is not None:
+        if missing := [step for step in range(began, last) if step % history.look_every == 0 and step not in at]:
             raise Violation(f"skipped: {missing} of {at}")
         return
     if at[0] != began:
@@ -218,7 +218,7 @@ def _check_looks(history: History, began: int, at: list[int], snapshots: list[in
 def _check_time(history: History, seen: Seen, first_s: float) -> None:
     """A request is obeyed soon: so much later than WITHIN_S and one step as steps have become slower."""
     found = next(looks for looks in seen.looks if looks and looks[-1][1] >= first_s)
-    if history.stop_every is not None or found[-1] != (seen.stopped, seen.stopped_s) or first_s < found[0][1]:
+    if history.look_every is not None or found[-1] != (seen.stopped, seen.stopped_s) or first_s < found[0][1]:
         # A death came between, or the request was there from the beginning.
         return
     steps = [step for step, _ in found]

@@ -35,7 +35,7 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.said: list[str] = []
         self.keeper = Keeper(
-            self.model, self.optimizer, **{"snapshot_every": 1, "per_rank": (), "say": self.said.append, **options}
+            self.model, self.optimizer, **{"lose_at_most": 1, "per_rank": (), "say": self.said.append, **options}
         )
         self.losses: dict[int, float] = {}
 
@@ -302,7 +302,7 @@ def test_an_evaluation_in_a_loop_with_hooks_changes_no_step_also_if_it_is_cut_of
             accumulate=1,
             set_epoch=lambda epoch: None,
             name=name,
-            snapshot_every=1,
+            lose_at_most=1,
             say=lambda said: None,
         )
         with kept:

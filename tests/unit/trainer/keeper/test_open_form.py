@@ -38,7 +38,7 @@ class Loop:
         # The loaders of other tests may still be there.
         defaults: dict[str, Any] = {
             "scheduler": self.scheduler,
-            "snapshot_every": 1,
+            "lose_at_most": 1,
             "per_rank": (),
             "say": said.append,
         }
@@ -112,7 +112,7 @@ def test_a_failure_repeats_no_step_of_a_loop_that_belongs_to_others(
     undisturbed = run(calm, 10, accumulate=accumulate)
     monkeypatch.setenv("ELAUNCH_MEMORY", str(memory))
 
-    before = Loop(optimizers, snapshot_every=4)
+    before = Loop(optimizers, lose_at_most=4)
     with pytest.raises(RuntimeError, match="reset by peer"):
         run(before, 10, 7, accumulate=accumulate)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
@@ -178,7 +178,7 @@ import torch
 from elaunch.trainer import Keeper
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-keeper = Keeper(model, optimizer, snapshot_every=1000)
+keeper = Keeper(model, optimizer, lose_at_most=1000)
 print("begins after", keeper.restore())
 for step in range(5):
     keeper.step_begin()
@@ -196,7 +196,7 @@ def test_at_the_end_of_a_program_that_has_not_closed_it_the_keeper_keeps_the_las
     at_exit: list[Callable[[], None]] = []
     with monkeypatch.context() as patched:
         patched.setattr(atexit, "register", at_exit.append)
-        loop = Loop(snapshot_every=1000)
+        loop = Loop(lose_at_most=1000)
         loop.keeper.restore()
     for _ in range(5):
         loop.keeper.step_begin()

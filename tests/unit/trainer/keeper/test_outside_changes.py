@@ -181,7 +181,7 @@ class Job:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.said: list[str] = []
         self.keeper = Keeper(
-            self.model, self.optimizer, **{"snapshot_every": 1, "say": self.said.append, "per_rank": (), **options}
+            self.model, self.optimizer, **{"lose_at_most": 1, "say": self.said.append, "per_rank": (), **options}
         )
 
     def train(self, steps: int, *, changes_after: tuple[int, ...] = (), fails_in: int = 0) -> None:
@@ -241,7 +241,7 @@ def test_a_program_that_changes_the_state_after_each_commit_is_told_before_it_lo
 
 
 def test_a_change_that_is_seen_only_after_a_failure_is_said_too() -> None:
-    job = Job(snapshot_every=100)
+    job = Job(lose_at_most=100)
     with pytest.raises(RuntimeError, match="reset by peer"):
         job.train(9, changes_after=(4,), fails_in=5)
 
@@ -249,7 +249,7 @@ def test_a_change_that_is_seen_only_after_a_failure_is_said_too() -> None:
 
 
 def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, save = Job(snapshot_every=100), Copies.save_replicated
+    job, save = Job(lose_at_most=100), Copies.save_replicated
 
     def changed_meanwhile(copies: Copies, version: Version) -> bool:
         is_kept = save(copies, version)
@@ -271,7 +271,7 @@ def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(mon
 
 
 def test_at_a_stop_the_state_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(snapshot_every=100)
+    job = Job(lose_at_most=100)
     job.train(5, changes_after=(5,))
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 

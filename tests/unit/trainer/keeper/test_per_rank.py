@@ -43,7 +43,7 @@ class Job:
         self.generator, self.packer = torch.Generator().manual_seed(4), Packer()
         self.said: list[str] = []
         per_rank = [self.batches, self.generator, self.packer]
-        defaults: dict[str, Any] = {"snapshot_every": 1, "say": self.said.append, "per_rank": per_rank}
+        defaults: dict[str, Any] = {"lose_at_most": 1, "say": self.said.append, "per_rank": per_rank}
         self.keeper = Keeper(self.model, self.optimizer, **{**defaults, **options})
         self.seen: list[list[float]] = []
 
@@ -64,15 +64,15 @@ class Job:
 
 
 @pytest.mark.parametrize("fails_in", [1, 3, 7, 8, 9])
-@pytest.mark.parametrize("snapshot_every", [1, 1000])
+@pytest.mark.parametrize("lose_at_most", [1, 1000])
 def test_after_a_failure_every_rank_goes_on_at_its_own_sample(
-    monkeypatch: pytest.MonkeyPatch, memory: Path, fails_in: int, snapshot_every: int
+    monkeypatch: pytest.MonkeyPatch, memory: Path, fails_in: int, lose_at_most: int
 ) -> None:
     monkeypatch.delenv("ELAUNCH_MEMORY")
     undisturbed = Job().train(12)
     monkeypatch.setenv("ELAUNCH_MEMORY", str(memory))
 
-    failed = Job(snapshot_every=snapshot_every)
+    failed = Job(lose_at_most=lose_at_most)
     with pytest.raises(RuntimeError, match="reset by peer"):
         failed.train(12, fails_in)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")

@@ -60,7 +60,7 @@ def words(agent: socket.socket) -> list[object]:
 
 
 def test_a_rank_that_saves_says_so_and_names_the_step(agent: socket.socket) -> None:
-    assert plain(7, snapshot_every=100) == [6]
+    assert plain(7, lose_at_most=100) == [6]
     assert "saving" in words(agent)
 
 
@@ -86,7 +86,7 @@ def test_a_state_that_changed_outside_is_not_saved_and_the_snapshot_is_named(age
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps: list[int] = []
-    with Keeper(model, optimizer, per_rank=(), snapshot_every=4, say=lambda text: None) as keeper:
+    with Keeper(model, optimizer, per_rank=(), lose_at_most=4, say=lambda text: None) as keeper:
         for now in keeper.steps(7):
             if now == 7:
                 with torch.no_grad():
@@ -101,10 +101,10 @@ def test_a_state_that_changed_outside_is_not_saved_and_the_snapshot_is_named(age
 
 
 @pytest.mark.usefixtures("agent")
-@pytest.mark.parametrize(("copy_every", "step"), [(1, 7), (100, 1)])
-def test_with_a_hooks_state_the_step_is_named_of_which_that_is_kept_too(copy_every: int, step: int) -> None:
+@pytest.mark.parametrize(("lose_at_most", "step"), [(0, 7), (100, 1)])
+def test_with_a_hooks_state_the_step_is_named_of_which_that_is_kept_too(lose_at_most: int, step: int) -> None:
     # There is a snapshot of step 1, and what is saved now is of step 7.
-    assert plain(8, snapshot_every=100, copy_every=copy_every, hook_state=Feedback()) == [step]
+    assert plain(8, lose_at_most=lose_at_most, hook_state=Feedback()) == [step]
 
 
 @pytest.fixture
@@ -115,13 +115,13 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group", "agent")
-@pytest.mark.parametrize(("copy_every", "step"), [(1, 5), (4, 2)])
-def test_of_a_state_in_parts_the_step_of_the_last_copy_is_named(copy_every: int, step: int) -> None:
+@pytest.mark.parametrize(("lose_at_most", "step"), [(1, 5), (4, 2)])
+def test_of_a_state_in_parts_the_step_of_the_last_copy_is_named(lose_at_most: int, step: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model: Any = fully_shard(nn.Linear(2, 2))
 
-    assert trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 6, copy_every=copy_every) == [step]
+    assert trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 6, lose_at_most=lose_at_most) == [step]
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def no_record_of_step_9(monkeypatch: pytest.MonkeyPatch) -> None:
 def named_and_resumed(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """The step that a rank of a state in parts names after a failure in step 11, and the one of the next start."""
     # Its optimizer lets it have snapshots only: of steps 1, 5 and 9.
-    job = Job(Counting, snapshot_every=4)
+    job = Job(Counting, lose_at_most=4)
     with pytest.raises(RuntimeError, match="asked for by the test"):
         job.train(11, fails_in=11)
     named = job.keeper._state.peer_failed(0)

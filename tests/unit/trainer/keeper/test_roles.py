@@ -24,7 +24,7 @@ class Server:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(self.model.weight, 100.0 * rank)
         self.said: list[str] = []
-        options: dict[str, Any] = {"snapshot_every": 1, "per_rank": (), "say": self.said.append}
+        options: dict[str, Any] = {"lose_at_most": 1, "per_rank": (), "say": self.said.append}
         self.keeper = Keeper(self.model, torch.optim.SGD(self.model.parameters(), lr=1.0), **options)
 
     def train(self, steps: int, fails_in: int = 0) -> float:

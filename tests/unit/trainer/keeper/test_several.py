@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("memory")
 def keeper_of(model: Any, optimizer: Any = None, **options: Any) -> Keeper:
     models = model if isinstance(model, list) else [model]
     own = torch.optim.SGD([p for one in models for p in one.parameters()], lr=0.1, momentum=0.9)
-    return Keeper(model, optimizer or own, **{"snapshot_every": 1, "per_rank": (), "say": lambda _: None, **options})
+    return Keeper(model, optimizer or own, **{"lose_at_most": 1, "per_rank": (), "say": lambda _: None, **options})
 
 
 def test_a_second_keeper_of_a_name_that_is_entered_is_refused() -> None:
@@ -263,7 +263,7 @@ def test_a_rescue_does_not_wait_for_a_commit_that_waits_for_a_dead_peer(monkeypa
 def test_a_rescue_waits_for_a_commit_that_is_only_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded_state, "_COMMIT_S", DEADLINE_S)
     model = nn.Linear(2, 2)
-    keeper = keeper_of(model, snapshot_every=100)
+    keeper = keeper_of(model, lose_at_most=100)
     saved: list[int] = []
 
     with keeper:

@@ -50,7 +50,7 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.said: list[str] = []
         # The loaders of other tests may still be there.
-        options = {"snapshot_every": 1000, "copy_every": 1, "say": self.said.append, "per_rank": (), **options}
+        options = {"lose_at_most": 0, "say": self.said.append, "per_rank": (), **options}
         self.keeper = Keeper(self.model, self.optimizer, scheduler=self.scheduler, **options)
 
     def train(self, steps: int, fails_in: int = 0) -> list[Any]:
@@ -108,7 +108,7 @@ def test_a_failure_after_the_first_step_does_not_repeat_it(monkeypatch: pytest.M
 def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Job(Counting, snapshot_every=4)
+    job = Job(Counting, lose_at_most=4)
     with pytest.raises(RuntimeError, match="asked for"):
         job.train(10, fails_in=7)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
@@ -124,20 +124,20 @@ def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_an
 
 
 def test_copies_that_would_cost_more_than_1_percent_are_made_seldom_and_it_is_said_once() -> None:
-    job = Job(copy_every=None)
+    job = Job(lose_at_most=None)
 
     # A step takes less than a copy.
     job.train(30)
 
     (said,) = job.said
     assert said.startswith("a copy of what rank 0 alone has takes ")
-    assert "Keeper(…, copy_every=1) copies each step" in said
+    assert "Keeper(…, lose_at_most=0) copies each step" in said
 
 
-def test_copies_that_are_seldom_do_not_take_the_place_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_costs_no_more_than_the_steps_that_may_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="asked for"):
-        # After a snapshot the next step is copied in any case: 2, and 7 after the snapshot of 6.
-        Job(copy_every=100, snapshot_every=4).train(20, fails_in=11)
+        # Copies of steps 2 and 7.
+        Job(lose_at_most=5).train(20, fails_in=11)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     resumed = Job()
