@@ -87,7 +87,7 @@ def paced(model: nn.Module, optimizer: AdamW) -> None:
             with keeper.commit():
                 change(optimizer)
             in_steps_s += time.monotonic() - step_s
-        note("paced", every=keeper._pace.every, step_s=in_steps_s / (keeper.step - begun - 1))
+        note("paced", every=keeper._around._pace.every, step_s=in_steps_s / (keeper.step - begun - 1))
 
 
 def by_torch_save(model: nn.Module, optimizer: AdamW) -> None:

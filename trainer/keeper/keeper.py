@@ -39,7 +39,6 @@ from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.last_checkpoint import NotDurable, require_durable
 from elaunch.trainer.keeper.look_around import LookAround
 from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
-from elaunch.trainer.keeper.pace import Pace
 from elaunch.trainer.keeper.passes import hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
 from elaunch.trainer.keeper.stop import StopRequest, free_signals
@@ -93,12 +92,10 @@ class Keeper:
         name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        counts = {"checkpoint_every": (checkpoint_every, 1), "verify_every": (verify_every, 1)}
+        counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is not None and count < least:
-                raise ValueError(f"{option} is {count}; it counts steps and is at least {least}")
-        if keep < 1:
-            raise ValueError(f"keep is {keep}; it counts checkpoints and is at least 1")
+                raise ValueError(f"{option} is {count}; it is at least {least}")
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
@@ -161,7 +158,6 @@ class Keeper:
             version = self._copies.begin(self._copies.restore())
             self._random, self._is_random_due = self._training.random.capture(), True
             self._restored_step = version.step
-            self._pace = Pace(self._copies.snapshot_every, version.step)
             # Once for the job: a restart has no time for it.
             is_first = self._peers.leads and not self._place.generation
             self._door = Door(
@@ -174,15 +170,8 @@ class Keeper:
             self._verification = Verification(
                 self._training, self._peers, self._copies, version, self._verify_every, self._checkpoint_every
             )
-            self._around = LookAround(
-                self._boundary,
-                self._state,
-                self._copies,
-                self._verification,
-                self._pace,
-                checkpoint_every=self._checkpoint_every,
-                verify_every=self._verify_every,
-            )
+            every = self._checkpoint_every, self._verify_every
+            self._around = LookAround(self._boundary, self._state, self._copies, self._verification, *every)
             link.mark("restored")
             self._state.before_commit = self._door.commit_begins
             self._door.enter(version.step, drawn_before)

@@ -14,7 +14,7 @@ from elaunch.trainer.keeper.verification import Verification
 
 
 class LookAround:
-    """The looks of one training, from the restored step on. `pace` decides when snapshots are due.
+    """The looks of one training, from the restored step on. A pace decides when snapshots are due.
 
     A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after
     each multiple of these and of `verify_every`. A process without peers looks after each step.
@@ -26,13 +26,11 @@ class LookAround:
         state: GuardedState,
         copies: Copies,
         verification: Verification,
-        pace: Pace,
-        *,
         checkpoint_every: int,
         verify_every: int | None,
     ) -> None:
         self._boundary, self._state, self._copies = boundary, state, copies
-        self._verification, self._pace = verification, pace
+        self._verification, self._pace = verification, Pace(copies.snapshot_every, state.version.step)
         self._checkpoint_every, self._total = checkpoint_every, 0
         # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
         self._checkpointed = copies.disk.found

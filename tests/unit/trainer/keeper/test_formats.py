@@ -194,7 +194,8 @@ def test_the_commit_that_makes_a_sparse_tensor_is_refused_by_name() -> None:
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     extra: dict[str, Any] = {}
-    keeper = Keeper(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))]), extra=extra, snapshot_every=100)
+    plain = nn.Linear(1, 1)
+    keeper = Keeper(plain, torch.optim.SGD(plain.parameters()), extra=extra, lose_at_most=100)
 
     def count() -> None:
         for step in keeper.steps(5):

@@ -446,7 +446,7 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, keep: dict[str, int], steps
     Job(checkpoints=tmp_path / "c", checkpoint_every=2, **keep).train(7)
 
     assert [mark.step for mark in catalog.marks(tmp_path / "c")] == steps
-    with pytest.raises(ValueError, match="keep is 0; it counts checkpoints and is at least 1"):
+    with pytest.raises(ValueError, match="keep is 0; it is at least 1"):
         Job(checkpoints=tmp_path / "c", keep=0)
 
 

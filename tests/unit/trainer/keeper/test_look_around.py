@@ -10,7 +10,6 @@ import pytest
 
 from elaunch.trainer.keeper.boundary import Agreed, Wants, Wish
 from elaunch.trainer.keeper.look_around import LookAround
-from elaunch.trainer.keeper.pace import Pace
 from elaunch.trainer.state.version import Version
 
 
@@ -45,6 +44,7 @@ class Rank:
         self.copies = copies = SimpleNamespace(
             copied_step=0,
             paces=True,
+            snapshot_every=snapshot_every,
             copies_after_snapshot=False,
             disk=SimpleNamespace(look=lambda: None, step_done=lambda: None, found=on_disk),
             checkpoint=lambda version: self.checkpoints.append(version.step),
@@ -55,7 +55,7 @@ class Rank:
         verification = SimpleNamespace(wants_snapshot=lambda state, wants: wants and not is_strict)
         boundary = SimpleNamespace(has_peers=peers, agreed=self.agreed)
         self.around = LookAround(
-            *(boundary, self.state, copies, verification, Pace(snapshot_every, step)),  # type: ignore[arg-type]
+            *(boundary, self.state, copies, verification),  # type: ignore[arg-type]
             **{"checkpoint_every": 1000, "verify_every": None, **options},
         )
 

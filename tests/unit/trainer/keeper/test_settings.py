@@ -37,6 +37,7 @@ class Program:
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1))
         self.models = [self.model]
         self.model[0].requires_grad_(False)
+        self.extra: Any = None
         self.optimizers: list[torch.optim.Optimizer] = [self.optimizer()]
         self.said: list[str] = []
 
@@ -67,8 +68,9 @@ class Program:
             module.training = mode
 
     def run(self) -> Any:
-        where: dict[str, Any] = {} if self.folder is None else {"checkpoints": self.folder, "checkpoint_every": 1}
-        with Keeper(self.models, self.optimizers, per_rank=(), say=self.said.append, **where) as keeper:
+        more: dict[str, Any] = {} if self.folder is None else {"checkpoints": self.folder, "checkpoint_every": 1}
+        more |= {"extra": self.extra, "per_rank": (), "say": self.said.append}
+        with Keeper(self.models, self.optimizers, **more) as keeper:
             for step in self.steps(keeper):
                 self.body(step)
                 x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
@@ -136,8 +138,14 @@ class HasACriterion(AddsAGroup):
     """Its weight is in no model, and in the optimizer from the start."""
 
     def optimizer(self) -> torch.optim.Optimizer:
-        weight = nn.Parameter(torch.ones(1))
-        return torch.optim.AdamW([*self.model[2:].parameters(), weight], lr=0.01)
+        self.extra = nn.Parameter(torch.ones(1))
+        return torch.optim.AdamW([*self.model[2:].parameters(), self.extra], lr=0.01)
+
+
+class LostItsCriterion(HasACriterion):
+    def optimizer(self) -> torch.optim.Optimizer:
+        super().optimizer()
+        return AddsAGroup.optimizer(self)
 
 
 class AddsANamedGroup(AddsAGroup):
@@ -312,7 +320,7 @@ def test_a_group_of_a_parameter_that_is_gone_is_refused(generations: Callable[[]
     with pytest.raises(
         ValueError, match=r"a parameter group of the state has 4, and the program has no such parameter"
     ):
-        AddsAGroup().run()
+        LostItsCriterion().run()
 
 
 @pytest.fixture

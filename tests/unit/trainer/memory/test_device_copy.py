@@ -223,7 +223,7 @@ def test_a_model_on_several_gpus_is_refused() -> None:
 
 
 class _On:
-    is_cuda = True
+    is_cuda = requires_grad = True
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
