@@ -10,11 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import described
@@ -139,19 +134,3 @@ def test_the_whole_script_runs_under_torchrun(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "step 300: loss" in ended.stdout
     assert audit_folder(tmp_path / "ledger", steps=300).ok
-
-
-def test_the_mesh_for_hsdp_has_two_replicas_of_each_shard() -> None:
-    page = (REPOSITORY / "docs" / "survive.md").read_text()
-    block = re.search(r"^```python\n(mesh = .*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert block
-    model: nn.Module = nn.Linear(4, 4)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)  # type: ignore[attr-defined]
-    try:
-        names = {"init_device_mesh": init_device_mesh, "fully_shard": fully_shard, "model": model, "world_size": 4}
-        exec(block[1], names)
-    finally:
-        dist.destroy_process_group()
-
-    assert names["mesh"].mesh.tolist() == [[0, 1], [2, 3]]  # type: ignore[attr-defined]
-    assert [placement.is_shard() for placement in model.weight.placements] == [False, True]
