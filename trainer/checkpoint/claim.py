@@ -131,7 +131,9 @@ class Claim:
     def _is_mine(self, held: dict[str, Any]) -> bool:
         """Whether it is this process's, or that of an earlier generation of this job, which the agent has ended."""
         is_later = "ELAUNCH_GENERATION" in os.environ and held["generation"] < self._note["generation"]
-        return held["process"] == self._note["process"] or (is_later and held["run"] == self._note["run"])
+        # Two jobs may have been given one --run-id. Here the process tells; of another host nothing does.
+        is_gone = not held["process"].startswith(_place() + ":") or _is_dead(held["process"])
+        return held["process"] == self._note["process"] or (is_later and held["run"] == self._note["run"] and is_gone)
 
     def _require_same(self, held: dict[str, Any], step: int) -> None:
         mine = self._note

@@ -83,8 +83,24 @@ def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    with other_job(tmp_path):
+    with other_job(tmp_path) as earlier:
+        earlier.kill()
+        earlier.wait()
+
         claimed(tmp_path, generation=1).take(pytest.fail)
+    rewrite(tmp_path, process="boot:namespace:1:1", token="its")
+
+    claimed(tmp_path, generation=2).take(pytest.fail)
+
+
+def test_a_restart_does_not_take_the_place_of_another_job_with_the_same_run_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    monkeypatch.setattr(claim, "_ENDING_S", 0.0)
+    with other_job(tmp_path), pytest.raises(NotOurs, match="is being written by job seven"):
+        claimed(tmp_path, generation=1).take(nothing)
 
 
 @pytest.mark.parametrize("lives", [True, False])
