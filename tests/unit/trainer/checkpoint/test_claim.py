@@ -154,6 +154,16 @@ def test_a_note_that_cannot_be_read_is_no_training(tmp_path: Path, content: byte
     claimed(tmp_path).take(pytest.fail)
 
 
+def test_a_note_that_is_no_file_is_named_at_entry(tmp_path: Path) -> None:
+    (tmp_path / NOTE).mkdir()
+    said: list[str] = []
+
+    Claim(storage_at(tmp_path), UNNAMED, 0, said.append).take(pytest.fail)
+
+    (sentence,) = said
+    assert sentence.startswith(f"{tmp_path}/{NOTE} cannot be read ({NOTE} is no regular file): until it can, or is ")
+
+
 RUN = {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "job-4711"}
 
 
@@ -172,6 +182,7 @@ RUN = {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "job-4711"}
         ("train.py data", "train.py --resume data"),
         ("train.py --lr 1", "train.py --resume_from_checkpoint x/9.pt --lr 1"),
         ("train.py lr=1", "train.py lr=1 resume=true"),
+        ("/x/ipykernel_launcher.py -f /r/kernel-1a.json", "/y/ipykernel_launcher.py -f /r/kernel-2b.json"),
     ],
 )
 def test_a_training_may_move_and_last_longer(first: str, second: str) -> None:
