@@ -193,7 +193,8 @@ class _AnsweringThread:
         try:
             said = {"event": "error", "call": record.msg["func_name"], "message": record.msg["error"][:_ERROR_MAX]}
             if kind is not None and os.getpid() == self._pid:
-                self._tell({**said, "exception": kind.__qualname__})
+                now_s = sys.modules["time"].monotonic()
+                self._tell({**said, "exception": kind.__qualname__, "monotonic_s": now_s})
         except Exception:
             # Another torch may log something else there.
             pass
@@ -204,7 +205,8 @@ class _AnsweringThread:
             modules: Any = sys.modules
             link = modules["_socket"].socket(fileno=os.dup(LINK_FD))
             try:
-                link.send(b"\n%b\n" % modules["json"].dumps(said).encode(), modules["_socket"].MSG_DONTWAIT)
+                flags = modules["_socket"].MSG_DONTWAIT | modules["_socket"].MSG_NOSIGNAL
+                link.send(b"\n%b\n" % modules["json"].dumps(said).encode(), flags)
             finally:
                 link.close()
 

@@ -130,7 +130,7 @@ class ExitReader:
             own_code=crash_file.exit_code() if crash_file else None,
             progressed=_progressed(link),
             raised=link is not None and link.raised,
-            lost=link.lost if link else None,
+            lost=link.lost_at_end if link else None,
             refused=link.refused if link else "",
             step=_step(link),
             lived_s=group.lived_s(local_rank),

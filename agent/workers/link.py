@@ -46,6 +46,8 @@ _TEXT_MAX, _NAME_MAX = 2000, 100
 _STEP_END = 1 << 63
 # Marks of one worker that go to the timeline. The Keeper makes two.
 _MARKS_MAX = 16
+# A program that catches the error of a lost peer and runs on for longer does not end by it.
+_LOST_S = 10.0
 _FDS_SPACE = socket.CMSG_SPACE(4 * 4)
 
 
@@ -65,10 +67,10 @@ class Link:
     ended by an exception. `reached_store` says whether its program had made its process group, `unused` are the modules
     of DEFAULT_PRELOAD that it has not imported; both are None until the program has ended. `threads` are the names of
     its threads that were no daemons then. `left_s` is when it has left its newest process group, `lost` the error by
-    which it has lost a peer of that group. `refused` is why it cannot do what is asked of it, if it has
-    said so. `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still taken.
-    `news` are events for the agent's core. `recorder` asks the worker about its collectives, while it has a process
-    group.
+    which it has lost a peer of that group, at `lost_s`, and `ended_s` when its program has ended (0 if that is not
+    known). `refused` is why it cannot do what is asked of it, if it has said so. `notes` are sentences for the log,
+    `marks` are for the timeline, of which `marks_left` are still taken. `news` are events for the agent's core.
+    `recorder` asks the worker about its collectives, while it has a process group.
     """
 
     generation: int
@@ -85,6 +87,8 @@ class Link:
     threads: tuple[str, ...] = ()
     left_s: float = 0.0
     lost: Raised | None = None
+    lost_s: float = 0.0
+    ended_s: float = 0.0
     refused: str = ""
     notes: list[str] = field(default_factory=list)
     marks: list[StartMark] = field(default_factory=list)
@@ -100,6 +104,11 @@ class Link:
     def has_returned(self) -> bool:
         """Whether the program has ended without an exception."""
         return self.reached_store is not None and not self.raised
+
+    @property
+    def lost_at_end(self) -> Raised | None:
+        """The error by which the program, which has ended, has just lost a peer."""
+        return self.lost if (self.ended_s or time.monotonic()) - self.lost_s <= _LOST_S else None
 
     def read(self) -> bool:
         """Read what has come, and drop lines that are no messages. Returns whether the worker is still there."""
@@ -169,6 +178,8 @@ class Link:
             case {"event": "error", "call": str(call), "exception": str(exception), "message": str(text)}:
                 if is_peer_lost(exception, text):
                     self.lost = Raised(exception, _plain(text), "", "", call=_plain(call)[:_NAME_MAX])
+                    said_s = message.get("monotonic_s")
+                    self.lost_s = said_s if isinstance(said_s, float) else time.monotonic()
             case {"event": "refused", "reason": str(reason)}:
                 self.refused = _plain(reason)
             case {"event": "note", "text": str(text)}:
@@ -178,7 +189,8 @@ class Link:
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
                 if self.reached_store is None:
                     ended_s = message.get("monotonic_s")
-                    over_s = self.left_s or (ended_s if isinstance(ended_s, float) else time.monotonic())
+                    self.ended_s = ended_s if isinstance(ended_s, float) else time.monotonic()
+                    over_s = self.left_s or self.ended_s
                     self.news.append(WorkerRaised(*where, over_s) if raised else WorkerReturned(*where, over_s))
                 self.raised, self.reached_store = raised, reached_store
                 unused = message.get("unused")

@@ -40,6 +40,8 @@ _TRY_AGAIN = 75
 _OF_SIGNALS = range(129, 193)
 # A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
 _TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
+# A date, or a time of day. Other numbers say which sample, shard or step it was.
+_CLOCK = re.compile(r"\d+(?:[-:]\d+)+(?:[.,]\d+)?")
 # A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
 _START_S = 60.0
 
@@ -181,7 +183,12 @@ def exits_again(one: Failure, other: Failure) -> bool:
 
 def _last_line(tail: str) -> str:
     lines = [line.strip() for line in tail.splitlines()]
-    return _without_numbers(next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), ""))
+    last = next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), "")
+    return _CLOCK.sub("#", _without_addresses(last))
+
+
+def _with_killed_parents(failures: Sequence[Failure]) -> set[str]:
+    return {f.node_id for f in failures if f.is_killed_parent}
 
 
 def _came_as_far(one: Failure, other: Failure) -> bool:
@@ -260,7 +267,9 @@ def judge(
             "it exited with the same code and the same last line twice in a row, soon after its start, so another try"
             " would end the same way"
         )
-    is_killed_again = earlier and earlier.is_killed_parent and failure.is_killed_parent
+    # On another node it was hardly the same sender.
+    is_same_node = _with_killed_parents(before or ()) & _with_killed_parents(failures[generation])
+    is_killed_again = earlier and earlier.is_killed_parent and failure.is_killed_parent and is_same_node
     if earlier and is_killed_again and (not has_progressed or _came_as_far(failure, earlier)):
         return GiveUp(
             f"the ranks' parent process was killed by SIGKILL in generations {generation - 1} and {generation}, and the"

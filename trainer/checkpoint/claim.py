@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from elaunch.trainer.checkpoint.storage import Storage
-from elaunch.trainer.files import parse_json
+from elaunch.trainer.files import parse_json, reason
 
 NOTE = "elaunch-training.json"
 # A Keeper's, if the program gives it none.
@@ -37,6 +37,8 @@ _LENGTH = re.compile(r"(steps?|epochs?|iters?|iterations?)$", re.IGNORECASE)
 # `--resume`, with a value or without, is no other training.
 _RESUME = re.compile(r"resum|restore|continue|ckpt|checkpoint", re.IGNORECASE)
 _RESUME_FROM = re.compile(r".*[/.].*|true|yes|1|on|auto|last|latest", re.IGNORECASE)
+# Their arguments name a file of this start of the notebook's kernel.
+_NOTEBOOKS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 _TYPES: dict[str, type] = {
     **dict.fromkeys(("name", "run", "host", "process", "token", "since"), str),
     **dict.fromkeys(("generation", "renewals"), int),
@@ -74,9 +76,17 @@ class Claim:
 
     def take(self, waiting: Callable[[], object]) -> None:
         """Make the place this job's. Raises NotOurs; `waiting` is called while it waits for another job's end."""
-        # What cannot be read or written now is reported by whoever needs it; the thread tries again.
+        # What cannot be written now is reported by whoever needs it; the thread tries again.
         with contextlib.suppress(OSError):
-            held = self._held()
+            try:
+                held = self._held()
+            except OSError as error:
+                # Nothing is published before it can be read, and the first checkpoint may be hours away.
+                self._say(
+                    f"{self._storage}/{NOTE} cannot be read ({reason(error)}): until it can, or is removed, no "
+                    "checkpoint is written"
+                )
+                raise
             if held is not None and not self._is_mine(held):
                 if there := self._storage.found():
                     self._require_same(held, there[-1][0].step)
@@ -131,7 +141,9 @@ class Claim:
     def _is_mine(self, held: dict[str, Any]) -> bool:
         """Whether it is this process's, or that of an earlier generation of this job, which the agent has ended."""
         is_later = "ELAUNCH_GENERATION" in os.environ and held["generation"] < self._note["generation"]
-        return held["process"] == self._note["process"] or (is_later and held["run"] == self._note["run"])
+        # Two jobs may have been given one --run-id. Here the process tells; of another host nothing does.
+        is_gone = not held["process"].startswith(_place() + ":") or _is_dead(held["process"])
+        return held["process"] == self._note["process"] or (is_later and held["run"] == self._note["run"] and is_gone)
 
     def _require_same(self, held: dict[str, Any], step: int) -> None:
         mine = self._note
@@ -182,7 +194,7 @@ def command(argv: Sequence[str], environ: Mapping[str, str], place: str) -> list
     script = PurePath(argv[0])
     words = ["/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name]
     option = ""
-    for word in argv[1:]:
+    for word in argv[1:] if script.name not in _NOTEBOOKS else ():
         if jobs:
             word = re.sub(rf"(?<![0-9a-zA-Z])({jobs})(?![0-9a-zA-Z])", "JOB", word)
         name, equals, value = word.rpartition("=")

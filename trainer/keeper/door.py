@@ -142,8 +142,9 @@ class Door:
                 self._note_variables()
         elif self._commits == _COMPARED_AT:
             for kind, sentence, read, before in self._movers:
-                if read() not in (None, before):
-                    self._tell(kind, sentence)
+                with contextlib.suppress(Exception):
+                    if read() not in (None, before):
+                        self._tell(kind, sentence)
             self._movers = []
 
     def step_begins(self, step: int) -> None:
@@ -280,10 +281,10 @@ class Door:
         """Say it if that object, which is not kept, has a state of this training; `memory` is of what is kept."""
         name, held = type(one).__name__, getattr(one, "__dict__", {})
         ours = {id(each) for opt in self._training.optimizers for each in (opt, getattr(opt, "param_groups", opt))}
-        is_given = kind in ("scheduler", "scaler") and frozenset(one.state_dict()) in self._keys()
-        if kind == "scheduler" and id(held.get("optimizer")) in ours and not is_given:
+        # A stranger's `state_dict` may do anything, a collective too: only one of this training is asked.
+        if kind == "scheduler" and id(held.get("optimizer")) in ours and not self._is_given(one):
             self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
-        elif kind == "scaler" and one.is_enabled() and not is_given:
+        elif kind == "scaler" and one.is_enabled() and not self._is_given(one):
             self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
         elif kind == "average":
             shapes = {parameter.shape for parameter in self._training.model.parameters()}
@@ -294,13 +295,16 @@ class Door:
         elif kind == "optimizer" and not ours & {id(one.param_groups), *map(id, held.values())}:
             self._note(f"optimizer {name}", _OPTIMIZER.format(name), partial(_steps, weakref.ref(one), memory))
 
-    def _keys(self) -> set[frozenset[Any]]:
-        """The keys of all dictionaries in `extra`: a program may put state_dicts there."""
-        return {frozenset(one) for _, one in _reach("", self._kept["extra"]) if _is(one, dict)}
+    def _is_given(self, one: Any) -> bool:
+        """Whether a dictionary in `extra` has the keys of its state: a program may put state_dicts there."""
+        keys = {frozenset(each) for _, each in _reach("", self._kept["extra"]) if _is(each, dict)}
+        return bool(keys) and frozenset(one.state_dict()) in keys
 
     def _note(self, kind: str, sentence: str, read: Callable[[], Any]) -> None:
         """After some steps, say that if `read` returns something else than now, and not None."""
-        self._movers.append((kind, sentence, read, read()))
+        # A SystemRandom has no state.
+        with contextlib.suppress(Exception):
+            self._movers.append((kind, sentence, read, read()))
 
     def _note_variables(self) -> None:
         """Look at what the program's variables lead to, and note generators, and tensors that are like the weights."""

@@ -258,6 +258,25 @@ def test_an_error_of_a_collective_that_tells_of_a_lost_peer_counts_until_the_nex
     link.forget_recorder()
 
 
+@pytest.mark.parametrize(("ended_s", "is_cause"), [(31.0, True), (60.0, False)])
+def test_the_caught_error_of_a_lost_peer_does_not_explain_an_end_long_after_it(
+    pair: tuple[Link, socket.socket], ended_s: float, is_cause: bool
+) -> None:
+    link, worker = pair
+    says(
+        worker,
+        event="error",
+        call="all_reduce",
+        exception="RuntimeError",
+        message="[pair.cc:553] Connection closed by peer [::1]:7",
+        monotonic_s=30.0,
+    )
+    says(worker, event="ended", raised=True, reached_store=True, monotonic_s=ended_s)
+    link.read()
+
+    assert (link.lost_at_end is not None) is is_cause
+
+
 @pytest.mark.parametrize(
     ("message", "line"),
     [

@@ -255,6 +255,7 @@ PARENT_LATER = replace(PARENT, progressed=True)
         (replace(PARENT_LATER, lived_s=90.0), replace(PARENT_LATER, lived_s=90.0), Restart),
         (replace(PARENT_LATER, step=7), replace(PARENT_LATER, step=8), Restart),
         (KILLED, PARENT, Restart),
+        (PARENT_LATER, replace(PARENT_LATER, node_id="b"), Restart),
         # By the kernel, for lack of memory.
         (PARENT, replace(PARENT, code=None), Restart),
     ],
@@ -317,6 +318,14 @@ def test_an_exit_code_that_may_be_another_one_next_time_is_tried_again(changes: 
     exited = replace(NO_CONFIG, **changes)  # type: ignore[arg-type]
 
     assert isinstance(decide({1: [exited], 2: [exited]}), Restart)
+
+
+def test_an_exit_code_whose_last_line_has_another_number_is_tried_again() -> None:
+    shards = [replace(NO_CONFIG, tail=f"2026-11-28 19:0{n}:18,7 shard {n} was not read\n") for n in (2, 3)]
+
+    assert isinstance(decide({1: [shards[0]], 2: [shards[1]]}), Restart)
+    later = replace(shards[0], tail="2026-11-28 19:04:09,1 shard 2 was not read\n")
+    assert isinstance(decide({1: [shards[0]], 2: [later]}), GiveUp)
 
 
 def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:

@@ -83,8 +83,24 @@ def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    with other_job(tmp_path):
+    with other_job(tmp_path) as earlier:
+        earlier.kill()
+        earlier.wait()
+
         claimed(tmp_path, generation=1).take(pytest.fail)
+    rewrite(tmp_path, process="boot:namespace:1:1", token="its")
+
+    claimed(tmp_path, generation=2).take(pytest.fail)
+
+
+def test_a_restart_does_not_take_the_place_of_another_job_with_the_same_run_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    monkeypatch.setattr(claim, "_ENDING_S", 0.0)
+    with other_job(tmp_path), pytest.raises(NotOurs, match="is being written by job seven"):
+        claimed(tmp_path, generation=1).take(nothing)
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -138,6 +154,16 @@ def test_a_note_that_cannot_be_read_is_no_training(tmp_path: Path, content: byte
     claimed(tmp_path).take(pytest.fail)
 
 
+def test_a_note_that_is_no_file_is_named_at_entry(tmp_path: Path) -> None:
+    (tmp_path / NOTE).mkdir()
+    said: list[str] = []
+
+    Claim(storage_at(tmp_path), UNNAMED, 0, said.append).take(pytest.fail)
+
+    (sentence,) = said
+    assert sentence.startswith(f"{tmp_path}/{NOTE} cannot be read ({NOTE} is no regular file): until it can, or is ")
+
+
 RUN = {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "job-4711"}
 
 
@@ -156,6 +182,7 @@ RUN = {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "job-4711"}
         ("train.py data", "train.py --resume data"),
         ("train.py --lr 1", "train.py --resume_from_checkpoint x/9.pt --lr 1"),
         ("train.py lr=1", "train.py lr=1 resume=true"),
+        ("/x/ipykernel_launcher.py -f /r/kernel-1a.json", "/y/ipykernel_launcher.py -f /r/kernel-2b.json"),
     ],
 )
 def test_a_training_may_move_and_last_longer(first: str, second: str) -> None:

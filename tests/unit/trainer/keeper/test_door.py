@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -270,3 +271,41 @@ def test_a_step_that_draws_other_numbers_than_before_the_failure_is_named() -> N
         door.drawn(6, lambda again=again: {"random": {"torch": torch.tensor([again])}})  # type: ignore[misc]
         door.committed(6)
         assert (said != []) == (again == 3)
+
+
+class Device(random.Random):
+    """A generator that can be asked once."""
+
+    asked = 0
+
+    def getstate(self) -> Any:
+        self.asked += 1
+        if self.asked > 1:
+            raise OSError("the device is gone")
+        return super().getstate()
+
+
+def test_an_object_that_cannot_be_asked_ends_neither_the_training_nor_the_look() -> None:
+    program = Program()
+    others = [random.SystemRandom(), Device()]
+    noise = torch.Generator()
+    program.begins = lambda step: torch.randn(2, generator=noise)
+
+    assert "the generator `noise` draws in the steps" in program.run()
+    assert others[1].asked == 2  # type: ignore[attr-defined]
+
+
+def test_the_state_of_an_object_that_is_not_of_this_training_is_not_asked_for() -> None:
+    class JobScheduler:
+        asked = 0
+
+        def step(self) -> None: ...
+
+        def state_dict(self) -> dict[str, int]:
+            self.asked += 1
+            return {}
+
+    scheduler = JobScheduler()
+
+    assert Program().run(extra={"ema": {"decay": 0.9}}) == ""
+    assert scheduler.asked == 0
