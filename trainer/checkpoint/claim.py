@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
+from elaunch.process_identity import is_dead_here, is_here, this_process
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.files import parse_json
 
@@ -60,7 +61,7 @@ class Claim:
             "run": os.environ.get("TORCHELASTIC_RUN_ID", ""),
             "generation": generation,
             "host": socket.gethostname(),
-            "process": f"{_place()}:{os.getpid()}:{_started(os.getpid())}",
+            "process": this_process(),
             "token": secrets.token_hex(8),
             "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "renewals": 0,
@@ -124,7 +125,7 @@ class Claim:
             note = {} if content is None else parse_json(content)
             types = {name: type(note[name]) for name in _TYPES}
             is_whole = types == _TYPES and all(type(word) is str for word in note["command"])
-            return note if is_whole and note["format"] == _FORMAT and note["process"].count(":") > 2 else None
+            return note if is_whole and note["format"] == _FORMAT and note["process"].count(":") > 1 else None
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -151,20 +152,20 @@ class Claim:
             )
 
     def _require_over(self, held: dict[str, Any], waiting: Callable[[], object]) -> None:
-        is_here = held["process"].startswith(_place() + ":")
-        until_s = time.monotonic() + (_ENDING_S if is_here else _SILENT_S)
+        here = is_here(held["process"])
+        until_s = time.monotonic() + (_ENDING_S if here else _SILENT_S)
         first = held
-        while not held["ended"] and not (is_here and _is_dead(held["process"])):
+        while not held["ended"] and not is_dead_here(held["process"]):
             is_late = time.monotonic() > until_s
-            if is_late and not is_here:
+            if is_late and not here:
                 return
-            if is_late or (held["renewals"] != first["renewals"] and not is_here):
+            if is_late or (held["renewals"] != first["renewals"] and not here):
                 raise NotOurs(
                     f"{self._storage} is being written by {_job(held)}; two jobs would destroy each other's "
                     "checkpoints: give each its own checkpoints=, or end that job first"
                 )
             if held is first:
-                what = "its end" if is_here else "a sign of life"
+                what = "its end" if here else "a sign of life"
                 wait_s = until_s - time.monotonic()
                 self._say(f"{_job(held)} may be writing to {self._storage} still: waiting {wait_s:.0f} s for {what}")
             waiting()
@@ -215,24 +216,3 @@ def _is_around(value: str, place: str) -> bool:
 def _job(note: dict[str, Any]) -> str:
     name = f"job {note['run']}" if note["run"] else "a job"
     return f"{name} (on {note['host']}, pid {note['process'].split(':')[-2]}, since {note['since']})"
-
-
-def _place() -> str:
-    """The boot and the pid namespace: where a pid means one process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
-
-
-def _is_dead(process: str) -> bool:
-    _, pid, started = process.rsplit(":", 2)
-    return not pid.isdecimal() or _started(int(pid)) != started
-
-
-def _started(pid: int) -> str:
-    """Clock ticks from boot to the process's start; empty where there is none of that pid, or a zombie."""
-    try:
-        # The name, in parentheses, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
