@@ -63,9 +63,8 @@ class Settings:
         self._noted: _Noted | None = None
         # Whether a restore's settings are set once more before the first step.
         self._is_due = self._has_told = False
-        # The flags as the program or a restore has given them, and of each DDP its parameters and how many it reduces.
+        # The flags as the program or a restore has given them, or as DDP's were compared with them.
         self._given = self._start.requires_grad
-        self._reduced: list[tuple[list[Tensor], float]] | None = None
         self._restored: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
@@ -301,17 +300,12 @@ class Settings:
         """A sentence, once, about parameters that need a gradient now and are unknown to their DDP; "" without any."""
         if self._has_told or self._noted is None or self._noted.requires_grad == self._given:
             return ""
-        if self._reduced is None:
-            wrappers = (module for _, module in self._wrappers if isinstance(module, DistributedDataParallel))
-            self._reduced = [
-                (
-                    [one for name, one in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore],
-                    ddp._get_ddp_logging_data().get("num_parameter_tensors", math.inf),  # type: ignore[no-untyped-call]
-                )
-                for ddp in wrappers
-            ]
-        for parameters, reduced in self._reduced:
-            if (wanted := sum(map(_REQUIRES_GRAD, parameters))) > reduced:
+        self._given = self._noted.requires_grad
+        for ddp in [module for _, module in self._wrappers if isinstance(module, DistributedDataParallel)]:
+            named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+            wanted = sum(one.requires_grad for name, one in named if name not in ignored)
+            facts: Any = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+            if wanted > (reduced := facts.get("num_parameter_tensors", math.inf)):
                 self._has_told = True
                 return (
                     f"{wanted} parameters need a gradient, and DistributedDataParallel averages those of {reduced}: it "
