@@ -96,8 +96,8 @@ class Door:
         self._say, self._is_first, self.is_others = say, is_first, is_others
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in _several(kept["scheduler"]) if isinstance(one, LRScheduler)]
-        self._options: list[Any] = []
-        self._counts: list[Any] = []
+        # What schedules change, by name, at the end of the last commit.
+        self._scheduled: dict[str, Any] = {}
         self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
         self._commits = self._looks = 0
         # The number of commits at the last evaluation.
@@ -124,19 +124,12 @@ class Door:
 
     def commit_begins(self, step: int) -> None:
         """Name a scheduler that was stepped since the last commit."""
-        for one, before in zip(self._schedulers, self._counts, strict=False):
-            if _count(one) != before:
-                self._tell(
-                    "scheduler.step",
-                    f"{type(one).__name__}.step() was called outside keeper.commit() after step {step - 1}: after a "
-                    "failure there that call is lost, or made twice, and the learning rate is another from then on. "
-                    "Call it in the commit",
-                )
+        self._compare_scheduled(step - 1, self._counts())
 
     def committed(self, step: int) -> None:
         """The commit of `step` has ended."""
         self._commits += 1
-        self._options, self._counts = self._numbers(), list(map(_count, self._schedulers))
+        self._scheduled = self._counts() | self._numbers()
         if step == self._expected[0] and not self.is_others:
             self._tell(
                 "drawn",
@@ -158,15 +151,22 @@ class Door:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
         if self._evaluated == self._commits:
             self._look_at_weights()
-        for group, (old, now) in enumerate(zip(self._options, self._numbers(), strict=False)):
-            for name, *values in zip(_NUMBERS, old, now, strict=True):
-                if values[0] != values[1]:
-                    self._tell(
-                        "options",
-                        f"`{name}` of the optimizer's group {group} changed outside keeper.commit() after step {step} "
-                        f"(from {values[0]!s:.40} to {values[1]!s:.40}): after a failure there it is the old one. "
-                        "Change it in the commit, or when a step begins",
-                    )
+        self._compare_scheduled(step, self._counts() | self._numbers())
+
+    def _compare_scheduled(self, step: int, now: Mapping[str, Any]) -> None:
+        for name, value in now.items():
+            if name in self._scheduled and (old := self._scheduled[name]) != value:
+                self._tell(
+                    "options",
+                    f"`{name}` changed outside keeper.commit() after step {step} (from {old!s:.40} to {value!s:.40}): "
+                    "after a failure there it is the old one, or changed twice. Change it in the commit (an option of "
+                    "the optimizer also at the beginning of a step)",
+                )
+
+    def _counts(self) -> dict[str, Any]:
+        # A ChainedScheduler counts in those that it has.
+        every = [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
+        return {f"{type(one).__name__}.last_epoch": getattr(one, "last_epoch", 0) for one in every}
 
     def drawn(self, step: int, own: Callable[[], State]) -> None:
         """A backward pass of `step` begins, and `own` returns what this rank has drawn and fetched for it."""
@@ -215,11 +215,11 @@ class Door:
                 file.write(f"{kind}\n")
         self._say(sentence)
 
-    def _numbers(self) -> list[Any]:
+    def _numbers(self) -> dict[str, Any]:
         """The options of all groups that schedules change; none if a library sets them."""
         its = () if self.is_others else self._training.optimizers
-        groups = [group for one in its for group in getattr(one, "param_groups", ())]
-        return [tuple(_number(group.get(name)) for name in _NUMBERS) for group in groups]
+        groups = enumerate(group for one in its for group in getattr(one, "param_groups", ()))
+        return {f"param_groups[{n}].{name}": _number(group.get(name)) for n, group in groups for name in _NUMBERS}
 
     def _difference(self, when: str = "") -> str:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""
@@ -416,11 +416,6 @@ def _shuffles(loader: Any) -> bool:
     sampler = loader.sampler
     shuffles = isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
     return shuffles and not isinstance(loader.batch_sampler, BatchSampler)
-
-
-def _count(scheduler: Any) -> Any:
-    # A ChainedScheduler counts in those that it has.
-    return [getattr(one, "last_epoch", 0) for one in (scheduler, *getattr(scheduler, "_schedulers", ()))]
 
 
 def _number(value: Any) -> Any:

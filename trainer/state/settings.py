@@ -246,16 +246,11 @@ class Settings:
             before = dict(zip(self._names, self._parameters, strict=True))
             self._look()
             now = dict(zip(self._names, self._parameters, strict=True))
-            for verb, names in (
-                ("got", now.keys() - before.keys()),
-                ("lost", before.keys() - now.keys()),
-                ("replaced", {name for name in now.keys() & before.keys() if now[name] is not before[name]}),
-            ):
-                if names:
-                    return (
-                        f"the model has {verb} {some(sorted(names))} since the Keeper was entered, and a restart would "
-                        "begin without that; add modules, prune and parametrize before the Keeper"
-                    )
+            if changed := sorted(name for name in {**before, **now} if before.get(name) is not now.get(name)):
+                return (
+                    f"parameters were added, removed or replaced since the Keeper was entered ({some(changed)}), and a "
+                    "restart would begin without that; add modules, prune and parametrize before the Keeper"
+                )
         groups = [[[*map(id, group["params"])] for group in _groups_of(one)] for one in self._optimizers]
         if groups != self._known_groups:
             self._known_groups = groups

@@ -94,8 +94,7 @@ def test_a_scheduler_that_steps_outside_the_commit_is_named_once() -> None:
     program.ends = lambda step: scheduler.step()
 
     assert program.run(scheduler=scheduler).startswith(
-        "StepLR.step() was called outside keeper.commit() after step 1: after a failure there that call is lost, or "
-        "made twice"
+        "`StepLR.last_epoch` changed outside keeper.commit() after step 1 (from 0 to 1): after a failure there"
     )
     assert len(program.said) == 1
 
@@ -107,7 +106,7 @@ def test_options_that_change_when_a_step_ends_are_named_and_those_that_it_begins
 
     said = program.run()
 
-    begins = "`lr` of the optimizer's group 0 changed outside keeper.commit() after step 1 (from 0.01 to 0.1)"
+    begins = "`param_groups[0].lr` changed outside keeper.commit() after step 1 (from 0.01 to 0.1)"
     assert said.startswith(begins) if at == "ends" else said == ""
 
 

@@ -302,9 +302,9 @@ class LosesAParameter(AddsAGroup):
     ("program", "why"),
     [
         (AddsAStranger, r"group 1 of AdamW has got a parameter of shape \(2, 5\) that is in no model of the Keeper"),
-        (AddsAModule, r"the model has got late\.bias, late\.weight since the Keeper was entered"),
-        (ReplacesAParameter, r"the model has replaced 2\.weight since the Keeper was entered"),
-        (LosesAParameter, r"the model has lost 2\.bias since the Keeper was entered"),
+        (AddsAModule, r"parameters were added, removed or replaced .*\(late\.bias, late\.weight\)"),
+        (ReplacesAParameter, r"parameters were added, removed or replaced .*\(2\.weight\)"),
+        (LosesAParameter, r"parameters were added, removed or replaced .*\(2\.bias\)"),
     ],
 )
 def test_what_no_restart_could_find_is_refused_at_once(program: type[Program], why: str) -> None:
