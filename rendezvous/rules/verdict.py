@@ -246,27 +246,8 @@ def judge(
     has_progressed = barren == 0 if failure.progressed is None else failure.progressed
     # On another node the same error need not come again.
     earlier = decisive_failure(before) if before and not is_elsewhere else None
-    if earlier and not has_progressed and identical(failure, earlier):
-        return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
-    if earlier and repeats(failure, earlier):
-        where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
-        return GiveUp(f"it failed the same way twice in a row, {where}, so another try would end the same way")
-    if earlier and identical(failure, earlier) and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
-        return GiveUp("what it creates exists already, in the second try too, so another one would end the same way")
-    if earlier and crashes_again(failure, earlier):
-        return GiveUp("it crashed in the same call twice in a row, so another try would end the same way")
-    if earlier and exits_again(failure, earlier):
-        return GiveUp(
-            "it exited with the same code and the same last line twice in a row, soon after its start, so another try"
-            " would end the same way"
-        )
-    is_killed_again = earlier and earlier.is_killed_parent and failure.is_killed_parent
-    if earlier and is_killed_again and (not has_progressed or _came_as_far(failure, earlier)):
-        return GiveUp(
-            f"the ranks' parent process was killed by SIGKILL in generations {generation - 1} and {generation}, and the"
-            " job came no further in between; the kernel does not record the sender, but another try would end the"
-            " same way"
-        )
+    if earlier and (again := _again(failure, earlier, has_progressed=has_progressed)):
+        return GiveUp(f"{again}, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
     if not is_elsewhere and all_failed_alike(failures[generation], world_size):
@@ -278,6 +259,25 @@ def judge(
         return GiveUp(f"{barren} generations in a row made no progress")
     left = terms.max_restarts - spent - 1
     return Restart(f"restart {spent + 1} of {terms.max_restarts}" + ("" if left else ", the last one"))
+
+
+def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
+    """What has come twice in a row, and would come in another try; "" if nothing has."""
+    is_same = identical(failure, earlier)
+    if is_same and not has_progressed:
+        return "it failed the same way twice in a row without progress"
+    if repeats(failure, earlier):
+        where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
+        return f"it failed the same way twice in a row, {where}"
+    if is_same and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
+        return "what it creates exists already, in the second try too"
+    if crashes_again(failure, earlier):
+        return "it crashed in the same call twice in a row"
+    if exits_again(failure, earlier):
+        return "it exited with the same code and the same last line twice in a row, soon after its start"
+    if failure.is_killed_parent and earlier.is_killed_parent and (not has_progressed or _came_as_far(failure, earlier)):
+        return "the ranks' parent process was killed by SIGKILL (sender unknown) twice in a row without progress"
+    return ""
 
 
 def _budget(terms: Terms) -> str:

@@ -100,17 +100,15 @@ class OutsideChanges:
 
     def news(self, step: int) -> str:
         """The same, but only once in the life of this object."""
-        if self._is_said or not self.found(step):
-            return ""
-        self._is_said = True
-        return self._sentence or self._exchanged
+        said = "" if self._is_said else self.found(step)
+        self._is_said |= bool(said)
+        return said
 
     def allow_copy(self, step: int) -> bool:
         """Whether a copy that is due may be made of this state. Raises RuntimeError if none ever may."""
-        self._refusals = self._refusals + 1 if self.found(step) else 0
+        self._refusals = self._refusals + 1 if (found := self.found(step)) else 0
         if self._refusals == _REFUSALS_MAX:
-            what = self._sentence or self._exchanged
-            raise RuntimeError(f"{what}: it comes after each step, so there would never be a copy")
+            raise RuntimeError(f"{found}: it comes after each step, so there would never be a copy")
         return not self._refusals
 
     def _is_same(self, before: list[Tensor], now: list[Tensor]) -> bool:

@@ -102,7 +102,9 @@ class Rehearsal:
             found |= {f"requires_grad of {name}": str(its.requires_grad), f"gradient of {name}": its.grad}
         several = [each for one in self._kept if isinstance(one, list | tuple) for each in one]
         modules = [module for one in self._training.models for module in one.modules()]
-        return found | dict(islice(_variables(frozenset(map(id, [*self._kept, *several, *modules]))), _NAMES_MAX))
+        kept = frozenset(map(id, [*self._kept, *several, *modules]))
+        own_variables = (each for name, its in variables(sys._getframe(1)) for each in named(name, its, kept))
+        return found | dict(islice(own_variables, _NAMES_MAX))
 
     def committing(self) -> None:
         """All changes of the step are made, and the commit has not ended."""
@@ -142,12 +144,6 @@ def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
         ):
             yield from [(name, value) for name, value in [*frame.f_locals.items()] if name[:2] != "__"]
         frame = frame.f_back
-
-
-def _variables(kept: frozenset[int]) -> Iterator[tuple[str, Any]]:
-    """What `variables` have in them, by the names that lead there."""
-    for variable, value in variables(sys._getframe(1)):
-        yield from named(variable, value, kept)
 
 
 def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
