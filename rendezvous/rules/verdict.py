@@ -34,7 +34,7 @@ _AS_LONG_SHARE = 0.1
 _AWAITED, _TOO = ", while ", ", and so "
 # Signals by which native code ends a process: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
 _CRASHES = (-4, -6, -7, -8, -11)
-# EX_TEMPFAIL of <sysexits.h>: the program asks for another try.
+# EX_TEMPFAIL of <sysexits.h>: a temporary failure, to be retried.
 _TRY_AGAIN = 75
 # What a shell exits with if a signal has ended its command: 128 and the signal's number.
 _OF_SIGNALS = range(129, 193)
@@ -262,7 +262,7 @@ def judge(
 
 
 def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
-    """What has come twice in a row, and would come in another try; "" if nothing has."""
+    """The failure that was repeated, for which a retry is pointless; "" if there is none."""
     is_same = identical(failure, earlier)
     if is_same and not has_progressed:
         return "it failed the same way twice in a row without progress"
@@ -270,7 +270,7 @@ def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
         return f"it failed the same way twice in a row, {where}"
     if is_same and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
-        return "what it creates exists already, in the second try too"
+        return "what it creates already exists, also in the second try"
     if crashes_again(failure, earlier):
         return "it crashed in the same call twice in a row"
     if exits_again(failure, earlier):

@@ -1,8 +1,8 @@
-"""Whose checkpoints a place holds, and which job writes them now: one training, and one job of it at a time.
+"""The lock of a checkpoint directory: it belongs to one training, of which one job at a time writes.
 
-Both are in a note beside the checkpoints. A running job renews it; a job that finds another one's note there publishes
-nothing more. The note of a job that ended says so, and one of a job that was killed is recognised: on its own host by
-its process, elsewhere because nobody renews it.
+The lock is a file beside the checkpoints that the running job renews. A job that finds another one's publishes nothing
+more. A job that exits marks the file as ended. After a kill it is stale: on the same host if the process is gone,
+elsewhere once it is not renewed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NOTE = "elaunch-training.json"
 UNNAMED = "training"
 _FORMAT = 1
 _RENEW_S = 10.0
-# How long a note stays as it is before its job counts as dead; only another host has to wait for it.
+# A lock that is not renewed for so long is stale. On the job's own host its process is looked at instead.
 _SILENT_S = 3 * _RENEW_S
-# A killed job's processes need a while to be gone.
+# How long a killed job's processes may take to exit.
 _ENDING_S = 10.0
 _LOOK_S = 0.5
 _LENGTH = re.compile(r"(steps?|epochs?|iters?|iterations?)$", re.IGNORECASE)
-# `--resume`, with a value or without, is no other training.
+# `--resume`, with or without a value, does not change the training.
 _RESUME = re.compile(r"resum|restore|continue|ckpt|checkpoint", re.IGNORECASE)
 _RESUME_FROM = re.compile(r".*[/.].*|true|yes|1|on|auto|last|latest", re.IGNORECASE)
 _TYPES: dict[str, type] = {
@@ -68,14 +68,14 @@ class Claim:
             "ended": False,
         }
         self._left, self._writing = threading.Event(), threading.Lock()
-        # The token of the note that this job may replace, once it has seen one.
+        # The token of the lock that this job may replace, once it has read one.
         self._old: str | None = None
-        # Who has taken the place.
+        # Which job has taken it over.
         self.lost = ""
 
     def take(self, waiting: Callable[[], object]) -> None:
-        """Make the place this job's. Raises NotOurs; `waiting` is called while it waits for another job's end."""
-        # What cannot be read or written now is reported by whoever needs it; the thread tries again.
+        """Take the lock. Raises NotOurs; `waiting` is called while it waits for another job to end."""
+        # The first checkpoint reports an I/O error; the thread retries.
         with contextlib.suppress(OSError):
             held = self._held()
             if held is not None and not self._is_mine(held):
@@ -83,21 +83,21 @@ class Claim:
                     self._require_same(held, there[-1][0].step)
                 self._require_over(held, waiting)
                 if self._storage.found():
-                    self._say(f"{self._storage} has the checkpoints of {_job(held)}: the same training, which goes on")
+                    self._say(f"resuming from the checkpoints of {_job(held)} in {self._storage}")
             self._old = self._note["token"] if held is None else held["token"]
             self._write()
         threading.Thread(target=self._renew, name="checkpoints' claim", daemon=True).start()
 
     def require(self) -> None:
-        """Before something is published: raises OSError if another job has taken the place, or it cannot be read."""
+        """Raise OSError if another job has taken the lock, or it cannot be read. For each checkpoint."""
         held = self._held() or self._note
         self._old = self._old or held["token"]
         if held["token"] not in (self._note["token"], self._old):
-            self.lost = f"{_job(held)} has taken {self._storage} and writes its own checkpoints there"
+            self.lost = f"{_job(held)} has taken over {self._storage}, so this job writes no more checkpoints there"
             raise OSError(self.lost)
 
     def release(self) -> None:
-        """The job ends, and writes nothing more."""
+        """Mark the lock as ended: the job writes nothing more."""
         self._left.set()
         with contextlib.suppress(OSError):
             self.require()
@@ -147,7 +147,7 @@ class Claim:
             differs = ", ".join(f"{which} has `{' '.join(words)}`" for which, words in shown.items() if words)
             raise NotOurs(
                 f"{self._storage} has the checkpoints of another training, by {_job(held)}: {differs}. Give each "
-                f"training its own checkpoints=; to go on from step {step} of that one all the same, remove "
+                f"training its own checkpoints=; to resume from step {step} of that one anyway, remove "
                 f"{self._storage}/{NOTE}"
             )
 
@@ -161,13 +161,13 @@ class Claim:
                 return
             if is_late or (held["renewals"] != first["renewals"] and not here):
                 raise NotOurs(
-                    f"{self._storage} is being written by {_job(held)}; two jobs would destroy each other's "
+                    f"{self._storage} is being written by {_job(held)}; two jobs would overwrite each other's "
                     "checkpoints: give each its own checkpoints=, or end that job first"
                 )
             if held is first:
-                what = "its end" if here else "a sign of life"
+                what = "exit" if here else "renew its lock"
                 wait_s = until_s - time.monotonic()
-                self._say(f"{_job(held)} may be writing to {self._storage} still: waiting {wait_s:.0f} s for {what}")
+                self._say(f"{_job(held)} may still write to {self._storage}: waiting {wait_s:.0f} s for it to {what}")
             waiting()
             time.sleep(_LOOK_S)
             held = self._held() or {**held, "ended": True}

@@ -1,4 +1,4 @@
-"""The door: asks at entry, at the first commits and after a restore what of this program the Keeper does not keep."""
+"""Checks at entry, at the first commits and after a restore for state of the program that the Keeper does not keep."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ _LOOKED_FOR = (DataLoader, LRScheduler, torch.amp.GradScaler)
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
 
 _LOADER = (
-    "a DataLoader of this program shuffles, and its position is not kept: after a restart it begins anew, and "
-    "samples come twice or never. One line ends that: batches = elaunch.trainer.Batches(loader), given as "
-    "per_rank=batches; the loop takes next(batches). per_rank=() says that the order needs nothing"
+    "a DataLoader of this program shuffles, and its position is not kept: after a restart it starts over, and samples "
+    "are repeated or skipped. Wrap it: batches = elaunch.trainer.Batches(loader), pass per_rank=batches, and call "
+    "next(batches) in the loop. If the order needs no state, pass per_rank=()"
 )
-_NOT_GIVEN = "the program's {} is not kept: a restart begins it again. Give it: Keeper(…, {}=…), and {} in the commit"
+_NOT_GIVEN = "the program's {} is not kept: a restart resets it. Pass it to the Keeper ({}=…), and {} in the commit"
 _OPTIMIZER = (
-    "the program's {} steps, and is not kept: a restart begins it and its parameters again. Give all of them: "
+    "the program's {} steps, and is not kept: a restart resets it and its parameters. Pass all of them: "
     "Keeper([model, other], [optimizer, its_optimizer])"
 )
 _FOLLOWS = (
-    "`{}` follows the weights, and is not kept: a restart begins it again. Give it: Keeper(…, extra=…), and change it "
-    "in the commit"
+    "`{}` follows the weights, and is not kept: a restart resets it. Pass it to the Keeper (extra=…), and update it in "
+    "the commit"
 )
 _GENERATOR = (
-    "the generator `{}` draws in the steps, and is not kept: a restart begins it again, and draws other numbers than a "
-    "run without a failure. Give it: Keeper(…, per_rank={}), or draw from the global generators, which are kept"
+    "the steps draw from the generator `{}`, which is not kept: a restart resets it, and the run differs from one "
+    "without a failure. Pass it to the Keeper (per_rank={}), or draw from the global generators, which are kept"
 )
-_COST = "after a failure all ranks would have one rank's"
+_COST = "after a failure all ranks would load one rank's"
 _EACH_ITS_OWN = (
-    f"It has one value for all ranks: {_COST}. Make it the same on all of them, or give what each rank has for itself "
-    "as per_rank=: an object with state_dict and load_state_dict"
+    f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
+    "object with state_dict and load_state_dict"
 )
 _ONE_MODEL = (
     f"The ranks train one model: {_COST}. Seed all ranks alike before the model is made, load weights on all of them, "
@@ -74,10 +74,10 @@ _doors: weakref.WeakSet[Door] = weakref.WeakSet()
 
 
 class Door:
-    """The questions about one training. `kept` are the Keeper's arguments by name.
+    """The checks of one training. `kept` are the Keeper's arguments by name.
 
-    `path` lists the sentences that the job has had, in the node's memory; None without one. `is_first` is for a job's
-    first generation. With `is_others` the loop is a library's: what it puts into `extra` and where it sets options is
+    `path` lists the warnings that the job has printed, in the node's memory; None without one. `is_first` is for a
+    job's first generation. With `is_others` the loop is a library's: what it puts into `extra` and where it sets options is
     its own.
     """
 
@@ -106,9 +106,9 @@ class Door:
         self._expected: tuple[int, State] = (0, {})
 
     def enter(self, step: int, before: tuple[int, State]) -> None:
-        """The state of `step` is restored. `before` is what an earlier process drew for a step. Collective.
+        """Check after the restore of `step`. `before` is what an earlier process drew for a step. Collective.
 
-        Raises ValueError if something would be wrong after a failure for sure.
+        Raises ValueError for what no restart can restore.
         """
         _doors.add(self)
         # A restore makes all ranks alike.
@@ -118,7 +118,7 @@ class Door:
         if before[0] == step + 1:
             self._expected = before
         if self._is_first and self._peers.leads:
-            # The program's objects may do anything when they are asked, and none of that may end the training.
+            # Attributes of the program's objects may raise anything, and that must not end the training.
             with contextlib.suppress(Exception):
                 self._look_through()
 
@@ -134,7 +134,7 @@ class Door:
             self._tell(
                 "drawn",
                 f"rank {self._peers.rank} drew other random numbers, or got another batch, in step {step} than before "
-                "the failure: something that the Keeper does not keep decides that, and `elaunch rehearse` names it",
+                "the failure: they depend on state that the Keeper does not keep; `elaunch rehearse` can name it",
                 by_all=True,
             )
         if self._is_first and self._peers.leads and self._commits == _NOTED_AT:
@@ -159,8 +159,8 @@ class Door:
                 self._tell(
                     "options",
                     f"`{name}` changed outside keeper.commit() after step {step} (from {old!s:.40} to {value!s:.40}): "
-                    "after a failure there it is the old one, or changed twice. Change it in the commit (an option of "
-                    "the optimizer also at the beginning of a step)",
+                    "a failure in between restores the old value, or the change is made twice. Change it in the commit "
+                    "(options of an optimizer also at the beginning of a step)",
                 )
 
     def _counts(self) -> dict[str, Any]:
@@ -205,12 +205,12 @@ class Door:
                 self._tell("ranks", found)
 
     def _tell(self, kind: str, sentence: str, *, by_all: bool = False) -> None:
-        """Say it once in the job. The ranks run one program, so one of them is enough."""
+        """Warn once per job: rank 0 only, unless `by_all`."""
         if kind in self._said or not (by_all or self._peers.leads):
             return
         self._said.add(kind)
         if self._path is not None:
-            # Without room for so little the sentence comes again.
+            # On a full disk the warning is repeated after a restart.
             with contextlib.suppress(OSError), self._path.open("a") as file:
                 file.write(f"{kind}\n")
         self._say(sentence)
@@ -264,7 +264,7 @@ class Door:
         """A sentence about an optimizer's parameters that the Keeper does not have; "" if there are none."""
         known = {_memory(one) for _, one in self._training.live_tensors.named(optimizers=False)}
         for one in () if self._training.is_in_parts else self._training.optimizers:
-            # One with a state of its own may keep them.
+            # An optimizer with a state_dict of its own may save them.
             if not isinstance(one, Optimizer) or type(one).state_dict is not Optimizer.state_dict:
                 continue
             strange = [p for group in one.param_groups for p in group["params"] if p.requires_grad and p.numel()]
@@ -276,7 +276,7 @@ class Door:
             if shapes := [str(tuple(p.shape)) for p in strange if _memory(p) not in known]:
                 return (
                     f"{type(one).__name__} changes {len(shapes)} parameters that are not in the Keeper's model (of "
-                    f"shapes {some(shapes)}): a restart would begin with new ones. Give all modules: "
+                    f"shapes {some(shapes)}): a restart would reinitialize them. Pass all modules: "
                     "Keeper([model, other], optimizer)"
                 )
         return ""
@@ -284,7 +284,7 @@ class Door:
     def _look_through(self) -> None:
         """Name the loaders, schedulers and scalers of this training that no Keeper has."""
         objects = gc.get_objects()
-        # Their types are asked and not they, which may be lazy.
+        # By type: isinstance would load lazy objects.
         kinds = {each for each in set(map(type, objects)) if issubclass(each, _LOOKED_FOR) or _is_schedule(each)}
         things, _ = _kept_by_all()
         for one in [one for one in objects if type(one) in kinds and id(one) not in things]:
@@ -299,7 +299,7 @@ class Door:
                 self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
 
     def _note(self, kind: str, sentence: str, read: Callable[[], Any]) -> None:
-        """After some steps, say that if `read` returns something else than now, and not None."""
+        """Warn with `sentence` if the value of `read` changes in the next steps. None: the object is gone."""
         self._movers.append((kind, sentence, read, read()))
 
     def _note_variables(self) -> None:
@@ -332,7 +332,7 @@ class Door:
 
 
 def _reach(path: str, value: Any, left: int = _NODES_MAX, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """The objects that `value` leads to, with their paths, but not those in `without`. A loader's are its own."""
+    """All objects reachable from `value`, with their paths, breadth first, but not through those in `without`."""
     seen, queue = set(without), deque([(path, value)])
     while queue and left:
         path, value = queue.popleft()
@@ -376,12 +376,12 @@ def _draws(one: Any) -> Callable[[], Any] | None:
     if not _is(one, torch.Generator):
         return partial(generator_state, one)
     seed = one.initial_seed()
-    # One that is seeded in each step begins nothing again.
+    # One that each step seeds needs no state.
     return lambda: one.get_state().tolist() if one.initial_seed() == seed else None
 
 
 def _steps(optimizer: Optimizer, memory: set[int]) -> Any:
-    """The number of changes of what an optimizer has for itself, and of its parameters that no Keeper has."""
+    """Version counters of an optimizer's state, and of those of its parameters that no Keeper has."""
     own = [p for group in optimizer.param_groups for p in group["params"] if _memory(p) not in memory]
     states = [*tensors_in([*optimizer.state.values()])]
     return len(states), sum(each._version for each in [*states, *own])

@@ -74,9 +74,9 @@ class OutsideChanges:
             return
         if not all(map(equal, self._samples, map(_sample, self._sampled))):
             self._exchanged = (
-                f"the weights are not those of the end of step {step}: something has put others in through `.data`. "
-                "Until those are back, a failure goes back to the copy before, and the next commit would change the "
-                "others. Evaluate an average in a model of its own, or with torch.func.functional_call"
+                f"the weights were replaced through `.data` after step {step}. Until they are put back, a failure goes "
+                "back to the copy before, and a commit would update the replacement. Evaluate averaged weights in a "
+                "separate model, or with torch.func.functional_call"
             )
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""The part of `elaunch rehearse` in a worker: records the state of each step, dies at a moment, ends in good time."""
+"""`elaunch rehearse` in a worker: records the state of each step, kills at a chosen moment, stops at the last step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elaunch.trainer.state.model_state import hook_after_forward
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import local_parts, tensors_in, tensors_sha256
 
-# Set by the command. JSON: the `folder` of the records, `steps` until the end, and the moment at which to die.
+# Set by the command. JSON: the `folder` of the records, the number of `steps`, and when to kill which process.
 VARIABLE = "ELAUNCH_REHEARSAL"
 # How far the program's own variables are followed. What is larger is data.
 _DEPTH, _ITEMS_MAX, _NAMES_MAX, _BYTES_MAX = 6, 1000, 5000, 1 << 26
@@ -94,7 +94,7 @@ class Rehearsal:
         return step > int(self._asked["steps"])
 
     def _others(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """What the program has beside its state: it explains a difference, and is none."""
+        """What the program has beside its state: not compared, but the likely reason of a difference."""
         model = self._training.model
         found = dict(named("per_rank", own.get("per_rank")))
         found |= {f"training of {name or 'the model'}": str(its.training) for name, its in model.named_modules()}
@@ -183,7 +183,7 @@ def generator_state(value: Any) -> Tensor | str | None:
 
 
 def digest(value: Any) -> str:
-    """What is compared of a value; a short one as it is."""
+    """What is compared of a value: itself, or its digest if it is long."""
     if isinstance(value, Tensor):
         return "; ".join(f"{str(part.dtype)[6:]}{[*part.shape]} {_bits(part)}" for part in local_parts(value))
     return value if len(value) <= _SHOWN_CHARS else "… " + hashlib.sha256(value.encode()).hexdigest()[:16]

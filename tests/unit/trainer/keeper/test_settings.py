@@ -301,7 +301,7 @@ class LosesAParameter(AddsAGroup):
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        (AddsAStranger, r"group 1 of AdamW has got a parameter of shape \(2, 5\) that is in no model of the Keeper"),
+        (AddsAStranger, r"group 1 of AdamW has a parameter of shape \(2, 5\) that belongs to no model of the Keeper"),
         (AddsAModule, r"parameters were added, removed or replaced .*\(late\.bias, late\.weight\)"),
         (ReplacesAParameter, r"parameters were added, removed or replaced .*\(2\.weight\)"),
         (LosesAParameter, r"parameters were added, removed or replaced .*\(2\.bias\)"),
@@ -317,9 +317,7 @@ def test_a_group_of_a_parameter_that_is_gone_is_refused(generations: Callable[[]
         HasACriterion(9, "body").run()
     generations()
 
-    with pytest.raises(
-        ValueError, match=r"a parameter group of the state has 4, and the program has no such parameter"
-    ):
+    with pytest.raises(ValueError, match=r"the saved parameter groups refer to 4, which this program does not have"):
         LostItsCriterion().run()
 
 
@@ -341,9 +339,9 @@ def test_parameters_that_ddp_does_not_reduce_are_named_once() -> None:
     program = WrappedThenUnfreezes()
     program.run()
 
-    said = [each for each in program.said if "need a gradient" in each]
+    said = [each for each in program.said if "require a gradient" in each]
     assert [each.partition(":")[0] for each in said] == [
-        "6 parameters need a gradient, and DistributedDataParallel averages those of 4"
+        "6 parameters require a gradient, and DistributedDataParallel reduces 4"
     ]
 
 
@@ -394,7 +392,7 @@ def test_where_each_rank_has_a_part_of_the_state_flags_come_back(
 @pytest.mark.parametrize(
     ("program", "why"),
     [
-        (ZeroAddsAGroup, r"step 6 is not committed: the parameter groups of the optimizer are others than"),
+        (ZeroAddsAGroup, r"step 6 is not committed: the parameter groups of the optimizer have changed"),
         (ShardedUnfreezes, r"step 3 is not committed: requires_grad of 2\.weight, 2\.bias has changed since"),
     ],
 )
