@@ -77,8 +77,7 @@ class Door:
     """The checks of one training. `kept` are the Keeper's arguments by name.
 
     `path` lists the warnings that the job has printed, in the node's memory; None without one. `is_first` is for a
-    job's first generation. With `is_others` the loop is a library's: what it puts into `extra` and where it sets options is
-    its own.
+    job's first generation. With `is_others` the loop is a library's, and `extra` and where it sets options are its own.
     """
 
     def __init__(
