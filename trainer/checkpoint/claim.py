@@ -21,8 +21,8 @@ from pathlib import PurePath
 from typing import Any
 
 from elaunch.process_identity import is_dead_here, is_here, this_process
+from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.storage import Storage
-from elaunch.trainer.files import parse_json
 
 NOTE = "elaunch-training.json"
 # A Keeper's, if the program gives it none.
