@@ -270,7 +270,7 @@ def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
         return f"it failed the same way twice in a row, {where}"
     if is_same and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
-        return "what it creates already exists, also in the second try"
+        return "what it creates exists already, also in the second try"
     if crashes_again(failure, earlier):
         return "it crashed in the same call twice in a row"
     if exits_again(failure, earlier):
