@@ -45,11 +45,11 @@ from elaunch.agent.output.timeline import NAME as TIMELINE
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
-from elaunch.agent.session.process_identity import this_process
 from elaunch.agent.session.session import Session
 from elaunch.agent.workers.exits import signal_name
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.workers import Workers
+from elaunch.process_identity import this_process
 from elaunch.records import replace
 from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot

@@ -17,10 +17,10 @@ from elaunch.agent.core.entries import of_failure
 from elaunch.agent.core.failures import chain_start
 from elaunch.agent.workers.error_file import read_error_file
 from elaunch.launcher.errors import tidy
-from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.job_spec import JobSpec, ProgramKind
 from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
+from elaunch.strict_json import parse_json
 
 _TAIL_LINES = 20
 # The exit code of a wrong command line, and how many lines a program writes about it that does not name its usage.

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from elaunch.records import asdict, is_record
+from elaunch.strict_json import ANY, no_constant, parse_with
 
 Decoded = TypeVar("Decoded")
 
@@ -40,18 +41,9 @@ def encode(record: Any) -> str:
     return json.dumps(asdict(record), default=_plain, separators=(",", ":"))
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The JSON value in `text`, which need not come from elaunch.
-
-    Raises ValueError, and nothing else, for a text that is not JSON, is nested too deeply for Python, is too large for
-    its memory, or holds a number that fits neither 64 bits nor a float (NaN and Infinity are not JSON).
-    """
-    return _parsed(text, _ANY)
-
-
 def parse_first_json(text: str | bytes) -> Any:
     """`parse_json` for the value at the beginning of `text`, whatever follows it."""
-    return _parsed(text, _ANY, whole=False)
+    return parse_with(ANY, text, whole=False)
 
 
 def decode(kind: type[Decoded], text: str) -> Decoded:
@@ -60,7 +52,7 @@ def decode(kind: type[Decoded], text: str) -> Decoded:
     Raises ValueError if the text is no such record.
     """
     try:
-        return _build(kind, _parsed(text, _RECORD))  # type: ignore[no-any-return]
+        return _build(kind, parse_with(_RECORD, text))  # type: ignore[no-any-return]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a {kind.__name__}: {shown_text(text)!r} ({shown_text(str(error))})") from error
 
@@ -68,20 +60,6 @@ def decode(kind: type[Decoded], text: str) -> Decoded:
 def decode_fields(hints: Mapping[str, Any], fields: Any) -> dict[str, Any]:
     """The values of the fields in `hints`, with their types. Raises KeyError, TypeError and ValueError."""
     return {name: _build(hint, fields[name]) for name, hint in hints.items()}
-
-
-def _parsed(text: str | bytes, decoder: json.JSONDecoder, *, whole: bool = True) -> Any:
-    try:
-        words = (text if isinstance(text, str) else text.decode()).strip()
-        return decoder.decode(words) if whole else decoder.raw_decode(words)[0]
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except MemoryError:
-        raise ValueError("it is too large") from None
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,24 +70,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _whole_number(digits: str) -> int:
-    if len(digits) > _DIGITS_MAX:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _fraction(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"the number {digits[:40]} is too large")
-    return number
-
-
-# Digits of a 64-bit number, with its sign.
-_DIGITS_MAX = 20
 # Made once: a leader reads thousands of small records. `_build` checks the numbers of a record with their types.
-_ANY = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_no_constant)
-_RECORD = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
+_RECORD = json.JSONDecoder(parse_constant=no_constant, object_pairs_hook=_unique)
 
 
 def _plain(value: object) -> Any:

@@ -1,4 +1,4 @@
-"""What a host does not give to elaunch itself, as a sentence."""
+"""Resource limits of the host that elaunch itself has hit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 
 
 def shortage(error: BaseException) -> str | None:
-    """A sentence about what this host did not give to elaunch itself, and the way out; None for any other error."""
+    """The limit that caused `error`, and how to raise it; None for any other error."""
 
     def limit(kind: int) -> str:
         allowed, _ = resource.getrlimit(kind)
@@ -18,7 +18,7 @@ def shortage(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
         number = errno.EAGAIN
     match number:
-        # What a stream that does not block refuses has the same number, and says how much was written.
+        # BlockingIOError of a non-blocking stream has the same number, and has characters_written.
         case errno.EAGAIN if not hasattr(error, "characters_written"):
             return (
                 f"user {os.geteuid()} may start no more processes or threads here (ulimit -u is"

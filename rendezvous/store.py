@@ -139,7 +139,7 @@ class Unavailable(StoreError):
 
 
 class OwnLimit(Unavailable):
-    """This process cannot open a connection. That says nothing of the store."""
+    """This process cannot open a connection: the state of the store is unknown."""
 
 
 class HeadAway(Unavailable):

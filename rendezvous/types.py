@@ -297,7 +297,7 @@ class Failure(Bounded):
 
     @property
     def is_killed_parent(self) -> bool:
-        """Whether somebody killed the parent process of a node's ranks by SIGKILL: then the `code` is that of it."""
+        """Whether the parent process of a node's ranks was killed by SIGKILL; the `code` is then the parent's."""
         return self.kind is FailureKind.TEMPLATE_LOST and (self.code or 0) < 0
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from elaunch.strict_json import parse_json
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -86,42 +86,6 @@ def reason(error: BaseException) -> str:
     """What went wrong, in one line: the system's words, or the error's own, or its kind."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return said.partition("\n")[0] or type(error).__name__
-
-
-def parse_json(text: str | bytes) -> Any:
-    """The value in a JSON text from outside; bytes are UTF-8. Raises ValueError if the text is not valid JSON.
-
-    The rules are those of `rendezvous/codec.py`, which this room does not import: nothing nested too deeply for Python,
-    no NaN and no Infinity, no number that fits neither 64 bits nor a float.
-    """
-    try:
-        return _DECODER.decode((text.decode() if isinstance(text, bytes) else text).strip())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except MemoryError:
-        raise ValueError("it is too large") from None
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > _DIGITS_MAX:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _fraction(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"the number {digits[:40]} is too large")
-    return number
-
-
-# The digits of a 64-bit number, with its sign.
-_DIGITS_MAX = 20
-_DECODER = json.JSONDecoder(parse_int=_whole_number, parse_float=_fraction, parse_constant=_no_constant)
 
 
 def sync_directory(directory: Path) -> None:

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from elaunch.strict_json import parse_json
 from elaunch.threads import stacks_text
-from elaunch.trainer.files import parse_json
 
 Word = TypeVar("Word")
 Answered = TypeVar("Answered")

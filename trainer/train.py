@@ -120,7 +120,7 @@ def train_in_group(
             checkpoint_every=config.checkpoint_every,
             lose_at_most=config.lose_at_most,
             warm_up=warm_up,
-            # Whose directory it is, config.yaml says.
+            # config.yaml identifies the training.
             name="gpt",
             say=progress.say if place.leads else None,
         ) as keeper,

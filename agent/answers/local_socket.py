@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elaunch.agent.linux import credentials as credentials
 from elaunch.agent.linux import start_thread
-from elaunch.rendezvous.codec import parse_json
+from elaunch.strict_json import parse_json
 
 SOCKET_NAME = "agent"
 _REQUEST_BYTES_MAX = 4096

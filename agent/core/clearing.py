@@ -71,7 +71,7 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
     agent = replace(agent, progressed=event.progressed)
     agent, actions, then = _complete(agent, clearing, event)
     if event.hidden:
-        # The tracebacks are no news where the log says why the generation ended.
+        # Tracebacks add nothing where the log already has the cause.
         own, number, ended = agent.last_failure, clearing.table.generation, agent.snapshot.ended
         opened = agent.snapshot.generation
         is_over = (opened and opened.number > number) or (ended and ended.failure)

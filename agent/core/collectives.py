@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elaunch.records import dataclass
-from elaunch.rendezvous.codec import parse_json
+from elaunch.strict_json import parse_json
 
 DEFAULT_GROUP = "the default group"
 _DEFAULT = "default_pg"

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from elaunch.agent.core import crash
 from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
 from elaunch.records import dataclass, replace
-from elaunch.rendezvous.codec import parse_json, shown
+from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
+from elaunch.strict_json import parse_json
 
 # Files that are not the user's: an error's place is looked for in the frames outside of them.
 NOT_USER_CODE = re.compile(

@@ -17,7 +17,7 @@ from elaunch.agent.core.collectives import Counts, read_counts
 from elaunch.agent.core.stack_groups import Frame
 from elaunch.agent.core.waits import BACKWARD, COLLECTIVES_FILE
 from elaunch.records import dataclass, field, replace
-from elaunch.rendezvous.codec import parse_json
+from elaunch.strict_json import parse_json
 from elaunch.threads import only_listens
 
 LOOK_EVERY_S = 0.01

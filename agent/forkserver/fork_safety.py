@@ -49,8 +49,8 @@ def bound_by(cpus: Collection[int]) -> str:
     named = {name: os.environ[name] for name in _BINDING if name in os.environ}
     by = ", ".join(f"{name}={value}" for name, value in named.items())
     done = f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{by and f' ({by})'}"
-    faster = f"; without {' and '.join(named)} it is fast" if named else ""
-    return f"{done}; with --no-preload this line is not printed{faster}"
+    faster = f", and without {' and '.join(named)} the start is fast" if named else ""
+    return f"{done}; --no-preload avoids this warning{faster}"
 
 
 def cuda_is_on() -> bool:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterable
 from typing import Any
 
-from elaunch.rendezvous.codec import parse_json
+from elaunch.strict_json import parse_json
 
 _PACKET_BYTES_MAX = 128 << 10
 _FDS_MAX = 8

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from elaunch.agent.session.process_identity import is_dead_here
+from elaunch.process_identity import is_dead_here
 from elaunch.records import dataclass
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Store

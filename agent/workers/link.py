@@ -31,8 +31,8 @@ from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.agent.workers.step_times import StepTimes
 from elaunch.records import dataclass, field
-from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.texts import plain
+from elaunch.strict_json import parse_json
 
 if TYPE_CHECKING:
     from elaunch.agent.workers.flight_recorder import FlightRecorder

@@ -23,8 +23,8 @@ from elaunch.agent.at_once import at_once
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.tracing import tracing_advice
 from elaunch.records import replace
-from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.texts import plain
+from elaunch.strict_json import parse_json
 from elaunch.threads import is_own, only_listens
 
 TOOL = "py-spy"

@@ -36,7 +36,7 @@ _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def look_every_s(age_s: float) -> float:
-    """The pause between two looks at workers of that age. Nothing tells when a program without torch is connected."""
+    """The pause between two looks at workers of that age. A program without torch never reports a connection."""
     return min(max(LOOK_EVERY_S, age_s * LOOK_EVERY_S / _AFTER_GROUP_S), _TRY_EVERY_S_MAX)
 
 

@@ -1,4 +1,4 @@
-"""`elaunch rehearse`: runs a script alone and then with failures, and says what each of them changes and costs."""
+"""`elaunch rehearse`: runs a script without a failure, then with one in each run, and compares the results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has left in `folder`."""
+    """The outcome of a run, whose records and logs are in `folder`."""
 
     folder: Path
     code: int = 0
@@ -85,7 +85,7 @@ class Run:
         return [line for text in texts for line in text.replace("\r", "\n").splitlines() if line.strip()]
 
     def trouble(self, *, was_killed: bool) -> str:
-        """Why the run says nothing about a failure; "" if it does. `was_killed`: one was to come."""
+        """Why the run is inconclusive, or "". `was_killed` is for a run that was to have a failure."""
         has_restarted = len([*self.folder.glob("logs/2*/attempt_*")]) > 1
         if not self.code and (has_restarted or not was_killed):
             return ""
@@ -159,7 +159,7 @@ def _absolute(path: str) -> str:
 
 
 def _rehearse(jobs: _Jobs) -> int:
-    """All runs and their verdicts. Returns the exit code."""
+    """Do all runs and print the comparison. Returns the exit code."""
     alone = jobs.run(Moment("left alone"))
     again = alone if alone.code else jobs.run(Moment("left alone, once more"))
     records, lines = alone.records(), alone.lines()
@@ -168,7 +168,7 @@ def _rehearse(jobs: _Jobs) -> int:
         refusal = f"{trouble}\nThe script fails although nothing was killed. If it lacks a file that it reads from the "
         refusal += "folder where it starts, give --link PATH"
     elif records and (found := difference(records, again.records(), again.records())):
-        refusal = "two runs without a failure differ, so there is nothing to compare with; set all seeds\n"
+        refusal = "two runs without a failure differ, so there is no baseline; set all seeds\n"
         refusal += found.partition("\n")[0]
     elif records and not steps_done(records, next(iter(records))[0]):
         refusal = "a Keeper was entered, and no step was done: there is nothing to rehearse"
@@ -277,7 +277,7 @@ class _Jobs:
                     with suppress(ProcessLookupError):
                         os.kill(job.pid if moment.agent else run.pids()[moment.ranks[0]], signal.SIGKILL)
                 if time.monotonic() > end_s:
-                    _say(f"run {self._count} is ended: it takes more than {self._limit_s:.0f} s")
+                    _say(f"run {self._count} was terminated: it exceeded {self._limit_s:.0f} s")
                     return 124
         finally:
             if job.poll() is None:

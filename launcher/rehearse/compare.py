@@ -75,7 +75,7 @@ def _values(right: Mapping[str, str], same: Mapping[str, str], wrong: Mapping[st
     needed = [name for name in right if (name in wrong and name in _COMPUTED) or name == EVALUATIONS[1]]
     state = [name for name in sorted({**right, **wrong}) if name not in _COMPUTED and right.get(name) == same.get(name)]
     differing = [name for name in [*needed, *state] if right.get(name) != wrong.get(name)]
-    # Without the digest, which says nothing to a reader.
+    # Without the digests, which are not readable.
     shown = [[(its := of.get(name, "absent")).rpartition(" ")[0] or its for of in (right, wrong)] for name in differing]
     pairs = [f" ({one} alone, {other} after)" if one != other else "" for one, other in shown]
     return list(map(str.__add__, differing, pairs))
@@ -86,16 +86,14 @@ def _reason(whats: Sequence[str], others: Sequence[str], *, is_restored: bool) -
     if whats[0].startswith(EVALUATIONS[1]):
         return "the failure cut the evaluation off, and the restart did not make it as it was"
     if is_restored:
-        return "the restart itself brings other values: they change outside of keeper.commit(), or the Keeper is wrong"
+        return "the restored values differ: they change outside keeper.commit(), or this is a bug of the Keeper"
     if generators := [each for each in others if each.startswith("generator")]:
         return f"the Keeper does not keep {some(generators)}: give it as per_rank=[…]"
     if others:
-        return (
-            f"after the restart there is another value of {some(others)}: give it to the Keeper (extra=, scheduler=, …)"
-        )
+        return f"{some(others)} differs after the restart: pass it to the Keeper (extra=, scheduler=, …)"
     if "the samples" in whats:
-        return "the data comes in another order after the restart: per_rank=Batches(loader)"
-    return "not known: the program computes from something that is neither kept nor seen here"
+        return "the data order differs after the restart: pass per_rank=Batches(loader)"
+    return "unknown: the program depends on state that is neither kept nor recorded here"
 
 
 def some(names: Sequence[str]) -> str:

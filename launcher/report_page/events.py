@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from elaunch.records import dataclass
-from elaunch.rendezvous.codec import parse_json
+from elaunch.strict_json import parse_json
 
 # The version of the events that this release knows, in the field `schema` of `started`.
 SCHEMA_KNOWN = 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from elaunch.launcher.report_page.events import real, text
 from elaunch.records import dataclass
-from elaunch.rendezvous.codec import parse_json
+from elaunch.strict_json import parse_json
 
 # The version of the record that this release knows.
 SCHEMA_KNOWN = 1

@@ -24,12 +24,12 @@ from elaunch.launcher.options.values import PORT_MAX
 from elaunch.launcher.store.head import START_S, listen
 from elaunch.launcher.store.munge import MungeFailed, seal, unseal
 from elaunch.records import dataclass
-from elaunch.rendezvous.codec import parse_json
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.discovery import speaks_http
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial
 from elaunch.rendezvous.http.resolve import resolve
+from elaunch.strict_json import parse_json
 
 # A credential is made again after this time. munge's own limit is 300 s, unless the site changes it.
 _SEALED_S = 60.0

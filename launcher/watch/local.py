@@ -22,10 +22,11 @@ from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
 from elaunch.agent.linux import is_stopped
 from elaunch.records import dataclass
-from elaunch.rendezvous.codec import decode, decode_fields, parse_json
+from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
 from elaunch.rendezvous.texts import plain
+from elaunch.strict_json import parse_json
 
 # An agent that clears a generation away may be busy for a moment.
 ANSWER_S = 3.0

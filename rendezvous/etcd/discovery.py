@@ -200,7 +200,7 @@ def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float
     With `secret`, the server has proven that it has the same token. An etcd with its own certificates never gets here,
     since its endpoint is typed with https://. Raises Unavailable if nothing listens, Denied if the token is wrong.
     """
-    context = secret.client_context() if secret else _trusting()
+    context = secret.client_context() if secret else unverified_context()
     try:
         with _connected(endpoint, deadline_s) as plain:
             try:
@@ -255,7 +255,7 @@ def _connected(endpoint: Endpoint, deadline_s: float) -> socket.socket:
     return plain
 
 
-def _trusting() -> ssl.SSLContext:
+def unverified_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -6,11 +6,12 @@ import json
 from collections import deque
 from typing import TYPE_CHECKING
 
-from elaunch.rendezvous.codec import parse_json, shown
+from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Endpoint, Tls
 from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff, Json, Rpc
 from elaunch.rendezvous.http.client import ClientConnection, Deadline, HttpClient
 from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
+from elaunch.strict_json import parse_json
 
 if TYPE_CHECKING:
     import ssl

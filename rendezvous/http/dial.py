@@ -19,9 +19,9 @@ _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
 
 
-# What says that a host, or the network to it, is silent. EACCES is a firewall's "administratively prohibited" in IPv6.
+# The errors of an unreachable host or network. EACCES is a firewall's "administratively prohibited" in IPv6.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES}
-# A host without IPv6 refuses its addresses at once. That says nothing of the same name's other addresses.
+# A host without IPv6 refuses its addresses at once. Other addresses of the same name may still work.
 _WITHOUT_IPV6 = {errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
 
 
@@ -87,7 +87,7 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
 
 
 def _telling(errors: Sequence[OSError]) -> OSError:
-    """The error that says most about the other host, or about this one."""
+    """The most specific error: a refusal, then an error of this host, then silence."""
     return min(errors, key=lambda error: (not isinstance(error, ConnectionRefusedError), is_silence(error)))
 
 

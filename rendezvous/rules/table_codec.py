@@ -10,9 +10,10 @@ from itertools import accumulate, chain, groupby, repeat, starmap
 from typing import Any
 
 from elaunch.records import asdict
-from elaunch.rendezvous.codec import decode_fields, parse_json, shown_text
+from elaunch.rendezvous.codec import decode_fields, shown_text
 from elaunch.rendezvous.rules.credible import check_seats, check_table
 from elaunch.rendezvous.types import Exclusion, RankTable, Seat, Streak
+from elaunch.strict_json import parse_json
 
 # Above this size it takes longer to send a table to every node than to compress it once.
 _LARGE = 4000

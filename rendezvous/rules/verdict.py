@@ -34,7 +34,7 @@ _AS_LONG_SHARE = 0.1
 _AWAITED, _TOO = ", while ", ", and so "
 # Signals by which native code ends a process: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
 _CRASHES = (-4, -6, -7, -8, -11)
-# EX_TEMPFAIL of <sysexits.h>: the program asks for another try.
+# EX_TEMPFAIL of <sysexits.h>: a temporary failure, to be retried.
 _TRY_AGAIN = 75
 # What a shell exits with if a signal has ended its command: 128 and the signal's number.
 _OF_SIGNALS = range(129, 193)
@@ -253,29 +253,10 @@ def judge(
     has_progressed = barren == 0 if failure.progressed is None else failure.progressed
     # On another node the same error need not come again.
     earlier = decisive_failure(before) if before and not is_elsewhere else None
-    if earlier and not has_progressed and identical(failure, earlier):
-        return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
-    if earlier and repeats(failure, earlier):
-        where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
-        return GiveUp(f"it failed the same way twice in a row, {where}, so another try would end the same way")
-    if earlier and identical(failure, earlier) and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
-        return GiveUp("what it creates exists already, in the second try too, so another one would end the same way")
-    if earlier and crashes_again(failure, earlier):
-        return GiveUp("it crashed in the same call twice in a row, so another try would end the same way")
-    if earlier and exits_again(failure, earlier):
-        return GiveUp(
-            "it exited with the same code and the same last line twice in a row, soon after its start, so another try"
-            " would end the same way"
-        )
     # On another node it was hardly the same sender.
-    is_same_node = _with_killed_parents(before or ()) & _with_killed_parents(failures[generation])
-    is_killed_again = earlier and earlier.is_killed_parent and failure.is_killed_parent and is_same_node
-    if earlier and is_killed_again and (not has_progressed or _came_as_far(failure, earlier)):
-        return GiveUp(
-            f"the ranks' parent process was killed by SIGKILL in generations {generation - 1} and {generation}, and the"
-            " job came no further in between; the kernel does not record the sender, but another try would end the"
-            " same way"
-        )
+    is_same_node = bool(_with_killed_parents(before or ()) & _with_killed_parents(failures[generation]))
+    if earlier and (again := _again(failure, earlier, has_progressed=has_progressed, has_killed_parents=is_same_node)):
+        return GiveUp(f"{again}, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
     if not is_elsewhere and all_failed_alike(failures[generation], world_size):
@@ -287,6 +268,29 @@ def judge(
         return GiveUp(f"{barren} generations in a row made no progress")
     left = terms.max_restarts - spent - 1
     return Restart(f"restart {spent + 1} of {terms.max_restarts}" + ("" if left else ", the last one"))
+
+
+def _again(failure: Failure, earlier: Failure, *, has_progressed: bool, has_killed_parents: bool) -> str:
+    """The failure that was repeated, for which a retry is pointless; "" if there is none.
+
+    `has_killed_parents`: the parent of a node's ranks was killed both times, on the same node.
+    """
+    is_same = identical(failure, earlier)
+    if is_same and not has_progressed:
+        return "it failed the same way twice in a row without progress"
+    if repeats(failure, earlier):
+        where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
+        return f"it failed the same way twice in a row, {where}"
+    if is_same and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
+        return "what it creates exists already, also in the second try"
+    if crashes_again(failure, earlier):
+        return "it crashed in the same call twice in a row"
+    if exits_again(failure, earlier):
+        return "it exited with the same code and the same last line twice in a row, soon after its start"
+    are_killed_parents = has_killed_parents and failure.is_killed_parent and earlier.is_killed_parent
+    if are_killed_parents and (not has_progressed or _came_as_far(failure, earlier)):
+        return "the ranks' parent process was killed by SIGKILL (sender unknown) twice in a row without progress"
+    return ""
 
 
 def _budget(terms: Terms) -> str:

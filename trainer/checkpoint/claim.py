@@ -1,8 +1,8 @@
-"""Whose checkpoints a place holds, and which job writes them now: one training, and one job of it at a time.
+"""The lock of a checkpoint directory: it belongs to one training, of which one job at a time writes.
 
-Both are in a note beside the checkpoints. A running job renews it; a job that finds another one's note there publishes
-nothing more. The note of a job that ended says so, and one of a job that was killed is recognised: on its own host by
-its process, elsewhere because nobody renews it.
+The lock is a file beside the checkpoints that the running job renews. A job that finds another one's publishes nothing
+more. A job that exits marks the file as ended. After a kill it is stale: on the same host if the process is gone,
+elsewhere once it is not renewed.
 """
 
 from __future__ import annotations
@@ -17,28 +17,38 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
+from elaunch.process_identity import is_dead_here, is_here, this_process
+from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.storage import Storage
-from elaunch.trainer.files import parse_json, reason
+from elaunch.trainer.files import reason
 
 NOTE = "elaunch-training.json"
 # A Keeper's, if the program gives it none.
 UNNAMED = "training"
 _FORMAT = 1
 _RENEW_S = 10.0
-# How long a note stays as it is before its job counts as dead; only another host has to wait for it.
+# A lock that is not renewed for so long is stale. On the job's own host its process is looked at instead.
 _SILENT_S = 3 * _RENEW_S
-# A killed job's processes need a while to be gone.
-_ENDING_S = 10.0
+# How long the lock of another host's job stays as it is before that job counts as dead.
+_SILENT_S = 3 * _RENEW_S
+# A job that is stopped saves first, and its successor may be there already.
+_PATIENCE_S = 60.0
 _LOOK_S = 0.5
-_LENGTH = re.compile(r"(steps?|epochs?|iters?|iterations?)$", re.IGNORECASE)
-# `--resume`, with a value or without, is no other training.
-_RESUME = re.compile(r"resum|restore|continue|ckpt|checkpoint", re.IGNORECASE)
-_RESUME_FROM = re.compile(r".*[/.].*|true|yes|1|on|auto|last|latest", re.IGNORECASE)
+# Options with one of these words are about how a program runs, logs and resumes, or how long it trains.
+_OPERATIONAL = re.compile(
+    r"(resumed?|restore|continue|ckpt|checkpoints?|save|out|output|logs?|logging|logdir|wandb|tensorboard|run|job|exp"
+    r"|experiment|tags?|notes|id|port|host|workers?|threads?|verbose|v|quiet|q|debug|progress|profile"
+    r"|steps?|epochs?|iters?|iterations?)"
+)
+# Most of these have no value.
+_FLAGS = re.compile(r"resumed?|restore|continue|verbose|v|quiet|q|debug|progress")
+_FLAGS_VALUE = re.compile(r".*[/.].*|true|false|yes|no|[01]|on|off|auto|last|latest", re.IGNORECASE)
 # Their arguments name a file of this start of the notebook's kernel.
 _NOTEBOOKS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
+_TEXT_MAX, _SHOWN_MAX = 4096, 300
 _TYPES: dict[str, type] = {
     **dict.fromkeys(("name", "run", "host", "process", "token", "since"), str),
     **dict.fromkeys(("generation", "renewals"), int),
@@ -62,21 +72,21 @@ class Claim:
             "run": os.environ.get("TORCHELASTIC_RUN_ID", ""),
             "generation": generation,
             "host": socket.gethostname(),
-            "process": f"{_place()}:{os.getpid()}:{_started(os.getpid())}",
+            "process": this_process(),
             "token": secrets.token_hex(8),
             "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "renewals": 0,
             "ended": False,
         }
         self._left, self._writing = threading.Event(), threading.Lock()
-        # The token of the note that this job may replace, once it has seen one.
+        # The token of the lock that this job may replace, once it has read one.
         self._old: str | None = None
-        # Who has taken the place.
+        # Which job has taken it over.
         self.lost = ""
 
     def take(self, waiting: Callable[[], object]) -> None:
-        """Make the place this job's. Raises NotOurs; `waiting` is called while it waits for another job's end."""
-        # What cannot be written now is reported by whoever needs it; the thread tries again.
+        """Take the lock. Raises NotOurs; `waiting` is called while it waits for another job to end."""
+        # The first checkpoint reports what cannot be written; the thread retries.
         with contextlib.suppress(OSError):
             try:
                 held = self._held()
@@ -92,21 +102,23 @@ class Claim:
                     self._require_same(held, there[-1][0].step)
                 self._require_over(held, waiting)
                 if self._storage.found():
-                    self._say(f"{self._storage} has the checkpoints of {_job(held)}: the same training, which goes on")
+                    self._say(f"resuming from the checkpoints of {_job(held)} in {self._storage}")
             self._old = self._note["token"] if held is None else held["token"]
             self._write()
         threading.Thread(target=self._renew, name="checkpoints' claim", daemon=True).start()
 
     def require(self) -> None:
-        """Before something is published: raises OSError if another job has taken the place, or it cannot be read."""
+        """Raise OSError if another job has taken the lock, or it cannot be read. For each checkpoint."""
         held = self._held() or self._note
-        self._old = self._old or held["token"]
+        if self._old is None and (held["ended"] or is_dead_here(held["process"]) or self._is_mine(held)):
+            # It could not be read when the job began.
+            self._old = held["token"]
         if held["token"] not in (self._note["token"], self._old):
-            self.lost = f"{_job(held)} has taken {self._storage} and writes its own checkpoints there"
+            self.lost = f"{_job(held)} has taken over {self._storage}, so this job writes no more checkpoints there"
             raise OSError(self.lost)
 
     def release(self) -> None:
-        """The job ends, and writes nothing more."""
+        """Mark the lock as ended: the job writes nothing more."""
         self._left.set()
         with contextlib.suppress(OSError):
             self.require()
@@ -134,7 +146,8 @@ class Claim:
             note = {} if content is None else parse_json(content)
             types = {name: type(note[name]) for name in _TYPES}
             is_whole = types == _TYPES and all(type(word) is str for word in note["command"])
-            return note if is_whole and note["format"] == _FORMAT and note["process"].count(":") > 2 else None
+            is_whole = is_whole and all(len(note[name]) <= _TEXT_MAX for name, kind in _TYPES.items() if kind is str)
+            return note if is_whole and note["format"] == _FORMAT and note["process"].count(":") > 1 else None
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -142,7 +155,7 @@ class Claim:
         """Whether it is this process's, or that of an earlier generation of this job, which the agent has ended."""
         is_later = "ELAUNCH_GENERATION" in os.environ and held["generation"] < self._note["generation"]
         # Two jobs may have been given one --run-id. Here the process tells; of another host nothing does.
-        is_gone = not held["process"].startswith(_place() + ":") or _is_dead(held["process"])
+        is_gone = not is_here(held["process"]) or is_dead_here(held["process"])
         return held["process"] == self._note["process"] or (is_later and held["run"] == self._note["run"] and is_gone)
 
     def _require_same(self, held: dict[str, Any], step: int) -> None:
@@ -152,68 +165,73 @@ class Claim:
         else:
             its, ours = [f"name={held['name']}"], [f"name={mine['name']}"]
         if its != ours:
-            # What differs; of the same words in another order, all.
             lacks, adds = ([word for word in one if word not in other] for one, other in ((its, ours), (ours, its)))
-            shown = {"that one": lacks, "this one": adds} if lacks or adds else {"that one": its, "this one": ours}
-            differs = ", ".join(f"{which} has `{' '.join(words)}`" for which, words in shown.items() if words)
+            shown = {"that one": lacks or its, "this one": adds or ours}
+            differs = ", ".join(f"{which} has `{' '.join(words)[:_SHOWN_MAX]}`" for which, words in shown.items())
             raise NotOurs(
                 f"{self._storage} has the checkpoints of another training, by {_job(held)}: {differs}. Give each "
-                f"training its own checkpoints=; to go on from step {step} of that one all the same, remove "
-                f"{self._storage}/{NOTE}"
+                f"training its own checkpoints=, or, if both are one training, the same name=; remove "
+                f"{self._storage}/{NOTE} to resume from step {step} of that one"
             )
 
     def _require_over(self, held: dict[str, Any], waiting: Callable[[], object]) -> None:
-        is_here = held["process"].startswith(_place() + ":")
-        until_s = time.monotonic() + (_ENDING_S if is_here else _SILENT_S)
-        first = held
-        while not held["ended"] and not (is_here and _is_dead(held["process"])):
-            is_late = time.monotonic() > until_s
-            if is_late and not is_here:
+        here, began_s = is_here(held["process"]), time.monotonic()
+        renewed_s, first = began_s, held
+        while not held["ended"] and not is_dead_here(held["process"]):
+            now_s = time.monotonic()
+            if not here and now_s > renewed_s + _SILENT_S:
                 return
-            if is_late or (held["renewals"] != first["renewals"] and not is_here):
+            if now_s > began_s + _PATIENCE_S:
                 raise NotOurs(
-                    f"{self._storage} is being written by {_job(held)}; two jobs would destroy each other's "
+                    f"{self._storage} is being written by {_job(held)}; two jobs would overwrite each other's "
                     "checkpoints: give each its own checkpoints=, or end that job first"
                 )
             if held is first:
-                what = "its end" if is_here else "a sign of life"
-                wait_s = until_s - time.monotonic()
-                self._say(f"{_job(held)} may be writing to {self._storage} still: waiting {wait_s:.0f} s for {what}")
+                rule = "" if here else f", or not to renew its lock for {_SILENT_S:.0f} s"
+                self._say(
+                    f"{_job(held)} may still write to {self._storage}: waiting up to {_PATIENCE_S:.0f} s for it to "
+                    f"exit{rule}"
+                )
             waiting()
             time.sleep(_LOOK_S)
-            held = self._held() or {**held, "ended": True}
+            now = self._held() or {**held, "ended": True}
+            if now["renewals"] != held["renewals"]:
+                renewed_s = time.monotonic()
+            held = now
 
 
 def command(argv: Sequence[str], environ: Mapping[str, str], place: str) -> list[str]:
-    """The command without what differs between two jobs of one training.
+    """What tells the command from that of another training: the script, the options in order, and other arguments.
 
-    That is: where script, data and checkpoints lie, the scheduler's number of the job, how long to train, `--resume`.
+    Where script, data and checkpoints lie does not count, nor the scheduler's number of the job, or options that are
+    operational.
     """
     names = [name for name in environ if name == "TORCHELASTIC_RUN_ID" or name.endswith(("JOB_ID", "JOBID"))]
     jobs = "|".join(re.escape(environ[name]) for name in names if len(environ[name]) > 3)
     script = PurePath(argv[0])
-    words = ["/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name]
-    option = ""
-    for word in argv[1:] if script.name not in _NOTEBOOKS else ():
+    options, others = list[str](), list[str]()
+    words = [] if script.name in _NOTEBOOKS else [*argv[1:]]
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        parts = re.split(r"[-_.]+", name.lower())
+        if not name.startswith("-") and not equals:
+            name, value = "", name
+        elif not equals and words and not re.match(r"-+[a-zA-Z]", words[0]):
+            is_value = _FLAGS_VALUE.fullmatch(words[0]) or not any(map(_FLAGS.fullmatch, parts))
+            value = words.pop(0) if is_value else ""
+        if name and any(map(_OPERATIONAL.fullmatch, parts)):
+            continue
         if jobs:
-            word = re.sub(rf"(?<![0-9a-zA-Z])({jobs})(?![0-9a-zA-Z])", "JOB", word)
-        name, equals, value = word.rpartition("=")
-        before = name if equals else option
-        if _RESUME.search(name or (word if word.startswith("-") else "")):
-            option = "" if equals else word
-            continue
-        if _RESUME.search(option) and _RESUME_FROM.fullmatch(word) and not word.startswith("-"):
-            option = ""
-            continue
+            value = re.sub(rf"(?<![0-9a-zA-Z])({jobs})(?![0-9a-zA-Z])", "JOB", value)
         if _is_around(value, place):
             value = "CHECKPOINTS"
         elif "/" in value and not set(value) & set(" {[\"'"):
             value = PurePath(value).name
-        elif value.isdecimal() and (not before or _LENGTH.search(before)):
+        elif value.isdecimal() and not name:
+            # A number of steps or epochs.
             value = "N"
-        words.append(name + equals + value)
-        option = word if word.startswith("-") and not equals else ""
-    return words
+        (options if name else others).append(f"{name}={value}" if name and value else name or value)
+    return ["/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name, *sorted(options), *others]
 
 
 def _is_around(value: str, place: str) -> bool:
@@ -227,24 +245,3 @@ def _is_around(value: str, place: str) -> bool:
 def _job(note: dict[str, Any]) -> str:
     name = f"job {note['run']}" if note["run"] else "a job"
     return f"{name} (on {note['host']}, pid {note['process'].split(':')[-2]}, since {note['since']})"
-
-
-def _place() -> str:
-    """The boot and the pid namespace: where a pid means one process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
-
-
-def _is_dead(process: str) -> bool:
-    _, pid, started = process.rsplit(":", 2)
-    return not pid.isdecimal() or _started(int(pid)) != started
-
-
-def _started(pid: int) -> str:
-    """Clock ticks from boot to the process's start; empty where there is none of that pid, or a zombie."""
-    try:
-        # The name, in parentheses, may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]

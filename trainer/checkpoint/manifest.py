@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from elaunch.trainer.files import parse_json
+from elaunch.strict_json import parse_json
 from elaunch.trainer.state.version import Version
 
 MANIFEST = "manifest.json"

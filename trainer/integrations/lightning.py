@@ -16,7 +16,7 @@ if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch
 else:
     from pytorch_lightning.callbacks import Callback
 
-# Lightning's callbacks that change the training outside of a step, and why a restart cannot make that good.
+# Lightning's callbacks that change the training outside of a step, and why that cannot be restored.
 _REFUSED = {
     "StochasticWeightAveraging": "keeps averaged weights and a scheduler of its own, which no restart restores",
     "BaseFinetuning": "adds parameter groups within the run, which a restarted optimizer does not have",

@@ -86,8 +86,8 @@ class Agreed:
         wish, *refused, steps, most, least, _ = numbers
         if most != -least:
             raise ValueError(
-                f"the ranks have different steps to do: their loops count up to {-least} on one and {most} on another, "
-                f"and each step of the Keeper needs all ranks; {EVEN}"
+                f"the ranks have different numbers of steps: {-least} on one and {most} on another, and each step of "
+                f"the Keeper needs all ranks; {EVEN}"
             )
         snapshot, copy, copies = (not each for each in refused)
         return cls(Wish(wish), snapshot, copy, copies, -steps)

@@ -66,7 +66,7 @@ class DiskCopies:
 
     def _require_ours(self, why: str) -> None:
         if why := self._peers.from_rank_0(why):
-            # In the next generation it is as it is now.
+            # A retry would fail in the same way.
             link.refuse(why)
             raise NotOurs(why)
 

@@ -1,11 +1,9 @@
-"""The door: asks at entry, at the first commits and after a restore what of this program the Keeper does not keep."""
+"""Checks at entry, at the first commits and after a restore for state of the program that the Keeper does not keep."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import random
-import re
 import sys
 import weakref
 from collections import deque
@@ -21,57 +19,65 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from elaunch.trainer import link
 from elaunch.trainer.data.order import BatchSampler
-from elaunch.trainer.keeper.rehearsal import variables
+from elaunch.trainer.keeper.rehearsal import digest, generator_state, named, variables
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.digests import digests
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State, equal, is_shard, local_parts, some, tensors_sha256
+from elaunch.trainer.state.tree import State, equal, is_shard, local_parts, some, tensors_in
 
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
 # At so many looks of a job the ranks compare once more what they must have alike.
 _LOOKS = 3
 # How far the program's objects are followed. What is larger is data.
-_NODES_MAX, _ITEMS_MAX, _LEAVES_MAX, _AVERAGED_MAX = 50_000, 1_000, 10_000, 64
+_NODES_MAX, _ITEMS_MAX, _AVERAGED_MAX = 50_000, 1_000, 64
 # An average of weights is so near to them, as a part of their norm; so many values are looked at.
-_NEAR, _SAMPLE, _HASHED_BYTES_MAX = 0.3, 64, 1 << 20
-_AVERAGE_NAME = re.compile(r"(?<![A-Z])EMA(?![A-Z])|Ema(?![a-z])|MovingAverage")
+_NEAR, _SAMPLE = 0.3, 64
+_LOOKED_FOR = (DataLoader, LRScheduler, torch.amp.GradScaler)
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
 
 _LOADER = (
-    "a DataLoader of this program shuffles, and its position is not kept: after a restart it begins anew, and "
-    "samples come twice or never. One line ends that: batches = elaunch.trainer.Batches(loader), given as "
-    "per_rank=batches; the loop takes next(batches). per_rank=() says that the order needs nothing"
+    "a DataLoader of this program shuffles, and its position is not kept: after a restart it starts over, and samples "
+    "are repeated or skipped. Wrap it: batches = elaunch.trainer.Batches(loader), pass per_rank=batches, and call "
+    "next(batches) in the loop. If the order needs no state, pass per_rank=()"
 )
-_NOT_GIVEN = "the program's {} is not kept: a restart begins it again. Give it: Keeper(…, {}=…), and {} in the commit"
+_NOT_GIVEN = "the program's {} is not kept: a restart resets it. Pass it to the Keeper ({}=…), and {} in the commit"
 _OPTIMIZER = (
-    "the program's {} steps, and is not kept: a restart begins it and its parameters again. Give all of them: "
+    "the program's {} steps, and is not kept: a restart resets it and its parameters. Pass all of them: "
     "Keeper([model, other], [optimizer, its_optimizer])"
 )
 _FOLLOWS = (
-    "`{}` follows the weights, and is not kept: a restart begins it again. Give it: Keeper(…, extra=…), and change it "
-    "in the commit"
+    "`{}` follows the weights, and is not kept: a restart resets it. Pass it to the Keeper (extra=…), and update it in "
+    "the commit"
 )
 _GENERATOR = (
-    "the generator `{}` draws in the steps, and is not kept: a restart begins it again, and draws other numbers than a "
-    "run without a failure. Give it: Keeper(…, per_rank={}), or draw from the global generators, which are kept"
+    "the steps draw from the generator `{}`, which is not kept: a restart resets it, and the run differs from one "
+    "without a failure. Pass it to the Keeper (per_rank={}), or draw from the global generators, which are kept"
+)
+_COST = "after a failure all ranks would load one rank's"
+_EACH_ITS_OWN = (
+    f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
+    "object with state_dict and load_state_dict"
+)
+_ONE_MODEL = (
+    f"The ranks train one model: {_COST}. Seed all ranks alike before the model is made, load weights on all of them, "
+    "or wrap it in DistributedDataParallel. Models of each rank's own need names of their own: "
+    'nn.ModuleDict({f"rank{rank}": model})'
 )
 # Those of this process's Keepers.
 _doors: weakref.WeakSet[Door] = weakref.WeakSet()
 
 
 class Door:
-    """The questions about one training. `kept` are the Keeper's arguments by name.
+    """The checks of one training. `kept` are the Keeper's arguments by name.
 
-    `path` lists the sentences that the job has had, in the node's memory; None without one. `is_first` is for a job's
-    first generation. With `is_others` the loop is a library's: what it puts into `extra` and where it sets options is
-    its own.
+    `path` lists the warnings that the job has printed, in the node's memory; None without one. `is_first` is for a
+    job's first generation. With `is_others` the loop is a library's, and `extra` and where it sets options are its own.
     """
 
     def __init__(
@@ -89,8 +95,8 @@ class Door:
         self._say, self._is_first, self.is_others = say, is_first, is_others
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in _several(kept["scheduler"]) if isinstance(one, LRScheduler)]
-        self._options: list[Any] = []
-        self._counts: list[Any] = []
+        # What schedules change, by name, at the end of the last commit.
+        self._scheduled: dict[str, Any] = {}
         self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
         self._commits = self._looks = 0
         # The number of commits at the last evaluation.
@@ -99,42 +105,35 @@ class Door:
         self._expected: tuple[int, State] = (0, {})
 
     def enter(self, step: int, before: tuple[int, State]) -> None:
-        """The state of `step` is restored. `before` is what an earlier process drew for a step. Collective.
+        """Check after the restore of `step`. `before` is what an earlier process drew for a step. Collective.
 
-        Raises ValueError if something would be wrong after a failure for sure.
+        Raises ValueError for what no restart can restore.
         """
         _doors.add(self)
-        _refuse(self._strange_parameters())
         # A restore makes all ranks alike.
-        found = "" if step else self._difference()
-        _refuse(found and f"{found}. {_way_out(found)}")
+        if reason := self._strange_parameters() or ("" if step else self._difference()):
+            link.refuse(reason)
+            raise ValueError(reason)
         if before[0] == step + 1:
             self._expected = before
         if self._is_first and self._peers.leads:
-            # The program's objects may do anything when they are asked, and none of that may end the training.
+            # Attributes of the program's objects may raise anything, and that must not end the training.
             with contextlib.suppress(Exception):
                 self._look_through()
 
     def commit_begins(self, step: int) -> None:
         """Name a scheduler that was stepped since the last commit."""
-        for one, before in zip(self._schedulers, self._counts, strict=False):
-            if _count(one) != before:
-                self._tell(
-                    "scheduler.step",
-                    f"{type(one).__name__}.step() was called outside keeper.commit() after step {step - 1}: after a "
-                    "failure there that call is lost, or made twice, and the learning rate is another from then on. "
-                    "Call it in the commit",
-                )
+        self._compare_scheduled(step - 1, self._counts())
 
     def committed(self, step: int) -> None:
         """The commit of `step` has ended."""
         self._commits += 1
-        self._options, self._counts = self._numbers(), list(map(_count, self._schedulers))
+        self._scheduled = self._counts() | self._numbers()
         if step == self._expected[0] and not self.is_others:
             self._tell(
                 "drawn",
                 f"rank {self._peers.rank} drew other random numbers, or got another batch, in step {step} than before "
-                "the failure: something that the Keeper does not keep decides that, and `elaunch rehearse` names it",
+                "the failure: they depend on state that the Keeper does not keep; `elaunch rehearse` can name it",
                 by_all=True,
             )
         if self._is_first and self._peers.leads and self._commits == _NOTED_AT:
@@ -151,15 +150,22 @@ class Door:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
         if self._evaluated == self._commits:
             self._look_at_weights()
-        for group, (old, now) in enumerate(zip(self._options, self._numbers(), strict=False)):
-            for name, *values in zip(_NUMBERS, old, now, strict=True):
-                if values[0] != values[1]:
-                    self._tell(
-                        "options",
-                        f"`{name}` of the optimizer's group {group} changed outside keeper.commit() after step {step} "
-                        f"(from {values[0]!s:.40} to {values[1]!s:.40}): after a failure there it is the old one. "
-                        "Change it in the commit, or when a step begins",
-                    )
+        self._compare_scheduled(step, self._counts() | self._numbers())
+
+    def _compare_scheduled(self, step: int, now: Mapping[str, Any]) -> None:
+        for name, value in now.items():
+            if name in self._scheduled and (old := self._scheduled[name]) != value:
+                self._tell(
+                    "options",
+                    f"`{name}` changed outside keeper.commit() after step {step} (from {old!s:.40} to {value!s:.40}): "
+                    "a failure in between restores the old value, or the change is made twice. Change it in the commit "
+                    "(options of an optimizer also at the beginning of a step)",
+                )
+
+    def _counts(self) -> dict[str, Any]:
+        # A ChainedScheduler counts in those that it has.
+        every = [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
+        return {f"{type(one).__name__}.last_epoch": getattr(one, "last_epoch", 0) for one in every}
 
     def drawn(self, step: int, own: Callable[[], State]) -> None:
         """A backward pass of `step` begins, and `own` returns what this rank has drawn and fetched for it."""
@@ -194,28 +200,28 @@ class Door:
         """After a job's first steps, compare once more what all ranks must have alike. Collective."""
         if self._is_first and self._commits and self._looks < _LOOKS:
             self._looks += 1
-            if found := self._difference():
-                self._tell("ranks", f"{found} after step {step}. {_way_out(found)}")
+            if found := self._difference(f" after step {step}"):
+                self._tell("ranks", found)
 
     def _tell(self, kind: str, sentence: str, *, by_all: bool = False) -> None:
-        """Say it once in the job. The ranks run one program, so one of them is enough."""
+        """Warn once per job: rank 0 only, unless `by_all`."""
         if kind in self._said or not (by_all or self._peers.leads):
             return
         self._said.add(kind)
         if self._path is not None:
-            # Without room for so little the sentence comes again.
+            # On a full disk the warning is repeated after a restart.
             with contextlib.suppress(OSError), self._path.open("a") as file:
                 file.write(f"{kind}\n")
         self._say(sentence)
 
-    def _numbers(self) -> list[Any]:
+    def _numbers(self) -> dict[str, Any]:
         """The options of all groups that schedules change; none if a library sets them."""
         its = () if self.is_others else self._training.optimizers
-        groups = [group for one in its for group in getattr(one, "param_groups", ())]
-        return [tuple(_number(group.get(name)) for name in _NUMBERS) for group in groups]
+        groups = enumerate(group for one in its for group in getattr(one, "param_groups", ()))
+        return {f"param_groups[{n}].{name}": _number(group.get(name)) for n, group in groups for name in _NUMBERS}
 
-    def _difference(self) -> str:
-        """What differs between two ranks; "" if nothing does. Collective."""
+    def _difference(self, when: str = "") -> str:
+        """A sentence about what differs between two ranks; "" if nothing does. Collective."""
         if self._peers.world_size == 1:
             return ""
         own = dict(self._alike())
@@ -224,99 +230,93 @@ class Door:
         found = self._peers.from_all(own)
         rank = next(number for number, its in enumerate(found) if its != found[0])
         names = [name for name in {**found[0], **found[rank]} if found[0].get(name) != found[rank].get(name)]
-        return f"{some([f'`{name}`' for name in names])} of rank {rank} differs from rank 0's"
+        way_out = _EACH_ITS_OWN if names[0].startswith(("extra", "scheduler", "scaler", "optimizer")) else _ONE_MODEL
+        return f"{some([f'`{name}`' for name in names])} of rank {rank} differs from rank 0's{when}. {way_out}"
 
-    def _alike(self) -> Iterator[tuple[str, int]]:
+    def _alike(self) -> Iterator[tuple[str, str]]:
         """A digest of each part that a failure would make alike; after the first commit only of what changes."""
         training, is_later = self._training, bool(self._commits)
         weights = () if training.is_in_parts else training.model.named_parameters()
-        named = {name: weight.detach() for name, weight in weights if weight.requires_grad or not is_later}
-        for name, number in digests(named).items():
-            yield name, number ^ crc32(repr((named[name].shape, named[name].dtype)).encode())
-        for number, one in enumerate(training.optimizers):
-            groups = [{k: v for k, v in its.items() if k[:5] != "param"} for its in getattr(one, "param_groups", ())]
-            yield from _leaves(f"optimizer {number}.param_groups" if number else "optimizer.param_groups", groups)
+        live = {name: weight.detach() for name, weight in weights if weight.requires_grad or not is_later}
+        for name, number in digests(live).items():
+            yield name, f"{number:x} {live[name].shape} {live[name].dtype}"
+        groups = [
+            [{key: value for key, value in group.items() if key[:5] != "param"} for group in one.param_groups]
+            for one in training.optimizers
+            if hasattr(one, "param_groups")
+        ]
+        parts: dict[str, Any] = {
+            f"optimizer {n}.param_groups" if n else "optimizer.param_groups": its for n, its in enumerate(groups)
+        }
         for name in ("scheduler", "scaler") if self.is_others else ("scheduler", "scaler", "extra"):
-            parts = _several(self._kept[name])
-            for number, part in enumerate(parts):
+            several = _several(self._kept[name])
+            for number, part in enumerate(several):
                 # Objects may record times.
                 if not is_later or name != "extra" or _is(part, dict, list, Tensor):
                     state = part.state_dict() if hasattr(part, "state_dict") else part
-                    yield from islice(_leaves(f"{name}[{number}]" if len(parts) > 1 else name, state), _LEAVES_MAX)
+                    parts[f"{name}.{number}" if len(several) > 1 else name] = state
+        for name, part in parts.items():
+            found = named(name, part)
+            yield from ((path, digest(its)) for path, its in found if not (isinstance(its, Tensor) and is_shard(its)))
 
     def _strange_parameters(self) -> str:
         """A sentence about an optimizer's parameters that the Keeper does not have; "" if there are none."""
         known = {_memory(one) for _, one in self._training.live_tensors.named(optimizers=False)}
         for one in () if self._training.is_in_parts else self._training.optimizers:
-            # One with a state of its own may keep them.
+            # An optimizer with a state_dict of its own may save them.
             if not isinstance(one, Optimizer) or type(one).state_dict is not Optimizer.state_dict:
                 continue
-            parameters = [p for group in one.param_groups for p in group["params"] if p.requires_grad and p.numel()]
-            if all(_memory(p) in known for p in parameters):
+            strange = [p for group in one.param_groups for p in group["params"] if p.requires_grad and p.numel()]
+            if not (strange := [p for p in strange if _memory(p) not in known]):
                 continue
             beside = [self._kept[name] for name in ("extra", "scaler", "hook_state", "per_rank")]
             reached = _reach("", beside, 10 * _NODES_MAX, set(map(id, self._training.optimizers)))
             known |= {_memory(each) for _, each in reached if _is(each, Tensor)}
-            if strange := [str(tuple(p.shape)) for p in parameters if _memory(p) not in known]:
+            if shapes := [str(tuple(p.shape)) for p in strange if _memory(p) not in known]:
                 return (
-                    f"{type(one).__name__} changes {len(strange)} parameters that are not in the Keeper's model (of "
-                    f"shapes {some(strange)}): a restart would begin with new ones. Give all modules: "
+                    f"{type(one).__name__} changes {len(shapes)} parameters that are not in the Keeper's model (of "
+                    f"shapes {some(shapes)}): a restart would reinitialize them. Pass all modules: "
                     "Keeper([model, other], optimizer)"
                 )
         return ""
 
     def _look_through(self) -> None:
-        """Name the objects of the program that belong to this training, and that no Keeper has."""
-        kinds = _Kinds()
-        found = [one for one in gc.get_objects() if kinds[type(one)]]
-        if self._kept["per_rank"] is None and any(type(one) is DataLoader and _shuffles(one) for one in found):
-            self._tell("loader", _LOADER)
-        things, memory = _kept_by_all()
-        for one in found:
-            # An optimizer steps later, and an average may be one of an earlier training, which is not freed yet.
-            if id(one) not in things and kinds[type(one)] in ("scheduler", "scaler"):
-                self._name(kinds[type(one)], one, memory)
-
-    def _name(self, kind: str, one: Any, memory: set[int]) -> None:
-        """Say it if that object, which is not kept, has a state of this training; `memory` is of what is kept."""
-        name, held = type(one).__name__, getattr(one, "__dict__", {})
-        ours = {id(each) for opt in self._training.optimizers for each in (opt, getattr(opt, "param_groups", opt))}
-        # A stranger's `state_dict` may do anything, a collective too: only one of this training is asked.
-        if kind == "scheduler" and id(held.get("optimizer")) in ours and not self._is_given(one):
-            self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
-        elif kind == "scaler" and one.is_enabled() and not self._is_given(one):
-            self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
-        elif kind == "average":
-            shapes = {parameter.shape for parameter in self._training.model.parameters()}
-            its = {_memory(each) for _, each in _reach("", held) if _is(each, Tensor) and each.shape in shapes}
-            if its and not memory & its:
-                memory |= its
-                self._tell(f"average {name}", _NOT_GIVEN.format(name, "extra", "update it"))
-        elif kind == "optimizer" and not ours & {id(one.param_groups), *map(id, held.values())}:
-            self._note(f"optimizer {name}", _OPTIMIZER.format(name), partial(_steps, weakref.ref(one), memory))
-
-    def _is_given(self, one: Any) -> bool:
-        """Whether a dictionary in `extra` has the keys of its state: a program may put state_dicts there."""
-        keys = {frozenset(each) for _, each in _reach("", self._kept["extra"]) if _is(each, dict)}
-        return bool(keys) and frozenset(one.state_dict()) in keys
+        """Name the loaders, schedulers and scalers of this training that no Keeper has."""
+        objects = gc.get_objects()
+        # By type: isinstance would load lazy objects.
+        kinds = {each for each in set(map(type, objects)) if issubclass(each, _LOOKED_FOR) or _is_schedule(each)}
+        things, _ = _kept_by_all()
+        for one in [one for one in objects if type(one) in kinds and id(one) not in things]:
+            name = type(one).__name__
+            if type(one) is DataLoader:
+                if self._kept["per_rank"] is None and _shuffles(one):
+                    self._tell("loader", _LOADER)
+            elif isinstance(one, torch.amp.GradScaler):
+                if one.is_enabled():
+                    self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
+            elif any(getattr(one, "__dict__", {}).get("optimizer") is each for each in self._training.optimizers):
+                self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
 
     def _note(self, kind: str, sentence: str, read: Callable[[], Any]) -> None:
-        """After some steps, say that if `read` returns something else than now, and not None."""
+        """Warn with `sentence` if the value of `read` changes in the next steps. None: the object is gone."""
         # A SystemRandom has no state.
         with contextlib.suppress(Exception):
             self._movers.append((kind, sentence, read, read()))
 
     def _note_variables(self) -> None:
-        """Look at what the program's variables lead to, and note generators, and tensors that are like the weights."""
-        kinds, (things, memory) = _Kinds(), _kept_by_all()
+        """Note optimizers, generators, and tensors that are like the weights, that the program's variables lead to."""
+        things, memory = _kept_by_all()
+        ours = {id(each) for one in self._training.optimizers for each in (one, getattr(one, "param_groups", one))}
         likes: dict[torch.Size, list[Tensor]] = {}
-        for weight in () if self._training.is_in_parts else self._training.model.parameters():
+        for weight in self._training.model.parameters():
             if weight.requires_grad and len(likes.setdefault(weight.shape, [])) < _AVERAGED_MAX:
                 likes[weight.shape].append(_sample(weight))
         averaged = 0
         for path, one in _reach("", dict(variables(sys._getframe(1))), _NODES_MAX, things):
-            if kind := kinds[type(one)]:
-                self._name(kind, one, memory)
+            name = type(one).__name__
+            # Another one may be a library's, around ours.
+            if _is(one, Optimizer) and not ours & {id(one.param_groups), *map(id, vars(one).values())}:
+                self._note(f"optimizer {name}", _OPTIMIZER.format(name), partial(_steps, one, memory))
             elif (read := _draws(one)) is not None:
                 its = f"[…, {path}]" if _is(one, torch.Generator) else "an object with its state_dict"
                 self._note(f"generator {path}", _GENERATOR.format(path, its), read)
@@ -324,7 +324,7 @@ class Door:
                 averaged < _AVERAGED_MAX
                 and _is(one, Tensor)
                 and _memory(one) not in memory
-                and any(_is_near(one, like) for like in likes.get(one.shape, ()))
+                and any(_is_near(_sample(one), like) for like in likes.get(one.shape, ()))
             ):
                 averaged += 1
                 memory.add(_memory(one))
@@ -332,22 +332,8 @@ class Door:
                 self._note(f"average {name}", _FOLLOWS.format(name), partial(_values, weakref.ref(one)))
 
 
-class _Kinds(dict[type, str]):
-    """What an object of a type may be to a training; "" for nothing. Never asks the object, which may be lazy."""
-
-    def __missing__(self, kind: type) -> str:
-        of: dict[type, str] = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler"}
-        of |= {AveragedModel: "average", Optimizer: "optimizer"}
-        found = "loader" if kind is DataLoader else next((of[one] for one in kind.__mro__ if one in of), "")
-        if not found and hasattr(kind, "state_dict") and "__dict__" in dir(kind):
-            is_schedule = "schedul" in kind.__name__.lower() and hasattr(kind, "step")
-            found = "scheduler" if is_schedule else "average" if _AVERAGE_NAME.search(kind.__name__) else ""
-        self[kind] = found
-        return found
-
-
 def _reach(path: str, value: Any, left: int = _NODES_MAX, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """The objects that `value` leads to, with their paths, but not those in `without`. A loader's are its own."""
+    """All objects reachable from `value`, with their paths, breadth first, but not through those in `without`."""
     seen, queue = set(without), deque([(path, value)])
     while queue and left:
         path, value = queue.popleft()
@@ -361,16 +347,13 @@ def _reach(path: str, value: Any, left: int = _NODES_MAX, without: Collection[in
             items = value.items()
         elif _is(value, list, tuple, set, frozenset):
             items = enumerate(value)
-        elif not _is(value, Tensor) and not (without and _is_own(value)):
+        elif not _is(value, Tensor) and not (
+            without and (_is(value, DataLoader, Sampler) or type(value).__module__.startswith("elaunch."))
+        ):
             with contextlib.suppress(Exception):
                 items = object.__getattribute__(value, "__dict__").items()
         for key, item in list(islice(items, None if left > _NODES_MAX else _ITEMS_MAX)):
             queue.append((f"{path}.{key if _is(key, str, int) else '…'}".lstrip("."), item))
-
-
-def _is_own(value: Any) -> bool:
-    """Whether what it has is named with it, or is elaunch's."""
-    return _is(value, DataLoader, Sampler) or type(value).__module__.startswith("elaunch.")
 
 
 def _kept_by_all() -> tuple[set[int], set[int]]:
@@ -382,96 +365,51 @@ def _kept_by_all() -> tuple[set[int], set[int]]:
         for _, one in _reach("", door._kept):
             things.add(id(one))
             tensors += [one] if _is(one, Tensor) else []
-        tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
         memory |= set(map(_memory, tensors))
     return things, memory
 
 
 def _draws(one: Any) -> Callable[[], Any] | None:
     """A function that returns the present state of a generator; None for another object, and for a global one."""
-    if _is(one, torch.Generator):
-        return None if one is torch.default_generator else partial(_torchs, one, one.initial_seed())
-    if _is(one, random.Random):
-        return None if one is getattr(random, "_inst", None) else one.getstate
-    numpys: Any = sys.modules.get("numpy.random")
-    if numpys is None or not _is(one, numpys.Generator, numpys.RandomState):
+    numpys = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
+    if one is torch.default_generator or one is numpys or generator_state(one) is None:
         return None
-    if one is getattr(numpys.mtrand, "_rand", None):
-        return None
-    bits = one.bit_generator if _is(one, numpys.Generator) else one._bit_generator
-    return lambda: repr(bits.state)
+    if not _is(one, torch.Generator):
+        return partial(generator_state, one)
+    seed = one.initial_seed()
+    # One that each step seeds needs no state.
+    return lambda: one.get_state().tolist() if one.initial_seed() == seed else None
 
 
-def _torchs(one: torch.Generator, seed: int) -> Any:
-    # One that is seeded in each step begins nothing again.
-    return one.get_state().tolist() if one.initial_seed() == seed else None
-
-
-def _steps(one: Callable[[], Any], memory: set[int]) -> Any:
-    """The number of changes of what an optimizer has for itself, and of its parameters that no Keeper has."""
-    if (optimizer := one()) is None:
-        return None
-    states = [each for its in optimizer.state.values() if _is(its, dict) for each in its.values() if _is(each, Tensor)]
+def _steps(optimizer: Optimizer, memory: set[int]) -> Any:
+    """Version counters of an optimizer's state, and of those of its parameters that no Keeper has."""
     own = [p for group in optimizer.param_groups for p in group["params"] if _memory(p) not in memory]
-    return len(states), sum(each._version for each in [*states, *own] if not each.is_inference())
+    states = [*tensors_in([*optimizer.state.values()])]
+    return len(states), sum(each._version for each in [*states, *own])
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A few values from its middle."""
+    """A few values from its middle; none where they are not floating-point numbers side by side."""
     part = local_parts(tensor)[0]
-    count = min(_SAMPLE, part.numel())
-    begin = part.storage_offset() + (part.numel() - count) // 2
-    return part.as_strided((count,), (1,), begin).float().cpu()
+    is_plain = part.is_floating_point() and part.layout == torch.strided and part.device.type != "meta"
+    if not (is_plain and part.is_contiguous() and part.untyped_storage().nbytes()):
+        return torch.empty(0)
+    begin = (part.numel() - _SAMPLE) // 2
+    return part.flatten()[max(0, begin) :][:_SAMPLE].float().cpu()
 
 
 def _values(one: Callable[[], Tensor | None]) -> Any:
     return None if (tensor := one()) is None else _sample(tensor).tolist()
 
 
-def _is_near(tensor: Tensor, like: Tensor) -> bool:
-    is_plain = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type != "meta"
-    if not (is_plain and tensor.is_contiguous() and tensor.untyped_storage().nbytes()):
-        return False
-    return bool((_sample(tensor) - like).norm() <= _NEAR * like.norm()) and bool(like.any())
+def _is_near(sample: Tensor, like: Tensor) -> bool:
+    is_alike = sample.shape == like.shape and bool((sample - like).norm() <= _NEAR * like.norm())
+    return is_alike and bool(like.any())
 
 
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, int]]:
-    """A digest of each tensor and plain value in a nest, by a path as in a program. Not of a part of a tensor."""
-    if isinstance(value, Tensor):
-        if not is_shard(value):
-            is_small = value.nbytes <= _HASHED_BYTES_MAX
-            number = crc32(tensors_sha256([value]).encode()) if is_small else digests({"": value})[""]
-            yield path, number ^ crc32(repr((value.shape, value.dtype)).encode())
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key}]", item)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _leaves(f"{path}[{number}]", item)
-    elif isinstance(value, set | frozenset):
-        yield path, crc32(repr(sorted(map(repr, value))).encode())
-    elif isinstance(value, str | bytes | int | float | complex | None):
-        yield path, crc32(repr(value).encode())
-
-
-def _way_out(found: str) -> str:
-    cost = "after a failure all ranks would have one rank's"
-    if found.startswith(("`extra", "`scheduler", "`scaler", "`optimizer")):
-        return (
-            f"It has one value for all ranks: {cost}. Make it the same on all of them, or give what each rank has for "
-            "itself as per_rank=: an object with state_dict and load_state_dict"
-        )
-    return (
-        f"The ranks train one model: {cost}. Seed all ranks alike before the model is made, load weights on all of "
-        "them, or wrap it in DistributedDataParallel. Models of each rank's own need names of their own: "
-        'nn.ModuleDict({f"rank{rank}": model})'
-    )
-
-
-def _refuse(reason: str) -> None:
-    if reason:
-        link.refuse(reason)
-        raise ValueError(reason)
+def _is_schedule(kind: type) -> bool:
+    """Whether it looks like a library's own scheduler."""
+    return "schedul" in kind.__name__.lower() and hasattr(kind, "step")
 
 
 def _shuffles(loader: Any) -> bool:
@@ -479,11 +417,6 @@ def _shuffles(loader: Any) -> bool:
     sampler = loader.sampler
     shuffles = isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
     return shuffles and not isinstance(loader.batch_sampler, BatchSampler)
-
-
-def _count(scheduler: Any) -> Any:
-    # A ChainedScheduler counts in those that it has.
-    return [getattr(one, "last_epoch", 0) for one in (scheduler, *getattr(scheduler, "_schedulers", ()))]
 
 
 def _number(value: Any) -> Any:

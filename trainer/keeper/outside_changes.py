@@ -74,9 +74,9 @@ class OutsideChanges:
             return
         if not all(map(equal, self._samples, map(_sample, self._sampled))):
             self._exchanged = (
-                f"the weights are not those of the end of step {step}: something has put others in through `.data`. "
-                "Until those are back, a failure goes back to the copy before, and the next commit would change the "
-                "others. Evaluate an average in a model of its own, or with torch.func.functional_call"
+                f"the weights were replaced through `.data` after step {step}. Until they are put back, a failure goes "
+                "back to the copy before, and a commit would update the replacement. Evaluate averaged weights in a "
+                "separate model, or with torch.func.functional_call"
             )
 
     def forget(self) -> None:
@@ -100,17 +100,15 @@ class OutsideChanges:
 
     def news(self, step: int) -> str:
         """The same, but only once in the life of this object."""
-        if self._is_said or not self.found(step):
-            return ""
-        self._is_said = True
-        return self._sentence or self._exchanged
+        said = "" if self._is_said else self.found(step)
+        self._is_said |= bool(said)
+        return said
 
     def allow_copy(self, step: int) -> bool:
         """Whether a copy that is due may be made of this state. Raises RuntimeError if none ever may."""
-        self._refusals = self._refusals + 1 if self.found(step) else 0
+        self._refusals = self._refusals + 1 if (found := self.found(step)) else 0
         if self._refusals == _REFUSALS_MAX:
-            what = self._sentence or self._exchanged
-            raise RuntimeError(f"{what}: it comes after each step, so there would never be a copy")
+            raise RuntimeError(f"{found}: it comes after each step, so there would never be a copy")
         return not self._refusals
 
     def _is_same(self, before: list[Tensor], now: list[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""The part of `elaunch rehearse` in a worker: records the state of each step, dies at a moment, ends in good time."""
+"""`elaunch rehearse` in a worker: records the state of each step, kills at a chosen moment, stops at the last step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from elaunch.trainer.state.model_state import hook_after_forward
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import local_parts, tensors_in, tensors_sha256
 
-# Set by the command. JSON: the `folder` of the records, `steps` until the end, and the moment at which to die.
+# Set by the command. JSON: the `folder` of the records, the number of `steps`, and when to kill which process.
 VARIABLE = "ELAUNCH_REHEARSAL"
 # How far the program's own variables are followed. What is larger is data.
 _DEPTH, _ITEMS_MAX, _NAMES_MAX, _BYTES_MAX = 6, 1000, 5000, 1 << 26
@@ -62,7 +62,7 @@ class Rehearsal:
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             self._losses += [
-                repr(each.tolist()) if each.numel() == 1 else _digest(each) for each in tensors_in([tensors])
+                repr(each.tolist()) if each.numel() == 1 else digest(each) for each in tensors_in([tensors])
             ]
             original(tensors, *args, **kwargs)
             self._die("backward")
@@ -81,28 +81,30 @@ class Rehearsal:
         # An evaluation that was cut off leaves other modes, until the step sets them.
         rest.get("settings", {}).pop("evaluating", None)
         facts = {**dict(training.live_tensors.named()), **buffers["transient"], **buffers["buffers"]}
-        facts |= dict(_named("", rest))
+        facts |= dict(named("", rest))
         if self._losses:
             facts["the loss"] = " + ".join(self._losses)
         facts |= {name: f"done {its.hexdigest()[:16]}" for name, its in self._seen.items()}
         record: dict[str, Any] = {"step": step, "pid": os.getpid()}
         for name, values in (("facts", facts), ("others", self._others(own))):
-            record[name] = {each: _digest(its) for each, its in values.items() if its is not None}
+            record[name] = {each: digest(its) for each, its in values.items() if its is not None}
         with self._path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         self._begin_record()
         return step > int(self._asked["steps"])
 
     def _others(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """What the program has beside its state: it explains a difference, and is none."""
+        """What the program has beside its state: not compared, but the likely reason of a difference."""
         model = self._training.model
-        found = dict(_named("per_rank", own.get("per_rank")))
+        found = dict(named("per_rank", own.get("per_rank")))
         found |= {f"training of {name or 'the model'}": str(its.training) for name, its in model.named_modules()}
         for name, its in model.named_parameters():
             found |= {f"requires_grad of {name}": str(its.requires_grad), f"gradient of {name}": its.grad}
         several = [each for one in self._kept if isinstance(one, list | tuple) for each in one]
         modules = [module for one in self._training.models for module in one.modules()]
-        return found | dict(islice(_variables(frozenset(map(id, [*self._kept, *several, *modules]))), _NAMES_MAX))
+        kept = frozenset(map(id, [*self._kept, *several, *modules]))
+        own_variables = (each for name, its in variables(sys._getframe(1)) for each in named(name, its, kept))
+        return found | dict(islice(own_variables, _NAMES_MAX))
 
     def committing(self) -> None:
         """All changes of the step are made, and the commit has not ended."""
@@ -144,36 +146,44 @@ def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
-def _variables(kept: frozenset[int]) -> Iterator[tuple[str, Any]]:
-    """What `variables` have in them, by the names that lead there."""
-    for variable, value in variables(sys._getframe(1)):
-        yield from _named(variable, value, kept)
-
-
-def _named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
     """Tensors, generators and plain values in `value` by their paths. With `kept` those in objects too, less these."""
-    library = type(value).__module__.partition(".")[0]
-    ask = getattr(value, "get_state", None) or getattr(value, "getstate", None)
     if isinstance(value, Tensor):
         if kept is None or value.nbytes < _BYTES_MAX:
             yield path, value
-    elif library in ("torch", "numpy", "random") and (ask or hasattr(value, "bit_generator")):
-        state = ask() if ask else value.bit_generator.state
-        yield f"generator `{path}`", state if isinstance(state, Tensor) else repr(state)
+    elif (state := generator_state(value)) is not None:
+        yield f"generator `{path}`", state
+    elif isinstance(value, set | frozenset):
+        yield path, repr(sorted(map(repr, value)))
     elif isinstance(value, str | bytes | int | float | complex | None):
         yield path, repr(value)
-    elif depth and library != "elaunch" and id(value) not in (kept or ()):
+    elif depth and not type(value).__module__.startswith("elaunch.") and id(value) not in (kept or ()):
         items: Any = value.items() if isinstance(value, dict) else ()
         if isinstance(value, list | tuple):
             items = enumerate(value)
         elif kept is not None and not isinstance(value, dict | ModuleType | FunctionType | type):
             items = (value.state_dict() if isinstance(value, nn.Module) else getattr(value, "__dict__", {})).items()
         for key, item in islice(items, _ITEMS_MAX):
-            yield from _named(f"{path}.{key}".lstrip("."), item, kept, depth - 1)
+            yield from named(f"{path}.{key}".lstrip("."), item, kept, depth - 1)
 
 
-def _digest(value: Any) -> str:
-    """What is compared of a value; a short one as it is."""
+def generator_state(value: Any) -> Tensor | str | None:
+    """The present state of a generator of torch, numpy or Python; None of another object."""
+    if type(value).__module__.partition(".")[0] not in ("torch", "numpy", "random"):
+        return None
+    ask = getattr(value, "get_state", None) or getattr(value, "getstate", None)
+    if not ask and not hasattr(value, "bit_generator"):
+        return None
+    try:
+        state = ask() if ask else value.bit_generator.state
+    except NotImplementedError:
+        # The system's generator has none.
+        return None
+    return state if isinstance(state, Tensor) else repr(state)
+
+
+def digest(value: Any) -> str:
+    """What is compared of a value: itself, or its digest if it is long."""
     if isinstance(value, Tensor):
         return "; ".join(f"{str(part.dtype)[6:]}{[*part.shape]} {_bits(part)}" for part in local_parts(value))
     return value if len(value) <= _SHOWN_CHARS else "… " + hashlib.sha256(value.encode()).hexdigest()[:16]

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from elaunch.strict_json import parse_json
 from elaunch.trainer.data.order import Order
-from elaunch.trainer.files import parse_json
 
 FORMAT = 1
 

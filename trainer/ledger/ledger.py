@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elaunch.strict_json import parse_json
 from elaunch.trainer.data.order import Micro, Order
-from elaunch.trainer.files import parse_json
 from elaunch.trainer.ledger.audit import FORMAT, Verdict, verdict
 
 _NAME = re.compile(r"generation-(\d+)-rank-(\d+)\.jsonl")

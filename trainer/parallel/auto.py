@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elaunch.trainer.files import parse_json
+from elaunch.strict_json import parse_json
 from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.run_directory import RunDirectory

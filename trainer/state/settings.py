@@ -1,6 +1,6 @@
 """What a program sets beside tensors: `requires_grad`, `training`, and the parameter groups of its optimizers.
 
-It changes them by `if step == 50:`, which does not come again after a restart.
+A program changes them once (`if step == 50:`), and would not do so again after a restart from a later step.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class Settings:
         self._noted: _Noted | None = None
         # Whether a restore's settings are set once more before the first step.
         self._is_due = self._has_told = False
-        # The flags as the program or a restore has given them, and of each DDP its parameters and how many it reduces.
+        # The flags as the program or a restore has given them, or as DDP's were compared with them.
         self._given = self._start.requires_grad
-        self._reduced: list[tuple[list[Tensor], float]] | None = None
         self._restored: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
@@ -167,8 +166,8 @@ class Settings:
         known |= dict(enumerate(_all_of(self._start.groups[number])))
         if lost := [name for group in groups for name in group if name not in known]:
             raise ValueError(
-                f"a parameter group of the state has {some(map(str, lost))}, and the program has no such parameter (a "
-                "number is a place in the optimizer at its start); the state is of another model or optimizer"
+                f"the saved parameter groups refer to {some(map(str, lost))}, which this program does not have (a "
+                "number is an index in the optimizer as it was made); the state is of another model or optimizer"
             )
         wanted = [[known[name] for name in group] for group in groups]
         pairs = zip(wanted, optimizer.param_groups, strict=False)
@@ -247,16 +246,11 @@ class Settings:
             before = dict(zip(self._names, self._parameters, strict=True))
             self._look()
             now = dict(zip(self._names, self._parameters, strict=True))
-            for verb, names in (
-                ("got", now.keys() - before.keys()),
-                ("lost", before.keys() - now.keys()),
-                ("replaced", {name for name in now.keys() & before.keys() if now[name] is not before[name]}),
-            ):
-                if names:
-                    return (
-                        f"the model has {verb} {some(sorted(names))} since the Keeper was entered, and a restart would "
-                        "begin without that; add modules, prune and parametrize before the Keeper"
-                    )
+            if changed := sorted(name for name in {**before, **now} if before.get(name) is not now.get(name)):
+                return (
+                    f"parameters were added, removed or replaced since the Keeper was entered ({some(changed)}), and a "
+                    "restart would begin without that; add modules, prune and parametrize before the Keeper"
+                )
         groups = [[[*map(id, group["params"])] for group in _groups_of(one)] for one in self._optimizers]
         if groups != self._known_groups:
             self._known_groups = groups
@@ -266,8 +260,8 @@ class Settings:
             flags = zip(self._names, self._parameters, self._start.requires_grad, strict=True)
             if changed := [name for name, one, was_on in flags if one.requires_grad != was_on]:
                 return (
-                    f"requires_grad of {some(changed)} has changed since the Keeper was made, which cannot be kept "
-                    f"where each rank has a part of the state (torch's fully_shard does not follow it); {_FINAL}"
+                    f"requires_grad of {some(changed)} has changed since the Keeper was made, which is not supported "
+                    f"for a sharded state (torch's fully_shard ignores it); {_FINAL}"
                 )
         if is_by_name:
             modules = [*zip(self._places, self._modules, self._start.training, strict=False)][len(self._wrappers) :]
@@ -275,7 +269,7 @@ class Settings:
             if switched and len({module.training for _, module, _ in modules}) > 1:
                 return (
                     f"the training mode of {some(switched)} has changed since the Keeper was made, and that of other "
-                    "modules has not, which cannot be kept where the ranks have different models; switch single "
+                    "modules has not, which is not supported where the ranks have different models; switch single "
                     "modules before the Keeper"
                 )
         return ""
@@ -283,41 +277,35 @@ class Settings:
     def _refused_groups(self, is_in_parts: bool) -> str:
         if is_in_parts:
             return (
-                "the parameter groups of the optimizer are others than when the Keeper was made, which cannot be kept "
-                f"where each rank has a part of the state; {_FINAL}"
+                "the parameter groups of the optimizer have changed since the Keeper was made, which is not supported "
+                f"for a sharded state; {_FINAL}"
             )
         for number, groups in enumerate(self._now().groups):
             for place, names in enumerate(self._named(number, groups)):
                 if None in names:
                     shape = tuple(groups[place][1][names.index(None)].shape)
                     return (
-                        f"group {place} of {type(self._optimizers[number]).__name__} has got a parameter of shape "
-                        f"{shape} that is in no model of the Keeper, so a restart could not find it; give the Keeper "
-                        "its module too: Keeper([model, …], …)"
+                        f"group {place} of {type(self._optimizers[number]).__name__} has a parameter of shape {shape} "
+                        "that belongs to no model of the Keeper, so it could not be restored; pass its module too: "
+                        "Keeper([model, …], …)"
                     )
         return ""
 
     def unreduced(self) -> str:
-        """A sentence, once, about parameters that need a gradient now and are unknown to their DDP; "" without any."""
+        """A sentence, once, about parameters that require a gradient and that DDP does not reduce; "" without any."""
         if self._has_told or self._noted is None or self._noted.requires_grad == self._given:
             return ""
-        if self._reduced is None:
-            wrappers = (module for _, module in self._wrappers if isinstance(module, DistributedDataParallel))
-            self._reduced = [
-                (
-                    [one for name, one in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore],
-                    ddp._get_ddp_logging_data().get("num_parameter_tensors", math.inf),  # type: ignore[no-untyped-call]
-                )
-                for ddp in wrappers
-            ]
-        for parameters, reduced in self._reduced:
-            if (wanted := sum(map(_REQUIRES_GRAD, parameters))) > reduced:
+        self._given = self._noted.requires_grad
+        for ddp in [module for _, module in self._wrappers if isinstance(module, DistributedDataParallel)]:
+            named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+            wanted = sum(one.requires_grad for name, one in named if name not in ignored)
+            facts: Any = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+            if wanted > (reduced := facts.get("num_parameter_tensors", math.inf)):
                 self._has_told = True
                 return (
-                    f"{wanted} parameters need a gradient, and DistributedDataParallel averages those of {reduced}: it "
-                    "knows the parameters that needed one when it was made. Unless the program averages the others, "
-                    "each rank trains its own. Wrap the model before anything is frozen, with "
-                    "find_unused_parameters=True"
+                    f"{wanted} parameters require a gradient, and DistributedDataParallel reduces {reduced}: those "
+                    "that required one when it was made. Unless the program reduces the others, they diverge between "
+                    "ranks. Wrap the model before anything is frozen, with find_unused_parameters=True"
                 )
         return ""
 

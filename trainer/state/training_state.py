@@ -30,7 +30,7 @@ from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
-from elaunch.trainer.state.tree import OPTIMIZERS, State, cloned, flatten, local_parts, put_into, some, tensors_sha256
+from elaunch.trainer.state.tree import OPTIMIZERS, State, cloned, flatten, local_parts, put_into, tensors_sha256
 
 Found = TypeVar("Found")
 
@@ -80,7 +80,6 @@ class Training:
         self.device = _device_of(self.model)
         self.random = RandomStates(self.device)
         self._buffers = Buffers(self.model, self.device)
-        self._entries = set() if self.is_in_parts else set(self.model.state_dict())
         self._shares_buffers = all(map(_shares_buffers, self.models))
         parts = [*self._wrapped.modules(), *self._optimizers]
         self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
@@ -174,11 +173,6 @@ class Training:
         """The replicated state, with the live tensors that training changes."""
         model = self.model.state_dict()
         without_buffers(model, self._buffers)
-        if new := [name for name in model if name not in self._entries]:
-            raise NotPlain(
-                f"the model has got {some(new)} since the Keeper was entered, and a restart would begin without it; "
-                "add modules, prune and parametrize before the Keeper"
-            )
         own = [self.settings.of_step(0, one.state_dict()) for one in self._optimizers[:1]]
         return {"model": model, "optimizer": own, **self.rest()}
 

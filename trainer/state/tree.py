@@ -16,7 +16,7 @@ from torch import Tensor
 from elaunch.trainer.state.nesting import require_shallow, require_shallow_value
 
 State = dict[str, Any]
-# The entry of a state that says which optimizers it is of.
+# The entry of a state with the classes and group sizes of its optimizers.
 OPTIMIZERS = "optimizers_are"
 Path = tuple[str | int, ...]
 

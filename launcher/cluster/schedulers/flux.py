@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from elaunch.launcher.cluster.cluster import Cluster, HeadQuery, number, port_of_name, used
 from elaunch.launcher.cluster.schedulers.hostlist import expand
-from elaunch.rendezvous.codec import parse_json
+from elaunch.strict_json import parse_json
 
 # A job's number in F58, with ƒ or f in front. Some locales write other characters for ƒ, but no letters or digits.
 _F58 = re.compile("(?:f|[^0-9A-Za-z]+)?([1-9A-Za-z]+)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import ssl
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -21,6 +20,7 @@ from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.records import replace
 from elaunch.rendezvous.addresses import is_address, is_loopback
 from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.discovery import unverified_context
 from elaunch.rendezvous.http.client import Deadline
 from elaunch.rendezvous.http.dial import dial
 from elaunch.rendezvous.http.request import DATE_FORMAT
@@ -185,7 +185,7 @@ def _skew(plan: RendezvousPlan) -> tuple[float, float] | None:
 
 def _date_of(endpoint: Endpoint) -> float | None:
     """The time in the answer of the server there, whoever it is: no token is shown to it."""
-    for context in (_trusting(), None):
+    for context in (unverified_context(), None):
         with suppress(OSError, Garbled, ValueError):
             deadline = Deadline(_LOOK_S)
             connected = dial(resolve(endpoint.host, endpoint.port, _RESOLVE_S), deadline.left)
@@ -204,10 +204,3 @@ def _seconds(date: str) -> int:
     import calendar
 
     return calendar.timegm(time.strptime(date, DATE_FORMAT))
-
-
-def _trusting() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context

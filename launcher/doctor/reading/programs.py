@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elaunch.agent.linux import allow_tracer, die_with_parent, ptrace_scope
 from elaunch.launcher.doctor.facts import StackFacts, TorchFacts
-from elaunch.rendezvous.codec import parse_json
+from elaunch.strict_json import parse_json
 
 _LINE_MAX = 300
 # Run by the workers' interpreter. CUDA starts as in a worker: that finds a driver that is too old.

@@ -1,6 +1,6 @@
 # As some frameworks do, lest the others hang. Nothing says who has sent a SIGKILL.
 # headline: the fork server was killed by SIGKILL on \S+ in generation 1
-# why: .* killed by SIGKILL in generations 0 and 1, .*; 1 of 3 restarts used
+# why: .* killed by SIGKILL \(sender unknown\) twice in a row .*; 1 of 3 restarts used
 # next: the fork server is the parent process of this node's ranks: .*SIGTERM
 # max-restarts: 3
 # workers: 2

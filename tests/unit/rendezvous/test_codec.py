@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.codec import decode, encode, parse_first_json, parse_json
+from elaunch.rendezvous.codec import decode, encode, parse_first_json
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, Joined, Node, OpenKind, Outcome, OutcomeKind
+from elaunch.strict_json import parse_json
 
 FAILURE = Failure(
     FailureKind.EXCEPTION,

@@ -1,4 +1,4 @@
-"""agent.session.process_identity: a successor can tell whether an agent of the same host is dead, and of no other."""
+"""elaunch.process_identity: a successor can tell whether an agent of the same host is dead, and of no other."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 
-from elaunch.agent.session.process_identity import is_dead_here, this_process
+from elaunch.process_identity import is_dead_here, this_process
 from tests.harness import DEADLINE_S, wait_for
 
-WORD = "from elaunch.agent.session.process_identity import this_process; print(this_process(), flush=True); input()"
+WORD = "from elaunch.process_identity import this_process; print(this_process(), flush=True); input()"
 
 
 def other_process() -> tuple[subprocess.Popen[str], str]:

@@ -27,10 +27,10 @@ from elaunch.agent.core.failures import (
 )
 from elaunch.agent.core.hang import Standing, who_hangs
 from elaunch.agent.forkserver import wire
-from elaunch.agent.session.process_identity import is_dead_here, this_process
 from elaunch.agent.workers import numa
 from elaunch.agent.workers.link import Link
 from elaunch.launcher.report import report, write_error_file
+from elaunch.process_identity import is_dead_here, this_process
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind

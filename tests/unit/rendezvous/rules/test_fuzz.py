@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elaunch.agent.core.events import Looked, Tick
 from elaunch.agent.core.step import step
-from elaunch.rendezvous.codec import decode, encode, parse_json
+from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import SLOTS_MAX
 from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, StillNode
 from elaunch.rendezvous.rules.leading import LeaderState, lead
@@ -35,6 +35,7 @@ from elaunch.rendezvous.types import (
     RankTable,
     Terms,
 )
+from elaunch.strict_json import parse_json
 from tests.fuzzing import NESTED, TEXTS, bounded, json_texts
 from tests.unit.agent.driver import Driver
 

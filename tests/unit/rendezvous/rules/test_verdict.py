@@ -266,7 +266,7 @@ def test_a_parent_process_that_is_killed_twice_without_progress_is_not_started_a
     decision = decide({1: [one], 2: [other]})
 
     assert isinstance(decision, kind)
-    assert kind is Restart or "by SIGKILL in generations 1 and 2" in decision.reason
+    assert kind is Restart or "by SIGKILL (sender unknown) twice in a row" in decision.reason
 
 
 NO_CONFIG = replace(

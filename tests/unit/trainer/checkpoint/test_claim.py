@@ -57,7 +57,7 @@ def rewrite(place: Path, **fields: Any) -> None:
 def test_a_place_that_another_job_writes_to_is_refused_until_that_job_is_killed_or_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "_ENDING_S", 0.0)
+    monkeypatch.setattr(claim, "_PATIENCE_S", 0.0)
     with other_job(tmp_path) as job:
         with pytest.raises(NotOurs, match=rf"is being written by a job \(on .*, pid {job.pid}, since 2.*end that job"):
             claimed(tmp_path).take(nothing)
@@ -98,7 +98,7 @@ def test_a_restart_does_not_take_the_place_of_another_job_with_the_same_run_id(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    monkeypatch.setattr(claim, "_ENDING_S", 0.0)
+    monkeypatch.setattr(claim, "_PATIENCE_S", 0.0)
     with other_job(tmp_path), pytest.raises(NotOurs, match="is being written by job seven"):
         claimed(tmp_path, generation=1).take(nothing)
 
@@ -109,11 +109,13 @@ def test_a_job_on_another_host_lives_as_long_as_it_renews_its_note(
 ) -> None:
     claimed(tmp_path).take(nothing)
     rewrite(tmp_path, process="boot:namespace:1:1", token="its")
+    numbers = iter(range(7, 1000))
+    monkeypatch.setattr(claim, "_PATIENCE_S", 4 * claim._LOOK_S)
+    monkeypatch.setattr(claim, "_SILENT_S", 3 * claim._LOOK_S)
     if lives:
         with pytest.raises(NotOurs, match="is being written by"):
-            claimed(tmp_path).take(lambda: rewrite(tmp_path, renewals=7))
+            claimed(tmp_path).take(lambda: rewrite(tmp_path, renewals=next(numbers)))
     else:
-        monkeypatch.setattr(claim, "_SILENT_S", 0.0)
         claimed(tmp_path).take(nothing)
 
 
@@ -182,6 +184,8 @@ RUN = {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "job-4711"}
         ("train.py data", "train.py --resume data"),
         ("train.py --lr 1", "train.py --resume_from_checkpoint x/9.pt --lr 1"),
         ("train.py lr=1", "train.py lr=1 resume=true"),
+        ("train.py --seed 1 --lr=2", "train.py --lr 2 --seed=1"),
+        ("train.py --run-name a --verbose data", "train.py --num_workers=8 data --log-level debug"),
         ("/x/ipykernel_launcher.py -f /r/kernel-1a.json", "/y/ipykernel_launcher.py -f /r/kernel-2b.json"),
     ],
 )

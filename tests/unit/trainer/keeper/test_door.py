@@ -72,13 +72,13 @@ def test_a_scheduler_that_is_not_given_is_named_at_entry() -> None:
     scheduler = StepLR(program.optimizer, 2)
 
     assert program.run() == (
-        "the program's StepLR is not kept: a restart begins it again. Give it: Keeper(…, scheduler=…), and call its "
+        "the program's StepLR is not kept: a restart resets it. Pass it to the Keeper (scheduler=…), and call its "
         "step() in the commit"
     )
     assert scheduler.last_epoch == 0
 
 
-@pytest.mark.parametrize("how", ["given", "in another one", "as its state"])
+@pytest.mark.parametrize("how", ["given", "in another one"])
 def test_a_scheduler_that_is_kept_is_not_named(how: str) -> None:
     program = Program()
     scheduler: Any = StepLR(program.optimizer, 2)
@@ -86,8 +86,7 @@ def test_a_scheduler_that_is_kept_is_not_named(how: str) -> None:
         scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler, StepLR(program.optimizer, 3)])
     program.commits = lambda step: scheduler.step()
 
-    kept = {"extra": {"schedule": scheduler.state_dict()}} if how == "as its state" else {"scheduler": scheduler}
-    assert program.run(**kept) == ""
+    assert program.run(scheduler=scheduler) == ""
 
 
 def test_a_scheduler_that_steps_outside_the_commit_is_named_once() -> None:
@@ -96,8 +95,7 @@ def test_a_scheduler_that_steps_outside_the_commit_is_named_once() -> None:
     program.ends = lambda step: scheduler.step()
 
     assert program.run(scheduler=scheduler).startswith(
-        "StepLR.step() was called outside keeper.commit() after step 1: after a failure there that call is lost, or "
-        "made twice"
+        "`StepLR.last_epoch` changed outside keeper.commit() after step 1 (from 0 to 1): a failure in between"
     )
     assert len(program.said) == 1
 
@@ -109,7 +107,7 @@ def test_options_that_change_when_a_step_ends_are_named_and_those_that_it_begins
 
     said = program.run()
 
-    begins = "`lr` of the optimizer's group 0 changed outside keeper.commit() after step 1 (from 0.01 to 0.1)"
+    begins = "`param_groups[0].lr` changed outside keeper.commit() after step 1 (from 0.01 to 0.1)"
     assert said.startswith(begins) if at == "ends" else said == ""
 
 
@@ -119,8 +117,8 @@ def test_an_averaged_model_is_named() -> None:
     program.commits = lambda step: average.update_parameters(program.model)
 
     assert program.run() == (
-        "the program's AveragedModel is not kept: a restart begins it again. Give it: Keeper(…, extra=…), and update "
-        "it in the commit"
+        "`average` follows the weights, and is not kept: a restart resets it. Pass it to the Keeper (extra=…), and "
+        "update it in the commit"
     )
 
 
@@ -129,7 +127,7 @@ def test_tensors_that_follow_the_weights_are_named_by_their_variable() -> None:
     means = [weight.detach().clone() for weight in program.model.parameters()]
     program.commits = lambda step: program.average(means)
 
-    assert program.run().startswith("`means` follows the weights, and is not kept: a restart begins it again.")
+    assert program.run().startswith("`means` follows the weights, and is not kept: a restart resets it.")
     assert len(program.said) == 1
 
 
@@ -151,8 +149,8 @@ def test_weights_that_are_put_in_for_an_evaluation_are_named() -> None:
     program.ends = lambda step: program.evaluate_with(means) if step == 3 else None
 
     assert program.run(extra={"means": means}).startswith(
-        "the weights are not those of the end of step 3: something has put others in through `.data`. Until those are "
-        "back, a failure goes back to the copy before"
+        "the weights were replaced through `.data` after step 3. Until they are put back, a failure goes back to the "
+        "copy before"
     )
 
 
@@ -170,7 +168,9 @@ def test_only_a_generator_that_draws_on_is_named(how: str) -> None:
     program.begins = begins
     said = program.run(per_rank=noise if how == "is given" else ())
 
-    assert said.startswith("the generator `noise` draws in the steps, and is not kept") if how == "draws" else not said
+    assert (
+        said.startswith("the steps draw from the generator `noise`, which is not kept") if how == "draws" else not said
+    )
 
 
 def test_another_optimizer_that_steps_is_named() -> None:
@@ -184,7 +184,7 @@ def test_another_optimizer_that_steps_is_named() -> None:
 
     program.begins = begins
 
-    assert program.run().startswith("the program's Adam steps, and is not kept: a restart begins it and its parameters")
+    assert program.run().startswith("the program's Adam steps, and is not kept: a restart resets it and its parameters")
 
 
 def test_parameters_of_the_optimizer_that_the_keeper_lacks_are_refused() -> None:
@@ -193,7 +193,7 @@ def test_parameters_of_the_optimizer_that_the_keeper_lacks_are_refused() -> None
     program.optimizer.add_param_group({"params": head.parameters()})
 
     with pytest.raises(
-        ValueError, match=r"AdamW changes 2 parameters .* \(of shapes \(3, 3\), \(3,\)\).*Give all modu"
+        ValueError, match=r"AdamW changes 2 parameters .* \(of shapes \(3, 3\), \(3,\)\).*Pass all modu"
     ):
         program.run()
     assert program.run(extra=head, name="second") == ""
@@ -240,11 +240,11 @@ def door_of(seed: int = 0, lr: float = 0.1, its: Callable[[], Any] = dict, **ext
     ("other", "named"),
     [
         ({"seed": 1}, "`weight`, `bias` of rank 1 differs from rank 0's. The ranks train one model"),
-        ({"lr": 0.2}, '`optimizer.param_groups[0]["lr"]` of rank 1 differs'),
-        ({"x": 1}, '`extra["x"]` of rank 1 differs from rank 0\'s. It has one value for all ranks'),
-        ({"mask": torch.tensor([0, 1])}, '`extra["mask"]` of rank 1 differs'),
-        ({"names": {"b"}}, '`extra["names"]` of rank 1 differs'),
-        ({"y": 1}, '`extra["y"]` of rank 1 differs'),
+        ({"lr": 0.2}, "`optimizer.param_groups.0.lr` of rank 1 differs"),
+        ({"x": 1}, "`extra.x` of rank 1 differs from rank 0's. It must be the same on all ranks"),
+        ({"mask": torch.tensor([0, 1])}, "`extra.mask` of rank 1 differs"),
+        ({"names": {"b"}}, "`extra.names` of rank 1 differs"),
+        ({"y": 1}, "`extra.y` of rank 1 differs"),
     ],
 )
 def test_ranks_that_differ_are_refused_by_the_name_of_what_differs(other: dict[str, Any], named: str) -> None:

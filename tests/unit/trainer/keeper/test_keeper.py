@@ -386,7 +386,7 @@ def test_the_same_training_goes_on_from_the_checkpoints_of_another_job(tmp_path:
     again = Job(checkpoints=tmp_path / "c")
 
     assert len(again.train(5)) == 5
-    assert re.search(r"has the checkpoints of job other .*: the same training, which goes on", again.said[0])
+    assert re.search(r"resuming from the checkpoints of job other .* in ", again.said[0])
     assert "restored step 3 from the checkpoint" in again.said[1]
 
 

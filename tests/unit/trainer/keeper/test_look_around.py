@@ -95,7 +95,7 @@ def test_copies_of_each_step_need_no_look_each_but_a_failed_one_has_a_look_at_on
 def test_ranks_whose_loops_have_different_lengths_are_refused_at_a_look() -> None:
     ranks = [Wants(total=total).numbers(Wish.NONE, 0) for total in (20, 25, 25)]
 
-    with pytest.raises(ValueError, match=r"loops count up to 20 on one and 25 on another.*drop_last=True"):
+    with pytest.raises(ValueError, match=r"different numbers of steps: 20 on one and 25 on another.*drop_last=True"):
         Agreed.by([max(numbers) for numbers in zip(*ranks, strict=True)])
 
 

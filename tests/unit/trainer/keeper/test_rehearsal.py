@@ -6,18 +6,18 @@ import random
 
 import torch
 
-from elaunch.trainer.keeper.rehearsal import _digest, _named
+from elaunch.trainer.keeper.rehearsal import digest, named
 
 
 def test_a_generator_that_has_drawn_one_number_more_is_another_one() -> None:
     generator = torch.Generator().manual_seed(1)
     torch.randn(1, generator=generator)
-    ((name, before),) = _named("noise", generator)
+    ((name, before),) = named("noise", generator)
     torch.randn(1, generator=generator)
-    ((_, after),) = _named("noise", generator)
+    ((_, after),) = named("noise", generator)
 
     assert name == "generator `noise`"
-    assert _digest(before) != _digest(after)
+    assert digest(before) != digest(after)
 
 
 def test_values_in_the_programs_objects_are_found_by_their_paths_and_kept_ones_are_left_out() -> None:
@@ -27,7 +27,7 @@ def test_values_in_the_programs_objects_are_found_by_their_paths_and_kept_ones_a
 
     model = torch.nn.Linear(1, 1)
 
-    found = dict(_named("sampler", Sampler(), frozenset({id(model)})))
+    found = dict(named("sampler", Sampler(), frozenset({id(model)})))
 
     assert found.keys() == {"sampler.epoch", "generator `sampler.rng`"}
     assert found["sampler.epoch"] == "3"

@@ -1,4 +1,4 @@
-"""Names this agent's process on its host, so that a successor can tell whether that process is dead."""
+"""An identity of a process on its host, by which a successor can tell whether it is dead."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ def this_process() -> str:
     return f"{_place()}:{os.getpid()}:{_started(os.getpid())}"
 
 
-def is_dead_here(process: str) -> bool:
-    """Whether `process` (from `this_process`) was on this boot of this host, in this pid namespace, and is gone.
+def is_here(process: str) -> bool:
+    """Whether `process` (from `this_process`) was started on this boot of this host, in this pid namespace."""
+    return process.rsplit(":", 2)[0] == _place()
 
-    For a process elsewhere the answer is no, since this host cannot tell.
-    """
-    place, _, rest = process.rpartition(":")
-    place, _, pid = place.rpartition(":")
-    return place == _place() and bool(_PID.fullmatch(pid)) and _started(int(pid)) != rest
+
+def is_dead_here(process: str) -> bool:
+    """Whether `process` `is_here`, and is gone. For a process elsewhere the answer is no: this host cannot tell."""
+    _, pid, started = [*["", ""], *process.rsplit(":", 2)][-3:]
+    return is_here(process) and bool(_PID.fullmatch(pid)) and _started(int(pid)) != started
 
 
 def _place() -> str:
