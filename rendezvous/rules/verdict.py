@@ -24,6 +24,13 @@ _OF_SURROUNDINGS = re.compile(
     r"|\b50[0234]\b",
     re.IGNORECASE,
 )
+# What a service, a network or a lock may not say a few seconds later, also before the first progress.
+_MAY_PASS = re.compile(
+    r"\b429\b|\b50[0234]\b|too many requests|rate.?limit|throttl|slow ?down|overloaded|\bbusy\b|temporar|try again"
+    r"|unavailable|max retries|connection (?:reset|aborted)|remote end closed|stale file|\block(?:ed)?\b"
+    r"|(?:read|request|operation|connection) timed out|\bssl",
+    re.IGNORECASE,
+)
 # What an earlier run of the program has left is in the way of each later one.
 _IN_THE_WAY = re.compile(r"\bFileExistsError\b|already exists")
 _RANKS_SHOWN = 16
@@ -175,13 +182,26 @@ def exits_again(one: Failure, other: Failure) -> bool:
     if one.kind is not FailureKind.EXIT_CODE or not identical(one, other) or one.code in _OF_SIGNALS:
         return False
     words = _last_line(one.tail)
-    is_same = words and words == _last_line(other.tail) and not _OF_SURROUNDINGS.search(words)
+    is_same = words and words == _last_line(other.tail) and not _is_of_surroundings(words)
     return bool(is_same) and max(one.step, other.step) < 0 and _came_as_far(one, other)
 
 
 def _last_line(tail: str) -> str:
     lines = [line.strip() for line in tail.splitlines()]
     return _without_numbers(next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), ""))
+
+
+def _fails_again(one: Failure, other: Failure) -> bool:
+    """Whether two failures before any progress are the same error, and none that may pass."""
+    if not identical(one, other):
+        return False
+    if one.kind is FailureKind.EXIT_CODE:
+        return _last_line(one.tail) == _last_line(other.tail) and not _MAY_PASS.search(_last_line(other.tail))
+    return not _MAY_PASS.search(f"{other.exception} {other.message}")
+
+
+def _is_of_surroundings(words: str) -> bool:
+    return bool(_OF_SURROUNDINGS.search(words) or _MAY_PASS.search(words))
 
 
 def _came_as_far(one: Failure, other: Failure) -> bool:
@@ -205,7 +225,7 @@ def _is_bug(failure: Failure) -> bool:
     if failure.kind is FailureKind.ENDED_EARLY:
         return True
     is_exception = failure.kind is FailureKind.EXCEPTION and failure.exception in _BUGS
-    return is_exception and not _OF_SURROUNDINGS.search(failure.message)
+    return is_exception and not _is_of_surroundings(failure.message)
 
 
 def judge(
@@ -246,7 +266,7 @@ def judge(
     has_progressed = barren == 0 if failure.progressed is None else failure.progressed
     # On another node the same error need not come again.
     earlier = decisive_failure(before) if before and not is_elsewhere else None
-    if earlier and not has_progressed and identical(failure, earlier):
+    if earlier and not has_progressed and _fails_again(failure, earlier):
         return GiveUp("it failed the same way twice in a row without progress, so another try would end the same way")
     if earlier and repeats(failure, earlier):
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"

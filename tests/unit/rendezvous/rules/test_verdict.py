@@ -129,6 +129,39 @@ def test_the_same_error_twice_without_progress_is_not_tried_a_third_time() -> No
     assert "the same way twice" in decision.reason
 
 
+@pytest.mark.parametrize(
+    ("exception", "message"),
+    [
+        ("ConnectionError", "HTTPSConnectionPool(host='hub', port=443): Max retries exceeded with url: /x"),
+        ("RuntimeError", "429 Client Error: Too Many Requests for url: https://hub/x"),
+        ("TimeoutError", "The read operation timed out"),
+        ("socket.gaierror", "[Errno -3] Temporary failure in name resolution"),
+        ("OSError", "[Errno 116] Stale file handle: '/data/x'"),
+        ("ssl.SSLEOFError", "EOF occurred in violation of protocol (_ssl.c:1016)"),
+    ],
+)
+def test_what_a_busy_service_or_a_network_says_is_tried_again_also_before_any_progress(
+    exception: str, message: str
+) -> None:
+    failure = replace(RAISED, exception=exception, message=f"raised {exception}: {message}", ranks_alike=2)
+    decision = judge(TERMS, {1: [failure], 2: [failure]}, 2, 0, 1, False, world_size=2)
+
+    assert isinstance(decision, Restart)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [("ERROR: no config", GiveUp), ("ERROR: no shard", Restart), ("S3: SlowDown, reduce your rate", Restart)],
+)
+def test_an_exit_before_any_progress_is_the_same_one_by_its_last_line(
+    line: str, kind: type[Restart] | type[GiveUp]
+) -> None:
+    exited = replace(RAISED, kind=FailureKind.EXIT_CODE, exception="", frame="", message="exited with code 1")
+    one = replace(exited, tail=line.replace("shard", "config"))
+
+    assert isinstance(decide({1: [one], 2: [replace(exited, tail=line)]}), kind)
+
+
 STEP_7 = replace(RAISED, progressed=True, step=7, lived_s=90.0)
 NO_STEP = replace(RAISED, progressed=True, lived_s=100.0)
 
