@@ -27,8 +27,8 @@ _OF_SURROUNDINGS = re.compile(
 # What a service, a network or a lock may not say a few seconds later, also before the first progress.
 _MAY_PASS = re.compile(
     r"\b429\b|\b50[0234]\b|too many requests|rate.?limit|throttl|slow ?down|overloaded|\bbusy\b|temporar|try again"
-    r"|unavailable|max retries|connection (?:reset|aborted)|remote end closed|stale file|\block(?:ed)?\b"
-    r"|(?:read|request|operation|connection) timed out|\bssl",
+    r"|unavailable|max retries|connection (?:reset|aborted)|remote end closed|incomplete ?read|stale file"
+    r"|\block(?:ed)?\b|(?:read|request|operation|connection) timed out|\bssl",
     re.IGNORECASE,
 )
 # What an earlier run of the program has left is in the way of each later one.
