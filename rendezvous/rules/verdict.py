@@ -33,6 +33,8 @@ _MAY_PASS = re.compile(
 )
 # What an earlier run of the program has left is in the way of each later one.
 _IN_THE_WAY = re.compile(r"\bFileExistsError\b|already exists")
+# A store that the program makes itself, of which no peer's end tells: the agent serves that of the job.
+_NO_STORE = re.compile(r"client socket has (?:failed to connect|timed out)", re.IGNORECASE)
 _RANKS_SHOWN = 16
 # Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
 # so many seconds, or within this share of the longer one.
@@ -73,7 +75,10 @@ def decisive_failure(failures: Sequence[Failure]) -> Failure:
     if primary := next((f for f in failures if not f.kind.is_secondary), None):
         return awaited(primary, failures) if primary.kind is FailureKind.EXIT_CODE else primary
     early = next((f for f in failures if f.kind is FailureKind.ENDED_EARLY), None)
-    return awaited(early, failures) if early else failures[0]
+    lost = [f for f in failures if f.kind is FailureKind.PEER_LOST]
+    if early is None or (lost and all(_NO_STORE.search(f.message) for f in lost)):
+        return next(iter(lost), failures[0])
+    return awaited(early, failures)
 
 
 def first_failure(failures: Mapping[int, Sequence[Failure]]) -> Failure | None:

@@ -235,6 +235,14 @@ def test_where_the_others_waited_is_not_said_if_they_waited_in_different_calls()
     assert cause.message == "ended with exit code 0 at 12:00:00, while ranks 0 and 3 waited for it,"
 
 
+def test_a_rank_that_ended_well_explains_no_store_that_nobody_serves() -> None:
+    words = "raised DistNetworkError: The client socket has timed out after 15000ms while trying to connect to (a, 29)"
+    no_store = replace(PEER, message=words)
+
+    assert decisive_failure([EARLY, no_store]) is no_store
+    assert decisive_failure([no_store, PEER, EARLY]).kind is FailureKind.ENDED_EARLY
+
+
 def test_a_rank_that_ended_well_explains_no_failure_of_its_own() -> None:
     assert decisive_failure([EARLY, PEER, KILLED]) is KILLED
 
