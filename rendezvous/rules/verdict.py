@@ -49,6 +49,11 @@ _TRY_AGAIN = 75
 _OF_SIGNALS = range(129, 193)
 # A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
 _TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
+# What a line of a log says of its moment and its process: dates, times, addresses, ranks and pids.
+_PASSING = re.compile(
+    r"\b\d{2,4}[-/.]\d\d?[-/.]\d{1,4}|\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?|0x[0-9a-f]+|\b(?:rank|pid)\W{0,2}\d+",
+    re.IGNORECASE,
+)
 # A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
 _START_S = 60.0
 
@@ -186,14 +191,14 @@ def exits_again(one: Failure, other: Failure) -> bool:
     """Whether two ranks exited with the same code and the same last line, soon after their start, before a step."""
     if one.kind is not FailureKind.EXIT_CODE or not identical(one, other) or one.code in _OF_SIGNALS:
         return False
-    words = _last_line(one.tail)
-    is_same = words and words == _last_line(other.tail) and not _is_of_surroundings(words)
+    words, others = (_PASSING.sub("#", _last_line(each.tail)) for each in (one, other))
+    is_same = words and words == others and not _is_of_surroundings(words)
     return bool(is_same) and max(one.step, other.step) < 0 and _came_as_far(one, other)
 
 
 def _last_line(tail: str) -> str:
     lines = [line.strip() for line in tail.splitlines()]
-    return _without_numbers(next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), ""))
+    return next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), "")
 
 
 def _fails_again(one: Failure, other: Failure) -> bool:
@@ -201,7 +206,8 @@ def _fails_again(one: Failure, other: Failure) -> bool:
     if not identical(one, other):
         return False
     if one.kind is FailureKind.EXIT_CODE:
-        return _last_line(one.tail) == _last_line(other.tail) and not _MAY_PASS.search(_last_line(other.tail))
+        words = _last_line(other.tail)
+        return _without_numbers(_last_line(one.tail)) == _without_numbers(words) and not _MAY_PASS.search(words)
     return not _MAY_PASS.search(f"{other.exception} {other.message}")
 
 

@@ -329,9 +329,10 @@ NO_CONFIG = replace(
         ({"rank": 1, "tail": "2026-11-28 19:07 ERROR: config missing\n"}, GiveUp),
         ({"code": 4, "message": "exited with code 4"}, Restart),
         ({"tail": "ERROR: disk full\n"}, Restart),
+        ({"tail": "2026-11-28 19:05 ERROR: config 2 missing\n"}, Restart),
         ({"lived_s": 9.0}, Restart),
     ],
-    ids=["same", "another rank", "code", "line", "later"],
+    ids=["same", "another rank", "code", "line", "number", "later"],
 )
 def test_the_same_exit_code_with_the_same_last_line_soon_after_the_start_is_not_tried_a_third_time(
     changes: dict[str, object], kind: type[Restart] | type[GiveUp]
