@@ -192,7 +192,8 @@ class AgentRun:
     def _shortened(self, failure: Failure | None) -> Failure | None:
         if failure and (where := self._services.pump.tracebacks.near(failure.traceback)):
             before, _, _ = failure.tail.partition(failure.traceback)
-            return replace(failure, traceback=f"{where}, of {failure.frame}", tail=before)
+            of = f", of {failure.frame}" if failure.frame else ""
+            return replace(failure, traceback=f"{where}{of}", tail=before)
         return failure
 
     def write_report(self, text: str, record: Mapping[str, object]) -> None:

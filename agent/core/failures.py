@@ -24,6 +24,8 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
+# The message of a DataLoader's exception has the traceback of its worker.
+_JOINTS = (*_CHAINED, "\nOriginal ", "]: Original ")
 _GROUP = "  + Exception Group Traceback (most recent call last):\n"
 # torch.distributed puts this before each line of an uncaught exception (its sys.excepthook).
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
@@ -312,7 +314,7 @@ def tells_of_lost_peer(text: str) -> bool | None:
 def chain_start(text: str) -> int:
     """Where the last traceback in `text` begins, with the exceptions that it was raised from; -1 without one."""
     start = text.rfind(_TRACEBACK)
-    while start >= 0 and text[max(start - _CHAIN_CHARACTERS_MAX, 0) : start].rstrip("\n").endswith(_CHAINED):
+    while start >= 0 and text[max(start - _CHAIN_CHARACTERS_MAX, 0) : start].rstrip("\n").endswith(_JOINTS):
         before = text.rfind(_TRACEBACK, 0, start)
         if before < 0:
             break

@@ -60,11 +60,14 @@ class ShownTracebacks:
         return _whole().sub(lambda found: self._once(found[0], generation, rank, is_alone), text)
 
     def near(self, traceback: str) -> str:
-        """Where this traceback stands, if that is a few lines above; empty if it does not."""
+        """Where this traceback, or its stack at least, stands a few lines above; empty if it does not."""
         stack, raised = _parts(traceback.encode(errors="replace"))
         generation, rank, shown, line = self._shown.get(stack, (0, 0, None, 0))
-        is_near = shown == raised and self._lines() - line <= _NEAR_LINES
-        return f"printed above by rank {rank} in generation {generation}" if is_near else ""
+        if shown is None or self._lines() - line > _NEAR_LINES:
+            return ""
+        # The message is in the report's first lines. The console's may have other numbers, or another form.
+        what = "" if shown == raised else "the stack is "
+        return f"{what}printed above by rank {rank} in generation {generation}"
 
     def _once(self, traceback: bytes, generation: int, rank: int, is_alone: bool) -> bytes:
         stack, raised = _parts(traceback)

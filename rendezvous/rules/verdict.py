@@ -24,8 +24,17 @@ _OF_SURROUNDINGS = re.compile(
     r"|\b50[0234]\b",
     re.IGNORECASE,
 )
+# What a service, a network or a lock may not say a few seconds later, also before the first progress.
+_MAY_PASS = re.compile(
+    r"\b429\b|\b50[0234]\b|too many requests|rate.?limit|throttl|slow ?down|overloaded|\bbusy\b|temporar|try again"
+    r"|unavailable|max retries|connection (?:reset|aborted)|remote end closed|incomplete ?read|stale file"
+    r"|\block(?:ed)?\b|(?:read|request|operation|connection) timed out|\bssl",
+    re.IGNORECASE,
+)
 # What an earlier run of the program has left is in the way of each later one.
 _IN_THE_WAY = re.compile(r"\bFileExistsError\b|already exists")
+# A store that the program makes itself, of which no peer's end tells: the agent serves that of the job.
+_NO_STORE = re.compile(r"client socket has (?:failed to connect|timed out)", re.IGNORECASE)
 _RANKS_SHOWN = 16
 # Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
 # so many seconds, or within this share of the longer one.
@@ -40,8 +49,11 @@ _TRY_AGAIN = 75
 _OF_SIGNALS = range(129, 193)
 # A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
 _TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
-# A date, or a time of day. Other numbers say which sample, shard or step it was.
-_CLOCK = re.compile(r"\d+(?:[-:]\d+)+(?:[.,]\d+)?")
+# What a line of a log says of its moment and its process: dates, times, addresses, ranks and pids.
+_PASSING = re.compile(
+    r"\b\d{2,4}[-/.]\d\d?[-/.]\d{1,4}|\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?|0x[0-9a-f]+|\b(?:rank|pid)\W{0,2}\d+",
+    re.IGNORECASE,
+)
 # A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
 _START_S = 60.0
 
@@ -68,7 +80,10 @@ def decisive_failure(failures: Sequence[Failure]) -> Failure:
     if primary := next((f for f in failures if not f.kind.is_secondary), None):
         return awaited(primary, failures) if primary.kind is FailureKind.EXIT_CODE else primary
     early = next((f for f in failures if f.kind is FailureKind.ENDED_EARLY), None)
-    return awaited(early, failures) if early else failures[0]
+    lost = [f for f in failures if f.kind is FailureKind.PEER_LOST]
+    if early is None or (lost and all(_NO_STORE.search(f.message) for f in lost)):
+        return next(iter(lost), failures[0])
+    return awaited(early, failures)
 
 
 def first_failure(failures: Mapping[int, Sequence[Failure]]) -> Failure | None:
@@ -176,15 +191,28 @@ def exits_again(one: Failure, other: Failure) -> bool:
     """Whether two ranks exited with the same code and the same last line, soon after their start, before a step."""
     if one.kind is not FailureKind.EXIT_CODE or not identical(one, other) or one.code in _OF_SIGNALS:
         return False
-    words = _last_line(one.tail)
-    is_same = words and words == _last_line(other.tail) and not _OF_SURROUNDINGS.search(words)
+    words, others = (_PASSING.sub("#", _last_line(each.tail)) for each in (one, other))
+    is_same = words and words == others and not _is_of_surroundings(words)
     return bool(is_same) and max(one.step, other.step) < 0 and _came_as_far(one, other)
 
 
 def _last_line(tail: str) -> str:
     lines = [line.strip() for line in tail.splitlines()]
-    last = next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), "")
-    return _CLOCK.sub("#", _without_addresses(last))
+    return next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), "")
+
+
+def _fails_again(one: Failure, other: Failure) -> bool:
+    """Whether two failures before any progress are the same error, and none that may pass."""
+    if not identical(one, other):
+        return False
+    if one.kind is FailureKind.EXIT_CODE:
+        words = _last_line(other.tail)
+        return _without_numbers(_last_line(one.tail)) == _without_numbers(words) and not _MAY_PASS.search(words)
+    return not _MAY_PASS.search(f"{other.exception} {other.message}")
+
+
+def _is_of_surroundings(words: str) -> bool:
+    return bool(_OF_SURROUNDINGS.search(words) or _MAY_PASS.search(words))
 
 
 def _with_killed_parents(failures: Sequence[Failure]) -> set[str]:
@@ -212,7 +240,7 @@ def _is_bug(failure: Failure) -> bool:
     if failure.kind is FailureKind.ENDED_EARLY:
         return True
     is_exception = failure.kind is FailureKind.EXCEPTION and failure.exception in _BUGS
-    return is_exception and not _OF_SURROUNDINGS.search(failure.message)
+    return is_exception and not _is_of_surroundings(failure.message)
 
 
 def judge(
@@ -275,13 +303,12 @@ def _again(failure: Failure, earlier: Failure, *, has_progressed: bool, has_kill
 
     `has_killed_parents`: the parent of a node's ranks was killed both times, on the same node.
     """
-    is_same = identical(failure, earlier)
-    if is_same and not has_progressed:
+    if not has_progressed and _fails_again(failure, earlier):
         return "it failed the same way twice in a row without progress"
     if repeats(failure, earlier):
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
         return f"it failed the same way twice in a row, {where}"
-    if is_same and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
+    if identical(failure, earlier) and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
         return "what it creates exists already, also in the second try"
     if crashes_again(failure, earlier):
         return "it crashed in the same call twice in a row"

@@ -15,9 +15,11 @@ def _too_few(_evidence: Evidence, values: Values) -> Values | None:
     return None if values["joined"] == values["wanted"] else {}
 
 
-def _no_store(evidence: Evidence, _values: Values) -> Values | None:
+def _no_store(evidence: Evidence, values: Values) -> Values | None:
     """A connection that is refused between workers is a lost peer; this is about where they meet."""
-    return None if regex(r"connectFullMesh").search(evidence.words) else {}
+    if regex(r"connectFullMesh").search(evidence.words):
+        return None
+    return {"where": f"{values['host']}:{values['port']}" if values["port"] else "its address"}
 
 
 RULES = (
@@ -118,10 +120,14 @@ RULES = (
     ),
     CauseRule(
         "the process group's store cannot be reached",
-        "the workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: let no firewall close that port between the"
-        " nodes; a process that a rank starts can serve a store of its own only while TORCHELASTIC_USE_AGENT_STORE is"
-        " False in its environment",
-        pattern=regex(r"client socket has (?:failed to connect|timed out)"),
+        "no store answers at {where}. The workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: let no firewall"
+        " close that port between the nodes. At another port a rank has to serve a store (is_master=True), and to live"
+        " until the others have connected; a process that a rank starts can do so only while"
+        " TORCHELASTIC_USE_AGENT_STORE is False in its environment",
+        pattern=regex(
+            r"client socket has (?:failed to connect|timed out)"
+            r"(?:[^\n]{0,200}?\((?P<host>[^\s,()]{1,255}), (?P<port>\d{1,5})\))?"
+        ),
         more=_no_store,
     ),
     CauseRule(

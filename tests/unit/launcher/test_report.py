@@ -123,6 +123,16 @@ def test_of_chained_exceptions_nothing_is_shown_twice() -> None:
     assert "    epoch 1" in text
 
 
+def test_the_traceback_of_a_data_loaders_worker_is_not_shown_twice() -> None:
+    whole = f"{TRACEBACK.replace('bad', 'Caught ValueError in DataLoader worker process 0.')}\nOriginal {TRACEBACK}"
+    printed = "\n".join(f"[rank5]: {line}" for line in whole.splitlines())
+
+    text = failed(replace(RAISED, traceback=whole, tail=f"epoch 1\n{printed}\n"))
+
+    assert text.count("ValueError: Caught ValueError") == 1
+    assert "    epoch 1" in text
+
+
 def test_a_traceback_with_the_prefix_of_torch_distributed_is_not_shown_twice() -> None:
     printed = "\n".join(f"[rank5]: {line}" for line in TRACEBACK.splitlines())
     raised = replace(RAISED, tail=f"epoch 1\n{printed}\n")

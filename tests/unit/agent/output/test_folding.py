@@ -248,7 +248,9 @@ def test_a_traceback_is_near_while_few_lines_were_written_since() -> None:
     console.once(HEAD + FRAME + OWN, 2, 5)
 
     assert console.near(text.decode()) == "printed above by rank 5 in generation 2"
-    for other in (text.decode().replace("bad batch", "bad shard"), "", "x\n  y"):
+    shard = text.decode().replace("bad batch", "bad shard")
+    assert console.near(shard) == "the stack is printed above by rank 5 in generation 2"
+    for other in ("", "x\n  y"):
         assert console.near(other) == ""
     lines += 1000
     assert console.near(text.decode()) == ""

@@ -129,6 +129,39 @@ def test_the_same_error_twice_without_progress_is_not_tried_a_third_time() -> No
     assert "the same way twice" in decision.reason
 
 
+@pytest.mark.parametrize(
+    ("exception", "message"),
+    [
+        ("ConnectionError", "HTTPSConnectionPool(host='hub', port=443): Max retries exceeded with url: /x"),
+        ("RuntimeError", "429 Client Error: Too Many Requests for url: https://hub/x"),
+        ("TimeoutError", "The read operation timed out"),
+        ("socket.gaierror", "[Errno -3] Temporary failure in name resolution"),
+        ("OSError", "[Errno 116] Stale file handle: '/data/x'"),
+        ("ssl.SSLEOFError", "EOF occurred in violation of protocol (_ssl.c:1016)"),
+    ],
+)
+def test_what_a_busy_service_or_a_network_says_is_tried_again_also_before_any_progress(
+    exception: str, message: str
+) -> None:
+    failure = replace(RAISED, exception=exception, message=f"raised {exception}: {message}", ranks_alike=2)
+    decision = judge(TERMS, {1: [failure], 2: [failure]}, 2, 0, 1, False, world_size=2)
+
+    assert isinstance(decision, Restart)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [("ERROR: no config", GiveUp), ("ERROR: no shard", Restart), ("S3: SlowDown, reduce your rate", Restart)],
+)
+def test_an_exit_before_any_progress_is_the_same_one_by_its_last_line(
+    line: str, kind: type[Restart] | type[GiveUp]
+) -> None:
+    exited = replace(RAISED, kind=FailureKind.EXIT_CODE, exception="", frame="", message="exited with code 1")
+    one = replace(exited, tail=line.replace("shard", "config"))
+
+    assert isinstance(decide({1: [one], 2: [replace(exited, tail=line)]}), kind)
+
+
 STEP_7 = replace(RAISED, progressed=True, step=7, lived_s=90.0)
 NO_STEP = replace(RAISED, progressed=True, lived_s=100.0)
 
@@ -200,6 +233,14 @@ def test_where_the_others_waited_is_not_said_if_they_waited_in_different_calls()
     cause = decisive_failure([replace(PEER, call="all_reduce"), replace(PEER, rank=0, call="barrier"), EARLY])
 
     assert cause.message == "ended with exit code 0 at 12:00:00, while ranks 0 and 3 waited for it,"
+
+
+def test_a_rank_that_ended_well_explains_no_store_that_nobody_serves() -> None:
+    words = "raised DistNetworkError: The client socket has timed out after 15000ms while trying to connect to (a, 29)"
+    no_store = replace(PEER, message=words)
+
+    assert decisive_failure([EARLY, no_store]) is no_store
+    assert decisive_failure([no_store, PEER, EARLY]).kind is FailureKind.ENDED_EARLY
 
 
 def test_a_rank_that_ended_well_explains_no_failure_of_its_own() -> None:
@@ -289,9 +330,10 @@ NO_CONFIG = replace(
         ({"rank": 1, "tail": "2026-11-28 19:07 ERROR: config missing\n"}, GiveUp),
         ({"code": 4, "message": "exited with code 4"}, Restart),
         ({"tail": "ERROR: disk full\n"}, Restart),
+        ({"tail": "2026-11-28 19:05 ERROR: config 2 missing\n"}, Restart),
         ({"lived_s": 9.0}, Restart),
     ],
-    ids=["same", "another rank", "code", "line", "later"],
+    ids=["same", "another rank", "code", "line", "number", "later"],
 )
 def test_the_same_exit_code_with_the_same_last_line_soon_after_the_start_is_not_tried_a_third_time(
     changes: dict[str, object], kind: type[Restart] | type[GiveUp]

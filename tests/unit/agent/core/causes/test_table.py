@@ -108,7 +108,7 @@ EXCEPTIONS = [
     ("torch.distributed.DistNetworkError", "The server socket has failed to listen on any local network address. port:"
      " 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use", "ss -ltnp"),
     ("torch.distributed.DistNetworkError", "The client socket has timed out after 60000ms while trying to connect to (10.0.0"
-     ".9, 29500).", "MASTER_ADDR:MASTER_PORT"),
+     ".9, 29500).", "no store answers at 10.0.0.9:29500. The workers meet at MASTER_ADDR:MASTER_PORT"),
     ("ValueError", "Default process group has not been initialized, please make sure to call init_process_group.", "before"),
     ("RuntimeError", "Expected to have finished reduction in the prior iteration before starting a new one.", "find_unused"),
     ("RuntimeError", "DataLoader worker (pid 17) is killed by signal: Killed. ", "most often the kernel"),
