@@ -50,6 +50,10 @@ _LOADER = (
     "per_rank=batches; the loop takes next(batches). per_rank=() says that the order needs nothing"
 )
 _NOT_GIVEN = "the program's {} is not kept: a restart begins it again. Give it: Keeper(…, {}=…), and {} in the commit"
+_SCHEDULE = (
+    "the program's {} counts the steps of a learning rate, and is not kept: a restart begins it again. Give it: "
+    "Keeper(…, scheduler=…), with state_dict and load_state_dict, or compute the rate from the number of the step"
+)
 _OPTIMIZER = (
     "the program's {} steps, and is not kept: a restart begins it and its parameters again. Give all of them: "
     "Keeper([model, other], [optimizer, its_optimizer])"
@@ -326,6 +330,23 @@ class Door:
                 memory.add(_memory(one))
                 name = path.partition(".")[0]
                 self._note(f"average {name}", _FOLLOWS.format(name), partial(_values, weakref.ref(one)))
+            elif self._kept["scheduler"] is None and not _is_own(one) and (its := self._schedule(one)) is not None:
+                name, before = type(one).__name__, (self._numbers(), _counters(its))
+                self._note(f"scheduler {name}", _SCHEDULE.format(name), partial(self._counted, its, *before))
+
+    def _schedule(self, one: Any) -> dict[str, Any] | None:
+        """The attributes of an object that has an optimizer of the Keeper; None if it also has a model, or others."""
+        try:
+            its = object.__getattribute__(one, "__dict__")
+        except AttributeError:
+            return None
+        has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
+        return its if has_ours and not any(_is(value, nn.Module) for value in its.values()) else None
+
+    def _counted(self, its: dict[str, Any], options: list[Any], counters: list[float]) -> list[float] | None:
+        """The numbers of such an object if they and the options of the optimizers have changed; else None."""
+        now = _counters(its)
+        return now if now != counters and self._numbers() != options else None
 
 
 class _Kinds(dict[type, str]):
@@ -410,6 +431,10 @@ def _steps(one: Callable[[], Any], memory: set[int]) -> Any:
     states = [each for its in optimizer.state.values() if _is(its, dict) for each in its.values() if _is(each, Tensor)]
     own = [p for group in optimizer.param_groups for p in group["params"] if _memory(p) not in memory]
     return len(states), sum(each._version for each in [*states, *own] if not each.is_inference())
+
+
+def _counters(its: dict[str, Any]) -> list[float]:
+    return [value for value in its.values() if _is(value, int, float)]
 
 
 def _sample(tensor: Tensor) -> Tensor:
