@@ -289,8 +289,10 @@ class Copies:
             self._newest = version
         self._is_kept = record is not None
         if self._parts is not None:
+            # First, since it puts FSDP2's parts in place, which `live` is about.
+            large = self._training.large()
             live = self._training.live() if record is not None else None
-            self._parts.save(version.step, self._training.large(), self._training.small(), live)
+            self._parts.save(version.step, large, self._training.small(), live)
             if self._peers.leads and not (self._parts.has_room_for_copies or self._parts.is_off):
                 self._say_once(
                     "there is no room in memory for copies of each step beside snapshots; a failure goes back to the "

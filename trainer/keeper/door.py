@@ -47,6 +47,10 @@ _LOADER = (
     "next(batches) in the loop. If the order needs no state, pass per_rank=()"
 )
 _NOT_GIVEN = "the program's {} is not kept: a restart resets it. Pass it to the Keeper ({}=…), and {} in the commit"
+_SCHEDULE = (
+    "the program's {} counts the steps of a learning rate, and is not kept: a restart resets it. Pass it to the Keeper "
+    "(scheduler=…) with state_dict and load_state_dict, or compute the rate from the number of the step"
+)
 _OPTIMIZER = (
     "the program's {} steps, and is not kept: a restart resets it and its parameters. Pass all of them: "
     "Keeper([model, other], [optimizer, its_optimizer])"
@@ -330,6 +334,23 @@ class Door:
                 memory.add(_memory(one))
                 name = path.partition(".")[0]
                 self._note(f"average {name}", _FOLLOWS.format(name), partial(_values, weakref.ref(one)))
+            elif self._kept["scheduler"] is None and not _is_own(one) and (its := self._schedule(one)) is not None:
+                name, before = type(one).__name__, (self._numbers(), _counters(its))
+                self._note(f"scheduler {name}", _SCHEDULE.format(name), partial(self._counted, its, *before))
+
+    def _schedule(self, one: Any) -> dict[str, Any] | None:
+        """The attributes of an object that has an optimizer of the Keeper; None if it also has a model, or others."""
+        try:
+            its = object.__getattribute__(one, "__dict__")
+        except AttributeError:
+            return None
+        has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
+        return its if has_ours and not any(_is(value, nn.Module) for value in its.values()) else None
+
+    def _counted(self, its: dict[str, Any], options: list[Any], counters: list[float]) -> list[float] | None:
+        """The numbers of such an object if they and the options of the optimizers have changed; else None."""
+        now = _counters(its)
+        return now if now != counters and self._numbers() != options else None
 
 
 def _reach(path: str, value: Any, left: int = _NODES_MAX, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
@@ -386,6 +407,10 @@ def _steps(optimizer: Optimizer, memory: set[int]) -> Any:
     own = [p for group in optimizer.param_groups for p in group["params"] if _memory(p) not in memory]
     states = [*tensors_in([*optimizer.state.values()])]
     return len(states), sum(each._version for each in [*states, *own])
+
+
+def _counters(its: dict[str, Any]) -> list[float]:
+    return [value for value in its.values() if _is(value, int, float)]
 
 
 def _sample(tensor: Tensor) -> Tensor:

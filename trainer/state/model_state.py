@@ -36,6 +36,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer, by_name
     `others` are further optimizers of a model with FSDP. Their states are in `optimizer` too. `by_name` is for ranks
     that have parameters of different names, as the stages of a pipeline have. It is the same on all ranks.
     """
+    _reshard(model)
     types = {"types": types_of(model), OPTIMIZERS: kinds_of(model, [optimizer, *others], by_name=by_name)}
     if by_name:
         return {**_by_name(model, [optimizer, *others]), **types}
@@ -140,6 +141,14 @@ def is_fsdp1(model: nn.Module) -> bool:
     """Whether a part of the model is in FullyShardedDataParallel, whose parameters are no DTensors."""
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
     return fsdp1 is not None and any(isinstance(m, fsdp1.FullyShardedDataParallel) for m in model.modules())
+
+
+def _reshard(model: nn.Module) -> None:
+    """Give FSDP2's modules their parts: an evaluation leaves the root's parameters whole, which no optimizer has."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in () if fsdp is None else model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

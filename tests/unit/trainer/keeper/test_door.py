@@ -89,6 +89,28 @@ def test_a_scheduler_that_is_kept_is_not_named(how: str) -> None:
     assert program.run(scheduler=scheduler) == ""
 
 
+class Noam:
+    """A schedule of the program's own, which is no LRScheduler."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, counts: bool) -> None:
+        self.optimizer, self.counts, self.steps, self.factor = optimizer, counts, 0, 0.1
+
+    def step(self, step: int) -> None:
+        if self.counts:
+            self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = self.factor / (self.steps or step)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_schedule_of_the_programs_own_is_named_if_it_counts_the_steps_itself(counts: bool) -> None:
+    program = Program()
+    schedule = Noam(program.optimizer, counts=counts)
+    program.commits = schedule.step
+
+    said = "the program's Noam counts the steps of a learning rate, and is not kept: a restart begins it again."
+    assert program.run().startswith(said) if counts else program.run() == ""
+
+
 def test_a_scheduler_that_steps_outside_the_commit_is_named_once() -> None:
     program = Program()
     scheduler = StepLR(program.optimizer, 100)

@@ -53,7 +53,7 @@ class Job:
         options = {"lose_at_most": 0, "say": self.said.append, "per_rank": (), **options}
         self.keeper = Keeper(self.model, self.optimizer, scheduler=self.scheduler, **options)
 
-    def train(self, steps: int, fails_in: int = 0) -> list[Any]:
+    def train(self, steps: int, fails_in: int = 0, evaluated: int = 0) -> list[Any]:
         """All that the state has in the end."""
         with self.keeper:
             for step in self.keeper.steps(steps):
@@ -64,6 +64,11 @@ class Job:
                     self.optimizer.step()
                     self.scheduler.step()
                     self.optimizer.zero_grad()
+                if step == evaluated:
+                    with torch.no_grad():
+                        self.model(torch.zeros(1, 4))
+                    # As the Keeper takes one now and then.
+                    self.keeper._state.snapshot()
         parameters = [parameter.to_local().tolist() for parameter in self.model.parameters()]  # type: ignore[operator]
         return [parameters, self.optimizer.param_groups[0]["lr"]]
 
@@ -121,6 +126,20 @@ def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_an
     ]
     with resumed.keeper:
         assert resumed.keeper.step == 5
+
+
+def test_a_snapshot_after_an_evaluation_is_followed_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 leaves the root's parameters whole after a forward pass without a backward pass."""
+    job = Job(lose_at_most=2)
+    with pytest.raises(RuntimeError, match="asked for"):
+        job.train(10, fails_in=9, evaluated=3)
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    resumed = Job()
+
+    assert job.said == []
+    with resumed.keeper:
+        assert resumed.keeper.step == 8
 
 
 def test_copies_that_would_cost_more_than_1_percent_are_made_seldom_and_it_is_said_once() -> None:
