@@ -132,7 +132,7 @@ class GuardedState:
             self._report(
                 "random numbers were drawn, or a batch was fetched, after the backward pass of step "
                 f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
-                "without that draw. Draw before loss.backward()"
+                "without that draw, unless all ranks draw the same. Draw before loss.backward()"
             )
         self._is_put_down = True
 
