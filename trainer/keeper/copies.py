@@ -190,6 +190,8 @@ class Copies:
         if self._records is None or self._records.find(version) is None:
             # The copy that was just restored is not overwritten: it may be the only one.
             self.put_down(version)
+        else:
+            self._own.restored(version)
         self._tell_of_missed(version)
         return version
 
@@ -205,12 +207,12 @@ class Copies:
         """Raise TypeError if the commit has put a value into the state that cannot be kept."""
         self._training.require_plain_values(durably=self._is_durable)
 
-    def put_down(self, version: Version, *, unless_same: bool = False) -> bool:
-        """Store this rank's own state in memory as the state of `version`.
+    def put_down(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
+        """Store this rank's own state in memory as the state of `version`; `is_begun` if its commit is to come.
 
         Returns whether that replaces another state of that version, which a failure of this rank alone would have used.
         """
-        if self._own.put_down(version, unless_same=unless_same) and version in self.steps.versions:
+        if self._own.put_down(version, unless_same=unless_same, is_begun=is_begun) and version in self.steps.versions:
             self._keep(version)
         return self._own.is_replaced and self._peers.world_size > 1
 
@@ -329,6 +331,7 @@ class Copies:
             return None
         try:
             own = {**self._training.buffers(), **self._training.own(large=True), **self._own.of(version)}
+            own["is_begun"] = self._own.is_begun(version)
             return self._records.keep(version, own, [*self._spare, *self.steps.versions[-1:]])
         except OSError as error:
             self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {error.strerror or error}")

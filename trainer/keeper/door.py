@@ -34,7 +34,7 @@ _NOTED_AT, _COMPARED_AT = 1, 4
 # At so many looks of a job the ranks compare once more what they must have alike.
 _LOOKS = 3
 # How far the program's objects are followed. What is larger is data.
-_NODES_MAX, _ITEMS_MAX, _AVERAGED_MAX = 50_000, 1_000, 64
+_NODES_MAX, _ITEMS_MAX, _PATH_MAX, _AVERAGED_MAX = 20_000, 1_000, 1_000, 64
 # An average of weights is so near to them, as a part of their norm; so many values are looked at.
 _NEAR, _SAMPLE = 0.3, 64
 _LOOKED_FOR = (DataLoader, LRScheduler, torch.amp.GradScaler)
@@ -334,7 +334,7 @@ class Door:
                 memory.add(_memory(one))
                 name = path.partition(".")[0]
                 self._note(f"average {name}", _FOLLOWS.format(name), partial(_values, weakref.ref(one)))
-            elif self._kept["scheduler"] is None and not _is_own(one) and (its := self._schedule(one)) is not None:
+            elif self._kept["scheduler"] is None and (its := self._schedule(one)) is not None:
                 name, before = type(one).__name__, (self._numbers(), _counters(its))
                 self._note(f"scheduler {name}", _SCHEDULE.format(name), partial(self._counted, its, *before))
 
@@ -343,6 +343,8 @@ class Door:
         try:
             its = object.__getattribute__(one, "__dict__")
         except AttributeError:
+            return None
+        if type(one).__module__.startswith("elaunch."):
             return None
         has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
         return its if has_ours and not any(_is(value, nn.Module) for value in its.values()) else None
@@ -358,7 +360,12 @@ def _reach(path: str, value: Any, left: int = _NODES_MAX, without: Collection[in
     seen, queue = set(without), deque([(path, value)])
     while queue and left:
         path, value = queue.popleft()
-        if id(value) in seen or _is(value, str, bytes, int, float, type(None), type, ModuleType, FunctionType):
+        is_far = len(path) > _PATH_MAX
+        if (
+            is_far
+            or id(value) in seen
+            or _is(value, str, bytes, int, float, type(None), type, ModuleType, FunctionType)
+        ):
             continue
         seen.add(id(value))
         left -= 1

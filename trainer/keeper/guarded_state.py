@@ -130,9 +130,9 @@ class GuardedState:
         if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True
             self._report(
-                "random numbers were drawn, or a batch was fetched, after the backward pass of step "
+                "random numbers were drawn, or an object of per_rank has changed, after the backward pass of step "
                 f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
-                "without that draw. Draw before loss.backward()"
+                "without that, unless all ranks draw the same. Draw, fetch and change these before loss.backward()"
             )
         self._is_put_down = True
 

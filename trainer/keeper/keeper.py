@@ -431,7 +431,7 @@ class Keeper:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
         if os.getpid() == self._pid:
             version = self._state.next_version
-            self._copies.put_down(version, unless_same=True)
+            self._copies.put_down(version, unless_same=True, is_begun=True)
             self._door.drawn(version.step, partial(self._copies.own_of, version))
 
     def _leave(

@@ -9,12 +9,13 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-# A loop that accumulates over steps does so from its beginning, and a hook for each parameter costs time.
+# A hook for each parameter costs time. After these commits a few are enough to see that accumulation begins later.
 _COMMITS = 8
+_WATCHED = 4
 
 
 class LeftGradients:
-    """Looks at the gradients of all parameters of `optimizers` at the first commits.
+    """Looks at the gradients of all parameters of `optimizers` at the first commits, later at those of a few.
 
     One that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it counts
     when the next one is about to be added to it. FSDP's gradients are not seen.
@@ -48,9 +49,12 @@ class LeftGradients:
     def commit_ended(self) -> None:
         """Remember the gradients that are left."""
         self._commits += 1
-        if self._commits >= _COMMITS:
-            self.remove()
-            return
+        if self._commits == _COMMITS:
+            apart = max(1, len(self._parameters) // _WATCHED)
+            for number, handle in enumerate(self._handles):
+                if number % apart:
+                    handle.remove()
+            self._parameters, self._handles = self._parameters[::apart], self._handles[::apart]
         for parameter in self._parameters:
             if (gradient := parameter.grad) is not None:
                 self._left[id(parameter)] = ref(gradient), gradient._version

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elaunch.trainer.memory.records import Records
-from elaunch.trainer.state.buffers import versions
+from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, equal
@@ -22,22 +22,35 @@ class OwnState:
     def __init__(self, training: Training, records: Records | None, say: Callable[[str], object]) -> None:
         self._training, self._records, self._say = training, records, say
         # The version that `put_down` took last, which buffers that were, and the rest.
-        self._put: tuple[Version | None, object, dict[str, Any]] = (None, None, {})
+        self._put: tuple[Version | None, dict[str, Any], dict[str, Any]] = (None, {}, {})
         self._staged: State = {}
+        # Whether that was before the end of the commit, which may change buffers (an average of the weights).
+        self._is_begun = False
         # Whether the last `put_down` has replaced another state of the same version.
         self.is_replaced = False
 
-    def put_down(self, version: Version, *, unless_same: bool = False) -> bool:
-        """Store the present state as that of `version`. Returns whether that was done."""
+    def put_down(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
+        """Store the present state as that of `version`, `is_begun` before its commit. Returns whether that was done."""
         own, present = self._training.own(), self._training.buffers()
         buffers = versions(present)
-        self.is_replaced = False
-        if unless_same and version == self._put[0]:
-            if buffers == self._put[1] and equal(own, self._put[2]):
+        is_again, self.is_replaced = version == self._put[0], False
+        if not is_begun:
+            self._training.of_commit = changed_since(self._put[1], present) if is_again else {}
+        if unless_same and is_again:
+            is_same = equal(own, self._put[2])
+            before, after = self._put[2]["random"], own["random"]
+            if not is_begun and not equal(before, after):
+                # Where the ranks draw alike, one that dies in this step finds here how far they came.
+                self._training.of_commit["random"] = {"before": before, "after": after}
+            if buffers == self._put[1] and is_same:
                 return False
-            self.is_replaced = True
-        self._put = (version, buffers, own)
+            self.is_replaced = not is_same
+        self._put, self._is_begun = (version, buffers, own), is_begun
         return self._stage(version, present)
+
+    def restored(self, version: Version) -> None:
+        """The present state is that of `version`, which is stored: the program may draw before it is stored again."""
+        self._put = (version, versions(self._training.buffers()), self._training.own())
 
     def redraw(self, version: Version) -> bool:
         """Random numbers may have been drawn since `put_down(version)`: store the generators' present states with it.
@@ -57,10 +70,14 @@ class OwnState:
             return self._put[2]
         return self._training.own()
 
+    def is_begun(self, version: Version) -> bool:
+        """Whether what is stored of `version` is from before the end of its commit."""
+        return self._put[0] == version and self._is_begun
+
     def _stage(self, version: Version, buffers: State) -> bool:
         if self._records is None:
             return False
-        state = {**buffers, **self._put[2]}
+        state = {**buffers, **self._put[2], "is_begun": self._is_begun}
         # Often there is nothing else, and nobody draws random numbers. The same object says so.
         if any(buffers.values()) or "per_rank" in state or state["random"] is not self._staged.get("random"):
             self._staged = state

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elaunch.trainer.state.tree import State, put_into, some
+from elaunch.trainer.state.tree import State, cloned, put_into, some
 
 # These wrappers have their module under such a name, which not every state_dict has in its keys.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -160,10 +160,18 @@ def load_module(module: nn.Module, state: State) -> None:
     module.load_state_dict(state)
 
 
-def versions(state: State) -> list[Any]:
-    """What is another when a buffer of `Buffers.now` has changed or was replaced."""
-    held = [value for its in (state["buffers"], state["transient"]) for value in its.values()]
-    return [None if value is None else (_place(value), _version(value)) for value in held]
+def versions(state: State) -> dict[str, Any]:
+    """What is another when a buffer of `Buffers.now` has changed or was replaced, by name."""
+    held = {**state["buffers"], **state["transient"]}
+    return {name: None if value is None else (_place(value), _version(value)) for name, value in held.items()}
+
+
+def changed_since(before: Mapping[str, Any], state: State) -> State:
+    """The buffers of `Buffers.now` that are others than when `versions` was `before`, copied."""
+    now = versions(state)
+    names = {name for name in now if name not in before or now[name] != before[name]}
+    changed: State = cloned({part: {n: v for n, v in its.items() if n in names} for part, its in state.items()})
+    return changed if names else {}
 
 
 def plain_name(name: str) -> str:

@@ -30,7 +30,7 @@ from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
-from elaunch.trainer.state.tree import OPTIMIZERS, State, cloned, flatten, local_parts, put_into, tensors_sha256
+from elaunch.trainer.state.tree import OPTIMIZERS, State, cloned, equal, flatten, local_parts, put_into, tensors_sha256
 
 Found = TypeVar("Found")
 
@@ -80,6 +80,9 @@ class Training:
         self.device = _device_of(self.model)
         self.random = RandomStates(self.device)
         self._buffers = Buffers(self.model, self.device)
+        # The buffers that the last commit has changed, copied, since the next forward pass may change them again; and
+        # as `random` the random states before and after it, if it has drawn.
+        self.of_commit: State = {}
         self._shares_buffers = all(map(_shares_buffers, self.models))
         parts = [*self._wrapped.modules(), *self._optimizers]
         self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
@@ -174,7 +177,7 @@ class Training:
         model = self.model.state_dict()
         without_buffers(model, self._buffers)
         own = [self.settings.of_step(0, one.state_dict()) for one in self._optimizers[:1]]
-        return {"model": model, "optimizer": own, **self.rest()}
+        return {"model": model, "optimizer": own, "of_commit": self.of_commit, **self.rest()}
 
     def rest(self) -> State:
         """The part of the state that is neither the model's nor the first optimizer's."""
@@ -294,11 +297,23 @@ class Training:
         self.model.load_state_dict({**self.model.state_dict(), **state["model"]})
         for one, its in zip(self._optimizers, [*state["optimizer"], *state["optimizers"]], strict=True):
             optimizer_state.load(one, its)
+        self.of_commit = cloned(state.get("of_commit", {}))
         self._load_rest({name: its for name, its in state.items() if name != "optimizers"})
 
     def load_own(self, state: State, *, only_buffers: bool = False) -> None:
         """Load a rank's own state; it is copied. Pass `only_buffers` if it was another rank's."""
         self._buffers.put(state)
+        if state.get("is_begun") and self.of_commit:
+            # That rank has died before it came to the end of the commit. Others have what the commit has changed.
+            drawn = self.of_commit.get("random")
+            self._buffers.put({"buffers": {}, **self.of_commit})
+            if drawn is not None:
+                before, after = drawn["before"], drawn["after"]
+                own = {
+                    name: after.get(name) if equal(its, before.get(name)) else its
+                    for name, its in state["random"].items()
+                }
+                state = {**state, "random": own}
         if not only_buffers:
             self._load_own(state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 from elaunch.trainer.keeper import entered_names
 from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.keeper.own_state import OwnState
+from elaunch.trainer.memory.records import Records
+from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.tree import cloned
+from elaunch.trainer.state.version import Version
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -208,3 +215,46 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
     assert_same(trained(form, 8, **checkpoints, say=said.append), calm)
     assert len(said) == 1
     assert said[0].startswith(f"restored step 3 from the checkpoint in {tmp_path / 'c'}; 2 steps are repeated")
+
+
+def test_what_a_commit_changes_in_buffers_and_draws_comes_from_a_rank_that_came_to_its_end(tmp_path: Path) -> None:
+    def made() -> tuple[AveragedModel, Training]:
+        average = AveragedModel(nn.Linear(2, 2))
+        return average, Training(average, torch.optim.SGD(average.parameters(), lr=0.1))
+
+    average, training = made()
+    records, step = Records(tmp_path, "n", b"layout".ljust(16), 0), Version(0, 1)
+    own = OwnState(training, records, print)
+    own.put_down(step, is_begun=True)
+    of_the_dead = cloned(records.find(step))
+    random.seed(7)  # Nobody has given this one a seed, so the ranks' differ.
+    own.put_down(step, is_begun=True)
+    average.n_averaged += 1
+    torch.rand(1)
+    drawn = torch.get_rng_state()
+    own.put_down(step, unless_same=True)
+    survivors = cloned(training.replicated())
+    average.n_averaged += 1  # The next step has begun.
+    torch.rand(1)
+
+    again, restored = made()
+    restored.load_replicated(survivors)
+    restored.load_own(of_the_dead)
+
+    assert again.n_averaged == 1
+    assert torch.equal(torch.get_rng_state(), drawn)
+    own.put_down(Version(0, 2), is_begun=True)
+    own.put_down(Version(0, 2), unless_same=True)
+    assert not training.of_commit
+
+
+def test_a_training_that_has_ended_leaves_the_same_random_numbers_after_each_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    after = []
+    for generation in range(3):
+        monkeypatch.setenv("ELAUNCH_GENERATION", str(generation))
+        trained((changes_in_place, lambda: torch.zeros(4), False), 4)
+        after.append(torch.rand(1).item())
+
+    assert after[1:] == after[:1] * 2

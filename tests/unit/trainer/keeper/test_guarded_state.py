@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from elaunch.trainer.keeper.guarded_state import GuardedState
+from elaunch.trainer.keeper.left_gradients import LeftGradients
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -49,3 +50,20 @@ def copied(steps: int, *, each: bool) -> list[int]:
 @pytest.mark.parametrize(("each", "found"), [(False, [1]), (True, [1, 2, 3])])
 def test_the_agreed_copy_is_of_the_next_step_alone_unless_all_ranks_copy_each(each: bool, found: list[int]) -> None:
     assert copied(3, each=each) == found
+
+
+def test_accumulation_that_begins_late_is_refused_too() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = LeftGradients(model, [optimizer])
+    said = []
+
+    for step in range(1, 25):
+        model(torch.ones(2)).sum().backward()
+        said.append(found.commit_begins(step))
+        if step < 20:
+            optimizer.zero_grad()
+        found.commit_ended()
+
+    assert not any(said[:20])
+    assert "still there after the commit of step 20" in said[20]
