@@ -94,6 +94,8 @@ class Keeper:
     ) -> None:
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
+            if type(count) is not int and (count is not None or option in ("checkpoint_every", "keep")):
+                raise TypeError(f"{option} is {count!r}; it is a whole number")
             if count is not None and count < least:
                 raise ValueError(f"{option} is {count}; it is at least {least}")
         if not re.fullmatch(r"[\w-]+", name):
@@ -230,8 +232,10 @@ class Keeper:
         A step begins with the random states at the end of the step before. What the program draws between a commit and
         the next step (in an evaluation, for a DataLoader's seed) comes from states that only depend on these. A loop
         that was left by `break` has no steps after a restart either. Raises ValueError if an earlier loop has come to
-        `total` already.
+        `total` already, or `total` is no whole number.
         """
+        if type(total) is not int or total < 0:
+            raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
         with self.loop(total) as has_steps:
             while has_steps and self.step < total:
                 if self._is_aside:
