@@ -117,6 +117,8 @@ class Keeper:
         self._has_stopped = False
         self._is_entered = self._is_open = False
         self._begun_step = -1
+        # Whether a commit came without `steps` and `step_begin`.
+        self._is_unlooped = False
         # The random states at the end of the last complete step, and whether they were restored and not yet set.
         self._random: dict[str, Any] = {}
         self._is_random_due = self._is_aside = False
@@ -379,6 +381,14 @@ class Keeper:
 
         On a GPU it first waits until the gradients are complete.
         """
+        if self._begun_step < 0 and not self._is_unlooped:
+            self._is_unlooped = True
+            if self._peers.leads:
+                self._say(
+                    "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step "
+                    "again, with the restored state, and until the end no checkpoint is written. Loop by `for step in "
+                    "keeper.steps(total):` or keeper.epochs, or call keeper.step_begin() before each step"
+                )
         self.commit_begin()
         try:
             yield
