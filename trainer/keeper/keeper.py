@@ -94,6 +94,8 @@ class Keeper:
     ) -> None:
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
+            if type(count) is not int and (count is not None or option in ("checkpoint_every", "keep")):
+                raise TypeError(f"{option} is {count!r}; it is a whole number")
             if count is not None and count < least:
                 raise ValueError(f"{option} is {count}; it is at least {least}")
         if not re.fullmatch(r"[\w-]+", name):
@@ -115,6 +117,8 @@ class Keeper:
         self._has_stopped = False
         self._is_entered = self._is_open = False
         self._begun_step = -1
+        # Whether a commit came without `steps` and `step_begin`.
+        self._is_unlooped = False
         # The random states at the end of the last complete step, and whether they were restored and not yet set.
         self._random: dict[str, Any] = {}
         self._is_random_due = self._is_aside = False
@@ -230,8 +234,10 @@ class Keeper:
         A step begins with the random states at the end of the step before. What the program draws between a commit and
         the next step (in an evaluation, for a DataLoader's seed) comes from states that only depend on these. A loop
         that was left by `break` has no steps after a restart either. Raises ValueError if an earlier loop has come to
-        `total` already.
+        `total` already, or `total` is no whole number.
         """
+        if type(total) is not int or total < 0:
+            raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
         with self.loop(total) as has_steps:
             while has_steps and self.step < total:
                 if self._is_aside:
@@ -375,6 +381,14 @@ class Keeper:
 
         On a GPU it first waits until the gradients are complete.
         """
+        if self._begun_step < 0 and not self._is_unlooped:
+            self._is_unlooped = True
+            if self._peers.leads:
+                self._say(
+                    "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step "
+                    "again, with the restored state, and until the end no checkpoint is written. Loop by `for step in "
+                    "keeper.steps(total):` or keeper.epochs, or call keeper.step_begin() before each step"
+                )
         self.commit_begin()
         try:
             yield

@@ -22,7 +22,7 @@ from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.digests import digests
 from elaunch.trainer.state.model_state import hook_after_forward
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import local_parts, tensors_in, tensors_sha256
+from elaunch.trainer.state.tree import State, local_parts, tensors_in, tensors_sha256
 
 # Set by the command. JSON: the `folder` of the records, the number of `steps`, and when to kill which process.
 VARIABLE = "ELAUNCH_REHEARSAL"
@@ -36,6 +36,7 @@ class Rehearsal:
 
     def __init__(self, environ: Mapping[str, str], place: RankInfo, name: str, kept: tuple[object, ...]) -> None:
         self._asked, self._kept = json.loads(environ[VARIABLE]), kept
+        self._rank = place.rank
         self._dies = not place.generation and name == self._asked["name"] and place.rank in self._asked["ranks"]
         self._folder, self._name = Path(self._asked["folder"]), name
         self._path = self._folder / f"{name}.{place.rank}.jsonl"
@@ -76,7 +77,10 @@ class Rehearsal:
         Returns whether the program ends here.
         """
         self._step, training = step, self._training
-        own, buffers = training.own(large=True), training.buffers()
+        own = training.own(large=True)
+        # DDP overwrites those of the other ranks.
+        is_overwritten = training.shares_buffers and self._rank
+        buffers: State = {"transient": {}, "buffers": {}} if is_overwritten else training.buffers()
         rest = {**training.small(), "random": own["random"], "hook": own.get("hook")}
         # An evaluation that was cut off leaves other modes, until the step sets them.
         rest.get("settings", {}).pop("evaluating", None)

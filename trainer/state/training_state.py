@@ -53,6 +53,11 @@ class Training:
         hook_state: Any = None,
         per_rank: Any = None,
     ) -> None:
+        for name, part in (("model", model), ("scheduler", scheduler), ("scaler", scaler)):
+            for one in _several(part):
+                if not hasattr(one, "modules" if name == "model" else "state_dict"):
+                    needed = "an nn.Module, or a list of them" if name == "model" else "an object with state_dict"
+                    raise TypeError(f"{name} is {one!r:.100}; it is {needed}")
         # As the program calls them: wrapped in DDP or FSDP, compiled.
         self.models: list[nn.Module] = list(_several(model))
         self._wrapped = Models(self.models) if len(self.models) > 1 else self.models[0]
@@ -83,7 +88,8 @@ class Training:
         # The buffers that the last commit has changed, copied, since the next forward pass may change them again; and
         # as `random` the random states before and after it, if it has drawn.
         self.of_commit: State = {}
-        self._shares_buffers = all(map(_shares_buffers, self.models))
+        # Whether all ranks have rank 0's in each forward pass.
+        self.shares_buffers = all(map(_shares_buffers, self.models))
         parts = [*self._wrapped.modules(), *self._optimizers]
         self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
 
@@ -283,7 +289,7 @@ class Training:
         differ from rank 0's.
         """
         now = self.buffers()
-        if self._shares_buffers:
+        if self.shares_buffers:
             its = {"buffers": self._buffers.misfits(), "transient": now["transient"]}
             return its if leads else {"buffers": {}, "transient": {}}
         sums = {name: value if value is None else tensors_sha256([value]) for name, value in now["buffers"].items()}

@@ -344,3 +344,42 @@ def test_an_iterable_dataset_whose_batches_cannot_be_passed_over_is_refused() ->
         KeptEpochs(
             *(model, [optimizer]), outermost=model, loader=loader, base=loader, accumulate=1, set_epoch=lambda _: None
         )
+
+
+def test_a_commit_outside_of_steps_is_named_once() -> None:
+    job = Job()
+
+    with job.keeper:
+        for step in (1, 2):
+            job.train(step)
+
+    assert [line for line in job.said if line.startswith("keeper.commit() without keeper.steps")] == job.said
+    assert len(job.said) == 1
+
+
+@pytest.mark.parametrize("has_steps", [False, True])
+def test_a_loop_over_steps_and_one_that_begins_each_step_itself_are_not_named(has_steps: bool) -> None:
+    job = Job()
+
+    with job.keeper as keeper:
+        for step in keeper.steps(2) if has_steps else (1, 2):
+            keeper.step_begin()
+            job.train(step)
+
+    assert job.said == []
+
+
+@pytest.mark.parametrize("total", ["3", -1, 2.5])
+def test_a_total_that_is_no_number_of_steps_is_refused(total: Any) -> None:
+    job = Job()
+
+    with job.keeper as keeper, pytest.raises(ValueError, match=r"the total is a whole number, 0 or more"):
+        next(keeper.steps(total))
+
+
+@pytest.mark.parametrize(
+    "option", [{"lose_at_most": "1"}, {"lose_at_most": 1.5}, {"keep": None}, {"checkpoint_every": None}]
+)
+def test_a_count_that_is_no_whole_number_is_refused_by_its_name(option: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=rf"{next(iter(option))} is .*; it is a whole number"):
+        Job(**option)
