@@ -48,6 +48,7 @@ def kept(name, **options):
     optimizer = Still()
     return optimizer, Keeper(torch.nn.Linear(2, 1), optimizer, name=name, lose_at_most=1000, **options)
 
+torch.manual_seed(0)
 dist.init_process_group("gloo")
 (_, one), (_, other) = trainings = kept("one"), kept("other", extra=Slow())
 with one, other:
@@ -134,6 +135,7 @@ if GENERATION == 0 and RANK == 1:
     Mirror._run = lambda *_: time.sleep(600)
 if GENERATION == 0 and RANK == 2:
     threading.Thread(target=die).start()
+torch.manual_seed(0)
 dist.init_process_group("gloo")
 optimizer = Still()
 with Keeper(torch.nn.Linear(2, 1), optimizer, lose_at_most=1) as keeper:

@@ -92,10 +92,11 @@ class Claim:
                 held = self._held()
             except OSError as error:
                 # Nothing is published before it can be read, and the first checkpoint may be hours away.
-                self._say(
-                    f"{self._storage}/{NOTE} cannot be read ({reason(error)}): until it can, or is removed, no "
-                    "checkpoint is written"
-                )
+                if not self._storage.unwritable():
+                    self._say(
+                        f"{self._storage}/{NOTE} cannot be read ({reason(error)}): until it can, or is removed, no "
+                        "checkpoint is written"
+                    )
                 raise
             if held is not None and not self._is_mine(held):
                 if there := self._storage.found():
@@ -116,6 +117,10 @@ class Claim:
         if held["token"] not in (self._note["token"], self._old):
             self.lost = f"{_job(held)} has taken over {self._storage}, so this job writes no more checkpoints there"
             raise OSError(self.lost)
+
+    def leave(self) -> None:
+        """Renew the lock no more, also after an error that the program catches."""
+        self._left.set()
 
     def release(self) -> None:
         """Mark the lock as ended: the job writes nothing more."""
@@ -166,8 +171,9 @@ class Claim:
             its, ours = [f"name={held['name']}"], [f"name={mine['name']}"]
         if its != ours:
             lacks, adds = ([word for word in one if word not in other] for one, other in ((its, ours), (ours, its)))
-            shown = {"that one": lacks or its, "this one": adds or ours}
-            differs = ", ".join(f"{which} has `{' '.join(words)[:_SHOWN_MAX]}`" for which, words in shown.items())
+            shown = {"that one": lacks, "this one": adds} if lacks or adds else {"that one": its, "this one": ours}
+            parts = [f"{which} has `{' '.join(words)[:_SHOWN_MAX]}`" for which, words in shown.items() if words]
+            differs = ", ".join(parts)
             raise NotOurs(
                 f"{self._storage} has the checkpoints of another training, by {_job(held)}: {differs}. Give each "
                 f"training its own checkpoints=, or, if both are one training, the same name=; remove "

@@ -142,6 +142,11 @@ class DiskCopies:
         if self._checkpoints is not None:
             self._checkpoints.wait()
 
+    def leave(self) -> None:
+        """Nothing more will be written, also after an error."""
+        if self._claim is not None:
+            self._claim.leave()
+
     def close(self) -> None:
         """Close the connections of the checkpoints' threads, after `wait`."""
         if self._checkpoints is not None:

@@ -46,6 +46,11 @@ _LOADER = (
     "are repeated or skipped. Wrap it: batches = elaunch.trainer.Batches(loader), pass per_rank=batches, and call "
     "next(batches) in the loop. If the order needs no state, pass per_rank=()"
 )
+_NO_LOOP = (
+    "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step again, with the "
+    "restored state, and until the end no checkpoint is written. Loop by `for step in keeper.steps(total):` or "
+    "keeper.epochs, or call keeper.step_begin() before each step"
+)
 _NOT_GIVEN = "the program's {} is not kept: a restart resets it. Pass it to the Keeper ({}=…), and {} in the commit"
 _SCHEDULE = (
     "the program's {} counts the steps of a learning rate, and is not kept: a restart resets it. Pass it to the Keeper "
@@ -103,6 +108,7 @@ class Door:
         self._scheduled: dict[str, Any] = {}
         self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
         self._commits = self._looks = 0
+        self._has_begun = False
         # The number of commits at the last evaluation.
         self._evaluated = -1
         # What this rank drew for a step before a failure, until it has drawn the same for it.
@@ -126,7 +132,9 @@ class Door:
                 self._look_through()
 
     def commit_begins(self, step: int) -> None:
-        """Name a scheduler that was stepped since the last commit."""
+        """Name a scheduler that was stepped since the last commit, and a program without `step_begin`."""
+        if not self._has_begun and not self.is_others:
+            self._tell("loop", _NO_LOOP)
         self._compare_scheduled(step - 1, self._counts())
 
     def committed(self, step: int) -> None:
@@ -152,6 +160,7 @@ class Door:
 
     def step_begins(self, step: int) -> None:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
+        self._has_begun = True
         if self._evaluated == self._commits:
             self._look_at_weights()
         self._compare_scheduled(step, self._counts() | self._numbers())

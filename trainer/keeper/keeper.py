@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -94,10 +95,10 @@ class Keeper:
     ) -> None:
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
-            if type(count) is not int and (count is not None or option in ("checkpoint_every", "keep")):
-                raise TypeError(f"{option} is {count!r}; it is a whole number")
-            if count is not None and count < least:
-                raise ValueError(f"{option} is {count}; it is at least {least}")
+            if count is None and option in ("verify_every", "lose_at_most"):
+                continue
+            if not isinstance(count, Integral) or count < least:
+                raise ValueError(f"{option} is {count!r}; it is a whole number, at least {least}")
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
@@ -117,8 +118,6 @@ class Keeper:
         self._has_stopped = False
         self._is_entered = self._is_open = False
         self._begun_step = -1
-        # Whether a commit came without `steps` and `step_begin`.
-        self._is_unlooped = False
         # The random states at the end of the last complete step, and whether they were restored and not yet set.
         self._random: dict[str, Any] = {}
         self._is_random_due = self._is_aside = False
@@ -236,7 +235,7 @@ class Keeper:
         that was left by `break` has no steps after a restart either. Raises ValueError if an earlier loop has come to
         `total` already, or `total` is no whole number.
         """
-        if type(total) is not int or total < 0:
+        if not isinstance(total, Integral) or total < 0:
             raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
         with self.loop(total) as has_steps:
             while has_steps and self.step < total:
@@ -381,14 +380,6 @@ class Keeper:
 
         On a GPU it first waits until the gradients are complete.
         """
-        if self._begun_step < 0 and not self._is_unlooped:
-            self._is_unlooped = True
-            if self._peers.leads:
-                self._say(
-                    "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step "
-                    "again, with the restored state, and until the end no checkpoint is written. Loop by `for step in "
-                    "keeper.steps(total):` or keeper.epochs, or call keeper.step_begin() before each step"
-                )
         self.commit_begin()
         try:
             yield
@@ -478,6 +469,7 @@ class Keeper:
                         traceback.print_exc()
         finally:
             self._state.give_up()
+            self._copies.disk.leave()
         # After an error the end of the process closes them. Then the agent hears first which rank has failed.
         if error is None or isinstance(error, Stopped):
             self._copies.close()

@@ -107,7 +107,7 @@ def test_a_schedule_of_the_programs_own_is_named_if_it_counts_the_steps_itself(c
     schedule = Noam(program.optimizer, counts=counts)
     program.commits = schedule.step
 
-    said = "the program's Noam counts the steps of a learning rate, and is not kept: a restart begins it again."
+    said = "the program's Noam counts the steps of a learning rate, and is not kept: a restart resets it."
     assert program.run().startswith(said) if counts else program.run() == ""
 
 
@@ -313,7 +313,7 @@ def test_an_object_that_cannot_be_asked_ends_neither_the_training_nor_the_look()
     noise = torch.Generator()
     program.begins = lambda step: torch.randn(2, generator=noise)
 
-    assert "the generator `noise` draws in the steps" in program.run()
+    assert "the steps draw from the generator `noise`" in program.run()
     assert others[1].asked == 2  # type: ignore[attr-defined]
 
 

@@ -394,7 +394,7 @@ def test_another_training_is_refused_where_there_are_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: Path
 ) -> None:
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--seed", "2"])
-    with pytest.raises(ValueError, match=r"another training, by job other .*: this one has `--seed 2`\. .* step 3 "):
+    with pytest.raises(ValueError, match=r"another training, by job other .*: this one has `--seed=2`\. .* step 3 "):
         Job(checkpoints=tmp_path / "c").keeper.__enter__()
 
     left.unlink()
@@ -446,7 +446,7 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, keep: dict[str, int], steps
     Job(checkpoints=tmp_path / "c", checkpoint_every=2, **keep).train(7)
 
     assert [mark.step for mark in catalog.marks(tmp_path / "c")] == steps
-    with pytest.raises(ValueError, match="keep is 0; it is at least 1"):
+    with pytest.raises(ValueError, match="keep is 0; it is a whole number, at least 1"):
         Job(checkpoints=tmp_path / "c", keep=0)
 
 

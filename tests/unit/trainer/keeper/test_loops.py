@@ -381,5 +381,5 @@ def test_a_total_that_is_no_number_of_steps_is_refused(total: Any) -> None:
     "option", [{"lose_at_most": "1"}, {"lose_at_most": 1.5}, {"keep": None}, {"checkpoint_every": None}]
 )
 def test_a_count_that_is_no_whole_number_is_refused_by_its_name(option: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=rf"{next(iter(option))} is .*; it is a whole number"):
+    with pytest.raises(ValueError, match=rf"{next(iter(option))} is .*; it is a whole number"):
         Job(**option)

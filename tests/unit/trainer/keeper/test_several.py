@@ -228,7 +228,7 @@ def test_fsdp1_cannot_be_compared_and_is_refused(alone: None) -> None:
 
     with pytest.raises(ValueError, match="verify_every is 5, and FullyShardedDataParallel does not say which part"):
         keeper_of(model, verify_every=5).__enter__()
-    with pytest.raises(ValueError, match="verify_every is 0; it is at least 1"):
+    with pytest.raises(ValueError, match="verify_every is 0; it is a whole number, at least 1"):
         keeper_of(model, verify_every=0)
 
 
