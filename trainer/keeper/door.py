@@ -343,9 +343,9 @@ class Door:
                 memory.add(_memory(one))
                 name = path.partition(".")[0]
                 self._note(f"average {name}", _FOLLOWS.format(name), partial(_values, weakref.ref(one)))
-            elif self._kept["scheduler"] is None and (its := self._schedule(one)) is not None:
-                name, before = type(one).__name__, (self._numbers(), _counters(its))
-                self._note(f"scheduler {name}", _SCHEDULE.format(name), partial(self._counted, its, *before))
+            elif self._kept["scheduler"] is None and (held := self._schedule(one)) is not None:
+                name, before = type(one).__name__, (self._numbers(), _counters(held))
+                self._note(f"scheduler {name}", _SCHEDULE.format(name), partial(self._counted, held, *before))
 
     def _schedule(self, one: Any) -> dict[str, Any] | None:
         """The attributes of an object that has an optimizer of the Keeper; None if it also has a model, or others."""
@@ -358,7 +358,7 @@ class Door:
         has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
         return its if has_ours and not any(_is(value, nn.Module) for value in its.values()) else None
 
-    def _counted(self, its: dict[str, Any], options: list[Any], counters: list[float]) -> list[float] | None:
+    def _counted(self, its: dict[str, Any], options: dict[str, Any], counters: list[float]) -> list[float] | None:
         """The numbers of such an object if they and the options of the optimizers have changed; else None."""
         now = _counters(its)
         return now if now != counters and self._numbers() != options else None

@@ -97,7 +97,7 @@ class Keeper:
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
                 continue
-            if not isinstance(count, Integral) or count < least:
+            if not _is_count(count, least):
                 raise ValueError(f"{option} is {count!r}; it is a whole number, at least {least}")
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
@@ -235,7 +235,7 @@ class Keeper:
         that was left by `break` has no steps after a restart either. Raises ValueError if an earlier loop has come to
         `total` already, or `total` is no whole number.
         """
-        if not isinstance(total, Integral) or total < 0:
+        if not _is_count(total, 0):
             raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
         with self.loop(total) as has_steps:
             while has_steps and self.step < total:
@@ -498,6 +498,10 @@ class Keeper:
             again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and value >= least  # type: ignore[operator]
 
 
 def _to_stderr(text: str) -> None:
