@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from elaunch.trainer.data.batches import first_iterator, require_skippable, set_epoch, skip_once
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import cloned
@@ -49,6 +51,8 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest state."""
         _require_possible(trainer)
+        if not pl_module.automatic_optimization and isinstance(trainer.strategy.model, DistributedDataParallel):
+            _share_no_buffers(trainer.strategy.model)
         self._state.update(_state_of(trainer, self))
         self._keeper = Keeper(
             trainer.strategy.model,
@@ -192,6 +196,14 @@ def _require_possible(trainer: Any) -> None:
             f"fit(ckpt_path={trainer.ckpt_path!r}) restores another state after ElaunchCallback has; leave it out: "
             "ElaunchCallback(checkpoints=…) restores from memory and from its own checkpoints"
         )
+
+
+def _share_no_buffers(model: Any) -> None:
+    """With manual optimization Lightning lets DDP share buffers before the first of all passes only.
+
+    A restart must not do it again, and each rank's own ones are kept.
+    """
+    model.broadcast_buffers = model.forward_sync_buffers = False
 
 
 def _warn_of_hooks(parts: list[Any]) -> None:
