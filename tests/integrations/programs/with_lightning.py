@@ -52,6 +52,8 @@ class Module(pl.LightningModule):
 
 more: dict[str, Callable[[], pl.Callback]] = {
     "accumulation": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
+    # Nothing is better than the first loss.
+    "stopping": lambda: callbacks.EarlyStopping("validation", min_delta=1e9, patience=1, mode="max"),
     "swa": lambda: callbacks.StochasticWeightAveraging(1e-3),
     "average": lambda: callbacks.WeightAveraging(),
     "finetuning": lambda: callbacks.BackboneFinetuning(),
