@@ -87,8 +87,9 @@ def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: 
     nodes.cluster.ended({1: 0, 2: 0})
 
     assert nodes.began(1) == 23
-    names = sorted(path.name for path in (nodes.out / "checkpoints").iterdir())
-    assert names == ["generation-0000-step-00000010", *(f"generation-0001-step-000000{step}" for step in (30, 40))]
+    names = sorted(path.name for path in (nodes.out / "checkpoints").iterdir() if path.is_dir())
+    # That of step 20 was not complete, and is made up for at once; three are kept.
+    assert names == [f"generation-0001-step-000000{step}" for step in (23, 30, 40)]
     nodes.assert_complete()
     # Both generations have the same size, and ranks keep no random state of their own, so the results are equal.
     nodes.assert_same(calm)

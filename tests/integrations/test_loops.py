@@ -99,6 +99,20 @@ def test_lightning_accumulates_as_its_callback_has_set_it_at_the_beginning_of_th
     assert_kills_change_no_bit("lightning", tmp_path, kills, {"callback": "accumulation"})
 
 
+def test_lightnings_early_stopping_counts_an_evaluation_that_was_before_the_failure(tmp_path: Path) -> None:
+    require("lightning")
+
+    kills = [[1, 11, "forward"]]
+    assert_kills_change_no_bit("lightning", tmp_path, kills, {"evaluates": True, "callback": "stopping"})
+
+
+def test_buffers_that_each_rank_has_for_itself_with_lightnings_manual_optimization_stay_its_own(tmp_path: Path) -> None:
+    require("lightning")
+
+    # BatchNorm's.
+    assert_kills_change_no_bit("lightning", tmp_path, PLAIN, {"manual": True})
+
+
 @pytest.mark.parametrize(
     ("callback", "said"),
     [

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from elaunch.trainer.data.batches import first_iterator, require_skippable, set_epoch, skip_once
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import cloned
@@ -38,6 +40,8 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._state: dict[str, Any] = {}
         # The batches of a step, after a restart within an epoch; 0 once they are set.
         self._accumulates = 0
+        # Whether callbacks may have changed since the last step.
+        self._has_evaluated = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what no restart can restore, before others have begun."""
@@ -49,13 +53,15 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest state."""
         _require_possible(trainer)
+        if not pl_module.automatic_optimization and isinstance(trainer.strategy.model, DistributedDataParallel):
+            _share_no_buffers(trainer.strategy.model)
         self._state.update(_state_of(trainer, self))
         self._keeper = Keeper(
             trainer.strategy.model,
             trainer.optimizers[0],
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            extra=self._state,
+            extra=_Record(self._state),
             **self._options,
         )
         self._is_resumed = self._keeper.restore() > 0
@@ -96,6 +102,12 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         if self._accumulates:
             # A callback may have set it when the epoch began, which Lightning does not repeat.
             trainer.accumulate_grad_batches, self._accumulates = self._accumulates, 0
+        if self._has_evaluated:
+            # A restart does not evaluate again, and early stopping counts.
+            self._has_evaluated = False
+            self._state["callbacks"] = self._state["callbacks"] | _states_of(
+                [one for one in _others(trainer, self) if not _acts_at_batch_start(one)]
+            )
         self._kept.step_begin()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -111,7 +123,12 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """What a validation draws does not count: it is not made again after a restart."""
         if self._keeper is not None:
+            self._has_evaluated = True
             self._keeper.redraw()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Callbacks may act now, as after a validation."""
+        self._has_evaluated = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Keep the last state, also on the disk if there are checkpoints."""
@@ -132,14 +149,38 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         return self._keeper
 
 
+class _Record:
+    """A state as an object: it may change between two steps."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state.update(state)
+
+
 def _state_of(trainer: Any, own: Callback) -> dict[str, Any]:
     """Where the loops are, and the states of the other callbacks."""
     loops = trainer.fit_loop.state_dict()
     # Each rank has another position there.
     loops["state_dict"].pop("combined_loader", None)
-    callbacks = {one.state_key: one.state_dict() for one in _others(trainer, own)}
-    states = cloned({key: state for key, state in callbacks.items() if state})
+    states = _states_of(_others(trainer, own))
     return {"loops": loops, "callbacks": states, "accumulates": trainer.accumulate_grad_batches}
+
+
+def _states_of(callbacks: list[Any]) -> dict[str, Any]:
+    states = {one.state_key: one.state_dict() for one in callbacks}
+    kept: dict[str, Any] = cloned({key: state for key, state in states.items() if state})
+    return kept
+
+
+def _acts_at_batch_start(callback: Any) -> bool:
+    """Whether a callback may have acted for the step that begins, which comes once more after a failure."""
+    names = ("on_train_epoch_start", "on_train_batch_start")
+    return any(getattr(type(callback), name) is not getattr(Callback, name) for name in names)
 
 
 def _load_loops(loop: Any, state: dict[str, Any]) -> None:
@@ -192,6 +233,14 @@ def _require_possible(trainer: Any) -> None:
             f"fit(ckpt_path={trainer.ckpt_path!r}) restores another state after ElaunchCallback has; leave it out: "
             "ElaunchCallback(checkpoints=…) restores from memory and from its own checkpoints"
         )
+
+
+def _share_no_buffers(model: Any) -> None:
+    """With manual optimization Lightning lets DDP share buffers before the first of all passes only.
+
+    A restart must not do it again, and each rank's own ones are kept.
+    """
+    model.broadcast_buffers = model.forward_sync_buffers = False
 
 
 def _warn_of_hooks(parts: list[Any]) -> None:

@@ -1,8 +1,8 @@
 """What the programs share: `PROGRAM FOLDER KILLS OPTIONS`, the last two as JSON.
 
 KILLS has for each generation [rank, step, moment] of the worker that kills itself. OPTIONS: `accumulate` (batches for a
-step), `evaluates`, `workers` (of the DataLoader), `persistent`, `callback` (Lightning's). Each
-rank writes what it ended with into FOLDER.
+step), `evaluates`, `workers` (of the DataLoader), `persistent`, `callback` and `manual` (Lightning's).
+Each rank writes what it ended with into FOLDER.
 """
 
 from __future__ import annotations

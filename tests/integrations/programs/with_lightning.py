@@ -17,6 +17,7 @@ class Module(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = network()
+        self.automatic_optimization = "manual" not in OPTIONS
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         step = self.trainer.global_step + 1
@@ -24,6 +25,11 @@ class Module(pl.LightningModule):
         loss = loss_of(self.net, batch[0])
         losses[step] = loss.item()
         self.log("loss", loss)
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.lr_schedulers().step()
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -46,6 +52,8 @@ class Module(pl.LightningModule):
 
 more: dict[str, Callable[[], pl.Callback]] = {
     "accumulation": lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
+    # Nothing is better than the first loss.
+    "stopping": lambda: callbacks.EarlyStopping("validation", min_delta=1e9, patience=1, mode="max"),
     "swa": lambda: callbacks.StochasticWeightAveraging(1e-3),
     "average": lambda: callbacks.WeightAveraging(),
     "finetuning": lambda: callbacks.BackboneFinetuning(),
