@@ -61,7 +61,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=False)
 
     def keeper(self, *, each: bool = False, **options: Any) -> Keeper:
-        Looks.wanted = (lambda *_: 1) if each else _WANTED  # type: ignore[method-assign, assignment]
+        Looks.wanted = (lambda *_: 1) if each else _WANTED  # type: ignore[method-assign]
         return Keeper(self.model, self.optimizer, per_rank=(), say=lambda _: None, **options)
 
     def train(self, steps: int, options: dict[str, Any] | None, name: str) -> None:

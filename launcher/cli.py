@@ -227,12 +227,15 @@ def _run_agent(
 
     from elaunch.agent.run import CannotRun, begin
     from elaunch.launcher.errors import UsageError
+    from elaunch.launcher.preflight import temporary_folder_warning
 
     health = _health(options, environ, config)
     try:
         with begin(config) as agent:
             if health:
                 health.done(agent.warn)
+            if warning := temporary_folder_warning(environ):
+                agent.warn(warning)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import write_error_file
 

@@ -52,6 +52,22 @@ def check_folder() -> None:
         raise UsageError("the current folder was removed; go to another one (cd) and start again") from None
 
 
+def temporary_folder_warning(environ: Mapping[str, str]) -> str:
+    """About a TMPDIR whose path is too long for the sockets that multiprocessing makes there; "" for another one."""
+    folder = environ.get("TMPDIR", "")
+    if not folder:
+        return ""
+    # Imported here: most environments have no TMPDIR.
+    from elaunch.agent.core.causes.cause import TEMPORARY_MAX
+
+    if (length := len(os.fsencode(folder))) <= TEMPORARY_MAX:
+        return ""
+    return (
+        f"TMPDIR has {length} characters, and a DataLoader with worker processes fails or hangs with more than "
+        f"{TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
+    )
+
+
 def check_metrics(options: Options) -> None:
     """Raises UsageError if metrics are asked for, and the library for them is not installed."""
     if options.metrics_port is None:
