@@ -63,7 +63,8 @@ class ShownTracebacks:
         """Where this traceback, or its stack at least, stands a few lines above; empty if it does not."""
         stack, raised = _parts(traceback.encode(errors="replace"))
         generation, rank, shown, line = self._shown.get(stack, (0, 0, None, 0))
-        if shown is None or self._lines() - line > _NEAR_LINES:
+        # Another type of exception is another failure.
+        if shown is None or shown.split(b":")[0] != raised.split(b":")[0] or self._lines() - line > _NEAR_LINES:
             return ""
         # The message is in the report's first lines. The console's may have other numbers, or another form.
         what = "" if shown == raised else "the stack is "

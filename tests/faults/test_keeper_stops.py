@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elaunch.trainer.checkpoint.catalog import marks
@@ -108,8 +109,8 @@ def test_when_the_memory_folder_was_removed_a_restart_makes_it_again_and_takes_t
     asks = ["hold-0-20-1", "forward-0-27-0", "forward-1-33-1"]
     with Run(tmp_path / "run", 2, *options, asks=asks, shared=keeper_start) as run:
         wait_for(lambda: run.of("held"), "step 20")
-        open_files = [fd.readlink() for fd in Path(f"/proc/{run.job.process.pid}/fd").iterdir()]
-        (memory,) = {path.parent for path in open_files if path.parent.name.endswith("_memory")}
+        names = [Path(file.path) for file in psutil.Process(run.job.process.pid).open_files()]
+        (memory,) = {path.parent for path in names if path.parent.name.endswith("_memory")}
         shutil.rmtree(memory)
         (run.folder / "hold-0-20-1").unlink()
         run.ended()

@@ -87,7 +87,8 @@ def test_a_job_ends_if_no_node_of_the_role_comes() -> None:
     (run,) = world.checks.runs
     assert run.ended
     assert run.ended.reason.startswith(
-        "no node with the role ps came in 40 s for a free seat (2 nodes were here); start a node with that role"
+        "no node with the role ps came in 40 s for a free seat (2 nodes were here); host-0 was lost: no sign of "
+        "life from the elaunch that ran there; start a node with that role"
     )
 
 

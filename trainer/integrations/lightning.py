@@ -61,7 +61,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
             trainer.optimizers[0],
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            extra=_Record(self._state),
+            extra=_CallbackRecord(self._state),
             **self._options,
         )
         self._is_resumed = self._keeper.restore() > 0
@@ -149,7 +149,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         return self._keeper
 
 
-class _Record:
+class _CallbackRecord:
     """A state as an object: it may change between two steps."""
 
     def __init__(self, state: dict[str, Any]) -> None:

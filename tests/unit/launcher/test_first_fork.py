@@ -49,4 +49,4 @@ def test_before_the_first_fork_the_command_imports_only_what_it_needs_until_then
     assert "elaunch.agent.forkserver.client" in loaded, done.stderr
     assert not loaded & _LATER
     # Each of its own modules takes half a millisecond.
-    assert len([name for name in loaded if name.startswith("elaunch")]) < 65
+    assert len([name for name in loaded if name.startswith("elaunch")]) < 70

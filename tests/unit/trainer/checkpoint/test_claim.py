@@ -15,6 +15,7 @@ import pytest
 from elaunch.trainer.checkpoint import claim
 from elaunch.trainer.checkpoint.claim import NOTE, UNNAMED, Claim, NotOurs, command
 from elaunch.trainer.checkpoint.storage import storage_at
+from tests.harness import DEADLINE_S
 
 _OTHER = """
 import sys
@@ -62,13 +63,13 @@ def test_a_place_that_another_job_writes_to_is_refused_until_that_job_is_killed_
         with pytest.raises(NotOurs, match=rf"is being written by a job \(on .*, pid {job.pid}, since 2.*end that job"):
             claimed(tmp_path).take(nothing)
         job.kill()
-        job.wait()
+        job.wait(DEADLINE_S)
 
         claimed(tmp_path).take(nothing)
 
     (tmp_path / NOTE).unlink()
     with other_job(tmp_path) as job:
-        job.communicate("end\n")
+        job.communicate("end\n", timeout=DEADLINE_S)
 
         claimed(tmp_path).take(nothing)
 
@@ -85,7 +86,7 @@ def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     with other_job(tmp_path) as earlier:
         earlier.kill()
-        earlier.wait()
+        earlier.wait(DEADLINE_S)
 
         claimed(tmp_path, generation=1).take(pytest.fail)
     rewrite(tmp_path, process="boot:namespace:1:1", token="its")

@@ -84,9 +84,9 @@ class Program:
                 self.tail(step)
                 self.at("tail", step)
                 self.evaluate(step)
-        return self.result()
+        return self.outcome()
 
-    def result(self) -> Any:
+    def outcome(self) -> Any:
         flags = [p.requires_grad for model in self.models for p in model.parameters()]
         modes = [m.training for model in self.models for m in model.modules()]
         return {"flags": flags, "modes": modes, "states": cloned(self.states())}
