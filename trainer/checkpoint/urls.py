@@ -10,7 +10,9 @@ import difflib
 import errno
 import importlib.util
 import os
+import random
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +96,9 @@ def connect(url: Url) -> tuple[Any, str]:
 
     with plain_errors(url):
         system, root = fsspec.core.url_to_fs(url.text)
+    if retries := sys.modules.get("botocore.retryhandler"):
+        # A retry of S3's client in its thread would draw from the generator of the program.
+        vars(retries)["random"] = random.Random()
     return system, root.rstrip("/")
 
 

@@ -29,8 +29,19 @@ if sys.stdin.readline():
 """
 
 
+CLAIMS: list[Claim] = []
+
+
+@pytest.fixture(autouse=True)
+def no_claim_stays() -> Iterator[None]:
+    yield
+    while CLAIMS:
+        CLAIMS.pop().leave()
+
+
 def claimed(place: Path, name: str = UNNAMED, generation: int = 0) -> Claim:
-    return Claim(storage_at(place), name, generation, lambda said: None)
+    CLAIMS.append(Claim(storage_at(place), name, generation, lambda said: None))
+    return CLAIMS[-1]
 
 
 def nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import Claim
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
-from elaunch.trainer.checkpoint.urls import StorageError, Url, parse, plain_errors
+from elaunch.trainer.checkpoint.urls import StorageError, Url, connect, parse, plain_errors
 from tests.harness import slow
 from tests.s3 import S3, s3_server
 
@@ -436,6 +437,19 @@ def test_a_job_whose_place_in_a_store_was_taken_publishes_no_checkpoint(url: Url
     assert [mark.step for mark in marks(ObjectStorage(url))] == [1]
     assert "the checkpoint of step 2 could not be written" in said[-1]
     assert "has taken" in said[-1]
+    mine.leave()
+    other.leave()
+
+
+def test_a_retry_of_s3s_client_draws_no_number_of_the_program() -> None:
+    pytest.importorskip("s3fs")
+    connect(parse("s3://bucket/run"))
+    botocore = pytest.importorskip("botocore.retryhandler")
+    before = random.getstate()
+
+    botocore.delay_exponential("rand", 2, 1)
+
+    assert random.getstate() == before
 
 
 def test_a_folder_costs_no_import_of_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
