@@ -165,7 +165,8 @@ class _AnsweringThread:
 
         end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._send(socket, theirs.fileno())
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, theirs.fileno().to_bytes(4, sys.byteorder))]
+            self._send(socket, b'{"event": "recorder"}', rights)
         finally:
             theirs.close()
         self._end = end
@@ -180,11 +181,10 @@ class _AnsweringThread:
         except OSError:
             return False
 
-    def _send(self, socket: Any, fd: int) -> None:
+    def _send(self, socket: Any, line: bytes, rights: Any = ()) -> None:
         link = socket.socket(fileno=os.dup(LINK_FD))
         try:
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))]
-            link.sendmsg([b'\n{"event": "recorder"}\n'], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            link.sendmsg([b"\n%b\n" % line], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         finally:
             link.close()
 
@@ -203,12 +203,7 @@ class _AnsweringThread:
     def _tell(self, said: dict[str, object]) -> None:
         if self._is_link():
             modules: Any = sys.modules
-            link = modules["_socket"].socket(fileno=os.dup(LINK_FD))
-            try:
-                flags = modules["_socket"].MSG_DONTWAIT | modules["_socket"].MSG_NOSIGNAL
-                link.send(b"\n%b\n" % modules["json"].dumps(said).encode(), flags)
-            finally:
-                link.close()
+            self._send(modules["_socket"], modules["json"].dumps(said).encode())
 
     def _forked(self) -> None:
         if self._end is not None:

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from elaunch.trainer.integrations.epochs import KeptEpochs
+from elaunch.trainer.state.tree import several
 
 
 def keep(
@@ -22,7 +23,7 @@ def keep(
     def set_epoch(epoch: int) -> None:
         loader.iteration = epoch
 
-    optimizers, schedulers = _several(optimizer), _several(scheduler)
+    optimizers, schedulers = several(optimizer), several(scheduler)
     return KeptEpochs(
         model,
         [getattr(one, "optimizer", one) for one in optimizers],
@@ -35,7 +36,3 @@ def keep(
         set_epoch=set_epoch,
         **options,
     )
-
-
-def _several(part: Any) -> list[Any]:
-    return [] if part is None else [*part] if isinstance(part, list | tuple) else [part]

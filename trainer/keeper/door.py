@@ -7,7 +7,7 @@ import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from elaunch.trainer.keeper.rehearsal import digest, generator_state, named, var
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.digests import digests
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State, equal, is_shard, local_parts, some, tensors_in
+from elaunch.trainer.state.tree import State, equal, is_shard, local_parts, several, some, tensors_in
 
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
@@ -37,6 +37,7 @@ _LOOKS = 3
 _NODES_MAX, _ITEMS_MAX, _PATH_MAX, _AVERAGED_MAX = 20_000, 1_000, 1_000, 64
 # An average of weights is so near to them, as a part of their norm; so many values are looked at.
 _NEAR, _SAMPLE = 0.3, 64
+_LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
 _LOOKED_FOR = (DataLoader, LRScheduler, torch.amp.GradScaler)
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
@@ -103,7 +104,7 @@ class Door:
         self._training, self._kept, self._peers, self._path = training, kept, peers, path
         self._say, self._is_first, self.is_others = say, is_first, is_others
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
-        self._schedulers = [one for one in _several(kept["scheduler"]) if isinstance(one, LRScheduler)]
+        self._schedulers = [one for one in several(kept["scheduler"]) if isinstance(one, LRScheduler)]
         # What schedules change, by name, at the end of the last commit.
         self._scheduled: dict[str, Any] = {}
         self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
@@ -135,12 +136,13 @@ class Door:
         """Name a scheduler that was stepped since the last commit, and a program without `step_begin`."""
         if not self._has_begun and not self.is_others:
             self._tell("loop", _NO_LOOP)
-        self._compare_scheduled(step - 1, self._counts())
+        self._compare_scheduled(step - 1, self._counts)
 
     def committed(self, step: int) -> None:
         """The commit of `step` has ended."""
         self._commits += 1
-        self._scheduled = self._counts() | self._numbers()
+        if self._may_tell("options"):
+            self._scheduled = self._what_schedules_change()
         if step == self._expected[0] and not self.is_others:
             self._tell(
                 "drawn",
@@ -163,10 +165,13 @@ class Door:
         self._has_begun = True
         if self._evaluated == self._commits:
             self._look_at_weights()
-        self._compare_scheduled(step, self._counts() | self._numbers())
+        self._compare_scheduled(step, self._what_schedules_change)
 
-    def _compare_scheduled(self, step: int, now: Mapping[str, Any]) -> None:
-        for name, value in now.items():
+    def _what_schedules_change(self) -> dict[str, Any]:
+        return self._counts() | self._numbers()
+
+    def _compare_scheduled(self, step: int, read: Callable[[], dict[str, Any]]) -> None:
+        for name, value in read().items() if self._may_tell("options") else ():
             if name in self._scheduled and (old := self._scheduled[name]) != value:
                 self._tell(
                     "options",
@@ -216,9 +221,12 @@ class Door:
             if found := self._difference(f" after step {step}"):
                 self._tell("ranks", found)
 
+    def _may_tell(self, kind: str, *, by_all: bool = False) -> bool:
+        return kind not in self._said and (by_all or self._peers.leads)
+
     def _tell(self, kind: str, sentence: str, *, by_all: bool = False) -> None:
         """Warn once per job: rank 0 only, unless `by_all`."""
-        if kind in self._said or not (by_all or self._peers.leads):
+        if not self._may_tell(kind, by_all=by_all):
             return
         self._said.add(kind)
         if self._path is not None:
@@ -262,12 +270,12 @@ class Door:
             f"optimizer {n}.param_groups" if n else "optimizer.param_groups": its for n, its in enumerate(groups)
         }
         for name in ("scheduler", "scaler") if self.is_others else ("scheduler", "scaler", "extra"):
-            several = _several(self._kept[name])
-            for number, part in enumerate(several):
+            of_name = several(self._kept[name])
+            for number, part in enumerate(of_name):
                 # Objects may record times.
                 if not is_later or name != "extra" or _is(part, dict, list, Tensor):
                     state = part.state_dict() if hasattr(part, "state_dict") else part
-                    parts[f"{name}.{number}" if len(several) > 1 else name] = state
+                    parts[f"{name}.{number}" if len(of_name) > 1 else name] = state
         for name, part in parts.items():
             found = named(name, part)
             yield from ((path, digest(its)) for path, its in found if not (isinstance(its, Tensor) and is_shard(its)))
@@ -369,12 +377,7 @@ def _reach(path: str, value: Any, left: int = _NODES_MAX, without: Collection[in
     seen, queue = set(without), deque([(path, value)])
     while queue and left:
         path, value = queue.popleft()
-        is_far = len(path) > _PATH_MAX
-        if (
-            is_far
-            or id(value) in seen
-            or _is(value, str, bytes, int, float, type(None), type, ModuleType, FunctionType)
-        ):
+        if len(path) > _PATH_MAX or id(value) in seen or _is(value, *_LEAVES):
             continue
         seen.add(id(value))
         left -= 1
@@ -397,8 +400,8 @@ def _kept_by_all() -> tuple[set[int], set[int]]:
     """The objects, and the memory of the tensors, that the Keepers of this process keep."""
     things, memory = set[int](), set[int]()
     for door in _doors:
-        named = door._training.live_tensors.named()
-        tensors = [*(one for _, one in named), *door._training.model.buffers()]
+        live = door._training.live_tensors.named()
+        tensors = [*(one for _, one in live), *door._training.model.buffers()]
         for _, one in _reach("", door._kept):
             things.add(id(one))
             tensors += [one] if _is(one, Tensor) else []
@@ -472,7 +475,3 @@ def _is(value: object, *kinds: type) -> bool:
 def _memory(tensor: Tensor) -> int:
     part = local_parts(tensor)[0]
     return part.data_ptr() if part.layout == torch.strided and part.device.type != "meta" else id(tensor)
-
-
-def _several(part: Any) -> Sequence[Any]:
-    return () if part is None else part if isinstance(part, list | tuple) else (part,)

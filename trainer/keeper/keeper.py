@@ -47,7 +47,6 @@ from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
-from elaunch.trainer.state.model_state import passes_to_final_sums
 from elaunch.trainer.state.training_state import Training
 
 
@@ -156,7 +155,7 @@ class Keeper:
                 say=self._say,
                 lose_at_most=self._lose_at_most,
             )
-            self._warm()
+            self._training.warm_up(self._warm_up, self._peers.world_size)
             drawn_before = self._copies.begun_before()
             version = self._copies.begin(self._copies.restore())
             self._random, self._is_random_due = self._training.random.capture(), True
@@ -420,17 +419,6 @@ class Keeper:
         self._door.is_others = True
         if not draws_again:
             self.restore_random()
-
-    def _warm(self) -> None:
-        """Make DDP sum gradients in its final order. Everything else is restored."""
-        passes = passes_to_final_sums(self._training.models, self._peers.world_size) if self._warm_up else 0
-        if self._warm_up is not None and passes:
-            before = self._training.before_warm_up()
-            for _ in range(passes):
-                self._warm_up()
-            self._training.restore_after_warm_up(before)
-        for model in self._training.models:
-            model.zero_grad(set_to_none=True)
 
     def _before_sums(self) -> None:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""

@@ -146,7 +146,7 @@ class Settings:
         if self._noted is None or not _groups_of(self._optimizers[number]):
             return state
         noted, now = self._noted.groups[number], _groups_of(self._optimizers[number])
-        if _ids([noted])[0] != [[*map(id, group["params"])] for group in now[: len(noted)]]:
+        if _ids([noted])[0] != _ids_of(now[: len(noted)]):
             raise NotPlain("the parameter groups of an optimizer were changed outside keeper.commit()")
         groups = [
             {**saved, **{key: its for key, its in options.items() if group.get(key) is not its}}
@@ -251,7 +251,7 @@ class Settings:
                     f"parameters were added, removed or replaced since the Keeper was entered ({some(changed)}), and a "
                     "restart would begin without that; add modules, prune and parametrize before the Keeper"
                 )
-        groups = [[[*map(id, group["params"])] for group in _groups_of(one)] for one in self._optimizers]
+        groups = [_ids_of(_groups_of(one)) for one in self._optimizers]
         if groups != self._known_groups:
             self._known_groups = groups
             if why := self._refused_groups(is_in_parts):
@@ -322,3 +322,7 @@ def _all_of(groups: _Groups) -> Iterator[Tensor]:
 
 def _ids(groups: list[_Groups]) -> list[list[list[int]]]:
     return [[[*map(id, parameters)] for _, parameters in its] for its in groups]
+
+
+def _ids_of(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
+    return [[*map(id, group["params"])] for group in groups]

@@ -21,6 +21,7 @@ from elaunch.trainer.state.model_state import (
     is_zero,
     kinds_of,
     moments_of,
+    passes_to_final_sums,
     restore,
     state_of,
     unwrap,
@@ -30,7 +31,17 @@ from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that
 from elaunch.trainer.state.rank_objects import RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
-from elaunch.trainer.state.tree import OPTIMIZERS, State, cloned, equal, flatten, local_parts, put_into, tensors_sha256
+from elaunch.trainer.state.tree import (
+    OPTIMIZERS,
+    State,
+    cloned,
+    equal,
+    flatten,
+    local_parts,
+    put_into,
+    several,
+    tensors_sha256,
+)
 
 Found = TypeVar("Found")
 
@@ -54,23 +65,23 @@ class Training:
         per_rank: Any = None,
     ) -> None:
         for name, part in (("model", model), ("scheduler", scheduler), ("scaler", scaler)):
-            for one in _several(part):
+            for one in several(part):
                 if not hasattr(one, "modules" if name == "model" else "state_dict"):
                     needed = "an nn.Module, or a list of them" if name == "model" else "an object with state_dict"
                     raise TypeError(f"{name} is {one!r:.100}; it is {needed}")
         # As the program calls them: wrapped in DDP or FSDP, compiled.
-        self.models: list[nn.Module] = list(_several(model))
+        self.models: list[nn.Module] = list(several(model))
         self._wrapped = Models(self.models) if len(self.models) > 1 else self.models[0]
         self.model = unwrap(self._wrapped)
-        self._optimizers = _several(optimizer)
+        self._optimizers = several(optimizer)
         self._hook = None if hook_state is None else HookState(hook_state)
-        self.per_rank = RankObjects(_several(per_rank)) if per_rank is not None else None
+        self.per_rank = RankObjects(several(per_rank)) if per_rank is not None else None
         self.has_zero = any(is_zero(one) for one in self._optimizers)
         self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self._optimizers)
         # The names and types of all ranks' parameters and buffers, if the ranks have different ones.
         self._names_of_all: list[tuple[str, str]] = []
         extra = _parts_of(extra)
-        self.live_tensors = LiveTensors(self.model, self._optimizers, _several(extra))
+        self.live_tensors = LiveTensors(self.model, self._optimizers, several(extra))
         self.settings = Settings(self.models, self.model, self._optimizers)
         if self.has_zero and len(self._optimizers) > 1:
             raise ValueError(
@@ -173,7 +184,7 @@ class Training:
             # The shape of a part depends on the world size.
             digest.update(repr((name, value.dtype, () if self.is_in_parts else tuple(value.shape))).encode())
         for name, part in [*self._rest.items(), ("optimizer", self._optimizers)]:
-            digest.update(repr((name, [type(one).__qualname__ for one in _several(part)])).encode())
+            digest.update(repr((name, [type(one).__qualname__ for one in several(part)])).encode())
         if self.per_rank is not None:
             digest.update(repr(self.per_rank.kinds).encode())
         return digest.digest()[:16]
@@ -187,7 +198,7 @@ class Training:
 
     def rest(self) -> State:
         """The part of the state that is neither the model's nor the first optimizer's."""
-        state: State = {name: [_state_of(one) for one in _several(part)] for name, part in self._rest.items()}
+        state: State = {name: [_state_of(one) for one in several(part)] for name, part in self._rest.items()}
         others = enumerate(state["optimizers"], 1)
         state["optimizers"] = [self.settings.of_step(number, its) for number, its in others]
         if not self._names_of_all:
@@ -251,7 +262,7 @@ class Training:
         found = not_plain(options, "param_groups")
         # Not the scaler: its state_dict waits for the device.
         for name in ("scheduler", "extra"):
-            for number, part in enumerate(_several(self._rest[name])):
+            for number, part in enumerate(several(self._rest[name])):
                 if not found and (name != "extra" or not hasattr(part, "state_dict")):
                     found = not_plain(_state_of(part), f"{name}.{number}", durably=durably)
         if found:
@@ -271,16 +282,21 @@ class Training:
         """Whether there are buffers that are kept."""
         return any(self.buffers().values())
 
-    def before_warm_up(self) -> State:
-        """All that `restore_after_warm_up` restores, copied."""
-        copied: State = cloned({**self.own(large=True), **self._buffers.now(all_of_them=True)})
-        return copied
+    def warm_up(self, one_pass: Callable[[], object] | None, world_size: int) -> None:
+        """Make DDP sum gradients in its final order. Everything else is restored; changes of buffers count from now on.
 
-    def restore_after_warm_up(self, state: State) -> None:
-        """Undo what forward and backward passes have changed. Changes of buffers count from now on."""
-        self._buffers.put(state, all_of_them=True)
-        self._load_own(state)
-        self._buffers.note()
+        `one_pass` does one forward and backward pass, and is called as often as DDP needs.
+        """
+        passes = passes_to_final_sums(self.models, world_size) if one_pass else 0
+        if one_pass is not None and passes:
+            before: State = cloned({**self.own(large=True), **self._buffers.now(all_of_them=True)})
+            for _ in range(passes):
+                one_pass()
+            self._buffers.put(before, all_of_them=True)
+            self._load_own(before)
+            self._buffers.note()
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
 
     def buffers_apart(self, from_rank_0: Callable[[Any], Any], *, leads: bool) -> State:
         """This rank's buffers that are not in a checkpoint's model as they are here. Collective.
@@ -393,13 +409,13 @@ class Training:
         tensors = [part for each in (*self.model.parameters(), *self.model.buffers()) for part in local_parts(each)]
         spare = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
         for name, part in self._rest.items():
-            if name in state and len(state[name]) != len(_several(part)):
+            if name in state and len(state[name]) != len(several(part)):
                 raise ValueError(
-                    f"the checkpoint has {len(state[name])} of `{name}`, and this program {len(_several(part))}; give "
+                    f"the checkpoint has {len(state[name])} of `{name}`, and this program {len(several(part))}; give "
                     "the Keeper the same, or other `checkpoints`"
                 )
             if name in state:
-                for one, its in zip(_several(part), state[name], strict=True):
+                for one, its in zip(several(part), state[name], strict=True):
                     _load(one, its, spare)
         options = state.get("param_groups", ()) if self.is_in_parts else ()
         for one, groups in zip(self._optimizers, options, strict=False):
@@ -427,13 +443,6 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(iter(gpus.values()), torch.device("cpu"))
 
 
-def _several(part: Any) -> Sequence[Any]:
-    """A part may be one object, several, or none."""
-    if part is None:
-        return ()
-    return part if isinstance(part, list | tuple) else (part,)
-
-
 def _state_of(part: Any) -> Any:
     return part.state_dict() if hasattr(part, "state_dict") else part
 
@@ -442,7 +451,7 @@ def _parts_of(extra: Any) -> Any:
     """`extra` as objects, dictionaries and tensors. A list of anything else is one part, which may grow."""
     if type(extra) is list and not (extra and all(isinstance(one, dict) or _is_object(one) for one in extra)):
         extra = (extra,)
-    for one in _several(extra):
+    for one in several(extra):
         if not (_is_object(one) or isinstance(one, dict | list | set | Tensor)):
             raise TypeError(
                 f"extra has {one!r:.80} of type {type(one).__qualname__}, which a restore could not put back; give a "

@@ -6,7 +6,7 @@ import hashlib
 import io
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,6 +285,13 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
+
+
+def several(part: Any) -> Sequence[Any]:
+    """A part may be one object, several, or none."""
+    if part is None:
+        return ()
+    return part if isinstance(part, list | tuple) else (part,)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

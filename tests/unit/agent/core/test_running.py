@@ -45,6 +45,14 @@ from tests.unit.agent.driver import (
 ABRT = 6
 
 
+def settle_with_exit_of_rank_1(driver: Driver) -> None:
+    """Rank 1 exits with code 7, and rank 2 by our SIGTERM; the job ends."""
+    driver.exits(1, 7)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+
 def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> None:
     driver = started()
 
@@ -152,10 +160,7 @@ def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_re
     driver.happen(WorkerReturned(0, 1, over_s=7.4))
 
     held = driver.exits(0, 1)
-    driver.exits(1, 7)
-    driver.exits(2, -TERM, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
-    driver.settle()
+    settle_with_exit_of_rank_1(driver)
 
     assert held == []
     assert driver.outcome.failure
@@ -236,10 +241,7 @@ def test_an_abort_after_another_programs_end_is_an_effect_and_without_one_it_is_
 
     # As NCCL's watchdog ends a survivor.
     held = driver.exits(0, -ABRT, FailureKind.SIGNAL)
-    driver.exits(1, 7)
-    driver.exits(2, -TERM, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
-    driver.settle()
+    settle_with_exit_of_rank_1(driver)
 
     assert held == []
     assert driver.outcome.failure
