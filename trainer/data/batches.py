@@ -7,7 +7,7 @@ import itertools
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from elaunch.trainer.data.order import Samples
 from elaunch.trainer.data.order_states import (
     Streams,
+    Watched,
     global_states,
     is_torchs,
     own_states,
@@ -24,6 +25,7 @@ from elaunch.trainer.data.order_states import (
     set_own_states,
 )
 from elaunch.trainer.data.sampling import seed
+from elaunch.trainer.state.tree import some
 
 # So many batches are drawn twice, to see whether an order can be drawn again.
 _TRIED = 8
@@ -51,6 +53,8 @@ class Batches:
         self._began: dict[str, Any] = {}
         # A checksum of the indices of this epoch's batches so far; 0 if they are no numbers.
         self._order = 0
+        # Where the sampler is now, if the program has changed it since the epoch began.
+        self._now: dict[str, Any] = {}
         self._is_torchs = self._is_tried = _is_torchs(loader)
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         if not self._is_iterable:
@@ -67,12 +71,15 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch."""
-        return {"epoch": self._epoch, "batch": self._batch, "began": self._began, "order": self._order}
+        state = {"epoch": self._epoch, "batch": self._batch, "began": self._began, "order": self._order}
+        # Until the first batch it is where an earlier process was.
+        now = self._now if self._is_iterable or self._iterator is None else changed_by_program(self._loader)
+        return {**state, "now": now} if now else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that position."""
         self._epoch, self._batch, self._began = state["epoch"], state["batch"], state["began"]
-        self._order = state.get("order", 0)
+        self._order, self._now = state.get("order", 0), state.get("now", {})
         self._iterator = None
 
     def __iter__(self) -> Batches:
@@ -95,7 +102,7 @@ class Batches:
     def _begin(self) -> Iterator[Any]:
         set_epoch(self._loader, self._epoch)
         seeds = {} if self._is_torchs else {"seeds": Streams.seeds()}
-        self._began, self._order = generator_states(self._loader) | seeds, 0
+        self._began, self._order, self._now = generator_states(self._loader) | seeds, 0, {}
         if not self._is_tried:
             self._is_tried = True
             self._try()
@@ -126,7 +133,7 @@ class Batches:
             for _ in itertools.islice(batches, done):
                 pass
             return batches
-        self._sampler.prepare(done, streams, key)
+        self._sampler.prepare(done, streams, key, now=self._now)
         batches = iter(self._loader)
         if not self._loader.num_workers:
             # Workers have drawn already.
@@ -163,8 +170,8 @@ class Batches:
 
 # What a sampler may do.
 _WAY_OUT = (
-    "Let the sampler draw from random, numpy.random, torch, or a generator that is an attribute of it; a list that it "
-    "shuffles in place may have 8192 numbers: longer ones are shuffled in a copy"
+    "Let the sampler draw from random, numpy.random, torch, or a generator that is an attribute of it. A list that is "
+    "changed in place may have 8192 numbers, a tensor or an array 262144; a sampler shuffles a copy of a longer one"
 )
 
 
@@ -186,9 +193,21 @@ def require_skippable(loader: DataLoader[Any]) -> None:
         )
 
 
-def skip_once(loader: DataLoader[Any], batches: int) -> None:
-    """Let the next iterator of `loader` begin after so many batches. They are not loaded."""
-    _skipping(loader).prepare(batches)
+def skip_once(loader: DataLoader[Any], batches: int, now: dict[str, Any] | None = None) -> None:
+    """Let the next iterator of `loader` begin after so many batches. They are not loaded.
+
+    `now` is what `changed_by_program` returned after them.
+    """
+    _skipping(loader).prepare(batches, now=now)
+
+
+def changed_by_program(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What `skip_once` needs if the program, and not the sampler, has changed the sampler since the epoch began.
+
+    So it does with weights by loss. {} if it has not. Raises ValueError for what is too long to be kept. The first call
+    begins to watch the loader: for later iterators.
+    """
+    return _skipping(loader).changed()
 
 
 def _skipping(loader: DataLoader[Any]) -> _SkippingOnce:
@@ -197,7 +216,7 @@ def _skipping(loader: DataLoader[Any]) -> _SkippingOnce:
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
     if not isinstance(sampler, _SkippingOnce):
-        sampler = _SkippingOnce(sampler)
+        sampler = _SkippingOnce(sampler, partial(_roots, loader))
         # DataLoader refuses another sampler, since its own length would be wrong. This one has the same length.
         object.__setattr__(loader, name, sampler)
         # Workers that stay have an iterator with the other sampler.
@@ -217,29 +236,43 @@ class _SkippingOnce:
     """A sampler whose next used iterator leaves out the first `count`, and draws from `streams`.
 
     `drawn` gets a checksum of all indices so far with each batch, and `skipped` that of those that were left out.
+    `roots` returns what has the sampler's states.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, roots: Callable[[], dict[str, Any]]) -> None:
+        self.inner, self._roots = inner, roots
         self.drawn: deque[int] = deque(maxlen=0)
         self.prepare(0)
 
-    def prepare(self, count: int, streams: Streams | None = None, key: int | None = None) -> None:
+    def prepare(
+        self, count: int, streams: Streams | None = None, key: int | None = None, now: dict[str, Any] | None = None
+    ) -> None:
         """Do so for the next iterator. With `key` each batch has a key of its own, as those of `Order.batches` have."""
         self._count, self._streams, self._key, self.skipped = count, streams, key, 0
+        self._now = now or {}
+        # Whether the program has changed the sampler since this epoch's first draw.
+        self._watched: Watched | None = None
+        self._is_changed, self._too_long = bool(now), list[str]()
+        # How many were drawn in this epoch: DataLoader's workers are ahead of the training.
+        self._total = 0
         self._ready: Iterator[Any] | None = None
         self.drawn.clear()
 
     def draw(self) -> None:
         """Draw the first indices of the next iterator now."""
-        count, streams, key = self._count, self._streams, self._key
-        self._count, self._streams, self._key = 0, None, None
+        count, streams, key, now = self._count, self._streams, self._key, self._now
+        self._count, self._streams, self._key, self._now = 0, None, None, {}
         inner = iter(self.inner) if streams is None else streams.drawing(lambda: iter(self.inner))
         checksum = 0
         for indices in itertools.islice(inner, count):
             checksum = _checksum(indices, checksum)
         self.skipped = checksum
-        rest = itertools.chain([*itertools.islice(inner, 1)], inner)
+        ahead = [*itertools.islice(inner, now["drawn"] - count)] if now else []
+        if now:
+            set_own_states(self._roots(), now["own"])
+        self._total = count
+        rest = itertools.chain(ahead, [] if ahead else [*itertools.islice(inner, 1)], inner)
+        self._watched = Watched(self._roots())
         self._ready = rest if key is None else itertools.starmap(partial(_with_key, key), enumerate(rest, count))
 
     def __iter__(self) -> Iterator[Any]:
@@ -250,9 +283,30 @@ class _SkippingOnce:
         ready, self._ready = self._ready, None
         checksum = self.skipped
         for indices in ready:
+            self._total += 1
+            self._watched = watched = self._watched or Watched(self._roots())
+            # A sampler of torch has drawn all in the beginning.
+            if not is_torchs(self.inner):
+                watched.note()
             checksum = _checksum(indices, checksum)
             self.drawn.append(checksum)
             yield indices
+            self._look()
+
+    def _look(self) -> None:
+        """See whether the program has changed something since the last draw."""
+        if self._watched and (changed := self._watched.changed()):
+            self._is_changed, self._too_long = True, self._too_long or self._watched.too_long(changed)
+
+    def changed(self) -> dict[str, Any]:
+        """See `changed_by_program`."""
+        self._look()
+        if self._too_long:
+            raise ValueError(
+                f"{some(self._too_long)} of a sampler changed within an epoch, and is too long to be kept: a restart "
+                f"would bring back the old values. {_WAY_OUT}"
+            )
+        return {"drawn": self._total, "own": own_states(self._roots())} if self._is_changed else {}
 
     def __len__(self) -> int:
         return len(self.inner)

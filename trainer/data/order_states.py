@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import pickle
 import random
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +29,11 @@ from torch.utils.data import (
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.rng_state import RandomStates
 
-# They have no other state than a generator, and draw from it as an epoch begins.
-_TORCHS = (
-    *(BatchSampler, DistributedSampler, RandomSampler, SequentialSampler),
-    *(SubsetRandomSampler, WeightedRandomSampler),
-)
-# A list that a sampler shuffles in place is kept up to so many numbers: it is written with each step.
-_NUMBERS_MAX = 8192
+# They have no other state than a generator, and draw from it as an epoch begins. A program may change these attributes.
+_ATTRIBUTES = {WeightedRandomSampler: ("weights",), SubsetRandomSampler: ("indices",)}
+_TORCHS = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, *_ATTRIBUTES)
+# A list of a sampler is kept up to so many numbers, a tensor or an array up to so many more: written with each step.
+_LIST_MAX, _NUMBERS_MAX = 8192, 1 << 18
 _ITEMS_MAX = 64
 # The key of a list among kept values, and up to how many numbers it stays a list.
 _LIST, _WORDS_MAX = "list of numbers", 8
@@ -121,14 +122,38 @@ class Streams:
             rng_state.apply(outer, _CPU)
 
 
-# A generator, or an object and the name of its attribute.
+# A generator, or the owner and the name of a value: an attribute of a sampler, or an item of its dictionaries.
 _Holder = Any
 
 
-def _holders(roots: dict[str, Any]) -> Iterator[tuple[str, _Holder]]:
+class Watched:
+    """The states in reach of `roots`, with those that are too long to be kept: to see that a program changes one."""
+
+    def __init__(self, roots: dict[str, Any]) -> None:
+        self._holders = dict(_holders(roots, with_long=True))
+        self._marks: dict[str, Any] = {}
+        self.note()
+
+    def note(self) -> None:
+        """The sampler has drawn: what it has changed does not count."""
+        self._marks = {place: _mark(_value(owner)) for place, owner in self._holders.items()}
+
+    def changed(self) -> list[str]:
+        """Where something has changed since."""
+        return [place for place, owner in self._holders.items() if _mark(_value(owner)) != self._marks[place]]
+
+    def too_long(self, places: Iterable[str]) -> list[str]:
+        """Those of `places` that `own_states` leaves out, each with its type and its length."""
+        values = {place: _value(self._holders[place]) for place in places}
+        return [f"`{place}` ({type(its).__name__} of {_size(its)})" for place, its in values.items() if _is_long(its)]
+
+
+def _holders(roots: dict[str, Any], *, with_long: bool = False) -> Iterator[tuple[str, _Holder]]:
     seen: set[int] = set()
     for name, root in roots.items():
-        yield from _in_reach(name, root, seen)
+        for place, owner in _in_reach(name, root, seen):
+            if with_long or not _is_long(_value(owner)):
+                yield place, owner
 
 
 def _in_reach(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, _Holder]]:
@@ -137,17 +162,25 @@ def _in_reach(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, _Ho
     if _is_generator(value):
         seen.add(id(value))
         yield place, value
-    elif type(value) in (list, tuple, dict):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items if len(value) <= _ITEMS_MAX else ():
-            yield from _in_reach(f"{place}.{key}", item, seen)
+    elif type(value) in (list, tuple):
+        for number, item in enumerate(value) if len(value) <= _ITEMS_MAX else ():
+            yield from _in_reach(f"{place}.{number}", item, seen)
+    elif type(value) is dict:
+        yield from _of_items(place, value, value, seen) if len(value) <= _ITEMS_MAX else ()
     elif _is_sampler(value):
         seen.add(id(value))
-        for name, item in [*vars(value).items()]:
-            if _is_plain(item) and type(value) not in _TORCHS:
-                yield f"{place}.{name}", (value, name)
-            else:
-                yield from _in_reach(f"{place}.{name}", item, seen)
+        is_torchs, names = type(value) in _TORCHS, _ATTRIBUTES.get(type(value), ())
+        yield from _of_items(place, value, {k: v for k, v in vars(value).items() if not is_torchs or k in names}, seen)
+        for name, item in [*vars(value).items()] if is_torchs else ():
+            yield from _in_reach(f"{place}.{name}", item, seen)
+
+
+def _of_items(place: str, owner: Any, items: dict[Any, Any], seen: set[int]) -> Iterator[tuple[str, _Holder]]:
+    for name, item in [*items.items()]:
+        if _is_plain(item) or _is_long(item):
+            yield f"{place}.{name}", (owner, name)
+        else:
+            yield from _in_reach(f"{place}.{name}", item, seen)
 
 
 def _is_sampler(value: Any) -> bool:
@@ -167,11 +200,27 @@ def _is_generator(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if value is None or type(value) in (bool, int, float, str):
         return True
-    if type(value) is list:
-        return len(value) <= _NUMBERS_MAX and all(type(item) is int and abs(item) < 2**63 for item in value)
-    if _is_array(value):
-        return bool(value.dtype.kind in "biuf" and value.size <= _NUMBERS_MAX)
-    return isinstance(value, Tensor) and value.numel() <= _NUMBERS_MAX
+    if type(value) in (list, tuple):
+        kind = type(value[0]) if value else int
+        return (
+            len(value) <= _LIST_MAX
+            and kind in (int, float)
+            and all(type(item) is kind for item in value)
+            and (kind is float or all(abs(item) < 2**63 for item in value))
+        )
+    return _is_numbers(value) and _size(value) <= _NUMBERS_MAX
+
+
+def _is_long(value: Any) -> bool:
+    """Whether it is too long to be kept."""
+    if type(value) in (list, tuple):
+        return len(value) > _LIST_MAX and type(value[0]) in (int, float)
+    return _is_numbers(value) and _size(value) > _NUMBERS_MAX
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether it is a tensor or an array of numbers."""
+    return isinstance(value, Tensor) or (_is_array(value) and value.dtype.kind in "biuf")
 
 
 def _is_array(value: Any) -> bool:
@@ -179,10 +228,36 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, list | tuple) else math.prod(value.shape)
+
+
+def _value(holder: _Holder) -> Any:
+    if not isinstance(holder, tuple):
+        return holder
+    owner, name = holder
+    return owner.get(name) if type(owner) is dict else getattr(owner, name, None)
+
+
+def _mark(value: Any) -> Any:
+    """Equal as long as nothing has changed; of more than 8192 numbers some are compared."""
+    if isinstance(value, list | tuple):
+        return id(value), len(value), hash(tuple(value[:: 1 + len(value) // _LIST_MAX]))
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return id(value), value._version
+    if _is_numbers(value):
+        flat = value.detach().flatten().view(torch.uint8).numpy() if isinstance(value, Tensor) else value.ravel()
+        return tuple(value.shape), crc32(memoryview(flat[:: 1 + len(flat) // _LIST_MAX].tobytes()))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    state = value.get_state().numpy() if isinstance(value, torch.Generator) else _get(value)
+    return crc32(pickle.dumps(state))
+
+
 def _get(holder: _Holder) -> Any:
     """The state as plain values and tensors."""
     if isinstance(holder, tuple):
-        value = getattr(*holder)
+        value = _value(holder)
         return value.clone() if isinstance(value, Tensor) else _kept(value)
     if isinstance(holder, torch.Generator):
         return holder.get_state()
@@ -197,15 +272,7 @@ def _get(holder: _Holder) -> Any:
 
 def _set(holder: _Holder, state: Any) -> None:
     if isinstance(holder, tuple):
-        owner, name = holder
-        value, kept = getattr(owner, name), _lists(state)
-        # In place, since others may have the same list.
-        if (_is_array(value) or isinstance(value, list)) and isinstance(kept, list):
-            value[:] = kept
-        elif isinstance(value, Tensor):
-            value.copy_(kept)
-        else:
-            setattr(owner, name, kept)
+        _put(*holder, _value(holder), _lists(state))
     elif isinstance(holder, torch.Generator):
         holder.set_state(state.clone())
     elif isinstance(holder, random.Random):
@@ -218,14 +285,39 @@ def _set(holder: _Holder, state: Any) -> None:
         bits.state = _lists(state)
 
 
+def _put(owner: Any, name: Any, value: Any, kept: Any) -> None:
+    """Set an attribute, or an item; in place where that can be, since others may have the same list."""
+    if isinstance(value, list) and isinstance(kept, list):
+        value[:] = kept
+    elif isinstance(value, Tensor) and isinstance(kept, Tensor) and value.shape == kept.shape:
+        value.copy_(kept)
+    elif _is_array(value) and isinstance(kept, list) and len(value) == len(kept):
+        value[...] = kept
+    else:
+        if _is_array(value):
+            kept = sys.modules["numpy"].asarray(kept, value.dtype)
+        kept = kept.clone() if isinstance(kept, Tensor) else tuple(kept) if isinstance(value, tuple) else kept
+        if type(owner) is dict:
+            owner[name] = kept
+        else:
+            setattr(owner, name, kept)
+
+
 def _kept(value: Any) -> Any:
     """A copy that can be stored. A list is a tensor there, since each of its items would take time in each step."""
     if isinstance(value, dict):
         return {name: _kept(item) for name, item in value.items()}
-    if _is_array(value) or isinstance(value, list):
+    if isinstance(value, list | tuple):
+        is_float = bool(value) and type(value[0]) is float
+        long = (
+            torch.tensor(value, dtype=torch.float64 if is_float else torch.int64) if len(value) > _WORDS_MAX else None
+        )
+        return {_LIST: [*value] if long is None else long}
+    if _is_array(value):
         # A generator's few words of 64 bits have no tensor.
-        items = [*value] if isinstance(value, list) else value.tolist()
-        return {_LIST: torch.tensor(items) if len(items) > _WORDS_MAX else items}
+        if value.size <= _WORDS_MAX or value.dtype.kind not in "biuf" or value.dtype == "uint64":
+            return {_LIST: value.tolist()}
+        return {_LIST: torch.from_numpy(value.astype("float64" if value.dtype.kind == "f" else "int64"))}
     return value
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from elaunch.trainer.data.batches import (
+    changed_by_program,
     first_iterator,
     generator_states,
     own_of,
@@ -29,33 +30,39 @@ class EpochOrder:
 
     def __init__(self) -> None:
         self._loader: Any = None
+        self._base: Any = None
         self._began: dict[str, Any] = {}
         self._now: Any = None
+        # What `skip_once` needs in the epoch that another process began.
+        self._changed: dict[str, Any] = {}
 
-    def begin(self, loader: Any) -> None:
-        """An epoch begins, and its order is drawn next."""
+    def begin(self, loader: Any, base: Any) -> None:
+        """An epoch begins, and its order is drawn next. `base` is the DataLoader in `loader`."""
         if self._now is not None:
             # The epoch before was another process's.
             set_own_states_of(loader, self._now)
-        self._loader, self._began, self._now = loader, generator_states(loader), None
+        self._loader, self._base, self._began, self._now = loader, base, generator_states(loader), None
+        skip_once(base, 0)
 
-    def begin_again(self, loader: Any) -> None:
-        """The epoch that another process began begins once more."""
+    def begin_again(self, loader: Any, base: Any, done: int) -> None:
+        """The epoch that another process began begins once more, after `done` batches."""
         if not self._began:
-            self.begin(loader)
-            return
-        set_generator_states(loader, self._began)
-        self._loader, self._now = loader, None
+            self.begin(loader, base)
+        else:
+            set_generator_states(loader, self._began)
+            self._loader, self._base, self._now = loader, base, None
+        skip_once(base, done, self._changed)
 
     def state_dict(self) -> dict[str, Any]:
         """The states at the beginning of the epoch, and the loader's own ones now."""
-        now = self._now if self._loader is None else own_states_of(self._loader)
-        return {"began": self._began, "now": now}
+        if self._loader is None:
+            return {"began": self._began, "now": self._now, "changed": self._changed}
+        return {"began": self._began, "now": own_states_of(self._loader), "changed": changed_by_program(self._base)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over another process's states."""
         now = state["now"]
-        self._loader, self._began = None, state["began"]
+        self._loader, self._began, self._changed = None, state["began"], state.get("changed", {})
         # An earlier release kept the loader's generator alone.
         self._now = own_of({"loader": now}) if isinstance(now, Tensor) else now
 
@@ -129,11 +136,10 @@ class KeptEpochs:
             if epoch > resumed or not done:
                 self.keeper.redraw()
                 self.keeper.restore_random()
-                self._order.begin(self._loader)
+                self._order.begin(self._loader, self._base)
             else:
                 # The generators of the training are restored when the first step begins.
-                self._order.begin_again(self._loader)
-                skip_once(self._base, self._done)
+                self._order.begin_again(self._loader, self._base, self._done)
             yield epoch
             self.keeper.step_end()
             if self.keeper.step != (epoch + 1) * steps:

@@ -74,12 +74,11 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
             skip_once(base, batches)
         elif self._epoch == self._resumed_epoch and self._done:
             # The generators of the training are restored when the first step begins.
-            self._order.begin_again(train_dataloader)
-            skip_once(base, self._done * args.gradient_accumulation_steps)
+            self._order.begin_again(train_dataloader, base, self._done * args.gradient_accumulation_steps)
         else:
             self._kept.redraw()
             self._kept.restore_random()
-            self._order.begin(train_dataloader)
+            self._order.begin(train_dataloader, base)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop here if a stop is requested, and make the copies that are due."""
