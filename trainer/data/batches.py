@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from elaunch.trainer.data.order import Samples
 from elaunch.trainer.data.order_states import (
     Streams,
-    Watched,
     global_states,
     is_torchs,
     own_states,
@@ -25,7 +23,7 @@ from elaunch.trainer.data.order_states import (
     set_own_states,
 )
 from elaunch.trainer.data.sampling import seed
-from elaunch.trainer.state.tree import some
+from elaunch.trainer.data.skipping import WAY_OUT, SkippingOnce, checksum_of
 
 # So many batches are drawn twice, to see whether an order can be drawn again.
 _TRIED = 8
@@ -138,10 +136,10 @@ class Batches:
         if not self._loader.num_workers:
             # Workers have drawn already.
             self._sampler.draw()
-        if self._order and self._sampler.skipped not in (0, self._order):
+        if self._order and not self._now and self._sampler.skipped not in (0, self._order):
             raise RuntimeError(
-                f"{self._names} draws another order for epoch {self._epoch} than the process before: samples would "
-                f"come twice or never. {_WAY_OUT}"
+                f"{self._sampler.names} draws another order for epoch {self._epoch} than the process before: samples "
+                f"would come twice or never. {WAY_OUT}"
             )
         return batches
 
@@ -153,26 +151,13 @@ class Batches:
         for _ in range(2):
             set_own_states_of(self._loader, self._began["own"])
             indices = Streams(self._began["seeds"]).drawing(lambda: iter(self._sampler.inner))
-            orders.append([_checksum(one) for one in itertools.islice(indices, _TRIED)])
+            orders.append(checksum_of(itertools.islice(indices, _TRIED)))
         set_own_states_of(self._loader, self._began["own"])
         if orders[0] != orders[1]:
             raise ValueError(
-                f"{self._names} draws its order from something that no restart can know: two draws from the same "
-                f"random states and attributes differ. {_WAY_OUT}"
+                f"{self._sampler.names} draws its order from something that no restart can know: two draws from the "
+                f"same random states and attributes differ. {WAY_OUT}"
             )
-
-    @property
-    def _names(self) -> str:
-        outer, inner = _inner(self._loader.batch_sampler), _inner(self._loader.sampler)
-        samplers = (outer, getattr(outer, "sampler", None), inner)
-        return " or ".join(dict.fromkeys(type(one).__name__ for one in samplers if not is_torchs(one, alone=True)))
-
-
-# What a sampler may do.
-_WAY_OUT = (
-    "Let the sampler draw from random, numpy.random, torch, or a generator that is an attribute of it. A list that is "
-    "changed in place may have 8192 numbers, a tensor or an array 262144; a sampler shuffles a copy of a longer one"
-)
 
 
 def first_iterator(loader: DataLoader[Any]) -> None:
@@ -210,13 +195,13 @@ def changed_by_program(loader: DataLoader[Any]) -> dict[str, Any]:
     return _skipping(loader).changed()
 
 
-def _skipping(loader: DataLoader[Any]) -> _SkippingOnce:
+def _skipping(loader: DataLoader[Any]) -> SkippingOnce:
     """The sampler that gives `loader` its indices, wrapped."""
     # A loader without a batch sampler has a sample for a batch.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
-    if not isinstance(sampler, _SkippingOnce):
-        sampler = _SkippingOnce(sampler, partial(_roots, loader))
+    if not isinstance(sampler, SkippingOnce):
+        sampler = SkippingOnce(sampler, partial(_roots, loader))
         # DataLoader refuses another sampler, since its own length would be wrong. This one has the same length.
         object.__setattr__(loader, name, sampler)
         # Workers that stay have an iterator with the other sampler.
@@ -230,95 +215,6 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
     for one in (*owners, loader.dataset) if isinstance(loader.dataset, IterableDataset) else owners:
         if hasattr(one, "set_epoch"):
             one.set_epoch(epoch)
-
-
-class _SkippingOnce:
-    """A sampler whose next used iterator leaves out the first `count`, and draws from `streams`.
-
-    `drawn` gets a checksum of all indices so far with each batch, and `skipped` that of those that were left out.
-    `roots` returns what has the sampler's states.
-    """
-
-    def __init__(self, inner: Any, roots: Callable[[], dict[str, Any]]) -> None:
-        self.inner, self._roots = inner, roots
-        self.drawn: deque[int] = deque(maxlen=0)
-        self.prepare(0)
-
-    def prepare(
-        self, count: int, streams: Streams | None = None, key: int | None = None, now: dict[str, Any] | None = None
-    ) -> None:
-        """Do so for the next iterator. With `key` each batch has a key of its own, as those of `Order.batches` have."""
-        self._count, self._streams, self._key, self.skipped = count, streams, key, 0
-        self._now = now or {}
-        # Whether the program has changed the sampler since this epoch's first draw.
-        self._watched: Watched | None = None
-        self._is_changed, self._too_long = bool(now), list[str]()
-        # How many were drawn in this epoch: DataLoader's workers are ahead of the training.
-        self._total = 0
-        self._ready: Iterator[Any] | None = None
-        self.drawn.clear()
-
-    def draw(self) -> None:
-        """Draw the first indices of the next iterator now."""
-        count, streams, key, now = self._count, self._streams, self._key, self._now
-        self._count, self._streams, self._key, self._now = 0, None, None, {}
-        inner = iter(self.inner) if streams is None else streams.drawing(lambda: iter(self.inner))
-        checksum = 0
-        for indices in itertools.islice(inner, count):
-            checksum = _checksum(indices, checksum)
-        self.skipped = checksum
-        ahead = [*itertools.islice(inner, now["drawn"] - count)] if now else []
-        if now:
-            set_own_states(self._roots(), now["own"])
-        self._total = count
-        rest = itertools.chain(ahead, [] if ahead else [*itertools.islice(inner, 1)], inner)
-        self._watched = Watched(self._roots())
-        self._ready = rest if key is None else itertools.starmap(partial(_with_key, key), enumerate(rest, count))
-
-    def __iter__(self) -> Iterator[Any]:
-        # Not before the first index is taken: with workers DataLoader makes two iterators, and drops the first.
-        if self._ready is None:
-            self.draw()
-        assert self._ready is not None
-        ready, self._ready = self._ready, None
-        checksum = self.skipped
-        for indices in ready:
-            self._total += 1
-            self._watched = watched = self._watched or Watched(self._roots())
-            # A sampler of torch has drawn all in the beginning.
-            if not is_torchs(self.inner):
-                watched.note()
-            checksum = _checksum(indices, checksum)
-            self.drawn.append(checksum)
-            yield indices
-            self._look()
-
-    def _look(self) -> None:
-        """See whether the program has changed something since the last draw."""
-        if self._watched and (changed := self._watched.changed()):
-            self._is_changed, self._too_long = True, self._too_long or self._watched.too_long(changed)
-
-    def changed(self) -> dict[str, Any]:
-        """See `changed_by_program`."""
-        self._look()
-        if self._too_long:
-            raise ValueError(
-                f"{some(self._too_long)} of a sampler changed within an epoch, and is too long to be kept: a restart "
-                f"would bring back the old values. {_WAY_OUT}"
-            )
-        return {"drawn": self._total, "own": own_states(self._roots())} if self._is_changed else {}
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
-def _with_key(key: int, number: int, indices: Any) -> Any:
-    if not isinstance(indices, list) or isinstance(indices, Samples):
-        return indices
-    return Samples(tuple(indices), 0, number, key << 32 | number)
 
 
 @contextlib.contextmanager
@@ -358,14 +254,6 @@ class _Seeding(Dataset[Any]):
         if name == "_dataset":
             raise AttributeError(name)
         return getattr(self._dataset, name)
-
-
-def _checksum(indices: Any, before: int = 0) -> int:
-    """Of a batch's indices, or one index, after others; 0 if they are no numbers."""
-    try:
-        return zlib.crc32(array("q", indices if isinstance(indices, list | tuple) else [indices]).tobytes(), before)
-    except (TypeError, OverflowError):
-        return 0
 
 
 def generator_states(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -417,4 +305,4 @@ def _is_torchs(loader: Any) -> bool:
 
 
 def _inner(sampler: Any) -> Any:
-    return sampler.inner if isinstance(sampler, _SkippingOnce) else sampler
+    return sampler.inner if isinstance(sampler, SkippingOnce) else sampler

@@ -93,6 +93,10 @@ class Streams:
         numpy: Any = sys.modules.get("numpy")
         return seeds | ({"numpy": int(numpy.random.randint(2**31))} if numpy else {})
 
+    def again(self) -> Streams:
+        """The same from their beginning."""
+        return Streams(self._seeds)
+
     def drawing(self, begin: Callable[[], Iterator[Item]]) -> Iterator[Item]:
         """The items of the iterator that `begin` returns, each drawn from these generators."""
         with self._entered():
@@ -272,7 +276,8 @@ def _get(holder: _Holder) -> Any:
 
 def _set(holder: _Holder, state: Any) -> None:
     if isinstance(holder, tuple):
-        _put(*holder, _value(holder), _lists(state))
+        owner, name = holder
+        _put(owner, name, _value(holder), _lists(state))
     elif isinstance(holder, torch.Generator):
         holder.set_state(state.clone())
     elif isinstance(holder, random.Random):

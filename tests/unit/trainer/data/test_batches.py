@@ -6,12 +6,22 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from elaunch.trainer.data.batches import Batches
 from elaunch.trainer.data.order_states import global_states, set_global_states
@@ -128,6 +138,127 @@ WITH_WORKERS: list[Callable[[], DataLoader[Any]]] = [
     lambda: DataLoader(Augmented(), batch_size=4, sampler=Ours(), num_workers=2, persistent_workers=True),
     lambda: DataLoader(Buffered(), batch_size=4, num_workers=2, persistent_workers=True),
 ]
+
+
+class ByLoss(Sampler[int]):
+    """Draws by what the program sets; with `is_lazy` each index as it is wanted."""
+
+    def __init__(self, kind: str, *, is_lazy: bool = False) -> None:
+        self.dice, size, self.is_lazy = np.random.default_rng(4), SIZE, is_lazy
+        kinds: dict[str, Any] = {"list": [0.1] * size, "tuple": (0.1,) * size, "array": np.ones(size) / 10}
+        self.chances: Any = (kinds | {"tensor": torch.ones(size) / 10, "dict": {"even": 0.1, "odd": 0.1}})[kind]
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        at_once = 1 if self.is_lazy else SIZE
+        for _ in range(0, SIZE, at_once):
+            chances: Any = self.chances
+            chances = [*chances.values()] * (SIZE // 2) if isinstance(chances, dict) else [*map(float, chances)]
+            yield from self.dice.choice(SIZE, at_once, p=np.asarray(chances) / sum(chances)).tolist()
+
+
+def change(sampler: Any, batch: Any) -> None:
+    """What the program does between two batches."""
+    seen = {int(one) for one in batch.reshape(-1)}
+    if isinstance(sampler, SubsetRandomSampler):
+        sampler.indices[:] = [(one + len(seen)) % SIZE for one in sampler.indices]
+    elif isinstance(sampler, WeightedRandomSampler):
+        sampler.weights[[*seen]] *= 1.1
+    elif isinstance(sampler.chances, dict):
+        sampler.chances["odd"] *= 1.1
+    elif isinstance(sampler.chances, tuple):
+        sampler.chances = tuple(1.1 * one if n in seen else one for n, one in enumerate(sampler.chances))
+    else:
+        for one in seen:
+            sampler.chances[one] *= 1.1
+
+
+CHANGING: list[Callable[[], Any]] = [
+    *(partial(ByLoss, kind) for kind in ("list", "tuple", "array", "tensor", "dict")),
+    lambda: WeightedRandomSampler(torch.ones(SIZE), SIZE),
+]
+
+
+def taken_and_changed(batches: Batches, sampler: Any, count: int) -> list[list[int]]:
+    drawn = []
+    for batch in itertools.islice(batches, count):
+        change(sampler, batch)
+        drawn.append(batch.tolist())
+    return drawn
+
+
+@pytest.mark.parametrize("workers", [0, slow(1)])
+@pytest.mark.parametrize("make", CHANGING)
+def test_what_a_program_changes_of_a_sampler_within_an_epoch_is_kept(make: Callable[[], Any], workers: int) -> None:
+    seed(5)
+    sampler = make()
+    batches = Batches(DataLoader(Numbers(), batch_size=4, sampler=sampler, num_workers=workers))
+    taken_and_changed(batches, sampler, 2)
+    states = []
+    # Two failures in one epoch.
+    for count in (1, 9):
+        states.append((copy.deepcopy(batches.state_dict()), global_states()))
+        expected = taken_and_changed(batches, sampler, count)
+
+        seed(77)
+        sampler = make()
+        batches = Batches(DataLoader(Numbers(), batch_size=4, sampler=sampler, num_workers=workers))
+        batches.load_state_dict(states[-1][0])
+        set_global_states(states[-1][1])
+        assert taken_and_changed(batches, sampler, count) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: ByLoss("list", is_lazy=True), "ByLoss"),
+        (lambda: SubsetRandomSampler([*range(SIZE)]), "its sampler"),
+    ],
+)
+def test_a_change_that_counts_in_the_same_epoch_is_refused(make: Callable[[], Any], name: str) -> None:
+    sampler = make()
+    batches = Batches(DataLoader(Numbers(), batch_size=2, sampler=sampler))
+
+    def train() -> None:
+        for batch in itertools.islice(batches, SIZE // 2):
+            for _ in range(20):
+                change(sampler, batch)
+            batches.state_dict()
+
+    with pytest.raises(ValueError, match=f"the program has changed {name} within an epoch, which then draws otherwise"):
+        train()
+
+
+def test_torchs_subset_may_change_after_an_epochs_last_batch() -> None:
+    seed(5)
+    sampler = SubsetRandomSampler([*range(8)])
+    batches = Batches(DataLoader(Numbers(), batch_size=4, sampler=sampler))
+    taken(batches, 2)
+    sampler.indices[:] = [*range(8, 16)]  # type: ignore[index]
+    state, states = copy.deepcopy(batches.state_dict()), global_states()
+    expected = taken(batches, 4)
+
+    batches = Batches(DataLoader(Numbers(), batch_size=4, sampler=SubsetRandomSampler([*range(8)])))
+    batches.load_state_dict(state)
+    set_global_states(states)
+
+    assert taken(batches, 4) == expected
+
+
+def test_a_change_of_more_numbers_than_are_kept_is_refused() -> None:
+    sampler = SubsetRandomSampler([*range(SIZE)] * 500)
+    batches = Batches(DataLoader(Numbers(), batch_size=4, sampler=sampler))
+    next(batches)
+    assert "now" not in batches.state_dict()
+
+    sampler.indices[0] = 3  # type: ignore[index]
+
+    with pytest.raises(ValueError, match=r"`sampler.indices` \(list of 11000\) of a sampler changed"):
+        batches.state_dict()
+
+
 BEFORE = [0, 1, 3, 5, 6, 11, 13, 22, 23]
 # Each loader's worker is a process. Within the first epoch, at its end, and in a later one.
 QUICK_BEFORE = (3, 6, 22)
