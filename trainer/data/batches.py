@@ -189,7 +189,7 @@ def skip_once(loader: DataLoader[Any], batches: int, now: dict[str, Any] | None 
 def changed_by_program(loader: DataLoader[Any]) -> dict[str, Any]:
     """What `skip_once` needs if the program, and not the sampler, has changed the sampler since the epoch began.
 
-    So it does with weights by loss. {} if it has not. Raises ValueError for what is too long to be kept. The first call
+    So it does with weights by loss. {} if it has not. Raises NotRestorable. The first call
     begins to watch the loader: for later iterators.
     """
     return _skipping(loader).changed()

@@ -21,6 +21,10 @@ WAY_OUT = (
 )
 
 
+class NotRestorable(ValueError):
+    """The program has changed its sampler so that no restart could draw the same order."""
+
+
 class SkippingOnce:
     """A sampler whose next used iterator leaves out the first `count`, and draws from `streams`.
 
@@ -103,13 +107,13 @@ class SkippingOnce:
     def changed(self) -> dict[str, Any]:
         """What `prepare` needs if the program, and not the sampler, has changed it since the epoch began; else {}.
 
-        Raises ValueError for a change that no restart can restore.
+        Raises NotRestorable.
         """
         self._look()
         if not self._is_changed:
             return {}
         if self._too_long:
-            raise ValueError(
+            raise NotRestorable(
                 f"{some(self._too_long)} of a sampler changed within an epoch, and is too long to be kept: a restart "
                 f"would bring back the old values. {WAY_OUT}"
             )
@@ -119,7 +123,7 @@ class SkippingOnce:
             self._is_refused |= self._drawn_again() != self._order
             set_own_states(self._roots(), state["own"])
         if self._is_refused:
-            raise ValueError(
+            raise NotRestorable(
                 f"the program has changed {self.names} within an epoch, which then draws otherwise in the same epoch: "
                 "a restart could not draw that order again. Let the sampler draw a whole epoch in __iter__, before it "
                 "returns the first index, or change it after the epoch's last batch"

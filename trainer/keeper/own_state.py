@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elaunch.trainer import link
+from elaunch.trainer.data.skipping import NotRestorable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
@@ -31,7 +33,11 @@ class OwnState:
 
     def put_down(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
         """Store the present state as that of `version`, `is_begun` before its commit. Returns whether that was done."""
-        own, present = self._training.own(), self._training.buffers()
+        try:
+            own, present = self._training.own(), self._training.buffers()
+        except NotRestorable as error:
+            link.refuse(str(error))
+            raise
         buffers = versions(present)
         is_again, self.is_replaced = version == self._put[0], False
         if not is_begun:
