@@ -36,7 +36,7 @@ from elaunch.trainer.checkpoint.dcp_records import loads, read_metadata, require
 from elaunch.trainer.checkpoint.storage import Folder
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state import tree
-from elaunch.trainer.state.nesting import require_shallow
+from elaunch.trainer.state.pickles import require_shallow
 
 __all__ = [
     "Contents",

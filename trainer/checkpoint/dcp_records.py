@@ -1,8 +1,9 @@
 """The records of `torch.distributed.checkpoint` (DCP), made afresh of the plain fields that a pickle holds.
 
-A record that is read is one that DCP's own writer can have written: each field has its type, each chunk lies in its
-tensor, and what is no tensor is refused. DCP's loader unpickles bytes without any limit where it believes that they are
-no tensor, so it must never be told so.
+DCP's `.metadata` is a pickle, and whoever may write the folder may write any other in its place: the `pickle` module
+would let it set attributes of whatever it names. A record that is read here is one that DCP's own writer can have
+written: each field has its type, each chunk lies in its tensor, and what is no tensor is refused. DCP's loader
+unpickles bytes without any limit where it believes that they are no tensor, so it must never be told so.
 """
 
 from __future__ import annotations
@@ -17,26 +18,23 @@ from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from elaunch.trainer.checkpoint.manifest import is_file_name
-from elaunch.trainer.checkpoint.record_pickle import Name, PickledRecord, parse
+from elaunch.trainer.state.pickles import Record, name_of, parse
 
-_METADATA = records.__name__
-_ENCODINGS = {_METADATA: {records._MEM_FORMAT_ENCODING.__name__: records._MEM_FORMAT_ENCODING}}
+_METADATA, _ENCODING = records.__name__, records._MEM_FORMAT_ENCODING
 _LAYOUTS = {str(torch.strided): torch.strided}
 # A shape of more dimensions is no tensor's.
 _DIMENSIONS_MAX = 64
+_Read = Callable[[Any], Any]
 
 
 def loads(content: bytes) -> Any:
     """The record that a pickle holds, or its enum's member; raises pickle.UnpicklingError for anything else."""
-    value = parse(content)
-    if type(value) is not PickledRecord:
-        _refuse(value, "a record")
-    return _fresh(value)
+    return _as(object)(parse(content))
 
 
 def read_metadata(content: bytes) -> records.Metadata:
     """DCP's `.metadata`; raises pickle.UnpicklingError."""
-    metadata: records.Metadata = _as(records.Metadata, parse(content))
+    metadata: records.Metadata = _as(records.Metadata)(parse(content))
     return metadata
 
 
@@ -54,95 +52,75 @@ def require_files(metadata: records.Metadata, lengths: Mapping[str, int]) -> Non
 
 def _refuse(value: object, wanted: str) -> NoReturn:
     # Not its text: it may nest without end.
-    what = f"a {value.name}" if type(value) is PickledRecord else f"a {type(value).__name__}"
-    raise pickle.UnpicklingError(f"it has {what} in place of {wanted}")
+    raise pickle.UnpicklingError(f"it has a {name_of(value)} in place of {wanted}")
 
 
-def _as(kind: type, value: Any) -> Any:
-    """The record of this kind that `value` stands for; made once, however often the pickle refers to it."""
-    if type(value) is not PickledRecord:
-        _refuse(value, f"a {kind.__name__}")
-    # By what it is called, before anything is made of it: what is in it might be itself.
-    if _maker(value)[0] is not kind:
-        _refuse(value, f"a {kind.__name__}")
-    return _fresh(value)
+def _as(kind: type) -> _Read:
+    """A function that returns the record of this kind for what a pickle holds; made once, however often it is there."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Record):
+            _refuse(value, f"a {kind.__name__}")
+        if value.origin not in _MAKERS:
+            raise pickle.UnpicklingError(f"it names {name_of(value)}, which has no place in a checkpoint")
+        made_kind, make = _MAKERS[value.origin]
+        # By what it is called, before anything is made of it: what is in it might be itself.
+        if not issubclass(made_kind, kind):
+            _refuse(value, f"a {kind.__name__}")
+        if value.made is None:
+            value.made = make(value)
+        return value.made
+
+    return read
 
 
-def _fresh(record: PickledRecord) -> Any:
-    if record.made is None:
-        record.made = _maker(record)[1](record)
-    return record.made
+def _is(kind: type) -> _Read:
+    def read(value: Any) -> Any:
+        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 63):
+            _refuse(value, f"a {kind.__name__}" if kind is not int else "a length")
+        return value
+
+    return read
 
 
-def _maker(record: PickledRecord) -> tuple[type, Callable[[PickledRecord], Any]]:
-    found = _MAKERS.get((record.name.module, record.name.name))
-    if found is None:
-        raise pickle.UnpicklingError(f"it names {record.name}, which has no place in a checkpoint")
-    return found
+def _or_none(read: _Read) -> _Read:
+    return lambda value: None if value is None else read(value)
 
 
-def _fields(record: PickledRecord, *names: str) -> list[Any]:
-    """These fields of a record, None where it has none."""
-    if record.args:
-        _refuse(record.args[0], f"a {record.name} without arguments")
-    if type(record.state) is not dict:
-        _refuse(record.state, f"the fields of a {record.name}")
-    if unknown := [key for key in record.state if key not in names]:
-        raise pickle.UnpicklingError(f"it has a {record.name} with the field {unknown[0]!r:.200}")
-    return [record.state.get(name) for name in names]
+def _list_of(read: _Read) -> _Read:
+    return lambda value: [read(item) for item in _is(list)(value)]
 
 
-def _call(record: PickledRecord) -> tuple[Any, ...]:
+def _dict_of(key: _Read, item: _Read) -> _Read:
+    return lambda value: {key(name): item(its) for name, its in _is(dict)(value).items()}
+
+
+def _fields(record: Record, **readers: _Read) -> dict[str, Any]:
+    """These fields of a record, each as its reader returns it, None where there is none."""
+    if record.args or type(record.state) is not dict:
+        _refuse(record.state if not record.args else record.args[0], f"the fields of a {name_of(record)}")
+    if unknown := [key for key in record.state if key not in readers]:
+        raise pickle.UnpicklingError(f"it has a {name_of(record)} with the field {unknown[0]!r:.200}")
+    return {name: read(record.state.get(name)) for name, read in readers.items()}
+
+
+def _call(record: Record, count: int = 1) -> tuple[Any, ...]:
     """The arguments of a call."""
-    if record.state is not None:
-        raise pickle.UnpicklingError(f"it gives a state to a {record.name}")
+    if record.state is not None or len(record.args) != count:
+        _refuse(record.state, f"the arguments of a {name_of(record)}")
     return record.args
 
 
-def _items(value: Any, wanted: str) -> list[tuple[Any, Any]]:
-    if type(value) is not dict:
-        _refuse(value, wanted)
-    return list(value.items())
-
-
-def _list(value: Any, wanted: str) -> list[Any]:
-    if type(value) is not list:
-        _refuse(value, wanted)
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        _refuse(value, "a text")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0 or value >= 1 << 63:
-        _refuse(value, "a length")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        _refuse(value, "True or False")
-    return value
-
-
-def _metadata(record: PickledRecord) -> records.Metadata:
-    tensors, paths, places, _, version = _fields(
-        record, "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"
+def _metadata(record: Record) -> records.Metadata:
+    fields = _fields(
+        record,
+        state_dict_metadata=_dict_of(_is(str), _as(records.TensorStorageMetadata)),
+        planner_data=_dict_of(_is(str), _path),
+        storage_data=_dict_of(_as(records.MetadataIndex), _as(_StorageInfo)),
+        storage_meta=lambda _: None,
+        version=_or_none(_is(str)),
     )
-    return records.Metadata(
-        state_dict_metadata={
-            _text(name): _as(records.TensorStorageMetadata, entry) for name, entry in _items(tensors, "tensors by name")
-        },
-        planner_data={_text(name): _path(path) for name, path in _items(paths, "paths by name")},
-        storage_data={
-            _as(records.MetadataIndex, index): _as(_StorageInfo, info) for index, info in _items(places, "places")
-        },
-        version=None if version is None else _text(version),
-    )
+    return records.Metadata(**{name: its for name, its in fields.items() if its is not None})
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
@@ -151,116 +129,106 @@ def _path(value: Any) -> tuple[str | int, ...]:
     return value
 
 
-def _tensor(record: PickledRecord) -> records.TensorStorageMetadata:
-    properties, size, chunks = _fields(record, "properties", "size", "chunks")
-    whole = _as(torch.Size, size)
-    parts = [_as(records.ChunkStorageMetadata, chunk) for chunk in _list(chunks, "a tensor's chunks")]
-    for part in parts:
+def _tensor(record: Record) -> records.TensorStorageMetadata:
+    found = records.TensorStorageMetadata(
+        **_fields(
+            record,
+            properties=_as(records.TensorProperties),
+            size=_as(torch.Size),
+            chunks=_list_of(_as(records.ChunkStorageMetadata)),
+        )
+    )
+    for part in found.chunks:
         ends = [offset + length for offset, length in zip(part.offsets, part.sizes, strict=True)]
-        if len(ends) != len(whole) or any(end > length for end, length in zip(ends, whole, strict=True)):
-            raise pickle.UnpicklingError(f"it has a chunk that does not lie in its tensor of shape {tuple(whole)}")
-    return records.TensorStorageMetadata(_as(records.TensorProperties, properties), whole, parts)
+        if len(ends) != len(found.size) or any(end > most for end, most in zip(ends, found.size, strict=True)):
+            raise pickle.UnpicklingError(f"it has a chunk that does not lie in its tensor of shape {tuple(found.size)}")
+    return found
 
 
-def _properties(record: PickledRecord) -> records.TensorProperties:
-    state = record.state
-    if record.args or type(state) is not tuple or len(state) != 5:
-        _refuse(state, "a tensor's properties")
-    dtype, layout, requires_grad, encoding, pin_memory = state
+def _properties(record: Record) -> records.TensorProperties:
+    if record.args or type(record.state) is not tuple or len(record.state) != 5:
+        _refuse(record.state, "a tensor's properties")
+    dtype, layout, requires_grad, encoding, pin_memory = record.state
     # Which is deprecated, and contiguous in all that is written here.
-    _enum(encoding)
+    _as(Enum)(encoding)
     return records.TensorProperties(
         dtype=_dtype(dtype),
-        layout=_as(torch.layout, layout),
-        requires_grad=_flag(requires_grad),
-        pin_memory=_flag(pin_memory),
+        layout=_as(torch.layout)(layout),
+        requires_grad=_is(bool)(requires_grad),
+        pin_memory=_is(bool)(pin_memory),
     )
 
 
-def _enum(value: Any) -> Enum:
-    if type(value) is not PickledRecord or not issubclass(_maker(value)[0], Enum):
-        _refuse(value, "a memory format")
-    member: Enum = _fresh(value)
-    return member
-
-
-def _chunk(record: PickledRecord) -> records.ChunkStorageMetadata:
-    offsets, sizes = (_as(torch.Size, field) for field in _fields(record, "offsets", "sizes"))
-    if len(offsets) != len(sizes):
+def _chunk(record: Record) -> records.ChunkStorageMetadata:
+    found = records.ChunkStorageMetadata(**_fields(record, offsets=_as(torch.Size), sizes=_as(torch.Size)))
+    if len(found.offsets) != len(found.sizes):
         raise pickle.UnpicklingError("it has a chunk whose offsets and sizes differ in number")
-    return records.ChunkStorageMetadata(offsets, sizes)
+    return found
 
 
-def _index(record: PickledRecord) -> records.MetadataIndex:
-    name, offset, index = _fields(record, "fqn", "offset", "index")
-    return records.MetadataIndex(
-        _text(name),
-        None if offset is None else _as(torch.Size, offset),
-        None if index is None else _count(index),
+def _index(record: Record) -> records.MetadataIndex:
+    readers = {"fqn": _is(str), "offset": _or_none(_as(torch.Size)), "index": _or_none(_is(int))}
+    return records.MetadataIndex(**_fields(record, **readers))
+
+
+def _place(record: Record) -> _StorageInfo:
+    fields = _fields(
+        record, relative_path=_is(str), offset=_is(int), length=_is(int), transform_descriptors=lambda value: value
     )
-
-
-def _place(record: PickledRecord) -> _StorageInfo:
-    path, offset, length, transforms = _fields(record, "relative_path", "offset", "length", "transform_descriptors")
-    if not is_file_name(_text(path)):
+    path = fields["relative_path"]
+    if not is_file_name(path):
         raise pickle.UnpicklingError(f"it has {path!r:.200} in place of a file's name")
-    if transforms:
+    if fields.pop("transform_descriptors"):
         raise pickle.UnpicklingError(f"{path} has been transformed, which this release does not read")
-    return _StorageInfo(path, _count(offset), _count(length))
+    return _StorageInfo(**fields)
 
 
-def _size(record: PickledRecord) -> torch.Size:
-    args = _call(record)
-    if len(args) != 1 or type(args[0]) is not tuple or len(args[0]) > _DIMENSIONS_MAX:
-        _refuse(args, "a shape")
-    return torch.Size([_count(number) for number in args[0]])
+def _size(record: Record) -> torch.Size:
+    (shape,) = _call(record)
+    if type(shape) is not tuple or len(shape) > _DIMENSIONS_MAX:
+        _refuse(shape, "a shape")
+    return torch.Size(map(_is(int), shape))
 
 
-def _layout(record: PickledRecord) -> torch.layout:
-    args = _call(record)
-    if len(args) != 1 or _text(args[0]) not in _LAYOUTS:
-        _refuse(args, "a layout of dense tensors")
-    return _LAYOUTS[args[0]]
+def _layout(record: Record) -> torch.layout:
+    (name,) = _call(record)
+    if _is(str)(name) not in _LAYOUTS:
+        _refuse(name, "a layout of dense tensors")
+    return _LAYOUTS[name]
 
 
-def _encoding(record: PickledRecord) -> Enum:
-    kind = _ENCODINGS[record.name.module][record.name.name]
-    args = _call(record)
-    for member in kind:
-        if len(args) == 1 and type(args[0]) is int and args[0] == member.value:
-            return member
-    raise pickle.UnpicklingError(f"it has what is no member of {record.name}")
+def _encoding(record: Record) -> Enum:
+    (value,) = _call(record)
+    if type(value) is not int or value not in [member.value for member in _ENCODING]:
+        _refuse(value, f"a member of {_ENCODING.__name__}")
+    return _ENCODING(value)
 
 
-def _member(record: PickledRecord) -> Enum:
+def _member(record: Record) -> Enum:
     """By which Python 3.11.0 to 3.11.3 pickle an enum's member, with `getattr` itself; of nothing else is it read."""
-    args = _call(record)
-    if len(args) == 2 and type(args[0]) is Name and type(args[1]) is str:
-        owner, name = args
-        kind = _ENCODINGS.get(owner.module, {}).get(owner.name)
-        if kind is not None and name in kind.__members__:
-            return kind[name]
-    raise pickle.UnpicklingError("it takes an attribute of what is no member of an enum")
+    owner, name = _call(record, 2)
+    if name_of(owner) != f"{_METADATA}.{_ENCODING.__name__}" or _is(str)(name) not in _ENCODING.__members__:
+        raise pickle.UnpicklingError("it takes an attribute of what is no member of an enum")
+    return _ENCODING[name]
 
 
-def _dtype(name: Any) -> torch.dtype:
-    if type(name) is not Name:
-        _refuse(name, "a type of tensors")
-    found = getattr(torch, name.name, None) if name.module == "torch" else None
+def _dtype(named: Any) -> torch.dtype:
+    module, name = getattr(named, "origin", ("", "")) if isinstance(named, type) else ("", "")
+    found = getattr(torch, name, None) if module == "torch" else None
     if not isinstance(found, torch.dtype):
-        raise pickle.UnpicklingError(f"it names {name}, which is no type of tensors")
+        _refuse(named, "a type of tensors")
     return found
 
 
 # For each name: the type of its record, and the function that makes it.
-_MAKERS: dict[tuple[str, str], tuple[type, Callable[[PickledRecord], Any]]] = {
+_MAKERS: dict[tuple[str, str], tuple[type, Callable[[Record], Any]]] = {
     (_METADATA, "Metadata"): (records.Metadata, _metadata),
     (_METADATA, "TensorStorageMetadata"): (records.TensorStorageMetadata, _tensor),
     (_METADATA, "TensorProperties"): (records.TensorProperties, _properties),
     (_METADATA, "ChunkStorageMetadata"): (records.ChunkStorageMetadata, _chunk),
     (_METADATA, "MetadataIndex"): (records.MetadataIndex, _index),
-    (_METADATA, records._MEM_FORMAT_ENCODING.__name__): (Enum, _encoding),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): (_StorageInfo, _place),
+    (_METADATA, _ENCODING.__name__): (Enum, _encoding),
+    (_StorageInfo.__module__, "_StorageInfo"): (_StorageInfo, _place),
     ("torch.serialization", "_get_layout"): (torch.layout, _layout),
     ("torch", "Size"): (torch.Size, _size),
     ("builtins", "getattr"): (Enum, _member),

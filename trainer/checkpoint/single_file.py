@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from elaunch.trainer.checkpoint.catalog import Corrupt
 from elaunch.trainer.files import open_regular
 from elaunch.trainer.state.model_state import is_sharded, unwrap
-from elaunch.trainer.state.nesting import require_shallow, require_shallow_value
 from elaunch.trainer.state.optimizer_state import exactly
+from elaunch.trainer.state.pickles import require_shallow, require_shallow_value
 from elaunch.trainer.state.tree import State, some, tensors_in, tensors_sha256
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")

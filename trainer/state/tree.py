@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.state.nesting import require_shallow, require_shallow_value
+from elaunch.trainer.state.pickles import require_shallow, require_shallow_value
 
 State = dict[str, Any]
 # The entry of a state with the classes and group sizes of its optimizers.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from elaunch.trainer.state.nesting import DEPTH_MAX, require_shallow, require_shallow_value, scan
 from elaunch.trainer.state.packing import unpack
+from elaunch.trainer.state.pickles import DEPTH_MAX, require_shallow, require_shallow_value, scan
 from elaunch.trainer.state.region import PAGE, Header
 from elaunch.trainer.state.tree import flatten, pack
 from elaunch.trainer.state.tree import unpack as unpack_plain
@@ -47,8 +47,10 @@ def test_what_torch_saves_is_scanned_to_its_end(value: object) -> None:
     file.seek(0)
     require_shallow(file)
 
-    assert scan(content, 0) == len(content)
     assert file.tell() == 0
+    scanned = io.BytesIO(content)
+    scan(scanned)
+    assert scanned.tell() == len(content)
 
 
 def test_a_file_of_torch_before_1_6_is_scanned_where_it_may_be_one(tmp_path: Any) -> None:
@@ -99,7 +101,7 @@ def in_lists(depth: int) -> list[Any]:
 )
 def test_a_pickle_that_nests_too_deeply_or_is_none_is_refused(content: bytes) -> None:
     with bounded(cpu_s=20), pytest.raises(pickle.UnpicklingError):
-        scan(content, 0)
+        scan(io.BytesIO(content))
 
 
 @pytest.mark.parametrize("value", [pair_of_pairs(60), {"a": pair_of_pairs(60)}])

@@ -1,0 +1,187 @@
+"""Pickles that are read as data: nothing in them is imported or called, and none can take the process down.
+
+`torch.load(weights_only=True)` runs no code, but it takes the hash of a tuple that is a key. Python computes that with
+a call for each tuple in the tuple and no limit: some 100,000 of them overflow the stack, and a few, each of which holds
+another one twice, take for ever. So the instructions of a pickle are read here first, without making anything of them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from typing import IO, Any, NoReturn
+
+import torch
+
+DEPTH_MAX = 500
+_ZIP = b"PK\x03\x04"
+# Before torch 1.6 a file had these pickles one after the other: magic number, protocol, system, state, storages.
+_PICKLES_OF_OLD = 5
+# With fewer tuples than this of more than one item, nothing can take long.
+_FEW_TUPLES, _SHORT_BYTES = 20, 2000
+_PAIRS = (pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)
+# What torch.save and DCP write.
+_KNOWN = """
+    ADDITEMS APPEND APPENDS BINBYTES BINFLOAT BINGET BININT BININT1 BININT2 BINPERSID BINPUT BINUNICODE BINUNICODE8
+    BUILD EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE FRAME GLOBAL LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE
+    NEWOBJ NEWTRUE NONE PROTO REDUCE SETITEM SETITEMS SHORT_BINBYTES SHORT_BINSTRING SHORT_BINUNICODE STACK_GLOBAL STOP
+    TUPLE TUPLE1 TUPLE2 TUPLE3
+"""
+# A value on pickle's stack: how deep tuples nest in it, and how many values they hold in all.
+_Nested = tuple[int, int]
+
+
+class Record:
+    """What a pickle makes of the class or function `origin`: `args` are those of the call, `state` what came after.
+
+    `made` is for the reader's use.
+    """
+
+    origin = ("", "")
+
+    def __new__(cls, *args: Any) -> Record:
+        """Keep the arguments."""
+        record = super().__new__(cls)
+        record.args, record.state, record.made = args, None, None
+        return record
+
+    args: tuple[Any, ...]
+    state: Any
+    made: Any
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        if self.state is not None:
+            raise pickle.UnpicklingError(f"it gives a {name_of(self)} two states")
+        self.state = state
+
+
+def name_of(value: object) -> str:
+    """What a pickle calls a record or its class, or the type of another value."""
+    is_named = isinstance(value, Record) or (isinstance(value, type) and issubclass(value, Record))
+    return ".".join(value.origin) if is_named else type(value).__name__  # type: ignore[attr-defined]
+
+
+def parse(content: bytes) -> Any:
+    """The value that the pickle describes, with a Record of its own class for whatever the pickle would import.
+
+    Raises pickle.UnpicklingError for what is no pickle, or nests too deeply.
+    """
+    scan(io.BytesIO(content))
+    try:
+        return _Inert(io.BytesIO(content)).load()
+    # A pickle that takes what is not there, or has text that is none.
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, EOFError) as error:
+        raise pickle.UnpicklingError("it is no pickle, or a torn one") from error
+
+
+class _Inert(pickle.Unpickler):
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._classes: dict[tuple[str, str], type[Record]] = {}
+
+    def find_class(self, module: str, name: str) -> type[Record]:
+        origin = (module, name)
+        return self._classes.setdefault(origin, type("Named", (Record,), {"origin": origin}))
+
+
+def require_shallow(file: IO[bytes], *, old: bool = False) -> None:
+    """Raise pickle.UnpicklingError if `file` nests too deeply; with `old` it may be of torch before 1.6.
+
+    The file is read from its present place, which it has again after that. Raises RuntimeError as torch does.
+    """
+    start = file.tell()
+    is_zip = file.read(len(_ZIP)) == _ZIP
+    file.seek(start)
+    if is_zip:
+        # By torch's own reader: another one could find another file in the same archive.
+        reader: Any = torch._C.PyTorchFileReader(file)
+        content: bytes = reader.get_record("data.pkl")
+        if len(content) > _SHORT_BYTES or sum(map(content.count, _PAIRS)) > _FEW_TUPLES:
+            scan(io.BytesIO(content))
+    elif old:
+        for _ in range(_PICKLES_OF_OLD):
+            scan(file)
+    else:
+        raise pickle.UnpicklingError("it is no file of torch.save")
+    file.seek(start)
+
+
+def require_shallow_value(value: object, nodes_max: int) -> None:
+    """Raise pickle.UnpicklingError if dictionaries, lists and tuples nest too deeply, or hold too many values in all.
+
+    A value that is in several places counts in each of them.
+    """
+    open_ones, nodes = [(value, 0)], 0
+    while open_ones:
+        found, depth = open_ones.pop()
+        if depth > DEPTH_MAX:
+            _refuse_depth()
+        items = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+        nodes += len(items)
+        if nodes > nodes_max:
+            raise pickle.UnpicklingError("it holds the same values in too many places")
+        open_ones += [(item, depth + 1) for item in items if isinstance(item, dict | list | tuple)]
+
+
+def scan(file: IO[bytes]) -> None:
+    """Read a pickle to its end. Raises pickle.UnpicklingError if it nests too deeply, or is none."""
+    try:
+        _scan(file)
+    except (IndexError, KeyError, ValueError) as error:
+        raise pickle.UnpicklingError("it is no pickle, or a torn one") from error
+
+
+def _scan(file: IO[bytes]) -> None:
+    stack: list[_Nested] = []
+    marks: list[int] = []
+    memo: dict[int, _Nested] = {}
+    begin = file.tell()
+    known = set(_KNOWN.split())
+    size_max = file.seek(0, io.SEEK_END) - begin
+    file.seek(begin)
+    argument: Any
+    for op, argument, _ in pickletools.genops(file):
+        name = op.name
+        if name not in known:
+            raise pickle.UnpicklingError(f"it has the instruction {name}, which has no place in a checkpoint")
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name.endswith("BINPUT"):
+            # pickle has a list that is as long as the largest number.
+            if argument > size_max:
+                raise KeyError(argument)
+            memo[argument] = stack[-1]
+        elif name.endswith("BINGET"):
+            stack.append(memo[argument])
+        elif name.startswith("TUPLE"):
+            first = len(stack) - len(op.stack_before) if name != "TUPLE" else marks.pop()
+            if first < 0:
+                raise IndexError(first)
+            stack[first:] = [_tuple_of(stack[first:], size_max)]
+        else:
+            taken = [each.name for each in op.stack_before]
+            if "mark" in taken:
+                del stack[marks.pop() :]
+                taken = taken[: taken.index("mark")]
+            if len(stack) < len(taken):
+                raise IndexError(name)
+            del stack[len(stack) - len(taken) :]
+            stack += [(0, 0)] * len(op.stack_after)
+
+
+def _tuple_of(items: list[_Nested], size_max: int) -> _Nested:
+    depth = max((depth for depth, _ in items), default=0)
+    size = len(items) + sum(size for _, size in items)
+    if depth >= DEPTH_MAX:
+        _refuse_depth()
+    if size > size_max:
+        raise pickle.UnpicklingError("it holds the same values in too many places")
+    return depth + 1, size
+
+
+def _refuse_depth() -> NoReturn:
+    raise pickle.UnpicklingError(f"it nests more than {DEPTH_MAX} deep")
