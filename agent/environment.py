@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -88,20 +86,6 @@ def extensions_root(environ: Mapping[str, str]) -> str:
     """Where torch builds extensions (torch/utils/cpp_extension.py, torch/_appdirs.py); empty if that is not known."""
     cache = environ.get("XDG_CACHE_HOME") or (f"{environ['HOME']}/.cache" if environ.get("HOME") else "")
     return environ.get("TORCH_EXTENSIONS_DIR") or (f"{cache}/torch_extensions" if cache else "")
-
-
-def inductor_root(environ: Mapping[str, str]) -> str:
-    """Where torch.compile keeps what it builds (torch/_inductor/runtime/cache_dir_utils.py)."""
-    if given := environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return given
-    temporary = next((environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), "/tmp")
-    user = next((environ[name] for name in ("LOGNAME", "USER", "LNAME", "USERNAME") if environ.get(name)), "")
-    if not user:
-        try:
-            user = pwd.getpwuid(os.getuid()).pw_name
-        except KeyError:
-            user = f"uid_{os.getuid()}"
-    return f"{temporary}/torchinductor_{user}"
 
 
 def terminal_variables(inherited: Mapping[str, str], columns: int, rows: int) -> dict[str, str]:

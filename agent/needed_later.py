@@ -23,8 +23,6 @@ MODULES = (
     "elaunch.agent.core.stack_answer",
     "elaunch.agent.core.survivors",
     "elaunch.agent.core.wait_shares",
-    "elaunch.agent.workers.build_locks",
-    "elaunch.agent.workers.cut_libraries",
     "elaunch.agent.workers.flight_recorder",
     "elaunch.agent.workers.hang_monitor",
     "elaunch.agent.workers.investigator",

@@ -29,7 +29,7 @@ from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReas
 from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
 from elaunch.agent.workers.ahead import ForksAhead
-from elaunch.agent.workers.dead_builds import DISK_S, DeadBuilds
+from elaunch.agent.workers.build_locks import warn_of_locks
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from elaunch.agent.workers.leftovers import Leftovers
     from elaunch.agent.workers.survivor_watch import SurvivorWatch
     from elaunch.rendezvous.rules.pace import SlowNode
+
+# The loop waits no longer for a folder that is not the job's own: the lease has to be renewed.
+DISK_S = 0.5
 
 
 class Workers:
@@ -82,7 +85,7 @@ class Workers:
         self._ahead = ForksAhead(fork_server, self._guardian, self._learner, is_wanted=is_wanted)
         self._prompts = PromptWatch(reporter)
         self._survivors: SurvivorWatch | None = None
-        self._dead_builds = DeadBuilds({**config.environment, **config.worker_env}, reporter.warn)
+        self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
         hang_after_s = config.times.hang_after_s
@@ -163,7 +166,7 @@ class Workers:
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
         self._current.begin(group)
         self._monitor.begin_generation()
-        self._dead_builds.remove()
+        warn_of_locks(self._environ, self._warn)
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self._port.close()
