@@ -244,8 +244,11 @@ class Copies:
     def done(self, version: Version) -> None:
         """Record that this rank has completed the step of `version`."""
         if self._records is not None:
-            with contextlib.suppress(OSError):
+            # Not contextlib.suppress, which takes longer: this happens in each step.
+            try:
                 self._records.done(version)
+            except OSError:
+                pass
 
     def newest_done(self) -> Version | None:
         """The newest step that any worker of this node has completed."""
