@@ -244,11 +244,8 @@ class Copies:
     def done(self, version: Version) -> None:
         """Record that this rank has completed the step of `version`."""
         if self._records is not None:
-            # Not contextlib.suppress, which takes longer: this happens in each step.
-            try:
+            with contextlib.suppress(OSError):
                 self._records.done(version)
-            except OSError:
-                pass
 
     def newest_done(self) -> Version | None:
         """The newest step that any worker of this node has completed."""

@@ -182,6 +182,8 @@ class Door:
                 )
 
     def _counts(self) -> dict[str, Any]:
+        if not self._schedulers:
+            return {}
         # A ChainedScheduler counts in those that it has.
         every = [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
         return {f"{type(one).__name__}.last_epoch": getattr(one, "last_epoch", 0) for one in every}
@@ -240,7 +242,10 @@ class Door:
         """The options of all groups that schedules change; none if a library sets them."""
         its = () if self.is_others else self._training.optimizers
         groups = enumerate(group for one in its for group in getattr(one, "param_groups", ()))
-        return {(n, name): _number(group.get(name)) for n, group in groups for name in _NUMBERS}
+        found = {(n, name): group.get(name) for n, group in groups for name in _NUMBERS}
+        return (
+            {key: _number(value) for key, value in found.items()} if Tensor in set(map(type, found.values())) else found
+        )
 
     def _difference(self, when: str = "") -> str:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""

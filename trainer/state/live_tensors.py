@@ -54,12 +54,11 @@ class LiveTensors:
         sizes = sum(len(one.state) for one in self._optimizers)
         begin = turn * _PER_TURN % (up(sizes, _PER_TURN) or 1)
         states = chain.from_iterable(one.state.values() for one in self._optimizers)
-        for its in islice(states, begin, begin + _PER_TURN):
-            if type(its) is dict:
-                values = [*its.values()]
-                if set(map(type, values)) != {Tensor}:
-                    values = [part for value in values if isinstance(value, Tensor) for part in _parts(value)]
-                found += filterfalse(Tensor.is_inference, values)
+        chosen = [its for its in islice(states, begin, begin + _PER_TURN) if type(its) is dict]
+        values = [*chain.from_iterable(map(dict.values, chosen))]
+        if set(map(type, values)) != {Tensor}:
+            values = [part for value in values if isinstance(value, Tensor) for part in _parts(value)]
+        found += filterfalse(Tensor.is_inference, values)
         return found
 
     def require_dense(self) -> None:

@@ -105,6 +105,7 @@ class _Python(_Watched):
 class _Numpy(_Watched):
     """numpy's global generator."""
 
+    _generator: Any = None
     _seeded = b""
 
     def capture(self) -> Any:
@@ -112,9 +113,11 @@ class _Numpy(_Watched):
         module: Any = sys.modules.get("numpy.random")
         if module is None:
             return None
-        address = _address_of(module)
-        if address and address == self._address and self._memory.raw == self._raw:
+        if self._address and _generator_of(module) is self._generator and self._memory.raw == self._raw:
             return self._state
+        # Kept, so that no other one is ever there in memory.
+        self._generator = _generator_of(module)
+        address = self._generator.ctypes.state_address if type(self._generator) is module.MT19937 else 0
         if not address:
             # Plain values, of which each kind of generator has others.
             return self._note(_plain(module.get_state(legacy=False)), b"", 0)
@@ -131,18 +134,18 @@ class _Numpy(_Watched):
         self._seeded = self._memory.raw
 
     def goes_back_to(self, state: Any) -> bool:
-        """Set it back to `state`, the last one here, if it was seeded since and nothing else: `set_state` takes 35 µs."""
-        is_last = self._address and state is self._state and _address_of(sys.modules["numpy.random"]) == self._address
+        """Set it back to `state`, the last one here, if all since was `seed`: numpy's `set_state` takes 35 µs."""
+        is_last = (
+            self._address and state is self._state and _generator_of(sys.modules["numpy.random"]) is self._generator
+        )
         if not is_last or self._memory.raw != self._seeded:
             return False
         self._memory.raw = self._raw
         return True
 
 
-def _address_of(module: Any) -> int:
-    """Where numpy's global generator has its state; 0 if that is not known, or if it is another kind of generator."""
-    generator: Any = getattr(module.get_state.__self__, "_bit_generator", None)
-    return generator.ctypes.state_address if type(generator) is module.MT19937 else 0
+def _generator_of(module: Any) -> Any:
+    return getattr(module.get_state.__self__, "_bit_generator", None)
 
 
 def _plain(value: Any) -> Any:
