@@ -106,7 +106,7 @@ class Door:
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in several(kept["scheduler"]) if isinstance(one, LRScheduler)]
         # What schedules change, by name, at the end of the last commit.
-        self._scheduled: dict[str, Any] = {}
+        self._scheduled: dict[Any, Any] = {}
         self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
         self._commits = self._looks = 0
         self._has_begun = False
@@ -167,20 +167,23 @@ class Door:
             self._look_at_weights()
         self._compare_scheduled(step, self._what_schedules_change)
 
-    def _what_schedules_change(self) -> dict[str, Any]:
+    def _what_schedules_change(self) -> dict[Any, Any]:
         return self._counts() | self._numbers()
 
-    def _compare_scheduled(self, step: int, read: Callable[[], dict[str, Any]]) -> None:
+    def _compare_scheduled(self, step: int, read: Callable[[], dict[Any, Any]]) -> None:
         for name, value in read().items() if self._may_tell("options") else ():
             if name in self._scheduled and (old := self._scheduled[name]) != value:
+                place = name if isinstance(name, str) else "param_groups[{}].{}".format(*name)
                 self._tell(
                     "options",
-                    f"`{name}` changed outside keeper.commit() after step {step} (from {old!s:.40} to {value!s:.40}): "
+                    f"`{place}` changed outside keeper.commit() after step {step} (from {old!s:.40} to {value!s:.40}): "
                     "a failure in between restores the old value, or the change is made twice. Change it in the commit "
                     "(options of an optimizer also at the beginning of a step)",
                 )
 
     def _counts(self) -> dict[str, Any]:
+        if not self._schedulers:
+            return {}
         # A ChainedScheduler counts in those that it has.
         every = [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
         return {f"{type(one).__name__}.last_epoch": getattr(one, "last_epoch", 0) for one in every}
@@ -235,11 +238,14 @@ class Door:
                 file.write(f"{kind}\n")
         self._say(sentence)
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[Any, Any]:
         """The options of all groups that schedules change; none if a library sets them."""
         its = () if self.is_others else self._training.optimizers
         groups = enumerate(group for one in its for group in getattr(one, "param_groups", ()))
-        return {f"param_groups[{n}].{name}": _number(group.get(name)) for n, group in groups for name in _NUMBERS}
+        found = {(n, name): group.get(name) for n, group in groups for name in _NUMBERS}
+        return (
+            {key: _number(value) for key, value in found.items()} if Tensor in set(map(type, found.values())) else found
+        )
 
     def _difference(self, when: str = "") -> str:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""
@@ -366,7 +372,7 @@ class Door:
         has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
         return its if has_ours and not any(_is(value, nn.Module) for value in its.values()) else None
 
-    def _counted(self, its: dict[str, Any], options: dict[str, Any], counters: list[float]) -> list[float] | None:
+    def _counted(self, its: dict[str, Any], options: dict[Any, Any], counters: list[float]) -> list[float] | None:
         """The numbers of such an object if they and the options of the optimizers have changed; else None."""
         now = _counters(its)
         return now if now != counters and self._numbers() != options else None

@@ -31,7 +31,7 @@ class GuardedState:
 
     def __init__(self, training: Training, generation: int, rehearsal: Rehearsal | None = None) -> None:
         self._training, self._generation, self._rehearsal = training, generation, rehearsal
-        self.version = Version(generation, 0)
+        self._be_at(Version(generation, 0))
         # Held while the state changes or is copied.
         self._lock = threading.Lock()
         # Whether the state is exactly that of `version`: neither half restored nor half changed.
@@ -51,10 +51,9 @@ class GuardedState:
         # Whether a rank could not make the last copy: all ranks know, and look what to do instead.
         self.has_failed_copy = False
 
-    @property
-    def next_version(self) -> Version:
-        """The version that the next commit makes."""
-        return Version(self._generation, self.version.step + 1)
+    def _be_at(self, version: Version) -> None:
+        # And the version that the next commit makes.
+        self.version, self.next_version = version, Version(self._generation, version.step + 1)
 
     def restored(
         self, copies: Copies, version: Version, report: Callable[[str], None], say: Callable[[str], None]
@@ -64,7 +63,8 @@ class GuardedState:
         A change outside of a commit goes to `report`, for the next boundary, or after a failure to `say`.
         """
         with self._lock:
-            self._copies, self.version, self._is_whole, self._is_restored = copies, version, True, True
+            self._copies, self._is_whole, self._is_restored = copies, True, True
+            self._be_at(version)
             self._report, self._say = report, say
             self._outside.note()
             self._left = LeftGradients(self._training.model, self._training.optimizers)
@@ -77,7 +77,7 @@ class GuardedState:
         """
         if not (self._copies.paces or self._training.is_in_parts):
             return True
-        may = self._outside.allow_copy(self.version.step)
+        may = self._outside.allow_copy(self.version.step) and not self._training.refusal(is_copied=True)
         self._tell_of_changes()
         return may
 
@@ -159,7 +159,7 @@ class GuardedState:
                 elif self.copies_next:
                     self.has_failed_copy |= not self._copies.steps.after_commit(self.next_version)
                 self._outside.note()
-                self.version = self.next_version
+                self._be_at(self.next_version)
                 self._is_whole = True
                 self._left.commit_ended()
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
@@ -230,7 +230,8 @@ class GuardedState:
         if not has_lock:
             return
         try:
-            if self._is_whole and not self._outside.found(self.version.step):
+            is_changed = self._outside.found(self.version.step) or self._training.refusal(is_copied=True)
+            if self._is_whole and not is_changed:
                 self._copies.save_replicated(self.version)
                 if self._outside.found(self.version.step):
                     # The training's thread has changed it meanwhile, without a lock.

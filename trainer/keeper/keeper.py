@@ -46,7 +46,6 @@ from elaunch.trainer.keeper.stop import StopRequest, free_signals
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
-from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.training_state import Training
 
 
@@ -335,7 +334,7 @@ class Keeper:
         A loop calls it before it draws again.
         """
         if self._is_random_due:
-            rng_state.apply(self._random, self._training.device)
+            self._training.random.apply(self._random)
             self._is_random_due = False
 
     def redraw(self) -> None:
@@ -346,7 +345,7 @@ class Keeper:
         has that place.
         """
         if self.step > self._restored_step or self._is_aside:
-            rng_state.apply(self._random, self._training.device)
+            self._training.random.apply(self._random)
             self._redrawn_step, self._is_aside = self.step, False
 
     def redraw_once(self) -> None:
@@ -370,7 +369,7 @@ class Keeper:
     def _step_aside(self) -> None:
         """What is drawn from here on is no step's, unless it is one of another Keeper."""
         if is_alone():
-            rng_state.step_aside(self._random, self._training.device, self.step)
+            self._training.random.step_aside(self._random, self.step)
             self._is_aside = True
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 # A hook for each parameter costs time. After these commits a few are enough to see that accumulation begins later.
 _COMMITS = 8
-_WATCHED = 4
+_WATCHED = 2
 
 
 class LeftGradients:

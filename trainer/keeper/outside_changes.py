@@ -135,7 +135,8 @@ class OutsideChanges:
 def _sample(place: tuple[Tensor, int, int]) -> bytes | Tensor:
     """A few values of a weight. From a GPU they are copied there, without waiting."""
     weight, begin, count = place
-    if weight.device.type == "cpu":
-        address = weight.data_ptr()
-        return ctypes.string_at(address + begin * weight.itemsize, count * weight.itemsize) if address else b""
+    if weight.is_cpu:
+        address, size = weight.data_ptr(), weight.itemsize
+        # Quicker than ctypes.string_at.
+        return (ctypes.c_char * (count * size)).from_address(address + begin * size).raw if address else b""
     return weight.detach().as_strided((count,), (1,), weight.storage_offset() + begin).clone()

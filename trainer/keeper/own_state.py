@@ -41,7 +41,8 @@ class OwnState:
         buffers = versions(present)
         is_again, self.is_replaced = version == self._put[0], False
         if not is_begun:
-            self._training.of_commit = changed_since(self._put[1], present) if is_again else {}
+            is_changed = is_again and buffers != self._put[1]
+            self._training.of_commit = changed_since(self._put[1], present) if is_changed else {}
         if unless_same and is_again:
             is_same = equal(own, self._put[2])
             before, after = self._put[2]["random"], own["random"]

@@ -20,7 +20,7 @@ def hook_backward(model: nn.Module, store: Callable[[], object]) -> Callable[[],
     called past the wrapper, it runs when the gradient of the first parameter is there, which is the last to be reduced.
     Returns a function that takes the hooks back.
     """
-    is_stored = False
+    is_stored, inner = False, unwrap(model)
 
     def reached(_: Tensor) -> None:
         nonlocal is_stored
@@ -28,10 +28,11 @@ def hook_backward(model: nn.Module, store: Callable[[], object]) -> Callable[[],
         store()
 
     def after_forward(module: nn.Module, inputs: object, outputs: object) -> None:
-        if not unwrap(module).training:
+        if not inner.training:
             return
         if found := [tensor for tensor in _tensors(outputs) if tensor.grad_fn is not None]:
-            register_multi_grad_hook(found, reached, mode="any")
+            # That of several tensors takes several times as long.
+            found[0].register_hook(reached) if len(found) == 1 else register_multi_grad_hook(found, reached, mode="any")
         else:
             store()
 

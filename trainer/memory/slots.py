@@ -69,7 +69,7 @@ class Slot:
         self._fixed_checksum: int | None = None
         self._is_settled = threading.Event()
         self._is_settled.set()
-        # What this object has written last, if it is whole and still there; and the header.
+        # What this object has written last, if it is whole and still there; and its first header.
         self._written: tuple[Packed, Header] | None = None
 
     @property
@@ -84,6 +84,11 @@ class Slot:
         """The header of the state in the file; None if the file is torn or was made for another state."""
         header = header_of(self.region())
         return header if header is not None and header.layout == self._layout else None
+
+    @property
+    def mapped(self) -> Tensor:
+        """The file as it was at the last `region`, without a look at its size now."""
+        return self._region
 
     def region(self) -> Tensor:
         """The whole file as uint8."""
@@ -136,18 +141,16 @@ class Slot:
         self.begin(packed, copy)
         return self.finish(piece, packed)
 
-    def write_again(self, piece: Piece, packed: Packed) -> Header:
+    def write_again(self, piece: Piece, packed: Packed) -> None:
         """The same for a state whose tensors have not changed since `packed` was made.
 
         If it was the last to be written here only the header is.
         """
-        region, written = self.region(), self._written
-        if written is None or written[0] is not packed:
-            header = self.write(piece, packed)
+        # Without a look at the file's size, since this happens in each step: nobody else changes that of such a file.
+        if self._written is None or self._written[0] is not packed:
+            self._written = packed, self.write(piece, packed)
         else:
-            header = renew(region, written[1], piece)
-        self._written = packed, header
-        return header
+            renew(self._region, self._written[1], piece)
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""

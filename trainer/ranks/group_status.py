@@ -124,7 +124,7 @@ def has_nccl() -> bool:
 
 def _all_groups() -> list[Any]:
     # torch has no public list of the groups; this one has been in every release since 2.0.
-    return [] if _world() is None else list(dist.distributed_c10d._world.pg_map)
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
 
 
 def _world() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, filterfalse, islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from elaunch.trainer.state.region import up
 from elaunch.trainer.state.tree import is_shard, local_parts
 
 # Of so many parameters the optimizer's state is looked at in one turn.
-_PER_TURN = 32
+_PER_TURN = 8
 
 
 class LiveTensors:
@@ -54,14 +54,11 @@ class LiveTensors:
         sizes = sum(len(one.state) for one in self._optimizers)
         begin = turn * _PER_TURN % (up(sizes, _PER_TURN) or 1)
         states = chain.from_iterable(one.state.values() for one in self._optimizers)
-        for its in islice(states, begin, begin + _PER_TURN):
-            if type(its) is dict:
-                for value in its.values():
-                    if type(value) is Tensor:
-                        if not value.is_inference():
-                            found.append(value)
-                    elif isinstance(value, Tensor):
-                        found += _parts(value)
+        chosen = [its for its in islice(states, begin, begin + _PER_TURN) if type(its) is dict]
+        values = [*chain.from_iterable(map(dict.values, chosen))]
+        if set(map(type, values)) != {Tensor}:
+            values = [part for value in values if isinstance(value, Tensor) for part in _parts(value)]
+        found += filterfalse(Tensor.is_inference, values)
         return found
 
     def require_dense(self) -> None:

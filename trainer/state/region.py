@@ -15,7 +15,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -107,26 +107,24 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed, fixed_ch
         checksum=checksum(region[start:end], fixed_checksum),
     )
     put(region, PAGE, packed.skeleton)
-    _declare(region, header)
+    _declare(region, header, piece)
     return header
 
 
-def renew(region: Tensor, header: Header, piece: Piece) -> Header:
-    """Declare the content that `header` describes to be that of another piece too, in its place."""
-    header = replace(header, piece=piece)
+def renew(region: Tensor, header: Header, piece: Piece) -> None:
+    """Declare the content that `header` describes to be that of `piece`."""
     tear(region)
-    _declare(region, header)
-    return header
+    _declare(region, header, piece)
 
 
-def _declare(region: Tensor, header: Header) -> None:
-    """Write the header and at last the mark."""
+def _declare(region: Tensor, header: Header, piece: Piece) -> None:
+    """Write the header, with `piece` in it, and at last the mark."""
     fields = _FIELDS.pack(
         header.layout,
-        header.version.generation,
-        header.version.step,
-        header.piece.world_size,
-        header.piece.rank,
+        piece.version.generation,
+        piece.version.step,
+        piece.world_size,
+        piece.rank,
         header.skeleton_length,
         header.skeleton_room,
         header.data_length,

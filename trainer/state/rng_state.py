@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import sys
 from array import array
@@ -13,9 +14,9 @@ import torch
 
 from elaunch.trainer.state.tree import State
 
-# numpy's mt19937_state: 624 numbers of 32 bits, and the position among them as a C int.
+# numpy's mt19937_state: 624 numbers of 32 bits, and the position among them as a C int. Python has the position first.
 _KEYS_BYTES = 624 * 4
-_RAW_BYTES = _KEYS_BYTES + ctypes.sizeof(ctypes.c_int)
+_INT_BYTES = ctypes.sizeof(ctypes.c_int)
 
 
 class RandomStates:
@@ -23,71 +24,128 @@ class RandomStates:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._numpy = _Numpy()
+        self._python, self._numpy = _Python(), _Numpy()
         self._state: State = {}
-        self._numbers: tuple[Any, ...] = ()
+        self._raw: list[bytes] = []
 
     def capture(self) -> State:
         """The present states, as plain values and tensors; numpy's only if numpy is imported.
 
         The same object as before if they are the same as before. Do not change it.
         """
-        numbers, old = random.getstate(), self._state
-        now: State = {"torch": torch.get_rng_state()}
+        old = self._state
+        now: State = {"python": self._python.capture(), "torch": torch.default_generator.get_state()}
         if self._device.type == "cuda":
             now["cuda"] = torch.cuda.get_rng_state(self._device)
         numpy = self._numpy.capture()
         if numpy is not None:
             now["numpy"] = numpy
-        is_same = (
-            old
-            and numbers == self._numbers
-            and numpy is old.get("numpy")
-            and all(torch.equal(now[name], old[name]) for name in ("torch", "cuda") if name in now)
-        )
-        if not is_same:
-            version, words, gauss = self._numbers = numbers
-            # As bytes, since hundreds of numbers take ten times as long to store.
-            self._state = {"python": (version, array("I", words).tobytes(), gauss), **now}
+        raw = [_bytes(now[name]) for name in ("torch", "cuda") if name in now]
+        if not (old and now["python"] is old["python"] and numpy is old.get("numpy") and raw == self._raw):
+            self._state, self._raw = now, raw
         return self._state
 
+    def step_aside(self, state: State, step: int) -> None:
+        """Seed the generators with numbers that depend on `state`, which `capture` returned last, and on `step`."""
+        random.seed(_seed(state["python"][1], step))
+        torch.default_generator.manual_seed(_seed(state["torch"], step))
+        if "cuda" in state:
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(_seed(state["cuda"], step))
+        if "numpy" in state and not isinstance(state["numpy"], dict):
+            self._numpy.seed(_seed(state["numpy"][1], step + state["numpy"][2]))
 
-class _Numpy:
-    """numpy's global generator. Asking numpy for its state takes more time than all else that a step looks at here."""
+    def apply(self, state: State) -> None:
+        """Set the generators to `state`, which `capture` returned or somebody has restored."""
+        if self._numpy.goes_back_to(state.get("numpy")):
+            state = {name: its for name, its in state.items() if name != "numpy"}
+        apply(state, self._device)
+
+
+class _Watched:
+    """A generator's state as plain values: the same object while its bytes in memory are the same.
+
+    Asking a generator for its state takes more time than all else that a step looks at here.
+    """
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._address, self._raw = 0, b""
+        # Where its bytes are, 0 if that is not known; what is there, and what was there when the state was taken.
+        self._address, self._memory, self._raw = 0, ctypes.create_string_buffer(0), b""
+
+    def _note(self, state: Any, raw: bytes, address: int) -> Any:
+        """`raw` is what tells all of the state, and is at `address` unless that is another generator's."""
+        self._state = self._state if state == self._state else state
+        self._address, self._raw = address, raw
+        self._memory = (ctypes.c_char * len(raw)).from_address(address) if address else ctypes.create_string_buffer(0)
+        if self._memory.raw != raw:
+            self._address = 0
+        return self._state
+
+
+class _Python(_Watched):
+    """Python's global generator."""
+
+    def capture(self) -> Any:
+        """Its state, the same object as before if it is the same as before."""
+        if self._address and self._memory.raw == self._raw:
+            return self._state
+        version, (*words, position), gauss = random.getstate()
+        keys = array("I", words).tobytes()
+        raw, generator = position.to_bytes(_INT_BYTES, sys.byteorder) + keys, random.getstate.__self__
+        found = -1
+        if gauss is None and sys.implementation.name == "cpython":
+            # There `id` is the address. As of numpy's below: without a normal number in store the bytes are all.
+            found = ctypes.string_at(id(generator), type(generator).__basicsize__).find(raw)
+        # As bytes, since hundreds of numbers take ten times as long to store.
+        state = (version, keys + array("I", [position]).tobytes(), gauss)
+        return self._note(state, raw, id(generator) + found if found > 0 else 0)
+
+
+class _Numpy(_Watched):
+    """numpy's global generator."""
+
+    _generator: Any = None
+    _seeded = b""
 
     def capture(self) -> Any:
         """Its state, the same object as before if it is the same as before; None if numpy is not imported."""
         module: Any = sys.modules.get("numpy.random")
         if module is None:
             return None
-        address = _address_of(module)
-        if address and address == self._address and ctypes.string_at(address, _RAW_BYTES) == self._raw:
+        if self._address and _generator_of(module) is self._generator and self._memory.raw == self._raw:
             return self._state
-        self._address = 0
+        # Kept, so that no other one is ever there in memory.
+        self._generator = _generator_of(module)
+        address = self._generator.ctypes.state_address if type(self._generator) is module.MT19937 else 0
         if not address:
             # Plain values, of which each kind of generator has others.
-            state = _plain(module.get_state(legacy=False))
-            self._state = self._state if state == self._state else state
-            return self._state
+            return self._note(_plain(module.get_state(legacy=False)), b"", 0)
         name, keys, position, has_gauss, gauss = module.get_state()
         state = (name, keys.tobytes(), position, has_gauss, gauss)
-        self._state = self._state if state == self._state else state
         # A normal number that numpy has in store is the only part of its state that is not in these bytes. It gets one
         # only by drawing others, so the bytes tell everything while it has none.
-        self._raw = state[1] + position.to_bytes(_RAW_BYTES - _KEYS_BYTES, sys.byteorder)
-        if not has_gauss and ctypes.string_at(address, _RAW_BYTES) == self._raw:
-            self._address = address
-        return self._state
+        raw = state[1] + position.to_bytes(_INT_BYTES, sys.byteorder)
+        return self._note(state, raw, 0 if has_gauss else address)
+
+    def seed(self, number: int) -> None:
+        """Seed it, for `goes_back_to`."""
+        sys.modules["numpy.random"].seed(number)
+        self._seeded = self._memory.raw
+
+    def goes_back_to(self, state: Any) -> bool:
+        """Set it back to `state`, the last one here, if all since was `seed`: numpy's `set_state` takes 35 µs."""
+        is_last = (
+            self._address and state is self._state and _generator_of(sys.modules["numpy.random"]) is self._generator
+        )
+        if not is_last or self._memory.raw != self._seeded:
+            return False
+        self._memory.raw = self._raw
+        return True
 
 
-def _address_of(module: Any) -> int:
-    """Where numpy's global generator has its state; 0 if that is not known, or if it is another kind of generator."""
-    generator: Any = getattr(module.get_state.__self__, "_bit_generator", None)
-    return generator.ctypes.state_address if type(generator) is module.MT19937 else 0
+def _generator_of(module: Any) -> Any:
+    return getattr(module.get_state.__self__, "_bit_generator", None)
 
 
 def _plain(value: Any) -> Any:
@@ -96,26 +154,13 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def step_aside(state: State, device: torch.device, step: int) -> None:
-    """Seed the generators with numbers that depend on `state`, which `RandomStates.capture` returned, and on `step`."""
-    random.seed(crc32(state["python"][1], step))
-    torch.default_generator.manual_seed(_digest(state["torch"], step))
-    if "cuda" in state:
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(_digest(state["cuda"], step))
-    if "numpy" in state and not isinstance(state["numpy"], dict):
-        sys.modules["numpy.random"].seed(crc32(state["numpy"][1], step + state["numpy"][2]))
-
-
-def _digest(numbers: torch.Tensor, step: int) -> int:
-    return crc32(ctypes.string_at(numbers.data_ptr(), numbers.nbytes), step)
-
-
 def apply(state: State, device: torch.device) -> None:
     """Set the generators to the states that `RandomStates.capture` returned."""
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(array("I", numbers)), gauss))
-    torch.set_rng_state(state["torch"].clone())
+    random.setstate((version, _words(numbers), gauss))
+    # Of a view torch would read what is at the beginning of the storage.
+    numbers = state["torch"]
+    torch.default_generator.set_state(numbers.clone() if numbers.storage_offset() else numbers)
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].clone(), device)
     if "numpy" in state and "numpy" in sys.modules:
@@ -126,3 +171,21 @@ def apply(state: State, device: torch.device) -> None:
             return
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def _bytes(numbers: torch.Tensor) -> bytes:
+    return ctypes.string_at(numbers.data_ptr(), numbers.nbytes)
+
+
+@functools.lru_cache(maxsize=2)
+def _words(content: bytes) -> tuple[int, ...]:
+    return tuple(array("I", content))
+
+
+@functools.lru_cache(maxsize=4)
+def _crc(content: bytes | torch.Tensor) -> int:
+    return crc32(content if isinstance(content, bytes) else _bytes(content))
+
+
+def _seed(content: bytes | torch.Tensor, step: int) -> int:
+    return crc32(step.to_bytes(8, "little"), _crc(content))

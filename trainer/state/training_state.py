@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,8 @@ from elaunch.trainer.state.tree import (
 )
 
 Found = TypeVar("Found")
+# Types of options whose values stay plain.
+_UNCHANGING = {type(None), bool, int, float, str, tuple, Tensor}
 
 
 class Training:
@@ -101,6 +104,8 @@ class Training:
         self.of_commit: State = {}
         # Whether all ranks have rank 0's in each forward pass.
         self.shares_buffers = all(map(_shares_buffers, self.models))
+        # The optimizers' options when they were found plain.
+        self._plain: list[Any] = []
         parts = [*self._wrapped.modules(), *self._optimizers]
         self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
 
@@ -258,8 +263,12 @@ class Training:
         It takes some 20 µs in each step. What an object in `extra` gives is looked at with each snapshot.
         """
         groups = [getattr(one, "param_groups", ()) for one in self._optimizers]
-        options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
-        found = not_plain(options, "param_groups")
+        values = [value for its in groups for group in its for key, value in group.items() if key != "params"]
+        found = ""
+        if not (len(values) == len(self._plain) and all(map(is_, values, self._plain))):
+            options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
+            found = not_plain(options, "param_groups")
+            self._plain = values if not found and set(map(type, values)) <= _UNCHANGING else []
         # Not the scaler: its state_dict waits for the device.
         for name in ("scheduler", "extra"):
             for number, part in enumerate(several(self._rest[name])):
@@ -268,10 +277,10 @@ class Training:
         if found:
             raise TypeError(found)
 
-    def refusal(self) -> str:
+    def refusal(self, *, is_copied: bool = False) -> str:
         """Why a restart could not bring back what the program has set on its models and optimizers; "" if it can."""
-        by_name = bool(self._names_of_all)
-        return self.settings.refusal(is_in_parts=self.is_in_parts, has_zero=self.has_zero, is_by_name=by_name)
+        its = {"is_in_parts": self.is_in_parts, "has_zero": self.has_zero, "is_by_name": bool(self._names_of_all)}
+        return self.settings.refusal(**its, is_copied=is_copied)
 
     def buffers(self) -> State:
         """This rank's buffers, as `Buffers.now` has them: the live tensors."""
