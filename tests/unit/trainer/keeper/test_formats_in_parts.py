@@ -41,7 +41,7 @@ def test_an_optimizers_tensor_that_is_made_of_others_is_refused_by_its_parameter
 
 
 class Master(torch.optim.Optimizer):
-    """SGD with float32 momentum and master weights, whatever the type of the parameters."""
+    """SGD with float32 momentum and master weights, whatever the type of the parameters; step 2 makes one value more."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -54,6 +54,8 @@ class Master(torch.optim.Optimizer):
                     state = self.state[parameter]
                     if not state:
                         state |= {"master": parameter.detach().clone().float(), "mean": parameter.grad.float() * 0}
+                    elif "late" not in state:
+                        state["late"] = parameter.grad.float()
                     state["mean"].mul_(0.9).add_(parameter.grad.float())
                     state["master"].sub_(state["mean"], alpha=group["lr"])
                     parameter.copy_(state["master"])
@@ -83,7 +85,7 @@ def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_
                         one.zero_grad()
         inner = [getattr(one, "optim", one) for one in optimizers]
         return {
-            f"{number}.{key}": getattr(value, "_local_tensor", value)
+            f"{number}.{key} {type(value).__name__}": getattr(value, "_local_tensor", value)
             for one in inner
             for number, state in enumerate(one.state.values())
             for key, value in state.items()
