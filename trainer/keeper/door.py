@@ -26,6 +26,7 @@ from elaunch.trainer.data.order import BatchSampler
 from elaunch.trainer.keeper.rehearsal import digest, generator_state, named, variables
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.digests import digests
+from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, equal, is_shard, local_parts, several, some, tensors_in
 
@@ -263,18 +264,24 @@ class Door:
     def _alike(self) -> Iterator[tuple[str, str]]:
         """A digest of each part that a failure would make alike; after the first commit only of what changes."""
         training, is_later = self._training, bool(self._commits)
-        weights = () if training.is_in_parts else training.model.named_parameters()
-        live = {name: weight.detach() for name, weight in weights if weight.requires_grad or not is_later}
+        # FSDP1's parts have no type of their own.
+        is_own = training.has_names_of_its_own or is_fsdp1(training.model)
+        weights = () if is_own else training.model.named_parameters()
+        seen = [(name, one) for name, one in weights if not is_shard(one) and (one.requires_grad or not is_later)]
+        live = {name: one.detach() for name, one in seen}
         for name, number in digests(live).items():
             yield name, f"{number:x} {live[name].shape} {live[name].dtype}"
-        groups = [
-            [{key: value for key, value in group.items() if key[:5] != "param"} for group in one.param_groups]
-            for one in training.optimizers
-            if hasattr(one, "param_groups")
-        ]
-        parts: dict[str, Any] = {
-            f"optimizer {n}.param_groups" if n else "optimizer.param_groups": its for n, its in enumerate(groups)
-        }
+        parts: dict[str, Any] = {}
+        numbers = {id(weight): number for number, weight in enumerate(training.model.parameters())}
+        for n, one in enumerate(each for each in training.optimizers if hasattr(each, "param_groups")):
+            name = f"optimizer {n}" if n else "optimizer"
+            options = ({key: value for key, value in its.items() if key[:5] != "param"} for its in one.param_groups)
+            parts[f"{name}.param_groups"] = [*options]
+            if not (is_later or training.is_in_parts):
+                # A state has its parameters by their numbers.
+                order = [[numbers.get(id(weight)) for weight in group["params"]] for group in one.param_groups]
+                parts[f"{name}.order of parameters"] = repr(order)
+                parts[f"{name}.state"] = [*getattr(one, "state", {}).values()]
         for name in ("scheduler", "scaler") if self.is_others else ("scheduler", "scaler", "extra"):
             of_name = several(self._kept[name])
             for number, part in enumerate(of_name):

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from torch import nn
+
 from elaunch.trainer import link
 from elaunch.trainer.keeper.boundary import Wish
 from elaunch.trainer.keeper.copies import Copies
@@ -67,7 +69,7 @@ class GuardedState:
             self._be_at(version)
             self._report, self._say = report, say
             self._outside.note()
-            self._left = LeftGradients(self._training.model, self._training.optimizers)
+            self._left = LeftGradients(self._training.model, self._training.optimizers, self._training.models)
             copies.gpu.after_commit()
 
     def may_be_copied(self) -> bool:
@@ -89,6 +91,10 @@ class GuardedState:
     def _tell_of_changes(self) -> None:
         if news := self._outside.news(self.version.step):
             self._report(news)
+
+    def backward_begins(self, model: nn.Module) -> None:
+        """A training backward pass of `model` begins, and has changed no gradient."""
+        self._left.backward_begins(model)
 
     def begin(self) -> None:
         """The gradients are complete, and the state changes until `end`. Does not return after a peer's failure.

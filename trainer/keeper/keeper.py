@@ -179,7 +179,7 @@ class Keeper:
             self._door.watch_evaluations(stack, self._state.look)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
-                stack.callback(hook_backward(model, self._before_sums))
+                stack.callback(hook_backward(model, partial(self._before_sums, model)))
             if self._rehearsal is not None:
                 self._rehearsal.attach(self._training, stack)
             stack.push(self._leave)
@@ -419,9 +419,10 @@ class Keeper:
         if not draws_again:
             self.restore_random()
 
-    def _before_sums(self) -> None:
+    def _before_sums(self, model: nn.Module) -> None:
         """Store this rank's buffers and random states: they belong to the next step, if that step completes."""
         if os.getpid() == self._pid:
+            self._state.backward_begins(model)
             version = self._state.next_version
             self._copies.put_down(version, unless_same=True, is_begun=True)
             self._door.drawn(version.step, partial(self._copies.own_of, version))

@@ -7,7 +7,10 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
+
+from elaunch.trainer.state.tree import is_shard
 
 # A hook for each parameter costs time. After these commits a few are enough to see that accumulation begins later.
 _COMMITS = 8
@@ -18,11 +21,13 @@ class LeftGradients:
     """Looks at the gradients of all parameters of `optimizers` at the first commits, later at those of a few.
 
     One that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it counts
-    when the next one is about to be added to it. FSDP's gradients are not seen.
+    when the next one is about to be added to it. FSDP1's gradients are not seen.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Any], called: Sequence[nn.Module] = ()) -> None:
         self._model = model
+        # FSDP2's parameters, by the module that the program calls.
+        self._sharded = {id(one): {id(p) for p in one.parameters() if is_shard(p)} for one in called}
         groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
         self._parameters = [p for group in groups for p in group["params"] if p.requires_grad]
         self._handles = [p.register_hook(partial(self._before_sum, p)) for p in self._parameters]
@@ -57,7 +62,16 @@ class LeftGradients:
             self._parameters, self._handles = self._parameters[::apart], self._handles[::apart]
         for parameter in self._parameters:
             if (gradient := parameter.grad) is not None:
-                self._left[id(parameter)] = ref(gradient), gradient._version
+                self._left[id(parameter)] = ref(gradient), _part(gradient)._version
+
+    def backward_begins(self, called: nn.Module) -> None:
+        """FSDP2 calls no hooks of its parameters, and adds to their gradients later in the backward pass."""
+        own = self._sharded[id(called)]
+        # After a forward pass that made no graph it is no backward pass that begins.
+        begins = own and self._left and torch._C._current_graph_task_id() != -1
+        for parameter in self._parameters if begins else ():
+            if id(parameter) in own:
+                self._before_sum(parameter, parameter)
 
     def remove(self) -> None:
         """Take all hooks back."""
@@ -69,14 +83,19 @@ class LeftGradients:
     def _before_sum(self, parameter: Tensor, _: Tensor) -> None:
         gradient, version = self._left.pop(id(parameter), (_nothing, 0))
         now = parameter.grad
-        if now is not None and gradient() is now and now._version == version:
+        if now is not None and gradient() is now and (part := _part(now))._version == version:
             # Zeros may be left on purpose: zero_grad(set_to_none=False) in the commit.
-            part: Any = getattr(now, "_local_tensor", now)
             self._found.append((parameter, (part._values() if part.is_sparse else part).any()))
 
     def _name_of(self, parameter: Tensor) -> str:
         named: Iterable[tuple[str, Tensor]] = self._model.named_parameters()
         return next((name for name, one in named if one is parameter), "a parameter")
+
+
+def _part(gradient: Tensor) -> Tensor:
+    """What FSDP2 adds to: this rank's part, which counts its own changes."""
+    part: Tensor = getattr(gradient, "_local_tensor", gradient)
+    return part
 
 
 def _nothing() -> None:

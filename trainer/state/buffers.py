@@ -102,8 +102,10 @@ class Buffers:
 
     def misfits(self) -> dict[str, Tensor | None]:
         """The persistent buffers that had another type or shape at the start, or were not there, or are not now."""
-        kept = self.now()["buffers"]
-        return {name: value for name, value in kept.items() if _kind(value) != self._given.get(name)}
+        now = self.now()
+        held, kept = {**now["buffers"], **now["transient"]}, now["buffers"]
+        gone = {name: None for name, kind in self._given.items() if kind and name not in held}
+        return gone | {name: value for name, value in kept.items() if _kind(value) != self._given.get(name)}
 
     def put_arrived(self, arrived: Mapping[str, Tensor], may_differ: Collection[str]) -> None:
         """Put a checkpoint's buffers into the model; those in `may_differ` were `misfits` when it was written.

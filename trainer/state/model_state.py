@@ -216,10 +216,24 @@ def _put(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moment
     elif is_sharded(model):
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
+        _divide(model, moments["state"])
         set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=moments)
     else:
         unwrap(model).load_state_dict(weights)
         optimizer.load_state_dict(moments)
+
+
+def _divide(model: nn.Module, moments: dict[str, Any]) -> None:
+    """Replace by this rank's part what came whole: a value that the optimizer makes after its first step."""
+    parameters: dict[str, Any] = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    for name, its in moments.items():
+        parameter = parameters.get(plain_name(name))
+        for key, value in its.items() if hasattr(parameter, "placements") else ():
+            if isinstance(value, Tensor) and not is_shard(value) and value.shape == parameter.shape:
+                its[key] = part = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+                for chunk in part.__create_chunk_list__():
+                    place = [slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+                    part.to_local().copy_(value[(*place,)])
 
 
 def is_zero(optimizer: Any) -> bool:

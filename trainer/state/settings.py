@@ -146,7 +146,8 @@ class Settings:
 
     def of_step(self, number: int, state: State) -> State:
         """The state_dict of an optimizer without what the body of the next step has set. Raises NotPlain."""
-        if self._noted is None or not _groups_of(self._optimizers[number]):
+        # A wrapper may have groups, and a state of another form.
+        if self._noted is None or "param_groups" not in state or not _groups_of(self._optimizers[number]):
             return state
         noted, now = self._noted.groups[number], _groups_of(self._optimizers[number])
         if _ids([noted])[0] != _ids_of(now[: len(noted)]):

@@ -167,6 +167,11 @@ class Training:
         return self._optimizers
 
     @property
+    def has_names_of_its_own(self) -> bool:
+        """Whether the ranks have different parameters, as the stages of a pipeline have."""
+        return bool(self._names_of_all)
+
+    @property
     def has_scaler(self) -> bool:
         return self._rest["scaler"] is not None
 

@@ -61,6 +61,11 @@ def goes_away(model: Any, mean: Tensor) -> None:
     model.center = None if model.center is not None else mean
 
 
+def is_deleted(model: Any, mean: Tensor) -> None:
+    if hasattr(model, "center"):
+        del model.center
+
+
 _NONE: Callable[[], Tensor | None] = lambda: None  # noqa: E731
 FORMS = [
     (is_none, _NONE, True),
@@ -72,6 +77,7 @@ FORMS = [
     (is_replaced, lambda: torch.zeros(4), False),
     (changes_in_place, lambda: torch.zeros(4), False),
     (goes_away, lambda: torch.zeros(4), True),
+    (is_deleted, lambda: torch.zeros(4), True),
     (goes_away, lambda: torch.zeros(4), False),
 ]
 

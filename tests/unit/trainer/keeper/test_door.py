@@ -248,10 +248,13 @@ class Ranks:
         return [value, its if isinstance(value, dict) else crc32(repr(sorted(its.items())).encode())]
 
 
-def door_of(seed: int = 0, lr: float = 0.1, its: Callable[[], Any] = dict, **extra: Any) -> Door:
+def door_of(
+    seed: int = 0, lr: float = 0.1, its: Callable[[], Any] = dict, order: int = 1, moment: float = 0.0, **extra: Any
+) -> Door:
     torch.manual_seed(seed)
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD([*model.parameters()][::order], lr=lr)
+    optimizer.state[model.bias] = {"momentum_buffer": torch.full((2,), moment)}
     kept = {"scheduler": None, "scaler": None, "extra": extra, "hook_state": None, "per_rank": ()}
     options: Any = {"say": nothing, "is_first": False, "is_others": False}
     peers: Any = Ranks(its)
@@ -263,6 +266,8 @@ def door_of(seed: int = 0, lr: float = 0.1, its: Callable[[], Any] = dict, **ext
     [
         ({"seed": 1}, "`weight`, `bias` of rank 1 differs from rank 0's. The ranks train one model"),
         ({"lr": 0.2}, "`optimizer.param_groups.0.lr` of rank 1 differs"),
+        ({"order": -1}, "`optimizer.order of parameters` of rank 1 differs"),
+        ({"moment": 1.0}, "`optimizer.state.0.momentum_buffer` of rank 1 differs"),
         ({"x": 1}, "`extra.x` of rank 1 differs from rank 0's. It must be the same on all ranks"),
         ({"mask": torch.tensor([0, 1])}, "`extra.mask` of rank 1 differs"),
         ({"names": {"b"}}, "`extra.names` of rank 1 differs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_an_optimizers_tensor_that_is_made_of_others_is_refused_by_its_parameter
 
 
 class Master(torch.optim.Optimizer):
-    """SGD with float32 momentum and master weights, whatever the type of the parameters."""
+    """SGD with float32 momentum and master weights, whatever the type of the parameters; step 2 makes one value more."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -54,6 +55,8 @@ class Master(torch.optim.Optimizer):
                     state = self.state[parameter]
                     if not state:
                         state |= {"master": parameter.detach().clone().float(), "mean": parameter.grad.float() * 0}
+                    elif "late" not in state:
+                        state["late"] = parameter.grad.float()
                     state["mean"].mul_(0.9).add_(parameter.grad.float())
                     state["master"].sub_(state["mean"], alpha=group["lr"])
                     parameter.copy_(state["master"])
@@ -83,7 +86,7 @@ def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_
                         one.zero_grad()
         inner = [getattr(one, "optim", one) for one in optimizers]
         return {
-            f"{number}.{key}": getattr(value, "_local_tensor", value)
+            f"{number}.{key} {type(value).__name__}": getattr(value, "_local_tensor", value)
             for one in inner
             for number, state in enumerate(one.state.values())
             for key, value in state.items()
@@ -98,6 +101,25 @@ def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_
     assert {value.dtype for value in kept.values()} == {torch.float32}
     assert {name: value.dtype for name, value in back.items()} == dict.fromkeys(kept, torch.float32)
     assert all(torch.equal(back[name], value) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_gradient_that_a_commit_leaves_is_refused_with_fsdp_too(leaves: bool) -> None:
+    model: Any = fully_shard(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = pytest.raises(RuntimeError, match="`weight` and 1 more were still there after the commit of step 1")
+    keeper = Keeper(model, optimizer, per_rank=(), say=lambda _: None)
+
+    with refused if leaves else nullcontext(), keeper:
+        for _ in keeper.steps(3):
+            with torch.no_grad():
+                model(torch.ones(4, 5))
+            loss = model(torch.ones(4, 5)).sum()
+            if not leaves:
+                optimizer.zero_grad()
+            loss.backward()
+            with keeper.commit():
+                optimizer.step()
 
 
 class Unwilling:
