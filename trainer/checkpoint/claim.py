@@ -92,7 +92,8 @@ class Claim:
                 held = self._held()
             except OSError as error:
                 # Nothing is published before it can be read, and the first checkpoint may be hours away.
-                if not self._storage.unwritable():
+                with contextlib.suppress(OSError):
+                    self._storage.require_writable()
                     self._say(
                         f"{self._storage}/{NOTE} cannot be read ({reason(error)}): until it can, or is removed, no "
                         "checkpoint is written"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from elaunch.trainer.memory.recovery_plan import repeated
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
+
+# The reasons for which nothing can be written, and which do not go away by themselves.
+_LASTING = {getattr(errno, f"E{name}") for name in ("ACCES", "PERM", "ROFS", "NOTDIR", "EXIST", "NAMETOOLONG", "NOENT")}
 
 
 class DiskCopies:
@@ -50,8 +54,31 @@ class DiskCopies:
             self._checkpoints = Checkpoints(
                 storage, generation=generation, keep=kept, say=say, group=peers, require_ours=ours
             )
-            if peers.leads and (why := storage.unwritable()):
-                say(f"checkpoints cannot be written to {storage}: {why}; until they can, there are none")
+            self._require_writable(storage)
+
+    def _require_writable(self, storage: Storage) -> None:
+        """Say why no checkpoint can be written. Raises ValueError on all ranks, at the job's start, if that stays so.
+
+        Later there may be a state in memory. Of a state in parts each rank writes its own.
+        """
+        failed: tuple[str, bool] = ("", False)
+        if self._peers.leads or self._training.is_in_parts:
+            try:
+                storage.require_writable()
+            except OSError as error:
+                failed = error.strerror or str(error), error.errno in _LASTING
+        of_all = self._peers.from_all(failed)
+        rank = next((rank for rank, (why, _) in enumerate(of_all) if why), None)
+        if rank is None:
+            return
+        why, is_lasting = of_all[rank]
+        text = f"checkpoints cannot be written to {storage}{f' by rank {rank}' if rank else ''}: {why}"
+        if is_lasting and not self._generation:
+            text += "; give another checkpoints="
+            link.refuse(text)
+            raise ValueError(text)
+        if rank == self._peers.rank:
+            self._say(f"{text}; until they can, there are none")
 
     def _claimed(self, storage: Storage, name: str) -> Claim:
         """The job's claim on the checkpoints. Raises NotOurs on all ranks."""
