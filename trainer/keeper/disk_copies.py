@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from elaunch.trainer import link
@@ -26,7 +29,8 @@ _LASTING = {getattr(errno, f"E{name}") for name in ("ACCES", "PERM", "ROFS", "NO
 class DiskCopies:
     """The checkpoints in `storage` of generation `generation`; with None there are none, and every call does nothing.
 
-    `look`, `step_done`, `close` and `where_to_go_on` are local to a rank; all other methods are collective.
+    `folder` is the job's memory on this node. `look`, `step_done`, `close` and `where_to_go_on` are local to a rank; all
+    other methods are collective.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class DiskCopies:
         say: Callable[[str], None],
         kept: int = KEPT,
         name: str = UNNAMED,
+        folder: str = "",
     ) -> None:
         self._training, self._peers, self._say = training, peers, say
         self._generation = generation
@@ -49,7 +54,7 @@ class DiskCopies:
         self._storage, self._checkpoints = storage, None
         self._claim: Claim | None = None
         if storage is not None:
-            self._claim = self._claimed(storage, name)
+            self._claim = self._claimed(storage, name, Path(folder, f"{name}.job") if folder else None)
             ours = self._claim.require
             self._checkpoints = Checkpoints(
                 storage, generation=generation, keep=kept, say=say, group=peers, require_ours=ours
@@ -80,9 +85,15 @@ class DiskCopies:
         if rank == self._peers.rank:
             self._say(f"{text}; until they can, there are none")
 
-    def _claimed(self, storage: Storage, name: str) -> Claim:
-        """The job's claim on the checkpoints. Raises NotOurs on all ranks."""
-        claim, why = Claim(storage, name, self._generation, self._say), ""
+    def _claimed(self, storage: Storage, name: str, path: Path | None) -> Claim:
+        """The job's claim on the checkpoints. Raises NotOurs on all ranks. `path` keeps what identifies the job."""
+        known = path.read_text() if path is not None and path.exists() else ""
+        jobs = [each for each in self._peers.from_all(known) if each]
+        job = jobs[0] if jobs else self._peers.from_rank_0(secrets.token_hex(8))
+        if path is not None and not known:
+            with contextlib.suppress(OSError):
+                path.write_text(job)
+        claim, why = Claim(storage, name, self._generation, self._say, job), ""
         if self._peers.leads:
             try:
                 claim.take(lambda: link.phase("waiting for the end of another job"))
