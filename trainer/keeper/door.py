@@ -69,11 +69,16 @@ _GENERATOR = (
     "the steps draw from the generator `{}`, which is not kept: a restart resets it, and the run differs from one "
     "without a failure. Pass it to the Keeper (per_rank={}), or draw from the global generators, which are kept"
 )
+_VALUE = (
+    "`{}` was changed from {!r:.40} to {!r:.40} up to step {}. It is not kept where the ranks have different models: a "
+    "restart resets it. Register it as a buffer, or set it in each step by the step's number"
+)
 _COST = "after a failure all ranks would load one rank's"
 _EACH_ITS_OWN = (
     f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
     "object with state_dict and load_state_dict"
 )
+_IN_A_BUFFER = f"It must be the same on all ranks: {_COST}. A buffer (register_buffer) is each rank's own"
 _ONE_MODEL = (
     f"The ranks train one model: {_COST}. Seed all ranks alike before the model is made, load weights on all of them, "
     "or wrap it in DistributedDataParallel. Models of each rank's own need names of their own: "
@@ -216,6 +221,9 @@ class Door:
 
     def look(self, step: int) -> None:
         """After a job's first steps, compare once more what all ranks must have alike. Collective."""
+        for path, (old, new) in self._training.settings.values.look().items():
+            if self._training.has_different_models:
+                self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
         if self._is_first and self._commits and self._looks < _LOOKS:
             self._looks += 1
             if found := self._difference(f" after step {step}"):
@@ -252,6 +260,7 @@ class Door:
         rank = next(number for number, its in enumerate(found) if its != found[0])
         names = [name for name in {**found[0], **found[rank]} if found[0].get(name) != found[rank].get(name)]
         way_out = _EACH_ITS_OWN if names[0].startswith(("extra", "scheduler", "scaler", "optimizer")) else _ONE_MODEL
+        way_out = _IN_A_BUFFER if names[0].startswith("attribute ") else way_out
         return f"{some([f'`{name}`' for name in names])} of rank {rank} differs from rank 0's{when}. {way_out}"
 
     def _alike(self) -> Iterator[tuple[str, str]]:
@@ -261,6 +270,7 @@ class Door:
         live = {name: weight.detach() for name, weight in weights if weight.requires_grad or not is_later}
         for name, number in digests(live).items():
             yield name, f"{number:x} {live[name].shape} {live[name].dtype}"
+        yield from ((f"attribute {path}", repr(value)) for path, value in training.settings.values.now().items())
         groups = [
             [{key: value for key, value in group.items() if key[:5] != "param"} for group in one.param_groups]
             for one in training.optimizers

@@ -162,6 +162,11 @@ class Training:
         return self._optimizers
 
     @property
+    def has_different_models(self) -> bool:
+        """Whether the ranks have parameters of different names, as the stages of a pipeline have."""
+        return bool(self._names_of_all)
+
+    @property
     def has_scaler(self) -> bool:
         return self._rest["scaler"] is not None
 
