@@ -29,8 +29,8 @@ _LASTING = {getattr(errno, f"E{name}") for name in ("ACCES", "PERM", "ROFS", "NO
 class DiskCopies:
     """The checkpoints in `storage` of generation `generation`; with None there are none, and every call does nothing.
 
-    `folder` is the job's memory on this node. `look`, `step_done`, `close` and `where_to_go_on` are local to a rank; all
-    other methods are collective.
+    `folder` is the job's memory on this node. `look`, `step_done`, `close` and `where_to_go_on` are local to a rank;
+    all other methods are collective.
     """
 
     def __init__(

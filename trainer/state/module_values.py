@@ -136,7 +136,9 @@ def _counts(name: str, value: object, *, is_own: bool) -> bool:
 
 def _is_programs(kind: type) -> bool:
     """Whether a class is the program's, and made from none of a library but torch's."""
-    return not _is_torchs(kind) and not any("site-packages" in _file(one) for one in kind.__mro__ if not _is_torchs(one))
+    return not _is_torchs(kind) and not any(
+        "site-packages" in _file(one) for one in kind.__mro__ if not _is_torchs(one)
+    )
 
 
 def _is_torchs(kind: type) -> bool:

@@ -9,15 +9,14 @@ import sys
 import threading
 import time
 import traceback
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from elaunch.agent.core.failures import tells_of_lost_peer
 from elaunch.agent.peer_lost import TIMED_OUT
 from elaunch.trainer.ranks import connections, tcp
-from elaunch.agent.core.failures import tells_of_lost_peer
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
 from tests.forked import Child
