@@ -136,6 +136,9 @@ class Door:
         self._has_begun = True
         if self._evaluated == self._commits:
             self._look_at_weights()
+        if self._evaluated != self._commits or not self._training.shares_buffers:
+            # DDP gives all ranks those of rank 0 before any pass.
+            self._look_at_buffers()
         self._compare_scheduled(step, self._what_schedules_change)
 
     def _what_schedules_change(self) -> dict[str, Any]:
@@ -170,9 +173,14 @@ class Door:
         pairs = zip(self._training.per_rank.kinds, one["per_rank"]["states"], other["per_rank"]["states"], strict=True)
         return all(equal(its, now) for kind, its, now in pairs if kind in ("Batches", "GeneratorState"))
 
-    def watch_evaluations(self, stack: contextlib.ExitStack, look: Callable[[], None]) -> None:
-        """Until `stack` is left, `look` at the weights when an evaluation begins, and when the next step does."""
-        self._look_at_weights = look
+    def watch_evaluations(
+        self, stack: contextlib.ExitStack, look: Callable[[], None], look_at_buffers: Callable[[], None]
+    ) -> None:
+        """Until `stack` is left, `look` at the weights when an evaluation begins, and when the next step does.
+
+        Each step begins with `look_at_buffers`.
+        """
+        self._look_at_weights, self._look_at_buffers = look, look_at_buffers
 
         def before_forward(module: nn.Module, _: object) -> None:
             if not module.training and self._evaluated != self._commits:

@@ -178,6 +178,36 @@ def test_weights_that_are_put_in_for_an_evaluation_are_named() -> None:
     )
 
 
+@pytest.mark.parametrize("at", ["ends", "commits", "begins"])
+def test_a_buffer_that_changes_between_a_commit_and_the_next_step_is_named(at: str) -> None:
+    program = Program()
+    program.model.register_buffer("level", torch.zeros(1))
+    setattr(program, at, lambda step: program.model.get_buffer("level").add_(1))
+
+    said = program.run()
+
+    named = "the buffers `level` changed between step 1 and the next one. A failure in between restores the old values"
+    assert said.startswith(named) if at == "ends" else not said
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_with_hooks_a_buffer_that_changes_after_the_optimizers_step_is_named(has_more: bool) -> None:
+    program = Program()
+    program.model.register_buffer("level", torch.zeros(1))
+    extra = {"seen": 0} if has_more else None
+    with Keeper(program.model, program.optimizer, per_rank=(), extra=extra, say=program.said.append) as keeper:
+        keeper.commit_by_hooks()
+        for _ in range(4):
+            program.model(torch.randn(4, 4)).sum().backward()
+            program.optimizer.step()
+            program.model.get_buffer("level").add_(1)
+            program.optimizer.zero_grad()
+
+    assert [said.startswith("the buffers `level` changed between step 1 and the next") for said in program.said] == [
+        True
+    ]
+
+
 @pytest.mark.parametrize("how", ["draws", "is seeded in each step", "rests", "is given"])
 def test_only_a_generator_that_draws_on_is_named(how: str) -> None:
     program = Program()
