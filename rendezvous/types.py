@@ -309,6 +309,12 @@ class Failure(Bounded):
         return f"{who} {self.message} in generation {self.generation}"
 
     @property
+    def headline(self) -> str:
+        """The sentence, without the reason of a refusal: the job's last line has it."""
+        is_refusal = self.kind is FailureKind.REFUSED
+        return replace(self, message=self.message.partition(":")[0]).sentence if is_refusal else self.sentence
+
+    @property
     def sentence_of_first(self) -> str:
         """The sentence, where another failure ended the job in a later generation."""
         where = f" in generation {self.generation}"

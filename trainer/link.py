@@ -93,10 +93,12 @@ def stopped(step: int) -> None:
 def refuse(reason: str) -> None:
     """Report that this program cannot do what is asked of it, and that no restart can change that.
 
-    Then exit with a code other than 0: the job ends, and its report has `reason`. Without this call an exit code of 2
-    says the same only before the program has made its process group. It waits for a busy agent, a second at most.
+    Then exit with a code other than 0, or raise an exception with this text: the job ends, and its report has `reason`,
+    so Python prints no traceback of it. Without this call an exit code of 2 says the same only before the program has
+    made its process group. It waits for a busy agent, a second at most.
     """
-    _open_link().send_surely(_line(event="refused", reason=reason[:_REASON_CHARS_MAX]))
+    if _open_link().refuse(reason[:_REASON_CHARS_MAX]):
+        sys.excepthook = functools.partial(_print_unless, reason, sys.excepthook)
 
 
 def listen(
@@ -244,6 +246,11 @@ class _Link:
         if self._is_rescued or not any(listener.rescue for listener in self._listeners):
             self.send_surely(_line(event="saved", step=step))
 
+    def refuse(self, reason: str) -> bool:
+        """Whether there is an agent for it."""
+        self.send_surely(_line(event="refused", reason=reason))
+        return self._end is not None
+
     def close(self) -> None:
         if self._end is not None:
             with contextlib.suppress(OSError):
@@ -361,6 +368,12 @@ class _Boundary:
 
             self._world, self._channel = dist.group.WORLD, GroupMember.of().channel("should_stop")
         return bool(self._channel.largest([int(self._is_asked)])[0])
+
+
+def _print_unless(reason: str, hook: Callable[..., object], kind: type, error: BaseException, where: Any) -> None:
+    """For `sys.excepthook`: `hook`, but not for an exception that the agent reports."""
+    if str(error) != reason:
+        hook(kind, error, where)
 
 
 def _tried(callback: Callable[[Word], Answered], word: Word) -> Answered | None:

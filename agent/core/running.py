@@ -455,7 +455,7 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: 
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
-    said = Say(_once(running, failure.sentence) + stopped, "error")
+    said = Say(_once(running, failure.headline) + stopped, "error")
     agent, actions = _say(agent, running, said, now_s, is_secondary=failure.kind.is_secondary)
     stopping = replace(Stopping.of(running, now_s, _grace_s(agent, running, now_s)), failures=failures)
     return stop_broken(agent, stopping, (failed, *actions))

@@ -384,10 +384,11 @@ class TestStartUp:
             job.stderr,
             re.MULTILINE,
         )
+        assert job.output.count("6 layers") == 1
+        assert "Traceback" not in job.output
 
 
 REFUSES = """
-import sys
 import torch, torch.distributed as dist
 from elaunch.trainer import link
 
@@ -397,7 +398,7 @@ print("met", flush=True)
 dist.all_reduce(torch.tensor([1]))
 link.report(1)
 link.refuse("6 layers cannot be divided by 4")
-sys.exit(2)
+raise ValueError("6 layers cannot be divided by 4")
 """
 
 # A program that leaves a torn record each time. Numbers and addresses in its error differ between processes.

@@ -32,8 +32,6 @@ _FORMAT = 1
 _RENEW_S = 10.0
 # A lock that is not renewed for so long is stale. On the job's own host its process is looked at instead.
 _SILENT_S = 3 * _RENEW_S
-# How long the lock of another host's job stays as it is before that job counts as dead.
-_SILENT_S = 3 * _RENEW_S
 # A job that is stopped saves first, and its successor may be there already.
 _PATIENCE_S = 60.0
 _LOOK_S = 0.5
@@ -61,9 +59,12 @@ class NotOurs(ValueError):
 
 
 class Claim:
-    """This job's claim on `storage`, for the training `name` in `generation`. Only rank 0 has one."""
+    """This job's claim on `storage`, for the training `name` in `generation`. Only rank 0 has one.
 
-    def __init__(self, storage: Storage, name: str, generation: int, say: Callable[[str], None]) -> None:
+    `job` is the same in all generations of a job, and in no other job.
+    """
+
+    def __init__(self, storage: Storage, name: str, generation: int, say: Callable[[str], None], job: str = "") -> None:
         self._storage, self._say = storage, say
         self._note: dict[str, Any] = {
             "format": _FORMAT,
@@ -71,6 +72,7 @@ class Claim:
             "command": command(sys.argv, os.environ, str(storage)),
             "run": os.environ.get("TORCHELASTIC_RUN_ID", ""),
             "generation": generation,
+            "job": job,
             "host": socket.gethostname(),
             "process": this_process(),
             "token": secrets.token_hex(8),
@@ -92,7 +94,8 @@ class Claim:
                 held = self._held()
             except OSError as error:
                 # Nothing is published before it can be read, and the first checkpoint may be hours away.
-                if not self._storage.unwritable():
+                with contextlib.suppress(OSError):
+                    self._storage.require_writable()
                     self._say(
                         f"{self._storage}/{NOTE} cannot be read ({reason(error)}): until it can, or is removed, no "
                         "checkpoint is written"
@@ -159,9 +162,10 @@ class Claim:
     def _is_mine(self, held: dict[str, Any]) -> bool:
         """Whether it is this process's, or that of an earlier generation of this job, which the agent has ended."""
         is_later = "ELAUNCH_GENERATION" in os.environ and held["generation"] < self._note["generation"]
-        # Two jobs may have been given one --run-id. Here the process tells; of another host nothing does.
+        # Two jobs may have been given one --run-id. Earlier releases had nothing else.
+        is_ours = held["run"] == self._note["run"] and held.get("job") in (None, self._note["job"])
         is_gone = not is_here(held["process"]) or is_dead_here(held["process"])
-        return held["process"] == self._note["process"] or (is_later and held["run"] == self._note["run"] and is_gone)
+        return held["process"] == self._note["process"] or (is_later and is_ours and is_gone)
 
     def _require_same(self, held: dict[str, Any], step: int) -> None:
         mine = self._note

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator
@@ -90,7 +91,7 @@ class LocalFolder:
 
 
 class LocalStorage:
-    """The checkpoints in `directory`, which is made when the first one is written."""
+    """The checkpoints in `directory`, which is made when something is written."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -165,16 +166,10 @@ class LocalStorage:
             if not path.name.endswith(_REPLACED) or path.with_name(match[1]).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def unwritable(self) -> str:
-        try:
-            there = next(path for path in _upwards(self.directory) if path.exists())
-        except OSError as error:
-            return error.strerror or str(error)
-        if not there.is_dir():
-            return f"{there} is no directory"
-        if not os.access(there, os.W_OK | os.X_OK):
-            return f"{there} is read-only, or another user's"
-        return ""
+    def require_writable(self) -> None:
+        name = f".writable-{secrets.token_hex(4)}"
+        self.write_note(name, b"")
+        (self.directory / name).unlink()
 
     def free_bytes(self) -> int | None:
         try:
@@ -222,7 +217,3 @@ def publish(folder: Path, mark: Mark) -> Path:
 
 def _path(folder: Folder) -> Path:
     return cast(LocalFolder, folder).path
-
-
-def _upwards(directory: Path) -> tuple[Path, ...]:
-    return (directory.absolute(), *directory.absolute().parents)

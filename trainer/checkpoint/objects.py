@@ -202,15 +202,11 @@ class ObjectStorage:
                 if mark.generation <= generation and not folder.has(MANIFEST) and not folder.has(_SET_ASIDE):
                     self.discard(folder)
 
-    def unwritable(self) -> str:
+    def require_writable(self) -> None:
         name = f".writable-{secrets.token_hex(4)}"
-        try:
-            self.write_note(name, b"")
-            with self.errors():
-                self.system.rm_file(f"{self.root}/{name}")
-        except OSError as error:
-            return error.strerror or str(error)
-        return ""
+        self.write_note(name, b"")
+        with self.errors():
+            self.system.rm_file(f"{self.root}/{name}")
 
     def free_bytes(self) -> int | None:
         return None

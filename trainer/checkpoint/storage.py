@@ -101,8 +101,8 @@ class Storage(Protocol):
     def sweep(self, generation: int) -> None:
         """Delete what killed writers of this and earlier generations left; a newer group's may be in the making."""
 
-    def unwritable(self) -> str:
-        """Why nothing can be written; empty where it seems that it can."""
+    def require_writable(self) -> None:
+        """Write a small file and remove it."""
 
     def free_bytes(self) -> int | None:
         """The free room in bytes, or None if the storage does not tell."""

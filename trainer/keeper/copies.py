@@ -107,7 +107,7 @@ class Copies:
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
         self._said: set[str] = set()
-        self.disk = DiskCopies(training, peers, storage, place.generation, say, kept, training_name)
+        self.disk = DiskCopies(training, peers, storage, place.generation, say, kept, training_name, folder)
         self._is_durable = storage is not None
         self._own = OwnState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
         # How many completed steps `restore` has lost.

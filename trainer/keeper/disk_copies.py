@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from elaunch.trainer import link
@@ -18,11 +22,15 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
+# The reasons for which nothing can be written, and which do not go away by themselves.
+_LASTING = {getattr(errno, f"E{name}") for name in ("ACCES", "PERM", "ROFS", "NOTDIR", "EXIST", "NAMETOOLONG", "NOENT")}
+
 
 class DiskCopies:
     """The checkpoints in `storage` of generation `generation`; with None there are none, and every call does nothing.
 
-    `look`, `step_done`, `close` and `where_to_go_on` are local to a rank; all other methods are collective.
+    `folder` is the job's memory on this node. `look`, `step_done`, `close` and `where_to_go_on` are local to a rank;
+    all other methods are collective.
     """
 
     def __init__(
@@ -34,6 +42,7 @@ class DiskCopies:
         say: Callable[[str], None],
         kept: int = KEPT,
         name: str = UNNAMED,
+        folder: str = "",
     ) -> None:
         self._training, self._peers, self._say = training, peers, say
         self._generation = generation
@@ -45,17 +54,46 @@ class DiskCopies:
         self._storage, self._checkpoints = storage, None
         self._claim: Claim | None = None
         if storage is not None:
-            self._claim = self._claimed(storage, name)
+            self._claim = self._claimed(storage, name, Path(folder, f"{name}.job") if folder else None)
             ours = self._claim.require
             self._checkpoints = Checkpoints(
                 storage, generation=generation, keep=kept, say=say, group=peers, require_ours=ours
             )
-            if peers.leads and (why := storage.unwritable()):
-                say(f"checkpoints cannot be written to {storage}: {why}; until they can, there are none")
+            self._require_writable(storage)
 
-    def _claimed(self, storage: Storage, name: str) -> Claim:
-        """The job's claim on the checkpoints. Raises NotOurs on all ranks."""
-        claim, why = Claim(storage, name, self._generation, self._say), ""
+    def _require_writable(self, storage: Storage) -> None:
+        """Say why no checkpoint can be written. Raises ValueError on all ranks, at the job's start, if that stays so.
+
+        Later there may be a state in memory. Of a state in parts each rank writes its own.
+        """
+        failed: tuple[str, bool] = ("", False)
+        if self._peers.leads or self._training.is_in_parts:
+            try:
+                storage.require_writable()
+            except OSError as error:
+                failed = error.strerror or str(error), error.errno in _LASTING
+        of_all = self._peers.from_all(failed)
+        rank = next((rank for rank, (why, _) in enumerate(of_all) if why), None)
+        if rank is None:
+            return
+        why, is_lasting = of_all[rank]
+        text = f"checkpoints cannot be written to {storage}{f' by rank {rank}' if rank else ''}: {why}"
+        if is_lasting and not self._generation:
+            text += "; give another checkpoints="
+            link.refuse(text)
+            raise ValueError(text)
+        if rank == self._peers.rank:
+            self._say(f"{text}; until they can, there are none")
+
+    def _claimed(self, storage: Storage, name: str, path: Path | None) -> Claim:
+        """The job's claim on the checkpoints. Raises NotOurs on all ranks. `path` keeps what identifies the job."""
+        known = path.read_text() if path is not None and path.exists() else ""
+        jobs = [each for each in self._peers.from_all(known) if each]
+        job = jobs[0] if jobs else self._peers.from_rank_0(secrets.token_hex(8))
+        if path is not None and not known:
+            with contextlib.suppress(OSError):
+                path.write_text(job)
+        claim, why = Claim(storage, name, self._generation, self._say, job), ""
         if self._peers.leads:
             try:
                 claim.take(lambda: link.phase("waiting for the end of another job"))

@@ -3,85 +3,60 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import sys
-import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
-from itertools import islice
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from elaunch.trainer import link
-from elaunch.trainer.data.order import BatchSampler
-from elaunch.trainer.keeper.rehearsal import digest, generator_state, named, variables
+from elaunch.trainer.keeper.looks import WITHIN_S
+from elaunch.trainer.keeper.rehearsal import digest, named
+from elaunch.trainer.keeper.unkept import NODES_MAX, Unkept, is_a, memory_of, reach
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.digests import digests
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State, equal, is_shard, local_parts, several, some, tensors_in
+from elaunch.trainer.state.tree import State, equal, is_shard, several, some
 
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
-# At so many looks of a job the ranks compare once more what they must have alike.
-_LOOKS = 3
-# How far the program's objects are followed. What is larger is data.
-_NODES_MAX, _ITEMS_MAX, _PATH_MAX, _AVERAGED_MAX = 20_000, 1_000, 1_000, 64
-# An average of weights is so near to them, as a part of their norm; so many values are looked at.
-_NEAR, _SAMPLE = 0.3, 64
-_LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
-_LOOKED_FOR = (DataLoader, LRScheduler, torch.amp.GradScaler)
+# At the first looks of a job the ranks compare once more what they must have alike, and later after so many at least.
+_LOOKS, _LOOKS_APART = 3, 8
+# What comes later is looked for seldom: the time that it takes is 0.5 % of that between two times.
+_APART_S, _APART = 1.0, 200
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
 
-_LOADER = (
-    "a DataLoader of this program shuffles, and its position is not kept: after a restart it starts over, and samples "
-    "are repeated or skipped. Wrap it: batches = elaunch.trainer.Batches(loader), pass per_rank=batches, and call "
-    "next(batches) in the loop. If the order needs no state, pass per_rank=()"
-)
 _NO_LOOP = (
     "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step again, with the "
     "restored state, and until the end no checkpoint is written. Loop by `for step in keeper.steps(total):` or "
     "keeper.epochs, or call keeper.step_begin() before each step"
 )
-_NOT_GIVEN = "the program's {} is not kept: a restart resets it. Pass it to the Keeper ({}=…), and {} in the commit"
-_SCHEDULE = (
-    "the program's {} counts the steps of a learning rate, and is not kept: a restart resets it. Pass it to the Keeper "
-    "(scheduler=…) with state_dict and load_state_dict, or compute the rate from the number of the step"
-)
-_OPTIMIZER = (
-    "the program's {} steps, and is not kept: a restart resets it and its parameters. Pass all of them: "
-    "Keeper([model, other], [optimizer, its_optimizer])"
-)
-_FOLLOWS = (
-    "`{}` follows the weights, and is not kept: a restart resets it. Pass it to the Keeper (extra=…), and update it in "
-    "the commit"
-)
-_GENERATOR = (
-    "the steps draw from the generator `{}`, which is not kept: a restart resets it, and the run differs from one "
-    "without a failure. Pass it to the Keeper (per_rank={}), or draw from the global generators, which are kept"
+_VALUE = (
+    "`{}` was changed from {!r:.40} to {!r:.40} up to step {}. It is not kept where the ranks have different models: a "
+    "restart resets it. Register it as a buffer, or set it in each step by the step's number"
 )
 _COST = "after a failure all ranks would load one rank's"
 _EACH_ITS_OWN = (
     f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
     "object with state_dict and load_state_dict"
 )
+_STATISTICS = (
+    f"These are averages of each rank's own statistics, and {_COST}. Convert the model by "
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or call update_bn after the training"
+)
+_IN_A_BUFFER = f"It must be the same on all ranks: {_COST}. A buffer (register_buffer) is each rank's own"
 _ONE_MODEL = (
     f"The ranks train one model: {_COST}. Seed all ranks alike before the model is made, load weights on all of them, "
     "or wrap it in DistributedDataParallel. Models of each rank's own need names of their own: "
     'nn.ModuleDict({f"rank{rank}": model})'
 )
-# Those of this process's Keepers.
-_doors: weakref.WeakSet[Door] = weakref.WeakSet()
 
 
 class Door:
@@ -108,7 +83,8 @@ class Door:
         self._schedulers = [one for one in several(kept["scheduler"]) if isinstance(one, LRScheduler)]
         # What schedules change, by name, at the end of the last commit.
         self._scheduled: dict[Any, Any] = {}
-        self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
+        self._unkept = Unkept(training, kept, self._tell, self._numbers)
+        self._again_s, self._next_look = 0.0, 0
         self._commits = self._looks = 0
         self._has_begun = False
         # The number of commits at the last evaluation.
@@ -121,7 +97,6 @@ class Door:
 
         Raises ValueError for what no restart can restore.
         """
-        _doors.add(self)
         # A restore makes all ranks alike.
         if reason := self._strange_parameters() or ("" if step else self._difference()):
             link.refuse(reason)
@@ -131,7 +106,7 @@ class Door:
         if self._is_first and self._peers.leads:
             # Attributes of the program's objects may raise anything, and that must not end the training.
             with contextlib.suppress(Exception):
-                self._look_through()
+                self._unkept.look_through()
 
     def commit_begins(self, step: int) -> None:
         """Name a scheduler that was stepped since the last commit, and a program without `step_begin`."""
@@ -153,19 +128,18 @@ class Door:
             )
         if self._is_first and self._peers.leads and self._commits == _NOTED_AT:
             with contextlib.suppress(Exception):
-                self._note_variables()
+                self._unkept.note_variables()
         elif self._commits == _COMPARED_AT:
-            for kind, sentence, read, before in self._movers:
-                with contextlib.suppress(Exception):
-                    if read() not in (None, before):
-                        self._tell(kind, sentence)
-            self._movers = []
+            self._unkept.compare()
 
     def step_begins(self, step: int) -> None:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
         self._has_begun = True
         if self._evaluated == self._commits:
             self._look_at_weights()
+        if self._evaluated != self._commits or not self._training.shares_buffers:
+            # DDP gives all ranks those of rank 0 before any pass.
+            self._look_at_buffers()
         self._compare_scheduled(step, self._what_schedules_change)
 
     def _what_schedules_change(self) -> dict[Any, Any]:
@@ -203,9 +177,14 @@ class Door:
         pairs = zip(self._training.per_rank.kinds, one["per_rank"]["states"], other["per_rank"]["states"], strict=True)
         return all(equal(its, now) for kind, its, now in pairs if kind in ("Batches", "GeneratorState"))
 
-    def watch_evaluations(self, stack: contextlib.ExitStack, look: Callable[[], None]) -> None:
-        """Until `stack` is left, `look` at the weights when an evaluation begins, and when the next step does."""
-        self._look_at_weights = look
+    def watch_evaluations(
+        self, stack: contextlib.ExitStack, look: Callable[[], None], look_at_buffers: Callable[[], None]
+    ) -> None:
+        """Until `stack` is left, `look` at the weights when an evaluation begins, and when the next step does.
+
+        Each step begins with `look_at_buffers`.
+        """
+        self._look_at_weights, self._look_at_buffers = look, look_at_buffers
 
         def before_forward(module: nn.Module, _: object) -> None:
             if not module.training and self._evaluated != self._commits:
@@ -219,11 +198,33 @@ class Door:
                 stack.callback(inner.register_forward_pre_hook(before_forward).remove)
 
     def look(self, step: int) -> None:
-        """After a job's first steps, compare once more what all ranks must have alike. Collective."""
-        if self._is_first and self._commits and self._looks < _LOOKS:
-            self._looks += 1
-            if found := self._difference(f" after step {step}"):
-                self._tell("ranks", found)
+        """Look again for state that is not kept, and compare what all ranks must have alike. Collective.
+
+        A program may begin an average, or make another optimizer, in mid-training.
+        """
+        for path, (old, new) in self._training.settings.values.look().items():
+            if self._training.has_names_of_its_own:
+                self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
+        if not self._commits:
+            return
+        self._looks += 1
+        if self._compares_ranks() and (found := self._difference(f" after step {step}")):
+            self._tell("ranks", found)
+        if self._peers.leads and self._commits > _COMPARED_AT and not self.is_others:
+            self._look_through(time.monotonic())
+
+    def _compares_ranks(self) -> bool:
+        # A restart has no time for it, and has made the ranks alike.
+        return self._is_first if self._looks <= _LOOKS else self._looks >= self._next_look
+
+    def _look_through(self, now_s: float) -> None:
+        if now_s >= self._again_s:
+            with contextlib.suppress(Exception):
+                self._unkept.compare()
+                self._unkept.look_through()
+                self._unkept.note_variables()
+            took_s = time.monotonic() - now_s
+            self._again_s = now_s + took_s + max(_APART_S, _APART * took_s)
 
     def _may_tell(self, kind: str, *, by_all: bool = False) -> bool:
         return kind not in self._said and (by_all or self._peers.leads)
@@ -252,13 +253,19 @@ class Door:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""
         if self._peers.world_size == 1:
             return ""
+        begun_s = time.monotonic()
         own = dict(self._alike())
-        if len(set(self._peers.from_all(crc32(repr(sorted(own.items())).encode())))) == 1:
+        own_sum = crc32(repr(sorted(own.items())).encode())
+        sums, times_s = zip(*self._peers.from_all((own_sum, time.monotonic() - begun_s)), strict=True)
+        self._next_look = self._looks + max(_LOOKS_APART, math.ceil(_APART * max(times_s) / WITHIN_S))
+        if len(set(sums)) == 1:
             return ""
         found = self._peers.from_all(own)
         rank = next(number for number, its in enumerate(found) if its != found[0])
         names = [name for name in {**found[0], **found[rank]} if found[0].get(name) != found[rank].get(name)]
         way_out = _EACH_ITS_OWN if names[0].startswith(("extra", "scheduler", "scaler", "optimizer")) else _ONE_MODEL
+        way_out = _STATISTICS if names[0].startswith("extra") and ".running_" in names[0] else way_out
+        way_out = _IN_A_BUFFER if names[0].startswith("attribute ") else way_out
         return f"{some([f'`{name}`' for name in names])} of rank {rank} differs from rank 0's{when}. {way_out}"
 
     def _alike(self) -> Iterator[tuple[str, str]]:
@@ -266,11 +273,13 @@ class Door:
         training, is_later = self._training, bool(self._commits)
         # FSDP1's parts have no type of their own.
         is_own = training.has_names_of_its_own or is_fsdp1(training.model)
-        weights = () if is_own else training.model.named_parameters()
+        # Later `verify_every` compares the weights.
+        weights = () if is_own or self._looks > _LOOKS else training.model.named_parameters()
         seen = [(name, one) for name, one in weights if not is_shard(one) and (one.requires_grad or not is_later)]
         live = {name: one.detach() for name, one in seen}
         for name, number in digests(live).items():
             yield name, f"{number:x} {live[name].shape} {live[name].dtype}"
+        yield from ((f"attribute {path}", repr(value)) for path, value in training.settings.values.now().items())
         parts: dict[str, Any] = {}
         numbers = {id(weight): number for number, weight in enumerate(training.model.parameters())}
         for n, one in enumerate(each for each in training.optimizers if hasattr(each, "param_groups")):
@@ -286,27 +295,34 @@ class Door:
             of_name = several(self._kept[name])
             for number, part in enumerate(of_name):
                 # Objects may record times.
-                if not is_later or name != "extra" or _is(part, dict, list, Tensor):
+                if not is_later or name != "extra" or is_a(part, dict, list, Tensor, nn.Module):
                     state = part.state_dict() if hasattr(part, "state_dict") else part
+                    if is_later and is_a(part, nn.Module):
+                        state = self._without_copies(state)
                     parts[f"{name}.{number}" if len(of_name) > 1 else name] = state
         for name, part in parts.items():
             found = named(name, part)
             yield from ((path, digest(its)) for path, its in found if not (isinstance(its, Tensor) and is_shard(its)))
 
+    def _without_copies(self, state: State) -> State:
+        """The state of an average without copies of this rank's own buffers: each update makes new ones."""
+        own = [*self._training.model.buffers()]
+        return {name: its for name, its in state.items() if not any(equal(its, one) for one in own)}
+
     def _strange_parameters(self) -> str:
         """A sentence about an optimizer's parameters that the Keeper does not have; "" if there are none."""
-        known = {_memory(one) for _, one in self._training.live_tensors.named(optimizers=False)}
+        known = {memory_of(one) for _, one in self._training.live_tensors.named(optimizers=False)}
         for one in () if self._training.is_in_parts else self._training.optimizers:
             # An optimizer with a state_dict of its own may save them.
             if not isinstance(one, Optimizer) or type(one).state_dict is not Optimizer.state_dict:
                 continue
             strange = [p for group in one.param_groups for p in group["params"] if p.requires_grad and p.numel()]
-            if not (strange := [p for p in strange if _memory(p) not in known]):
+            if not (strange := [p for p in strange if memory_of(p) not in known]):
                 continue
             beside = [self._kept[name] for name in ("extra", "scaler", "hook_state", "per_rank")]
-            reached = _reach("", beside, 10 * _NODES_MAX, set(map(id, self._training.optimizers)))
-            known |= {_memory(each) for _, each in reached if _is(each, Tensor)}
-            if shapes := [str(tuple(p.shape)) for p in strange if _memory(p) not in known]:
+            reached = reach("", beside, 10 * NODES_MAX, set(map(id, self._training.optimizers)))
+            known |= {memory_of(each) for _, each in reached if is_a(each, Tensor)}
+            if shapes := [str(tuple(p.shape)) for p in strange if memory_of(p) not in known]:
                 return (
                     f"{type(one).__name__} changes {len(shapes)} parameters that are not in the Keeper's model (of "
                     f"shapes {some(shapes)}): a restart would reinitialize them. Pass all modules: "
@@ -314,177 +330,6 @@ class Door:
                 )
         return ""
 
-    def _look_through(self) -> None:
-        """Name the loaders, schedulers and scalers of this training that no Keeper has."""
-        objects = gc.get_objects()
-        # By type: isinstance would load lazy objects.
-        kinds = {each for each in set(map(type, objects)) if issubclass(each, _LOOKED_FOR) or _is_schedule(each)}
-        things, _ = _kept_by_all()
-        for one in [one for one in objects if type(one) in kinds and id(one) not in things]:
-            name = type(one).__name__
-            if type(one) is DataLoader:
-                if self._kept["per_rank"] is None and _shuffles(one):
-                    self._tell("loader", _LOADER)
-            elif isinstance(one, torch.amp.GradScaler):
-                if one.is_enabled():
-                    self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
-            elif any(getattr(one, "__dict__", {}).get("optimizer") is each for each in self._training.optimizers):
-                self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
-
-    def _note(self, kind: str, sentence: str, read: Callable[[], Any]) -> None:
-        """Warn with `sentence` if the value of `read` changes in the next steps. None: the object is gone."""
-        # A SystemRandom has no state.
-        with contextlib.suppress(Exception):
-            self._movers.append((kind, sentence, read, read()))
-
-    def _note_variables(self) -> None:
-        """Note optimizers, generators, and tensors that are like the weights, that the program's variables lead to."""
-        things, memory = _kept_by_all()
-        ours = {id(each) for one in self._training.optimizers for each in (one, getattr(one, "param_groups", one))}
-        likes: dict[torch.Size, list[Tensor]] = {}
-        for weight in self._training.model.parameters():
-            if weight.requires_grad and len(likes.setdefault(weight.shape, [])) < _AVERAGED_MAX:
-                likes[weight.shape].append(_sample(weight))
-        averaged = 0
-        for path, one in _reach("", dict(variables(sys._getframe(1))), _NODES_MAX, things):
-            name = type(one).__name__
-            # Another one may be a library's, around ours.
-            if _is(one, Optimizer) and not ours & {id(one.param_groups), *map(id, vars(one).values())}:
-                self._note(f"optimizer {name}", _OPTIMIZER.format(name), partial(_steps, one, memory))
-            elif (read := _draws(one)) is not None:
-                its = f"[…, {path}]" if _is(one, torch.Generator) else "an object with its state_dict"
-                self._note(f"generator {path}", _GENERATOR.format(path, its), read)
-            elif (
-                averaged < _AVERAGED_MAX
-                and _is(one, Tensor)
-                and _memory(one) not in memory
-                and any(_is_near(_sample(one), like) for like in likes.get(one.shape, ()))
-            ):
-                averaged += 1
-                memory.add(_memory(one))
-                name = path.partition(".")[0]
-                self._note(f"average {name}", _FOLLOWS.format(name), partial(_values, weakref.ref(one)))
-            elif self._kept["scheduler"] is None and (held := self._schedule(one)) is not None:
-                name, before = type(one).__name__, (self._numbers(), _counters(held))
-                self._note(f"scheduler {name}", _SCHEDULE.format(name), partial(self._counted, held, *before))
-
-    def _schedule(self, one: Any) -> dict[str, Any] | None:
-        """The attributes of an object that has an optimizer of the Keeper; None if it also has a model, or others."""
-        try:
-            its = object.__getattribute__(one, "__dict__")
-        except AttributeError:
-            return None
-        if type(one).__module__.startswith("elaunch."):
-            return None
-        has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
-        return its if has_ours and not any(_is(value, nn.Module) for value in its.values()) else None
-
-    def _counted(self, its: dict[str, Any], options: dict[Any, Any], counters: list[float]) -> list[float] | None:
-        """The numbers of such an object if they and the options of the optimizers have changed; else None."""
-        now = _counters(its)
-        return now if now != counters and self._numbers() != options else None
-
-
-def _reach(path: str, value: Any, left: int = _NODES_MAX, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
-    """All objects reachable from `value`, with their paths, breadth first, but not through those in `without`."""
-    seen, queue = set(without), deque([(path, value)])
-    while queue and left:
-        path, value = queue.popleft()
-        if len(path) > _PATH_MAX or id(value) in seen or _is(value, *_LEAVES):
-            continue
-        seen.add(id(value))
-        left -= 1
-        yield path, value
-        items: Any = ()
-        if _is(value, dict):
-            items = value.items()
-        elif _is(value, list, tuple, set, frozenset):
-            items = enumerate(value)
-        elif not _is(value, Tensor) and not (
-            without and (_is(value, DataLoader, Sampler) or type(value).__module__.startswith("elaunch."))
-        ):
-            with contextlib.suppress(Exception):
-                items = object.__getattribute__(value, "__dict__").items()
-        for key, item in list(islice(items, None if left > _NODES_MAX else _ITEMS_MAX)):
-            queue.append((f"{path}.{key if _is(key, str, int) else '…'}".lstrip("."), item))
-
-
-def _kept_by_all() -> tuple[set[int], set[int]]:
-    """The objects, and the memory of the tensors, that the Keepers of this process keep."""
-    things, memory = set[int](), set[int]()
-    for door in _doors:
-        live = door._training.live_tensors.named()
-        tensors = [*(one for _, one in live), *door._training.model.buffers()]
-        for _, one in _reach("", door._kept):
-            things.add(id(one))
-            tensors += [one] if _is(one, Tensor) else []
-        memory |= set(map(_memory, tensors))
-    return things, memory
-
-
-def _draws(one: Any) -> Callable[[], Any] | None:
-    """A function that returns the present state of a generator; None for another object, and for a global one."""
-    numpys = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
-    if one is torch.default_generator or one is numpys or generator_state(one) is None:
-        return None
-    if not _is(one, torch.Generator):
-        return partial(generator_state, one)
-    seed = one.initial_seed()
-    # One that each step seeds needs no state.
-    return lambda: one.get_state().tolist() if one.initial_seed() == seed else None
-
-
-def _steps(optimizer: Optimizer, memory: set[int]) -> Any:
-    """Version counters of an optimizer's state, and of those of its parameters that no Keeper has."""
-    own = [p for group in optimizer.param_groups for p in group["params"] if _memory(p) not in memory]
-    states = [*tensors_in([*optimizer.state.values()])]
-    return len(states), sum(each._version for each in [*states, *own])
-
-
-def _counters(its: dict[str, Any]) -> list[float]:
-    return [value for value in its.values() if _is(value, int, float)]
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """A few values from its middle; none where they are not floating-point numbers side by side."""
-    part = local_parts(tensor)[0]
-    is_plain = part.is_floating_point() and part.layout == torch.strided and part.device.type != "meta"
-    if not (is_plain and part.is_contiguous() and part.untyped_storage().nbytes()):
-        return torch.empty(0)
-    begin = (part.numel() - _SAMPLE) // 2
-    return part.flatten()[max(0, begin) :][:_SAMPLE].float().cpu()
-
-
-def _values(one: Callable[[], Tensor | None]) -> Any:
-    return None if (tensor := one()) is None else _sample(tensor).tolist()
-
-
-def _is_near(sample: Tensor, like: Tensor) -> bool:
-    is_alike = sample.shape == like.shape and bool((sample - like).norm() <= _NEAR * like.norm())
-    return is_alike and bool(like.any())
-
-
-def _is_schedule(kind: type) -> bool:
-    """Whether it looks like a library's own scheduler."""
-    return "schedul" in kind.__name__.lower() and hasattr(kind, "step")
-
-
-def _shuffles(loader: Any) -> bool:
-    """A loader that does not shuffle is taken for one that evaluates. One with `Order.batches` needs nothing."""
-    sampler = loader.sampler
-    shuffles = isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
-    return shuffles and not isinstance(loader.batch_sampler, BatchSampler)
-
 
 def _number(value: Any) -> Any:
     return (f"change {value._version} of a tensor") if isinstance(value, Tensor) else value
-
-
-def _is(value: object, *kinds: type) -> bool:
-    """`isinstance`, without asking a lazy object for its class."""
-    return issubclass(type(value), kinds)
-
-
-def _memory(tensor: Tensor) -> int:
-    part = local_parts(tensor)[0]
-    return part.data_ptr() if part.layout == torch.strided and part.device.type != "meta" else id(tensor)

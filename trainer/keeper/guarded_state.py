@@ -43,7 +43,7 @@ class GuardedState:
         # Whether `begin` was called and `end` was not: the training's thread holds the lock.
         self.is_changing = False
         self._is_put_down = self._has_told_of_draws = False
-        self._outside = OutsideChanges(training.live_tensors)
+        self._outside = OutsideChanges(training.live_tensors, training.model.named_buffers)
         # Called with the step that a commit begins to complete.
         self.before_commit: Callable[[int], object] = id
         self._begun_s = self._longest_s = 0.0
@@ -87,6 +87,11 @@ class GuardedState:
         """The weights may have been exchanged for an evaluation, or been put back: look at their values."""
         self._outside.look(self.version.step)
         self._tell_of_changes()
+
+    def look_at_buffers(self) -> None:
+        """The next step begins: its passes alone change buffers."""
+        if news := self._outside.changed_buffers(self.version.step):
+            self._report(news)
 
     def _tell_of_changes(self) -> None:
         if news := self._outside.news(self.version.step):
@@ -140,6 +145,7 @@ class GuardedState:
                 f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
                 "without that, unless all ranks draw the same. Draw, fetch and change these before loss.backward()"
             )
+        self._outside.note_buffers()
         self._is_put_down = True
 
     def end(self, *, is_whole: bool = True) -> None:

@@ -176,7 +176,7 @@ class Keeper:
             link.mark("restored")
             self._state.before_commit = self._door.commit_begins
             self._door.enter(version.step, drawn_before)
-            self._door.watch_evaluations(stack, self._state.look)
+            self._door.watch_evaluations(stack, self._state.look, self._state.look_at_buffers)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
                 stack.callback(hook_backward(model, partial(self._before_sums, model)))

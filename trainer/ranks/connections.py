@@ -119,7 +119,8 @@ class Connections:
             lost = f"rank {error.peer.rank} is gone or has failed: connection closed by peer{error.why}"
             lost += f", channel {self._channel}"
             self.close(lost)
-            raise PeerLost(lost) from error.error
+            # Its words are in the message. By a chain of two the agent would take it for the program's own error.
+            raise PeerLost(lost) from None
         except BaseException as error:
             # Also after an interrupt: a message that was sent in part cannot be taken back.
             self.close(str(error) or type(error).__name__)

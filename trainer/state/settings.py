@@ -1,4 +1,4 @@
-"""What a program sets beside tensors: `requires_grad`, `training`, and the parameter groups of its optimizers.
+"""What a program sets beside tensors: `requires_grad`, `training`, values of modules, and the groups of its optimizers.
 
 A program changes them once (`if step == 50:`), and would not do so again after a restart from a later step.
 """
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer.state.buffers import plain_name
 from elaunch.trainer.state.model_state import is_sharded
+from elaunch.trainer.state.module_values import ModuleValues
 from elaunch.trainer.state.optimizer_state import put_options
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.tree import State, cloned, some
@@ -37,6 +38,7 @@ class _Noted:
     requires_grad: list[bool]
     training: list[bool]
     groups: list[_Groups]
+    values: State
 
 
 class Settings:
@@ -59,6 +61,7 @@ class Settings:
         ]
         # FSDP puts other parameters into the modules for a pass, and back.
         self._is_sharded = is_sharded(model)
+        self.values = ModuleValues()
         self._look()
         self._start = self._now()
         self._known_groups = _ids(self._start.groups)
@@ -77,6 +80,7 @@ class Settings:
         self._parameters = [*self._model.parameters()]
         inner = [*self._model.named_modules()]
         modules = [*self._wrappers, *((plain_name(name), module) for name, module in inner)]
+        self.values.follow((plain_name(name), module) for name, module in inner)
         self._places, self._modules = [name for name, _ in modules], [module for _, module in modules]
         self._held = [module._parameters for _, module in inner], [module._modules for _, module in inner]
         self._seen = self._objects()
@@ -95,6 +99,7 @@ class Settings:
                 [({k: v for k, v in group.items() if k != "params"}, [*group["params"]]) for group in _groups_of(one)]
                 for one in self._optimizers
             ],
+            self.values.now(),
         )
 
     def _cut_off(self) -> _Noted:
@@ -106,7 +111,9 @@ class Settings:
 
         Without `is_whole` it may have been cut off in an evaluation.
         """
+        self.values.begin()
         if self._noted is None:
+            self.values.look(only_often=True)
             self._noted = self._now() if is_whole else self._cut_off()
 
     def forget(self) -> None:
@@ -128,6 +135,7 @@ class Settings:
 
     def state(self) -> State:
         """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others."""
+        self.values.look()
         now = self._noted or self._cut_off()
         # Of a wrapped module what is inside counts.
         training = dict(zip(self._places, now.training, strict=True))
@@ -135,6 +143,7 @@ class Settings:
         return {
             "frozen": [name for name, is_on in zip(self._names, now.requires_grad, strict=True) if not is_on],
             "evaluating": [name for name, is_on in training.items() if not is_on],
+            "values": {**self.values.now(only_seldom=True), **now.values},
             "groups": [None if _ids([a]) == _ids([b]) else self._named(number, b) for number, (a, b) in groups],
         }
 
@@ -208,6 +217,8 @@ class Settings:
         ]
         self._restored += [f"requires_grad of {some(changed)}"] if changed else []
         self._set([n not in frozen for n in self._names], [n not in evaluating for n in self._places])
+        others = self.values.load(saved.get("values", {}))
+        self._restored += [some([f"`{path}`" for path in others])] if others else []
 
     def _set(self, requires_grad: list[bool], training: list[bool]) -> None:
         for parameter, is_on in zip(self._parameters, requires_grad, strict=True):
@@ -235,10 +246,12 @@ class Settings:
         if self._is_due and self._noted is not None:
             self._is_due = False
             self._set(self._noted.requires_grad, self._noted.training)
+            self.values.load(self._noted.values)
             for one, noted in zip(self._optimizers, self._noted.groups, strict=True):
                 for group, (options, _) in zip(_groups_of(one), noted, strict=False):
                     put_options(group, {key: its for key, its in options.items() if group.get(key) is not its})
         self._add_as_usual()
+        self.values.begin()
 
     def refusal(self, *, is_in_parts: bool, has_zero: bool, is_by_name: bool, is_copied: bool) -> str:
         """Why a restart could not bring the present settings back; "" if it can.

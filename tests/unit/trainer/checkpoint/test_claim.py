@@ -39,8 +39,8 @@ def no_claim_stays() -> Iterator[None]:
         CLAIMS.pop().leave()
 
 
-def claimed(place: Path, name: str = UNNAMED, generation: int = 0) -> Claim:
-    CLAIMS.append(Claim(storage_at(place), name, generation, lambda said: None))
+def claimed(place: Path, name: str = UNNAMED, generation: int = 0, job: str = "") -> Claim:
+    CLAIMS.append(Claim(storage_at(place), name, generation, lambda said: None, job))
     return CLAIMS[-1]
 
 
@@ -113,6 +113,20 @@ def test_a_restart_does_not_take_the_place_of_another_job_with_the_same_run_id(
     monkeypatch.setattr(claim, "_PATIENCE_S", 0.0)
     with other_job(tmp_path), pytest.raises(NotOurs, match="is being written by job seven"):
         claimed(tmp_path, generation=1).take(nothing)
+
+
+def test_a_later_generation_does_not_take_the_place_of_another_job_with_the_same_run_id_on_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    monkeypatch.setattr(claim, "_PATIENCE_S", 0.0)
+    claimed(tmp_path, job="one").take(nothing)
+    rewrite(tmp_path, process="boot:namespace:1:1", token="its")
+
+    with pytest.raises(NotOurs, match="is being written by job seven"):
+        claimed(tmp_path, generation=1, job="other").take(nothing)
+    claimed(tmp_path, generation=1, job="one").take(pytest.fail)
 
 
 @pytest.mark.parametrize("lives", [True, False])

@@ -322,7 +322,8 @@ def test_a_bucket_that_is_missing_is_said(s3: S3, monkeypatch: pytest.MonkeyPatc
     said: list[str] = []
     checkpoints = Checkpoints("s3://nobody/run", generation=0, say=said.append)
 
-    assert checkpoints.storage.unwritable() == "The specified bucket does not exist"
+    with pytest.raises(FileNotFoundError, match="The specified bucket does not exist"):
+        checkpoints.storage.require_writable()
     checkpoints.save(1, state_of(1))
 
     assert said == [

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
+from elaunch.trainer.keeper import door
 from elaunch.trainer.keeper.door import Door
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.training_state import Training
@@ -39,9 +41,9 @@ class Program:
         self.ends: Callable[[int], object] = nothing
         self.said: list[str] = []
 
-    def run(self, **kept: Any) -> str:
+    def run(self, steps: int = 6, **kept: Any) -> str:
         with Keeper(self.model, self.optimizer, say=self.said.append, **{"per_rank": (), **kept}) as keeper:
-            for step in keeper.steps(6):
+            for step in keeper.steps(steps):
                 self.begins(step)
                 self.model.train()
                 self.model(torch.randn(4, 4)).sum().backward()
@@ -140,7 +142,7 @@ def test_an_averaged_model_is_named() -> None:
 
     assert program.run() == (
         "`average` follows the weights, and is not kept: a restart resets it. Pass it to the Keeper (extra=…), and "
-        "update it in the commit"
+        "update it in the commit. A copy that is made before each use needs nothing"
     )
 
 
@@ -176,6 +178,36 @@ def test_weights_that_are_put_in_for_an_evaluation_are_named() -> None:
     )
 
 
+@pytest.mark.parametrize("at", ["ends", "commits", "begins"])
+def test_a_buffer_that_changes_between_a_commit_and_the_next_step_is_named(at: str) -> None:
+    program = Program()
+    program.model.register_buffer("level", torch.zeros(1))
+    setattr(program, at, lambda step: program.model.get_buffer("level").add_(1))
+
+    said = program.run()
+
+    named = "the buffers `level` changed between step 1 and the next one. A failure in between restores the old values"
+    assert said.startswith(named) if at == "ends" else not said
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_with_hooks_a_buffer_that_changes_after_the_optimizers_step_is_named(has_more: bool) -> None:
+    program = Program()
+    program.model.register_buffer("level", torch.zeros(1))
+    extra = {"seen": 0} if has_more else None
+    with Keeper(program.model, program.optimizer, per_rank=(), extra=extra, say=program.said.append) as keeper:
+        keeper.commit_by_hooks()
+        for _ in range(4):
+            program.model(torch.randn(4, 4)).sum().backward()
+            program.optimizer.step()
+            program.model.get_buffer("level").add_(1)
+            program.optimizer.zero_grad()
+
+    assert [said.startswith("the buffers `level` changed between step 1 and the next") for said in program.said] == [
+        True
+    ]
+
+
 @pytest.mark.parametrize("how", ["draws", "is seeded in each step", "rests", "is given"])
 def test_only_a_generator_that_draws_on_is_named(how: str) -> None:
     program = Program()
@@ -191,7 +223,9 @@ def test_only_a_generator_that_draws_on_is_named(how: str) -> None:
     said = program.run(per_rank=noise if how == "is given" else ())
 
     assert (
-        said.startswith("the steps draw from the generator `noise`, which is not kept") if how == "draws" else not said
+        said.startswith("the program draws from the generator `noise`, which is not kept")
+        if how == "draws"
+        else not said
     )
 
 
@@ -235,6 +269,58 @@ def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) 
     assert [len(its) for its in said] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("begun", "named"),
+    [
+        ("average", "`average` follows the weights"),
+        ("scheduler", "the program's StepLR is not kept"),
+        ("optimizer", "the program's Adam steps, and is not kept"),
+        ("generator", "the program draws from the generator `noise`"),
+        ("loader", "a DataLoader of this program shuffles"),
+    ],
+)
+def test_what_begins_in_mid_training_is_named(monkeypatch: pytest.MonkeyPatch, begun: str, named: str) -> None:
+    monkeypatch.setattr(door, "_APART_S", 0.0)
+    monkeypatch.setattr(door, "_APART", 0)
+    program = Program()
+    average = noise = loader = scheduler = optimizer = None
+    weights = [nn.Parameter(torch.ones(2))]
+
+    def commits(step: int) -> None:
+        nonlocal average, noise, loader, scheduler, optimizer
+        if step == 7:
+            average = AveragedModel(program.model) if begun == "average" else None
+            noise = torch.Generator() if begun == "generator" else None
+            loader = DataLoader(weights, shuffle=True) if begun == "loader" else None  # type: ignore[arg-type]
+            scheduler = StepLR(program.optimizer, 2) if begun == "scheduler" else None
+            optimizer = torch.optim.Adam(weights) if begun == "optimizer" else None
+        elif step > 7:
+            if average is not None:
+                average.update_parameters(program.model)
+            if optimizer is not None:
+                weights[0].sum().backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            torch.randn(1, generator=noise)
+
+    program.commits = commits
+    # The copies in memory are of no interest here.
+    said = program.run(12, per_rank=None)
+
+    assert said.startswith(named)
+    assert len(program.said) == 1
+
+
+def test_an_average_that_is_also_a_loops_variable_is_named_once() -> None:
+    program = Program()
+    means = [weight.detach().clone() for weight in program.model.parameters()]
+    program.commits = lambda step: program.average(means)
+    T = means[0]
+
+    assert program.run().startswith("`means` follows the weights")
+    assert len(program.said) == 1
+    assert T is means[0]
+
+
 class Ranks:
     """Two ranks, of which the other one has what `its` gives."""
 
@@ -245,7 +331,7 @@ class Ranks:
 
     def from_all(self, value: Any) -> list[Any]:
         its = self._its()
-        return [value, its if isinstance(value, dict) else crc32(repr(sorted(its.items())).encode())]
+        return [value, its if isinstance(value, dict) else (crc32(repr(sorted(its.items())).encode()), 0.0)]
 
 
 def door_of(
@@ -289,6 +375,38 @@ def test_ranks_that_are_alike_and_restored_ones_are_not_refused() -> None:
     door_of(seed=4, its=lambda: dict(same._alike())).enter(7, (0, {}))
 
 
+@pytest.mark.parametrize(
+    ("differs", "named"),
+    [
+        (lambda one: one._kept["extra"][1].update(x=1), "`extra.1.x` of rank 1 differs from rank 0's after step 98"),
+        (lambda one: setattr(one._kept["model"], "stage", 1), "`attribute stage` of rank 1 differs from rank 0's"),
+        (lambda one: one._kept["extra"][0][1].running_mean.add_(1), "`extra.0.1.running_mean` of rank 1 differs"),
+    ],
+)
+def test_ranks_that_become_different_in_mid_training_are_named(
+    monkeypatch: pytest.MonkeyPatch, differs: Callable[[Door], Any], named: str
+) -> None:
+    monkeypatch.setattr(door, "_APART", 0)
+    said: list[str] = []
+    net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
+    others = door_of(x=0, net=copy.deepcopy(net))
+    mine = door_of(x=0, net=net, its=lambda: dict(others._alike()))
+    mine._say = said.append
+    for one in (mine, others):
+        one._kept["extra"] = [one._kept["extra"].pop("net"), one._kept["extra"]]
+        one._kept["model"].stage = 0
+        one._training.settings.values.begin()
+        one._commits, one._looks = 1, 5
+    for step in range(90, 110):
+        if step == 95:
+            differs(others)
+            others._training.settings.values.look()
+        mine.look(step)
+
+    assert len(said) == 1
+    assert said[0].startswith(named)
+
+
 def test_a_step_that_draws_other_numbers_than_before_the_failure_is_named() -> None:
     for again in (2, 3):
         said: list[str] = []
@@ -306,7 +424,7 @@ def test_an_object_that_cannot_be_asked_ends_neither_the_training_nor_the_look()
     noise = torch.Generator()
     program.begins = lambda step: torch.randn(2, generator=noise)
 
-    assert "the steps draw from the generator `noise`" in program.run()
+    assert "the program draws from the generator `noise`" in program.run()
 
 
 def test_the_state_of_an_object_that_is_not_of_this_training_is_not_asked_for() -> None:

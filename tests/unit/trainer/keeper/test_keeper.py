@@ -450,32 +450,43 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, keep: dict[str, int], steps
         Job(checkpoints=tmp_path / "c", keep=0)
 
 
+@pytest.fixture
+def restarted(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's first start refuses checkpoints that cannot be written."""
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+
 def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(last_checkpoint, "_AGAIN_S", (1,))
     (tmp_path / "file").write_text("")
     directory = tmp_path / "file" / "c"
+    with pytest.raises(ValueError, match=f"checkpoints cannot be written to {directory}: Not a directory; give anoth"):
+        Job(checkpoints=directory).train(5)
+    # A restart may have a state in memory.
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     job = Job(checkpoints=directory)
     with pytest.raises(NotDurable, match="the end of the training is not on the disk: the checkpoint of step 5 could "):
         job.train(5)
     failed = f"the checkpoint of step 5 could not be written: Not a directory; there is none in {directory}"
     assert job.said == [
-        f"checkpoints cannot be written to {directory}: {tmp_path / 'file'} is no directory;"
-        " until they can, there are none",
+        f"checkpoints cannot be written to {directory}: Not a directory; until they can, there are none",
+        "there is no state to restore: training begins at step 1",
         failed,
         "it is the last one: it is tried again for 1 s; repair that meanwhile, or the program fails",
     ]
     (tmp_path / "file").unlink()
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    monkeypatch.setenv("ELAUNCH_GENERATION", "2")
     again = Job(checkpoints=tmp_path / "file" / "c")
 
     assert again.train(5) == job.extra["losses"]
 
-    assert again.said == ["restored step 5 from memory (of generation 0); 0 steps are repeated"]
+    assert again.said == ["restored step 5 from memory (of generation 1); 0 steps are repeated"]
     assert [mark.step for mark in catalog.marks(tmp_path / "file" / "c")] == [5]
 
 
+@pytest.mark.usefixtures("restarted")
 def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocking = tmp_path / "file"
     blocking.write_text("")
@@ -509,6 +520,7 @@ def test_a_checkpoint_that_failed_is_told_before_the_next_one(tmp_path: Path, mo
     assert job.said[1:] == ["the checkpoint of step 4 is written"]
 
 
+@pytest.mark.usefixtures("restarted")
 def test_an_end_after_a_break_is_written_though_its_checkpoint_had_failed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,6 +538,7 @@ def test_an_end_after_a_break_is_written_though_its_checkpoint_had_failed_before
     assert [mark.step for mark in catalog.marks(blocking / "c")] == [2]
 
 
+@pytest.mark.usefixtures("restarted")
 def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -542,6 +555,7 @@ def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
     )
 
 
+@pytest.mark.usefixtures("restarted")
 def test_while_the_last_checkpoint_is_tried_again_the_reason_and_the_time_left_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -561,6 +575,7 @@ def test_while_the_last_checkpoint_is_tried_again_the_reason_and_the_time_left_a
     ]
 
 
+@pytest.mark.usefixtures("restarted")
 def test_a_keeper_whose_end_is_not_on_the_disk_does_not_keep_another_from_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

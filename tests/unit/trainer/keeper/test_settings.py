@@ -221,8 +221,41 @@ class TwoModels(AddsAGroup):
         self.optimizers[1].add_param_group({"params": self.models[1][0].parameters(), "lr": 0.01})
 
 
+class Staged(nn.Sequential):
+    """Its counters change what it computes."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__(*parts)
+        self.stage, self._passes = 0, 0.0
+
+    def forward(self, x: Any) -> Any:
+        self._passes += 1.0
+        return super().forward(x) * (1 + self.stage + self._passes)
+
+
+class ChangesValues(Program):
+    """Before the pass, in the commit, and after it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.model = Staged(*self.model)
+        self.models, self.optimizers = [self.model], [self.optimizer()]
+
+    def body(self, step: int) -> None:
+        if step in (6, 9):
+            self.model.stage += 1
+
+    def commits(self, step: int) -> None:
+        if step == 6:
+            self.model[1].momentum = 0.3
+
+    def tail(self, step: int) -> None:
+        if step == 6:
+            self.model[1].eps = 0.1
+
+
 PROGRAMS = [Gradually, FreezesInTheCommit, FreezesAfterEntry, AddsAGroup, AddsANamedGroup, RegroupsInTheTail]
-PROGRAMS += [HasACriterion, LowersTheRate, FreezesBatchNorm, TwoPhases, TwoModels]
+PROGRAMS += [HasACriterion, LowersTheRate, FreezesBatchNorm, TwoPhases, TwoModels, ChangesValues]
 
 
 @pytest.fixture
@@ -255,7 +288,7 @@ def test_a_training_goes_on_with_the_settings_that_it_had(
     assert equal(interrupted(program, failures, generations), alone)
 
 
-@pytest.mark.parametrize("program", [AddsAGroup, FreezesBatchNorm, TwoPhases, TwoModels])
+@pytest.mark.parametrize("program", [AddsAGroup, FreezesBatchNorm, TwoPhases, TwoModels, ChangesValues])
 def test_a_checkpoint_has_them(
     program: type[Program], generations: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +297,23 @@ def test_a_checkpoint_has_them(
 
     failures = [(6, "body"), (9, "body")]
     assert equal(interrupted(program, failures, generations, tmp_path / "failing"), alone)
+
+
+def test_a_value_that_the_training_has_not_changed_is_the_programs_own(
+    generations: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ELAUNCH_MEMORY")
+    with pytest.raises(Failure):
+        ChangesValues(9, "body", tmp_path / "c").run()
+    generations()
+    again = ChangesValues(0, "", tmp_path / "c")
+    # Between two jobs a person has chosen other ones.
+    again.model[1].momentum = again.model.other = 0.7
+    again.model[1].num_features = 5
+    again.run()
+
+    assert (again.model[1].momentum, again.model.other, again.model[1].num_features) == (0.3, 0.7, 5)
+    assert "restored with step 7: `_passes`, `stage`, `1.eps` and 1 more" in again.said
 
 
 def test_a_restore_says_what_is_other_than_at_the_start(generations: Callable[[], None]) -> None:

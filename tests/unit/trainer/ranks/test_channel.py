@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from elaunch.agent.core.failures import tells_of_lost_peer
 from elaunch.agent.peer_lost import TIMED_OUT
 from elaunch.trainer.ranks import connections, tcp
 from elaunch.trainer.ranks.channel import Channel
@@ -168,8 +169,10 @@ def test_a_rank_that_waits_hears_at_once_of_the_death_of_one_that_waits_for_it()
 
         with pytest.raises(PeerLost, match="rank 1 is gone"):
             root.result(DEADLINE_S)
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost) as lost:
             child.result(DEADLINE_S)
+    # The agent folds it: no error of the program's own is in the chain.
+    assert tells_of_lost_peer("".join(traceback.format_exception(lost.value)))
 
 
 def test_a_rank_that_does_nothing_is_an_error_after_the_timeout() -> None:
