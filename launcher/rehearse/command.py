@@ -30,19 +30,19 @@ Usage: elaunch rehearse [--steps N] [--link PATH] [options of a job] script.py a
 What does a failure cost this script, and does it change the result? The script runs twice alone, and then with one
 failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
 
-With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit.
-Without one each run goes to the script's own end, so give it arguments for a short run. A rank and the agent are
-killed in the middle of its output, and its lines are compared.
+With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit,
+and at the end the script's own tensors. Without a Keeper each run goes to the script's own end, so give it arguments
+for a short run. A rank and the agent are killed in the middle of its output, and its lines are compared.
 
 {_FLAGS}
-Each run has an empty folder of its own, which is removed. The Keeper's checkpoints go there too, wherever the script
-puts them. A script that writes other files to absolute paths would write to the same ones in each run.
+Each run has an empty folder of its own, which is removed, also for the Keeper's checkpoints. What the script writes to
+other absolute paths it writes there in each run. Start a script called rehearse with elaunch ./rehearse.
 
 Exit codes: 0 equal, 1 something differs or nothing could be compared, 2 the command line is wrong.
-Start a script called rehearse with elaunch ./rehearse.
 """
 _STEPS_MIN = 4
-_LOOK_S = 0.05
+# Between looks at the output; the longest end of a killed agent's ranks.
+_LOOK_S, _END_S = 0.05, 30.0
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,9 @@ def _command(options: Options, words: Sequence[str]) -> list[str]:
     given = [
         f"--{spec.name}" if spec.is_switch else f"--{spec.name}={_absolute(value) if spec.metavar == 'FILE' else value}"
         for spec, value in normalise(words).options
-        if spec.name not in ("no-python", "log-dir")
     ]
-    kind = ["--no-python"] if options.kind is ProgramKind.COMMAND else []
     target = options.target if options.kind is ProgramKind.MODULE else _absolute(options.target)
-    return [*given, *kind, "--log-dir=../logs", "--", target, *options.args]
+    return [*given, "--log-dir=../logs", "--", target, *options.args]
 
 
 def _absolute(path: str) -> str:
@@ -273,7 +271,8 @@ def _job(words: list[str], environ: Mapping[str, str], folder: Path, moment: Mom
             job.terminate()
             job.wait()
         # The guardian ends the ranks of a killed agent.
-        while any(Path(f"/proc/{pid}").exists() for pid in _pids(folder).values()):
+        end_s, pids = time.monotonic() + _END_S, _pids(folder).values()
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
     return job.returncode
 

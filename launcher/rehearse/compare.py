@@ -106,7 +106,8 @@ def _reason(names: Sequence[str], own: Sequence[str], *, is_restored: bool) -> s
         return "the failure cut the evaluation off, and the restart did not make it as it was"
     if is_restored:
         return "the restored values differ: they change outside keeper.commit(), or this is a bug of the Keeper"
-    if generators := [each for each in own if each.startswith("generator")]:
+    # One within an object, as a sampler, comes back with that object.
+    if generators := [each for each in own if each.startswith("generator") and "." not in each]:
         return f"the Keeper does not keep {_some(generators)}: pass it as per_rank=[…]"
     reasons = ["the data begin again: pass per_rank=Batches(loader)."] if "the samples" in names else []
     if own:
