@@ -29,7 +29,6 @@ Usage: elaunch rehearse [--steps N] [--link PATH] [options of a job] script.py a
 
 What does a failure cost this script, and does it change the result? The script runs twice alone, and then with one
 failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
-
 With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit,
 and at the end the script's own tensors. Without a Keeper each run goes to the script's own end, so give it arguments
 for a short run. A rank and the agent are killed in the middle of its output, and its lines are compared.
@@ -37,7 +36,6 @@ for a short run. A rank and the agent are killed in the middle of its output, an
 {_FLAGS}
 Each run has an empty folder of its own, which is removed, also for the Keeper's checkpoints. What the script writes to
 other absolute paths it writes there in each run. Start a script called rehearse with elaunch ./rehearse.
-
 Exit codes: 0 equal, 1 something differs or nothing could be compared, 2 the command line is wrong.
 """
 _STEPS_MIN = 4
@@ -141,18 +139,7 @@ def _rehearse(run: Callable[[Moment], Run]) -> int:
     again = alone if alone.code else run(Moment("left alone, once more"))
     records, lines = alone.records, compare.stable(alone.lines, again.lines)
     right = compare.alike(records, again.records)
-    refusal = ""
-    if again.code:
-        refusal = f"{again.tail}\nthe script fails although nothing was killed (exit code {again.code}). If it lacks a "
-        refusal += "file of the folder where you start it, give --link PATH"
-    elif found := compare.difference(compare.computed(records), again.records)[0]:
-        refusal = "two runs without a failure differ, so there is nothing to compare with: set all seeds, and leave "
-        refusal += f"out what depends on time\n{found}"
-    elif records and not max(compare.steps_done(records, name) for name, _ in records):
-        refusal = "a Keeper was entered, and no step was done: there is nothing to rehearse"
-    elif not records and not lines:
-        refusal = "the script enters no Keeper, and prints no line that is alike in two runs: let it print its losses"
-    if refusal:
+    if refusal := _refusal(alone, again, lines):
         print(refusal)
         return 1
     table, bad, reasons = [("failure", "result", "repeated", "lost")], [], dict[str, None]()
@@ -187,6 +174,20 @@ def _rehearse(run: Callable[[Moment], Run]) -> int:
     print("\n".join([f"compared: {compared}", *bad, *warned, *reasons]))
     print("a failure changes the result" if bad else "equal: no failure has changed what was compared")
     return 1 if bad else 0
+
+
+def _refusal(alone: Run, again: Run, lines: Sequence[str]) -> str:
+    """Why there is nothing that a failure could change, or ""."""
+    if again.code:
+        why = f"the script fails although nothing was killed (exit code {again.code})"
+        return f"{again.tail}\n{why}. If it lacks a file of the folder where you start it, give --link PATH"
+    if found := compare.difference(compare.computed(alone.records), again.records)[0]:
+        return f"two runs without a failure differ: set all seeds, and leave out what depends on time\n{found}"
+    if alone.records and not max(compare.steps_done(alone.records, name) for name, _ in alone.records):
+        return "a Keeper was entered, and no step was done: there is nothing to rehearse"
+    if not alone.records and not lines:
+        return "the script enters no Keeper, and prints no line that is alike in two runs: let it print its losses"
+    return ""
 
 
 def _moments(alone: Run) -> list[Moment]:

@@ -97,13 +97,14 @@ def _decides(name: str, value: str, other: str, *, is_last: bool) -> bool:
 def _shown(name: str, other: str, value: str) -> str:
     """Without digests, which are not readable."""
     one, two = (its.rpartition(" ")[0] or its for its in (other, value))
-    return name.lstrip(OWN) + (f" ({one}, not {two})" if one != two else "")
+    values = " is missing" if other == "absent" else f" ({one}, not {two})"
+    return name.lstrip(OWN) + (values if one != two else "")
 
 
 def _reason(names: Sequence[str], own: Sequence[str], *, is_restored: bool) -> str:
     """What was not restored comes first, since all else follows from it."""
     if EVALUATIONS[1] in names:
-        return "the failure cut the evaluation off, and the restart did not make it as it was"
+        return "an evaluation after the commit is not made again if it is cut off: make it before the next forward pass"
     if is_restored:
         return "the restored values differ: they change outside keeper.commit(), or this is a bug of the Keeper"
     # One within an object, as a sampler, comes back with that object.
@@ -111,7 +112,12 @@ def _reason(names: Sequence[str], own: Sequence[str], *, is_restored: bool) -> s
         return f"the Keeper does not keep {_some(generators)}: pass it as per_rank=[…]"
     reasons = ["the data begin again: pass per_rank=Batches(loader)."] if "the samples" in names else []
     if own:
-        reasons.append(f"the Keeper does not keep {_some(own)}: pass what must come back (extra=, scheduler=, …)")
+        # Many values of one object are that object.
+        counts = Counter(name.partition(".")[0] for name in own)
+        objects = dict.fromkeys(name if counts[root := name.partition(".")[0]] == 1 else root for name in own)
+        reasons.append(
+            f"the Keeper does not keep {_some([*objects])}: pass what must come back (extra=, scheduler=, …)"
+        )
     return " Or ".join(reasons) or "unknown: the script depends on state that is neither kept nor recorded here"
 
 

@@ -106,7 +106,7 @@ def test_an_evaluation_that_a_failure_cut_off_is_missed_but_not_one_that_was_don
     cut = run(begin(1), begin(2), begin(3, 5), begin(4, 5))
     before = run(begin(1), begin(2), begin(3, 1, EVALUATED), begin(3, 5), begin(4, 5))
 
-    assert "the evaluation after it (absent, not done)" in found_in(cut)[0]
+    assert found_in(cut)[0] == "first after step 2 (rank 0): the evaluation after it is missing"
     assert found_in(before) == ("", "")
 
 
