@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from elaunch.launcher.errors import NoSuchOption, UsageError
@@ -18,7 +19,7 @@ from elaunch.launcher.options.argv import LONG, normalise
 from elaunch.launcher.options.commands import REHEARSE_FLAGS
 from elaunch.launcher.options.options import HelpRequested, Options, parse
 from elaunch.launcher.preflight import check_program
-from elaunch.launcher.rehearse.compare import EVALUATIONS, Record, difference, repeated, some, steps_done, unprinted
+from elaunch.launcher.rehearse import compare
 from elaunch.records import asdict, dataclass, replace
 from elaunch.rendezvous.job_spec import ProgramKind
 
@@ -28,28 +29,25 @@ Usage: elaunch rehearse [--steps N] [--link PATH] [options of a job] script.py a
 
 What does a failure cost this script, and does it change the result? The script runs twice alone, and then with one
 failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
-
-With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit.
-Without one each run goes to the script's own end, so give it arguments for a short run. A rank and the agent are
-killed in the middle of its output, and its lines are compared.
+With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit,
+and at the end the script's own tensors. Without a Keeper each run goes to the script's own end, so give it arguments
+for a short run. A rank and the agent are killed in the middle of its output, and its lines are compared.
 
 {_FLAGS}
-Each run has an empty folder of its own, which is removed. The Keeper's checkpoints go there too, wherever the script
-puts them. A script that writes other files to absolute paths would write to the same ones in each run.
-
-Exit codes: 0 nothing differs, 1 something does or the script fails, 2 the command line is wrong.
-Start a script called rehearse with elaunch ./rehearse.
+Each run has an empty folder of its own, which is removed, also for the Keeper's checkpoints. What the script writes to
+other absolute paths it writes there in each run. Start a script called rehearse with elaunch ./rehearse.
+Exit codes: 0 equal, 1 something differs or nothing could be compared, 2 the command line is wrong.
 """
 _STEPS_MIN = 4
-# The longest time of a run beyond five times the first one's, and of the end of a killed agent's ranks; between looks.
-_LIMIT_S, _END_S, _LOOK_S = 60.0, 30.0, 0.05
+# Between looks at the output; the longest end of a killed agent's ranks.
+_LOOK_S, _END_S = 0.05, 30.0
 
 
 @dataclass(frozen=True)
 class Moment:
     """A failure: these ranks, or the agent, are killed, at the first such place in `step` or later.
 
-    Without a Keeper (`at` is "") it comes after `lines` of output.
+    Without a Keeper it comes after `lines` of output. By default there is none.
     """
 
     text: str
@@ -63,35 +61,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Run:
-    """The outcome of a run, whose records and logs are in `folder`."""
+    """What a run has left; `tail` is the end of its output."""
 
-    folder: Path
-    code: int = 0
-    seconds: float = 0.0
-
-    def records(self) -> dict[tuple[str, int], list[Record]]:
-        """The records by Keeper and rank."""
-        paths = {path: path.stem.rpartition(".") for path in sorted(self.folder.glob("*.jsonl"))}
-        return {(name, int(rank)): found for path, (name, _, rank) in paths.items() if (found := _json_lines(path))}
-
-    def pids(self) -> dict[int, int]:
-        """The processes of the ranks that were started last."""
-        events = [each for path in sorted(self.folder.glob("logs/2*/timeline.jsonl")) for each in _json_lines(path)]
-        return {each["rank"]: each["pid"] for each in events if each["event"] == "forked"}
-
-    def lines(self) -> list[str]:
-        """What all ranks have printed."""
-        texts = [path.read_text(errors="replace") for path in sorted(self.folder.glob("logs/2*/attempt_*/*/std*.log"))]
-        return [line for text in texts for line in text.replace("\r", "\n").splitlines() if line.strip()]
-
-    def trouble(self, *, was_killed: bool) -> str:
-        """Why the run is inconclusive, or "". `was_killed` is for a run that was to have a failure."""
-        has_restarted = len([*self.folder.glob("logs/2*/attempt_*")]) > 1
-        if not self.code and (has_restarted or not was_killed):
-            return ""
-        tail = (self.folder / "output").read_text(errors="replace").splitlines()[-20:]
-        when = ", before the failure came" if was_killed and not has_restarted else ""
-        return "\n".join([f"the job ended with exit code {self.code}{when}", *tail])
+    code: int
+    seconds: float
+    has_restarted: bool
+    records: compare.Records
+    lines: list[str]
+    world_size: int
+    tail: str
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -108,16 +86,15 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     check_program(options, environ)
     if options.nnodes[1] > 1 or options.target == "-":
         raise UsageError("rehearse runs a script that is a file, on this node alone: leave --nnodes and - out")
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
     # A module is found where the command was typed.
     path = os.pathsep.join(filter(None, [str(Path.cwd()), environ.get("PYTHONPATH", "")]))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory(prefix="elaunch_rehearse_", ignore_cleanup_errors=True) as folder:
-        jobs = _Jobs(Path(folder), _command(options, words), {**environ, "PYTHONPATH": path}, steps, links)
-        try:
-            return _rehearse(jobs)
-        except KeyboardInterrupt:
-            _say("interrupted; the job is ended, and its folder is removed")
-            return 130
+    try:
+        return _rehearse(partial(_run, _command(options, words), {**environ, "PYTHONPATH": path}, links, steps))
+    except KeyboardInterrupt:
+        _say("interrupted; the job is ended, and its folder is removed")
+        return 130
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], int, list[Path]]:
@@ -143,82 +120,94 @@ def _split(argv: Sequence[str]) -> tuple[list[str], int, list[Path]]:
 
 
 def _command(options: Options, words: Sequence[str]) -> list[str]:
-    """The job's command, for another folder."""
+    """The job's options and program, for another folder."""
     given = [
         f"--{spec.name}" if spec.is_switch else f"--{spec.name}={_absolute(value) if spec.metavar == 'FILE' else value}"
         for spec, value in normalise(words).options
-        if spec.name not in ("module", "no-python", "log-dir")
     ]
-    kind = {ProgramKind.MODULE: ["-m"], ProgramKind.COMMAND: ["--no-python"]}.get(options.kind, [])
     target = options.target if options.kind is ProgramKind.MODULE else _absolute(options.target)
-    return [sys.executable, "-m", "elaunch", *given, *kind, "--log-dir=../logs", "--", target, *options.args]
+    return [*given, "--log-dir=../logs", "--", target, *options.args]
 
 
 def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if Path(path).exists() else path
 
 
-def _rehearse(jobs: _Jobs) -> int:
+def _rehearse(run: Callable[[Moment], Run]) -> int:
     """Do all runs and print the comparison. Returns the exit code."""
-    alone = jobs.run(Moment("left alone"))
-    again = alone if alone.code else jobs.run(Moment("left alone, once more"))
-    records, lines = alone.records(), alone.lines()
-    refusal = ""
-    if trouble := again.trouble(was_killed=False):
-        refusal = f"{trouble}\nThe script fails although nothing was killed. If it lacks a file that it reads from the "
-        refusal += "folder where it starts, give --link PATH"
-    elif records and (found := difference(records, again.records(), again.records())):
-        refusal = "two runs without a failure differ, so there is no baseline; set all seeds\n"
-        refusal += found.partition("\n")[0]
-    elif records and not steps_done(records, next(iter(records))[0]):
-        refusal = "a Keeper was entered, and no step was done: there is nothing to rehearse"
-    elif not records and not lines:
-        refusal = "the script enters no Keeper and prints nothing: let it print a line for each step"
-    if refusal:
+    alone = run(Moment("left alone"))
+    again = alone if alone.code else run(Moment("left alone, once more"))
+    records, lines = alone.records, compare.stable(alone.lines, again.lines)
+    right = compare.alike(records, again.records)
+    if refusal := _refusal(alone, again, lines):
         print(refusal)
         return 1
-    table, bad = [("failure", "result", "repeated", "lost")], []
+    table, bad, reasons = [("failure", "result", "repeated", "lost")], [], dict[str, None]()
     for moment in _moments(alone):
-        run = jobs.run(moment)
-        printed = run.lines()
-        if not (found := run.trouble(was_killed=True)):
-            missing = [f"not printed: {line}" for line in unprinted(lines, again.lines(), printed)]
-            found = difference(records, again.records(), run.records()) if records else some(missing)
-        count = repeated(run.records()) if records else max(0, len(printed) - len(lines))
+        its = run(moment)
+        what, reason = compare.difference(right, its.records)
+        count = compare.repeated(its.records)
+        if not records:
+            missing, count = compare.missing(lines, its.lines), compare.printed_again(alone.lines, its.lines)
+            what = f"{len(missing)} lines are missing, the first is: {missing[0]}" if missing else ""
+            reason = "its checkpoint lacks something (optimizer, scheduler, random states, position in the data)"
+        result = "DIFFERS" if what else "equal"
+        if its.code:
+            result, what, reason = "FAILED", f"exit code {its.code}\n{its.tail}", ""
+        elif not its.has_restarted:
+            result, what, reason = "none", "the script ended before the failure came", ""
+        lost_s = max(0, its.seconds - min(alone.seconds, again.seconds))
         cost = f"{count} {'step' if records else 'line'}{'s' * (count != 1)}"
-        lost_s = max(0, run.seconds - min(alone.seconds, again.seconds))
-        table.append((moment.text, "DIFFERS" if found else "equal", cost, f"{lost_s:.1f} s"))
-        bad += [f"{moment.text}: {found}"] if found else []
+        table.append((moment.text, result, cost, f"{lost_s:.1f} s"))
+        bad += [f"{moment.text}: {what}"] if what else []
+        reasons |= {f"likely reason: {reason}": None} if what and reason else {}
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
-    compared = "the lines of output, but for words that differ between two quiet runs. No Keeper was entered"
+    compared = f"{len(lines)} lines of output, but for words that differ in two quiet runs. No Keeper was entered"
     if records:
-        its = next(iter(records.values()))
-        compared = f"bit for bit, at {its[-1]['step'] - 1} steps of {len(alone.pids())} ranks: losses, inputs of the "
-        compared += f"model, evaluations, {len(its[-1]['facts'])} values of state"
-    print("\n".join([f"compared: {compared}", *bad]))
+        last = next(iter(records.values()))[-1]
+        count, steps = len([name for name in last["facts"] if name[0] != compare.OWN]), last["step"] - 1
+        compared = f"bit for bit, {steps} steps of {alone.world_size} rank{'s' * (alone.world_size > 1)}: losses, "
+        compared += f"inputs of the model, evaluations, {count} values of state, the script's own tensors at the end"
+    said = dict.fromkeys(text for its in records.values() for each in its for text in each["warned"])
+    warned = [f"the Keeper's warning: {text}" for text in said]
+    print("\n".join([f"compared: {compared}", *bad, *warned, *reasons]))
     print("a failure changes the result" if bad else "equal: no failure has changed what was compared")
     return 1 if bad else 0
 
 
+def _refusal(alone: Run, again: Run, lines: Sequence[str]) -> str:
+    """Why there is nothing that a failure could change, or ""."""
+    if again.code:
+        why = f"the script fails although nothing was killed (exit code {again.code})"
+        return f"{again.tail}\n{why}. If it lacks a file of the folder where you start it, give --link PATH"
+    if found := compare.difference(compare.computed(alone.records), again.records)[0]:
+        return f"two runs without a failure differ: set all seeds, and leave out what depends on time\n{found}"
+    if alone.records and not max(compare.steps_done(alone.records, name) for name, _ in alone.records):
+        return "a Keeper was entered, and no step was done: there is nothing to rehearse"
+    if not alone.records and not lines:
+        return "the script enters no Keeper, and prints no line that is alike in two runs: let it print its losses"
+    return ""
+
+
 def _moments(alone: Run) -> list[Moment]:
     """The failures to come, each at another place of the run."""
-    records = alone.records()
+    records = alone.records
     if not records:
-        lines, last = max(1, len(alone.lines()) // 2), max(alone.pids())
+        lines, last = max(1, len(alone.lines) // 2), alone.world_size - 1
         where = f"after line {lines} of the output"
         killed = Moment(f"rank {last}, {where}", (last,), lines=lines)
         return [killed, Moment(f"the agent, {where}", agent=True, lines=lines)]
-    name = max(records, key=lambda key: steps_done(records, key[0]))[0]
+    name = max(records, key=lambda key: compare.steps_done(records, key[0]))[0]
     its = {rank: found for (of, rank), found in records.items() if of == name}
-    steps, first, last = steps_done(records, name), min(its), max(its)
+    steps, first, last = compare.steps_done(records, name), min(its), max(its)
     third, half, late = (max(1, steps * n // 6) for n in (2, 3, 4))
     found = [
         Moment(f"rank {last}, after a backward pass of step {half}", (last,), "backward", half),
         Moment(f"rank {last}, within the commit of step {third}", (last,), "commit", third),
     ]
-    pairs = [(record, rank) for rank, of in its.items() for record in of]
-    if evaluated := sorted((each["step"] - 1, rank) for each, rank in pairs if {*EVALUATIONS} & {*each["facts"]}):
+    pairs = sorted((record["step"] - 1, rank, {*record["facts"]}) for rank, of in its.items() for record in of)
+    if evaluated := [(step, rank) for step, rank, facts in pairs if facts & {*compare.EVALUATIONS}]:
         step, rank = evaluated[len(evaluated) // 2]
         found.append(Moment(f"rank {rank}, in the evaluation of step {step}", (rank,), "evaluation", step))
     if len(its) > 1:
@@ -227,70 +216,81 @@ def _moments(alone: Run) -> list[Moment]:
     return [replace(each, name=name) for each in found]
 
 
-class _Jobs:
-    """Starts the job of each run. `links` are what the script finds in its own folder."""
-
-    def __init__(
-        self, folder: Path, command: Sequence[str], environ: Mapping[str, str], steps: int, links: Sequence[Path]
-    ) -> None:
-        self._folder, self._command, self._environ, self._steps, self._links = folder, command, environ, steps, links
-        self._count, self._limit_s = 0, float("inf")
-
-    def run(self, moment: Moment) -> Run:
-        """One run to its end. If its agent is killed, the same command is typed again."""
-        self._count += 1
-        run = Run(self._folder / str(self._count))
-        (run.folder / "work").mkdir(parents=True)
-        for link in self._links:
-            (run.folder / "work" / link.name).symlink_to(link)
-        _say(f"run {self._count}: {moment.text}")
-        begin_s = time.monotonic()
-        code = self._job(run, moment)
-        if moment.agent and code == -signal.SIGKILL:
-            code = self._job(run, Moment("the same command again"))
-        run = Run(run.folder, code, time.monotonic() - begin_s)
-        self._limit_s = min(self._limit_s, _LIMIT_S + 5 * run.seconds)
-        return run
-
-    def _job(self, run: Run, moment: Moment) -> int:
-        asked = json.dumps({**asdict(moment), "folder": str(run.folder), "steps": self._steps})
-        with (run.folder / "output").open("ab") as output:
-            job = subprocess.Popen(
-                self._command,
-                cwd=run.folder / "work",
-                env={**self._environ, "ELAUNCH_REHEARSAL": asked},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        (run.folder / "agent.pid").write_text(str(job.pid))
-        end_s = time.monotonic() + self._limit_s
-        # With a Keeper the rank does it itself.
-        is_due = bool(moment.lines)
-        try:
-            while job.poll() is None:
-                time.sleep(_LOOK_S)
-                if is_due and len(run.lines()) >= moment.lines and {*moment.ranks} <= run.pids().keys():
-                    is_due = False
-                    # It may have ended a moment ago.
-                    with suppress(ProcessLookupError):
-                        os.kill(job.pid if moment.agent else run.pids()[moment.ranks[0]], signal.SIGKILL)
-                if time.monotonic() > end_s:
-                    _say(f"run {self._count} was terminated: it exceeded {self._limit_s:.0f} s")
-                    return 124
-        finally:
-            if job.poll() is None:
-                job.terminate()
-                job.wait()
-            # The guardian ends the ranks of a killed agent.
-            end_s, pids = time.monotonic() + _END_S, run.pids()
-            while any(Path(f"/proc/{pid}").exists() for pid in pids.values()) and time.monotonic() < end_s:
-                time.sleep(_LOOK_S)
-        return job.returncode
+def _run(words: list[str], environ: Mapping[str, str], links: Sequence[Path], steps: int, moment: Moment) -> Run:
+    """One run to its end, in a folder that is removed. If its agent is killed, the same command is typed again."""
+    _say(moment.text)
+    with tempfile.TemporaryDirectory(prefix="elaunch_rehearse_", ignore_cleanup_errors=True) as name:
+        folder, begin_s = Path(name), time.monotonic()
+        (folder / "work").mkdir()
+        for link in links:
+            (folder / "work" / link.name).symlink_to(link)
+        code = -signal.SIGKILL
+        for its in (moment, *([Moment("the same command again")] if moment.agent else [])):
+            if code == -signal.SIGKILL:
+                asked = json.dumps({**asdict(its), "folder": name, "steps": steps})
+                code = _job(words, {**environ, "ELAUNCH_REHEARSAL": asked}, folder, its)
+        records = {path.stem.rpartition("."): _json_lines(path) for path in sorted(folder.glob("*.jsonl"))}
+        output = (folder / "output").read_text(errors="replace").splitlines()
+        return Run(
+            code=code,
+            seconds=time.monotonic() - begin_s,
+            has_restarted=len([*folder.glob("logs/2*/attempt_*")]) > 1,
+            records={(keeper, int(rank)): found for (keeper, _, rank), found in records.items() if found},
+            lines=_lines(folder),
+            world_size=len(_pids(folder)),
+            # Paths in the folder are gone when they are read.
+            tail="\n".join([line for line in output if name not in line][-30:]),
+        )
 
 
-def _json_lines(path: Path) -> list[Record]:
+def _job(words: list[str], environ: Mapping[str, str], folder: Path, moment: Moment) -> int:
+    """Start the job, and without a Keeper kill what is to be killed. Returns the exit code."""
+    # A script that fails alone fails at once.
+    quiet = [] if moment.ranks or moment.agent else ["--max-restarts=0"]
+    with (folder / "output").open("ab") as output:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "elaunch", *quiet, *words],
+            cwd=folder / "work",
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    (folder / "agent.pid").write_text(str(job.pid))
+    is_due = bool(moment.lines)
+    try:
+        while job.poll() is None:
+            time.sleep(_LOOK_S)
+            if is_due and len(_lines(folder)) >= moment.lines and {*moment.ranks} <= _pids(folder).keys():
+                is_due = False
+                # It may have ended a moment ago.
+                with suppress(ProcessLookupError):
+                    os.kill(job.pid if moment.agent else _pids(folder)[moment.ranks[0]], signal.SIGKILL)
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait()
+        # The guardian ends the ranks of a killed agent.
+        end_s, pids = time.monotonic() + _END_S, _pids(folder).values()
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+    return job.returncode
+
+
+def _pids(folder: Path) -> dict[int, int]:
+    """The processes of the ranks that were started last."""
+    events = [each for path in sorted(folder.glob("logs/2*/timeline.jsonl")) for each in _json_lines(path)]
+    return {each["rank"]: each["pid"] for each in events if each["event"] == "forked"}
+
+
+def _lines(folder: Path) -> list[str]:
+    """What all ranks have printed."""
+    texts = [path.read_text(errors="replace") for path in sorted(folder.glob("logs/2*/attempt_*/*/std*.log"))]
+    return [line for text in texts for line in text.replace("\r", "\n").splitlines() if line.strip()]
+
+
+def _json_lines(path: Path) -> list[compare.Record]:
     """The lines that are whole: a process may have been killed while it wrote."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 

@@ -1,8 +1,9 @@
-"""Compares what several runs of a rehearsal have recorded. Pure."""
+"""Compares what the runs of a rehearsal have recorded and printed. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,14 +11,31 @@ from typing import Any
 Record = Mapping[str, Any]
 # By the Keeper's name and the rank: the records of the steps' beginnings, in the order in which they were written.
 Records = Mapping[tuple[str, int], Sequence[Record]]
-_SHOWN = 4
+# The same as values, by step and name.
+Values = Mapping[tuple[str, int], Mapping[tuple[int, str], str]]
 EVALUATIONS = ("the evaluation", "the evaluation after it")
-_COMPUTED = ("the samples", "the loss", *EVALUATIONS)
+_COMPUTED = ("the loss", "the samples", *EVALUATIONS)
+# The names of the script's own variables begin with it.
+OWN = "~"
+# The digest of a tensor begins with its type and shape.
+_TENSOR = re.compile(r"[a-z]\w*\[")
+_SHOWN = 4
+
+
+def alike(alone: Records, again: Records) -> Values:
+    """What two runs without a failure have alike. The rest varies, as what has no seed."""
+    others = {key: _values(again.get(key, ())) for key in alone}
+    return {key: {at: it for at, it in _values(its).items() if others[key].get(at) == it} for key, its in alone.items()}
+
+
+def computed(alone: Records) -> Values:
+    """The losses, samples and evaluations of a run."""
+    return {key: {at: it for at, it in _values(its).items() if at[1] in _COMPUTED} for key, its in alone.items()}
 
 
 def steps_done(records: Records, name: str) -> int:
     """The last step after which all ranks have a record."""
-    return min((max(r["step"] for r in its) - 1 for (of, _), its in records.items() if of == name), default=0)
+    return min((its[-1]["step"] - 1 for (of, _), its in records.items() if of == name), default=0)
 
 
 def repeated(records: Records) -> int:
@@ -26,34 +44,40 @@ def repeated(records: Records) -> int:
     return max(lost, default=0)
 
 
-def difference(alone: Records, again: Records, killed: Records) -> str:
-    """Where `killed` leaves `alone`, in what, and the likely reason; "" if it never does.
-
-    What differs between `alone` and `again`, which had no failure, does not count.
-    """
-    found: dict[int, dict[str, set[int]]] = {}
-    starts, others = set(), []
-    for key in alone:
-        right, same, wrong = (_by_step(of.get(key, ()), "facts") for of in (alone, again, killed))
-        for step in right.keys() & wrong.keys():
-            for what in _values(right[step], same.get(step, right[step]), wrong[step]):
-                found.setdefault(step, {}).setdefault(what, set()).add(key[1])
-        steps = [steps_done(of, key[0]) for of in (alone, killed)]
-        if steps[0] != steps[1]:
-            found.setdefault(min(steps) + 2, {})[f"{steps[1]} steps were done, not {steps[0]}"] = {key[1]}
-        right, same = (_by_step(of.get(key, ()), "others") for of in (alone, again))
-        for _, start in _restarts(killed.get(key, ())):
-            if start["step"] in right.keys() & same.keys():
-                starts.add(start["step"])
-                values = [right[start["step"]], same[start["step"]], start["others"]]
-                known = values[0].keys() & values[2].keys()
-                others += _values(*({name: of.get(name, "") for name in sorted(known)} for of in values))
+def difference(right: Values, killed: Records) -> tuple[str, str]:
+    """Where the run `killed` leaves `right`, in what, and the likely reason; empty if it never does."""
+    found: list[tuple[int, int, str, str]] = []
+    own, starts = dict[str, None](), set()
+    for key, values in right.items():
+        its = killed.get(key, ())
+        wrong, reached = _values(its), {each["step"] for each in its}
+        last, end = max(step for step, _ in values), max(reached, default=1)
+        if end != last:
+            found.append((min(end, last) + 1, key[1], "", f"{end - 1} steps were done, not {last - 1}"))
+        for (step, name), value in values.items():
+            other = wrong.get((step, name), "absent")
+            if step in reached and other != value and _decides(name, value, other, is_last=step == last):
+                found.append((step, key[1], name, _shown(name, other, value)))
+        for _, start in _restarts(its):
+            starts.add(start["step"])
+            facts = [(name, values.get((start["step"], name), value), value) for name, value in start["facts"].items()]
+            own |= dict.fromkeys(name[1:] for name, before, now in facts if name[0] == OWN and before != now)
     if not found:
-        return ""
-    step, whats = min(found.items())
-    ranks = ", ".join(map(str, sorted(set().union(*whats.values()))))
-    reason = _reason([*whats], [*dict.fromkeys(others)], is_restored=step in starts)
-    return f"first after step {step - 1} (rank {ranks}): {some([*whats])}\n  likely reason: {reason}"
+        return "", ""
+    step = min(found)[0]
+    texts = {name: text for at, _, name, text in found if at == step}
+    where = f"first after step {step - 1}"
+    if all(name.startswith(OWN) for name in texts):
+        where, own, starts = "at the end", dict.fromkeys(name[1:] for name in texts), set()
+    # All else follows from what was computed.
+    shown = [text for name, text in texts.items() if name in _COMPUTED] or [*texts.values()]
+    ranks = ", ".join(map(str, sorted({rank for at, rank, _, _ in found if at == step})))
+    return f"{where} (rank {ranks}): {_some(shown)}", _reason([*texts], [*own], is_restored=step in starts)
+
+
+def _values(records: Sequence[Record]) -> dict[tuple[int, str], str]:
+    """What was done before a failure, as an evaluation, need not be done again: later records add to earlier ones."""
+    return {(each["step"], name): value for each in records for name, value in each["facts"].items()}
 
 
 def _restarts(records: Sequence[Record]) -> list[tuple[Record, Record]]:
@@ -61,53 +85,64 @@ def _restarts(records: Sequence[Record]) -> list[tuple[Record, Record]]:
     return [(before, start) for before, start in pairwise(records) if before["pid"] != start["pid"]]
 
 
-def _by_step(records: Sequence[Record], which: str) -> dict[int, dict[str, str]]:
-    """What was done before a failure, as an evaluation, need not be done again: later records add to earlier ones."""
-    found: dict[int, dict[str, str]] = {}
-    for record in records:
-        found[record["step"]] = {**found.get(record["step"], {}), **record[which]}
-    return found
+def _decides(name: str, value: str, other: str, *, is_last: bool) -> bool:
+    """Whether it is a difference of the results."""
+    if name[0] == OWN:
+        # Many begin again and change nothing, but a tensor that differs at the end, as an average, is a result.
+        return is_last and bool(_TENSOR.match(value) and _TENSOR.match(other))
+    # What a dead rank has computed for a step that others have completed is not computed again.
+    return other != "absent" or name not in _COMPUTED[:-1]
 
 
-def _values(right: Mapping[str, str], same: Mapping[str, str], wrong: Mapping[str, str]) -> list[str]:
-    """The names with other values. A state that varies without a failure, as what has no seed, does not count."""
-    # A step that a dead rank has computed and others have completed is not computed again.
-    needed = [name for name in right if (name in wrong and name in _COMPUTED) or name == EVALUATIONS[1]]
-    state = [name for name in sorted({**right, **wrong}) if name not in _COMPUTED and right.get(name) == same.get(name)]
-    differing = [name for name in [*needed, *state] if right.get(name) != wrong.get(name)]
-    # Without the digests, which are not readable.
-    shown = [[(its := of.get(name, "absent")).rpartition(" ")[0] or its for of in (right, wrong)] for name in differing]
-    pairs = [f" ({one} alone, {other} after)" if one != other else "" for one, other in shown]
-    return list(map(str.__add__, differing, pairs))
+def _shown(name: str, other: str, value: str) -> str:
+    """Without digests, which are not readable."""
+    one, two = (its.rpartition(" ")[0] or its for its in (other, value))
+    values = " is missing" if other == "absent" else f" ({one}, not {two})"
+    return name.lstrip(OWN) + (values if one != two else "")
 
 
-def _reason(whats: Sequence[str], others: Sequence[str], *, is_restored: bool) -> str:
+def _reason(names: Sequence[str], own: Sequence[str], *, is_restored: bool) -> str:
     """What was not restored comes first, since all else follows from it."""
-    if whats[0].startswith(EVALUATIONS[1]):
-        return "the failure cut the evaluation off, and the restart did not make it as it was"
+    if EVALUATIONS[1] in names:
+        return "an evaluation after the commit is not made again if it is cut off: make it before the next forward pass"
     if is_restored:
         return "the restored values differ: they change outside keeper.commit(), or this is a bug of the Keeper"
-    if generators := [each for each in others if each.startswith("generator")]:
-        return f"the Keeper does not keep {some(generators)}: give it as per_rank=[…]"
-    if others:
-        return f"{some(others)} differs after the restart: pass it to the Keeper (extra=, scheduler=, …)"
-    if "the samples" in whats:
-        return "the data order differs after the restart: pass per_rank=Batches(loader)"
-    return "unknown: the program depends on state that is neither kept nor recorded here"
+    # One within an object, as a sampler, comes back with that object.
+    if generators := [each for each in own if each.startswith("generator") and "." not in each]:
+        return f"the Keeper does not keep {_some(generators)}: pass it as per_rank=[…]"
+    reasons = ["the data begin again: pass per_rank=Batches(loader)."] if "the samples" in names else []
+    if own:
+        # Many values of one object are that object.
+        counts = Counter(name.partition(".")[0] for name in own)
+        objects = dict.fromkeys(name if counts[root := name.partition(".")[0]] == 1 else root for name in own)
+        reasons.append(
+            f"the Keeper does not keep {_some([*objects])}: pass what must come back (extra=, scheduler=, …)"
+        )
+    return " Or ".join(reasons) or "unknown: the script depends on state that is neither kept nor recorded here"
 
 
-def some(names: Sequence[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     """The first few of them, and how many more there are."""
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def unprinted(alone: Sequence[str], again: Sequence[str], killed: Sequence[str]) -> list[str]:
-    """The lines that a run has not printed, but for words that differ between two quiet runs, such as times."""
-    printed = "\n".join(" ".join(line.split()) for line in killed)
-    found = []
-    for one, other in zip(alone, again, strict=False):
-        words = [word if word == same else "…" for word, same in zip(one.split(), other.split(), strict=False)]
-        line = " ".join(words)
-        if not re.search(f"^{re.escape(line).replace('…', '[^ ]+')}", printed, re.MULTILINE):
-            found.append(line)
-    return found
+def stable(alone: Sequence[str], again: Sequence[str]) -> list[str]:
+    """What two quiet runs print alike, with … for words that differ, such as times."""
+    words = [[line.split() for line in lines] for lines in (alone, again)]
+    if len(alone) != len(again):
+        return [" ".join(line) for line in words[0] if line in words[1]]
+    lines = [" ".join(a if a == b else "…" for a, b in zip(*pair, strict=False)) for pair in zip(*words, strict=True)]
+    return [line for line in lines if line.strip(" …")]
+
+
+def missing(lines: Sequence[str], killed: Sequence[str]) -> list[str]:
+    """Of these lines those that a run has not printed."""
+    text = "\n".join(" ".join(line.split()) for line in killed)
+    patterns = {line: re.escape(line).replace("…", "[^ ]+") for line in lines}
+    return [line for line in lines if not re.search(rf"^{patterns[line]}(?!\S)", text, re.MULTILINE)]
+
+
+def printed_again(alone: Sequence[str], killed: Sequence[str]) -> int:
+    """How many lines of the same kinds, whatever their numbers, a run has printed more than another one."""
+    kinds = [Counter(re.sub(r"\S*\d\S*", "…", " ".join(line.split())) for line in lines) for lines in (killed, alone)]
+    return sum(count for kind, count in (kinds[0] - kinds[1]).items() if kind in kinds[1])

@@ -1,4 +1,4 @@
-"""The scripts in docs/trainer.md: a kill costs them no step, and they run without elaunch."""
+"""The scripts in docs/trainer.md and docs/survive.md: a kill costs them no step, and they run without elaunch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from tests.warm import SharedStart
 PAGE = REPOSITORY / "docs" / "trainer.md"
 
 
-def kept(folder: Path, heading: str = "Keeping the state", *, steps: int) -> Path:
-    """Write the script at the beginning of a section of the page to a file, with this number of steps."""
-    section = PAGE.read_text().split(f"## {heading}\n", 1)[1]
-    block = re.match(r"\n```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+def kept(folder: Path, heading: str = "Keeping the state", *, steps: int, page: Path = PAGE) -> Path:
+    """Write the first script in a section of the page to a file, with this number of steps."""
+    section = page.read_text().split(f"## {heading}\n", 1)[1]
+    block = re.search(r"\n```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     assert block
     text, found = re.subn(r"keeper\.steps\(\d00\)", f"keeper.steps({steps})", block[1])
     assert found == 1
     return script(folder, text, "kept.py")
 
 
-def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart) -> None:
-    path = kept(tmp_path, steps=300)
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [("trainer.md", "Keeping the state"), pytest.param("survive.md", "With the Keeper", marks=pytest.mark.slow)],
+)
+def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart, page: str, heading: str) -> None:
+    path = kept(tmp_path, heading, steps=300, page=PAGE.with_name(page))
 
     def a_worker() -> psutil.Process | None:
         named = [p for p in psutil.process_iter() if described(p).endswith(f" {path}") and p.pid != job.process.pid]

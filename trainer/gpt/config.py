@@ -61,6 +61,13 @@ _FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every",
 # The size of buckets changes at most the order of float sums, as another number of workers does.
 _FREE |= {"ledger", "profile", "tune_comm", "bucket_mb"}
 
+# Options of before: what has their place, or nothing.
+_BEFORE = dict.fromkeys(("--snapshot-every", "--copy-every"), "give --lose-at-most STEPS")
+_BEFORE |= dict.fromkeys(
+    ("--static-graph", "--find-unused-parameters", "--no-bucket-view", "--first-bucket-mb", "--powersgd-start"),
+    "leave it out; examples/ddp has DDP with options of your own",
+)
+_BEFORE["--peak-tflops"] = "leave it out; the share of known GPUs' peak (MFU) is in metrics.jsonl"
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
 
@@ -260,6 +267,8 @@ def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
         with printing:
             config = _command.main(list(argv), prog_name="elaunch -m elaunch.trainer", standalone_mode=False)
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.option_name in _BEFORE:
+            raise ConfigError(f"{error.option_name} was removed: {_BEFORE[error.option_name]}") from error
         sentence = error.format_message().rstrip(".")
         raise ConfigError(f"{sentence}; see elaunch -m elaunch.trainer --help") from error
     if not isinstance(config, TrainConfig):

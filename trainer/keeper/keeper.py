@@ -23,7 +23,7 @@ from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -90,7 +90,12 @@ class Keeper:
         warm_up: Callable[[], object] | None = None,
         name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        for option in unknown:
+            is_old = option in ("snapshot_every", "copy_every", "stop_every")
+            instead = "; lose_at_most=N is how many steps a failure may take back" * is_old
+            raise TypeError(f"Keeper has no option {option!r}{instead}")
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
@@ -103,8 +108,7 @@ class Keeper:
         self._place = RankInfo.from_environ(os.environ)
         self._kept = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "extra": extra}
         self._kept |= {"hook_state": hook_state, "per_rank": per_rank}
-        kept = tuple(self._kept.values())
-        self._rehearsal = Rehearsal(os.environ, self._place, name, kept) if VARIABLE in os.environ else None
+        self._rehearsal = Rehearsal(os.environ, self._place, name, self._kept) if VARIABLE in os.environ else None
         if self._rehearsal is not None:
             checkpoints, checkpoint_every = self._rehearsal.checkpoints(checkpoints, checkpoint_every)
         self._storage = None if checkpoints is None else storage_at(checkpoints)
@@ -163,7 +167,7 @@ class Keeper:
             is_first = self._peers.leads and not self._place.generation
             self._door = Door(
                 *(self._training, self._kept, self._peers, Path(memory, f"{self._name}.said") if memory else None),
-                say=self._say,
+                say=partial(self._rehearsal.warn, self._say) if self._rehearsal is not None else self._say,
                 is_first=not self._place.generation,
                 is_others=self._is_open,
             )

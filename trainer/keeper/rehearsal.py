@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -34,13 +34,12 @@ _SHOWN_CHARS, _HASHED_BYTES_MAX = 40, 1 << 20
 class Rehearsal:
     """The records of one rank and one Keeper; `kept` are the objects that it keeps."""
 
-    def __init__(self, environ: Mapping[str, str], place: RankInfo, name: str, kept: tuple[object, ...]) -> None:
-        self._asked, self._kept = json.loads(environ[VARIABLE]), kept
+    def __init__(self, environ: Mapping[str, str], place: RankInfo, name: str, kept: Mapping[str, Any]) -> None:
+        self._asked, self._kept = json.loads(environ[VARIABLE]), [*kept.values()]
         self._rank = place.rank
         self._dies = not place.generation and name == self._asked["name"] and place.rank in self._asked["ranks"]
         self._folder, self._name = Path(self._asked["folder"]), name
-        self._path = self._folder / f"{name}.{place.rank}.jsonl"
-        self._step = 0
+        self._step, self._warned = 0, list[str]()
         self._begin_record(is_after_step=True)
 
     def _begin_record(self, *, is_after_step: bool = False) -> None:
@@ -50,6 +49,11 @@ class Rehearsal:
     def checkpoints(self, given: Any, every: int) -> tuple[Any, int]:
         """Where checkpoints go instead, and how often: so that a new agent finds one."""
         return given and self._folder / f"checkpoints-{self._name}", min(every, max(1, self._asked["steps"] // 4))
+
+    def warn(self, say: Callable[[str], object], text: str) -> None:
+        """The Keeper names state that it does not keep."""
+        self._warned.append(text)
+        say(text)
 
     def attach(self, training: Training, stack: ExitStack) -> None:
         """The state is restored: watch the passes until `stack` is left."""
@@ -84,26 +88,21 @@ class Rehearsal:
         rest = {**training.small(), "random": own["random"], "hook": own.get("hook")}
         # An evaluation that was cut off leaves other modes, until the step sets them.
         rest.get("settings", {}).pop("evaluating", None)
-        facts = {**dict(training.live_tensors.named()), **buffers["transient"], **buffers["buffers"]}
-        facts |= dict(named("", rest))
-        if self._losses:
-            facts["the loss"] = " + ".join(self._losses)
+        facts: dict[str, Any] = {"the loss": " + ".join(self._losses)} if self._losses else {}
         facts |= {name: f"done {its.hexdigest()[:16]}" for name, its in self._seen.items()}
-        record: dict[str, Any] = {"step": step, "pid": os.getpid()}
-        for name, values in (("facts", facts), ("others", self._others(own))):
-            record[name] = {each: digest(its) for each, its in values.items() if its is not None}
-        with self._path.open("a") as file:
+        facts |= {**dict(training.live_tensors.named()), **buffers["transient"], **buffers["buffers"]}
+        facts |= {**dict(named("", rest)), **{f"~{name}": its for name, its in self._own(own).items()}}
+        values = {name: digest(its) for name, its in facts.items() if its is not None}
+        record = {"step": step, "pid": os.getpid(), "warned": self._warned, "facts": values}
+        with (self._folder / f"{self._name}.{self._rank}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
+        self._warned = []
         self._begin_record()
         return step > int(self._asked["steps"])
 
-    def _others(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """What the program has beside its state: not compared, but the likely reason of a difference."""
-        model = self._training.model
+    def _own(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """What the program has beside its state, which may be the reason of a difference."""
         found = dict(named("per_rank", own.get("per_rank")))
-        found |= {f"training of {name or 'the model'}": str(its.training) for name, its in model.named_modules()}
-        for name, its in model.named_parameters():
-            found |= {f"requires_grad of {name}": str(its.requires_grad), f"gradient of {name}": its.grad}
         several = [each for one in self._kept if isinstance(one, list | tuple) for each in one]
         modules = [module for one in self._training.models for module in one.modules()]
         kept = frozenset(map(id, [*self._kept, *several, *modules]))
@@ -166,7 +165,10 @@ def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int 
         if isinstance(value, list | tuple):
             items = enumerate(value)
         elif kept is not None and not isinstance(value, dict | ModuleType | FunctionType | type):
-            items = (value.state_dict() if isinstance(value, nn.Module) else getattr(value, "__dict__", {})).items()
+            # An attribute that has not changed may be that of the class.
+            numbers = {name: its for name, its in vars(type(value)).items() if isinstance(its, int | float)}
+            own = value.state_dict() if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
+            items = (numbers | own).items()
         for key, item in islice(items, _ITEMS_MAX):
             yield from named(f"{path}.{key}".lstrip("."), item, kept, depth - 1)
 

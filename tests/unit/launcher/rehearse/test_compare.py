@@ -1,22 +1,31 @@
-"""What a rehearsal says about the records of its runs."""
+"""What a rehearsal reports about the records and the output of its runs."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
 
-from elaunch.launcher.rehearse.compare import difference, repeated, steps_done, unprinted
+from elaunch.launcher.rehearse.compare import (
+    Records,
+    alike,
+    computed,
+    difference,
+    missing,
+    printed_again,
+    repeated,
+    stable,
+    steps_done,
+)
 
-Records = dict[tuple[str, int], list[dict[str, Any]]]
 EVALUATED = {"the evaluation after it": "done 12"}
 
 
-def begin(step: int, pid: int = 1, facts: dict[str, str] | None = None, **others: str) -> dict[str, Any]:
+def begin(step: int, pid: int = 1, facts: dict[str, str] | None = None, **own: str) -> dict[str, Any]:
     values = {"0.weight": f"float32[2] {step}", "random.python.1": f"… {pid}"}
-    return {"step": step, "pid": pid, "facts": {**values, **(facts or {})}, "others": others}
+    return {"step": step, "pid": pid, "facts": {**values, **(facts or {}), **{f"~{key}": own[key] for key in own}}}
 
 
-def run(*records: dict[str, Any]) -> Records:
+def run(*records: dict[str, Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """Each process has computed the steps between its records."""
     for before, now in pairwise(records):
         if before["pid"] == now["pid"]:
@@ -29,10 +38,14 @@ ALONE = run(begin(1), begin(2), begin(3, 1, EVALUATED), begin(4))
 AGAIN = run(begin(1, 2), begin(2, 2), begin(3, 2, EVALUATED), begin(4, 2))
 
 
+def found_in(killed: Records, alone: Records = ALONE, again: Records = AGAIN) -> tuple[str, str]:
+    return difference(alike(alone, again), killed)
+
+
 def test_a_restart_that_repeats_a_step_with_the_same_values_is_equal() -> None:
     killed = run(begin(1), begin(2), begin(3, 1, EVALUATED), begin(2, 5), begin(3, 5, EVALUATED), begin(4, 5))
 
-    assert difference(ALONE, AGAIN, killed) == ""
+    assert found_in(killed) == ("", "")
     assert repeated(killed) == 1
     assert steps_done(killed, "training") == 3
 
@@ -50,42 +63,80 @@ def test_the_first_step_and_the_generator_that_was_not_kept_are_named() -> None:
         begin(4, 5, {"0.weight": "float32[2] 77"}),
     )
 
-    said = difference(alone, again, killed)
+    what, reason = found_in(killed, alone, again)
 
-    assert said.startswith("first after step 2 (rank 0): the loss (0.5 alone, 0.25 after)")
-    assert "likely reason: the Keeper does not keep generator `noise`: give it as per_rank" in said
+    assert what == "first after step 2 (rank 0): the loss (0.25, not 0.5)"
+    assert reason == "the Keeper does not keep generator `noise`: pass it as per_rank=[…]"
+
+
+def test_other_samples_are_the_data_order_before_a_counter_that_began_again() -> None:
+    alone, again = (run(begin(1, pid), begin(2, pid, {}, seen="1"), begin(3, pid), begin(4, pid)) for pid in (1, 2))
+    killed = run(begin(1), begin(2, 5, {}, seen="0"), begin(3, 5, {"the samples": "done 9"}), begin(4, 5))
+
+    what, reason = found_in(killed, alone, again)
+
+    assert what == "first after step 2 (rank 0): the samples"
+    assert reason.startswith("the data begin again: pass per_rank=Batches(loader). Or the Keeper does not keep seen")
+
+
+def test_an_average_that_differs_at_the_end_is_a_difference_and_a_counter_is_none() -> None:
+    def ended(pid: int, average: str, count: str) -> dict[str, Any]:
+        return begin(4, pid, {}, **{"ema.weight": average, "count": count})
+
+    alone, again = (run(begin(1, pid), begin(2, pid), ended(pid, "float32[2] 4", "3")) for pid in (1, 2))
+
+    lost = found_in(run(begin(1), begin(2, 5), ended(5, "float32[2] 9", "2")), alone, again)
+    kept = found_in(run(begin(1), begin(2, 5), ended(5, "float32[2] 4", "2")), alone, again)
+
+    assert lost[0] == "at the end (rank 0): ema.weight"
+    assert lost[1].startswith("the Keeper does not keep ema.weight: pass what must come back")
+    assert kept == ("", "")
 
 
 def test_a_state_that_the_restart_brings_back_as_another_type_is_named_with_both() -> None:
     killed = run(begin(1), begin(2, 5, {"0.weight": "bfloat16[2] 2"}), begin(3, 5, EVALUATED), begin(4, 5))
 
-    said = difference(ALONE, AGAIN, killed)
+    what, reason = found_in(killed)
 
-    assert said.startswith("first after step 1 (rank 0): 0.weight (float32[2] alone, bfloat16[2] after)")
-    assert "the restored values differ" in said
+    assert what == "first after step 1 (rank 0): 0.weight (bfloat16[2], not float32[2])"
+    assert "the restored values differ" in reason
 
 
 def test_an_evaluation_that_a_failure_cut_off_is_missed_but_not_one_that_was_done_before() -> None:
     cut = run(begin(1), begin(2), begin(3, 5), begin(4, 5))
     before = run(begin(1), begin(2), begin(3, 1, EVALUATED), begin(3, 5), begin(4, 5))
 
-    assert "the evaluation after it (done alone, absent after)" in difference(ALONE, AGAIN, cut)
-    assert difference(ALONE, AGAIN, before) == ""
+    assert found_in(cut)[0] == "first after step 2 (rank 0): the evaluation after it is missing"
+    assert found_in(before) == ("", "")
 
 
 def test_two_quiet_runs_with_other_losses_differ_and_with_another_generator_do_not() -> None:
     other = run(begin(1, 2), begin(2, 2, {"the loss": "0.7"}), begin(3, 2, EVALUATED), begin(4, 2))
 
-    assert difference(ALONE, other, other).startswith("first after step 1 (rank 0): the loss (0.5 alone, 0.7 after)")
-    assert difference(ALONE, AGAIN, AGAIN) == ""
+    assert difference(computed(ALONE), other)[0] == "first after step 1 (rank 0): the loss (0.7, not 0.5)"
+    assert difference(computed(ALONE), AGAIN)[0] == ""
 
 
 def test_a_run_that_ends_too_soon_differs() -> None:
-    assert "2 steps were done, not 3" in difference(ALONE, AGAIN, run(begin(1), begin(2, 5), begin(3, 5, EVALUATED)))
-    assert "0 steps were done, not 3" in difference(ALONE, AGAIN, {})
+    assert "2 steps were done, not 3" in found_in(run(begin(1), begin(2, 5), begin(3, 5, EVALUATED)))[0]
+    assert "0 steps were done, not 3" in found_in({})[0]
 
 
 def test_words_that_differ_without_a_failure_are_not_compared() -> None:
-    alone, again = ["step 1 loss 0.5 12ms", "step 2 loss 0.4 13ms"], ["step 1 loss 0.5 14ms", "step 2 loss 0.4 15ms"]
+    lines = stable(["step 1 loss 0.5 12ms", "step 2 loss 0.4 13ms"], ["step 1 loss 0.5 14ms", "step 2 loss 0.4 15ms"])
 
-    assert unprinted(alone, again, ["step 1 loss 0.5 9ms", "resumed", "step 2 loss 0.3 9ms"]) == ["step 2 loss 0.4 …"]
+    assert missing(lines, ["step 1 loss 0.5 9ms", "resumed", "step 2 loss 0.3 9ms"]) == ["step 2 loss 0.4 …"]
+
+
+def test_of_quiet_runs_with_other_numbers_of_lines_those_in_both_are_compared_and_no_line_is_the_begin_of_another() -> (
+    None
+):
+    lines = stable(["10% of 2", "step 2", "end"], ["step 2", "end"])
+
+    assert lines == ["step 2", "end"]
+    assert missing(lines, ["step 20", "end"]) == ["step 2"]
+    assert stable(["0.1", "0.2"], ["0.3", "0.4"]) == []
+
+
+def test_lines_of_the_same_kind_are_counted_as_repeated_and_a_traceback_is_not() -> None:
+    assert printed_again(["step 1", "step 2"], ["step 1", "Traceback", "resumed at 0", "step 1", "step 2"]) == 1

@@ -641,6 +641,15 @@ def test_a_step_without_commit_is_refused() -> None:
             pass
 
 
+@pytest.mark.parametrize("option", ["snapshot_every", "copy_every", "stop_every"])
+def test_an_option_of_before_is_refused_with_what_has_its_place(option: str) -> None:
+    model = nn.Linear(1, 1)
+    options: dict[str, Any] = {option: 5}
+
+    with pytest.raises(TypeError, match=f"Keeper has no option '{option}'; lose_at_most=N is how many steps"):
+        Keeper(model, torch.optim.SGD(model.parameters()), **options)
+
+
 @pytest.mark.parametrize("options", [{"verify_every": 0}, {"lose_at_most": -1}, {"name": "a/b"}, {"hook_state": 3}])
 def test_what_cannot_be_meant_is_refused_with_the_value(options: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError), match=r"is (0|-1|'a/b'|a int)"):
