@@ -24,7 +24,6 @@ from elaunch.agent.core.actions import (
     KeepStacks,
     LookAtStacks,
     NameLingering,
-    NameSlow,
     Renew,
     ReplaceForkServer,
     Say,
@@ -315,8 +314,6 @@ class Loop:
                 self._workers.blame(action)
             case NameLingering():
                 self._workers.name_lingering(action)
-            case NameSlow(slow):
-                self._workers.name_slow(slow)
             case Clear():
                 self._workers.clear(action, self._keep_session)
             case ReplaceForkServer(generation):

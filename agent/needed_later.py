@@ -19,7 +19,6 @@ MODULES = (
     "elaunch.agent.core.hang_watch",
     "elaunch.agent.core.late_ranks",
     "elaunch.agent.core.node_report",
-    "elaunch.agent.core.pace_watch",
     "elaunch.agent.core.stack_answer",
     "elaunch.agent.core.survivors",
     "elaunch.agent.core.wait_shares",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from elaunch.agent.config import Level
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.messages import Message
 from elaunch.records import dataclass
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, RankTable
-
-if TYPE_CHECKING:
-    from elaunch.rendezvous.rules.pace import SlowNode
 
 
 @dataclass(frozen=True)
@@ -127,13 +122,6 @@ class NameLingering:
 
 
 @dataclass(frozen=True)
-class NameSlow:
-    """Say that ranks of this node are slower than those of all other nodes, and what may be the cause."""
-
-    slow: SlowNode
-
-
-@dataclass(frozen=True)
 class Clear:
     """End what is left of a generation on this node and collect its output; answered by `Cleared`.
 
@@ -166,5 +154,5 @@ class Exit:
     outcome: Outcome
 
 
-ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame | NameLingering | NameSlow
+ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame | NameLingering
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

@@ -219,14 +219,6 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Paced:
-    """For which share of the time each worker waited in collectives, by local rank, over some minutes."""
-
-    generation: int
-    shares: Mapping[int, float]
-
-
-@dataclass(frozen=True)
 class StacksTaken:
     """The stacks of the workers that `LookAtStacks` named."""
 
@@ -331,7 +323,6 @@ WorkerEvent = (
     | WorkerExited
     | Reported
     | Sampled
-    | Paced
     | StacksTaken
     | WorkersHung
     | WorkerAsked

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.hang import Quiet
 from elaunch.agent.core.still import Standstill
 from elaunch.records import dataclass, replace
 from elaunch.rendezvous.types import Failure, Outcome, RankTable, Seat
-
-if TYPE_CHECKING:
-    from elaunch.rendezvous.rules.pace import NodePace
-
 
 # A rank whose program is over closes its connections before it has an exit status. Its exit functions take a while.
 EXIT_S = 3.0
@@ -100,8 +94,7 @@ class Running:
     whose program raised an exception may take its time to end, `lingers_s` when one whose program ended well is named,
     if its process is still there. `is_first` says that this agent ran no generation
     before. `quiet` is how long nothing was reported, `standstill` how the workers look from outside. `ends` are the
-    records of workers that exited with 0, in order. `pace` is this node's newest record in the store. The log has the
-    verdict that `slow_node` is slow, empty for none.
+    records of workers that exited with 0, in order.
     """
 
     table: RankTable
@@ -114,8 +107,6 @@ class Running:
     quiet: Quiet = NOT_QUIET
     standstill: Standstill = NOT_STILL
     ends: tuple[Failure, ...] = ()
-    pace: NodePace | None = None
-    slow_node: str = ""
 
     @property
     def is_broken(self) -> bool:

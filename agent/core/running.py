@@ -5,7 +5,6 @@ from __future__ import annotations
 from elaunch.agent.core.actions import Action, Commit, NameLingering, Say, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import (
     Looked,
-    Paced,
     Reported,
     Sampled,
     ServiceLost,
@@ -73,9 +72,6 @@ def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step
     if agent.snapshot.hang or running.standstill.said:
         running, heard = _hear_of_hang(agent, running)
         agent = replace(agent, phase=running)
-    if agent.snapshot.slow:
-        running, of_slow = _hear_of_slow(agent, running)
-        agent, heard = replace(agent, phase=running), (*heard, *of_slow)
     actions: tuple[Action, ...] = ()
     if ended:
         agent, actions = _stop_with_job(agent, running, ended, now_s)
@@ -181,13 +177,6 @@ def sampled(agent: Agent, running: Running, event: Sampled, now_s: float) -> Ste
     from elaunch.agent.core import hang_watch
 
     return hang_watch.sampled(agent, running, event, now_s)
-
-
-def paced(agent: Agent, running: Running, event: Paced, now_s: float) -> Step:
-    """Tell the leader for which share of the time each rank waits in collectives, if that has changed."""
-    from elaunch.agent.core import pace_watch
-
-    return pace_watch.paced(agent, running, event, now_s)
 
 
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, now_s: float) -> Step:
@@ -379,12 +368,6 @@ def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action
     from elaunch.agent.core.hang_watch import hear_of_hang
 
     return hear_of_hang(agent, running)
-
-
-def _hear_of_slow(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
-    from elaunch.agent.core.pace_watch import hear_of_slow
-
-    return hear_of_slow(agent, running)
 
 
 def _signal_for(

@@ -7,7 +7,6 @@ from enum import Enum
 
 from elaunch.agent.core.slow_ranks import Slow, median
 from elaunch.records import dataclass
-from elaunch.rendezvous.rules.pace import slow_node_words
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Cause(Enum):
     DISK = "disk reads"
     DATA_LOADING = "data loading"
     GPU_CLOCK = "GPU clock"
-    HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -51,83 +49,47 @@ class Difference:
     words: str
 
 
-def slow_words(rank: int, slow: Slow, found: Sequence[Difference] | None, *, is_compared: bool = True) -> str:
-    """The sentence for the log, with what differs; None where that could not be read.
-
-    `is_compared` says that it was compared with the other ranks of its node.
-    """
-    if slow.among_nodes:
-        said = slow_node_words(slow.among_nodes)
-        nothing = _NOTHING_ON_NODE
-        begin = "compared with the other ranks of its node, " if is_compared and found else ""
-        if slow.among_nodes.is_whole:
-            begin = f"as for rank {rank}, "
-    else:
-        said = (
-            f"rank {rank} is slower than the other ranks of this node: they wait for {slow.wait_share:.0%} of the time,"
-            f" for the last {slow.lasted_s:.0f} s{slow.seen}"
-        )
-        nothing, begin = _NOTHING_DIFFERS, ""
-    if found is None:
-        return said
-    return f"{said}; {begin}{', and '.join(each.words for each in found) or nothing}"
+def slow_words(rank: int, slow: Slow, found: Sequence[Difference] | None) -> str:
+    """The sentence for the log, with what differs; None where that could not be read."""
+    said = (
+        f"rank {rank} is slower than the other ranks of this node: they wait for {slow.wait_share:.0%} of the time,"
+        f" for the last {slow.lasted_s:.0f} s{slow.seen}"
+    )
+    return said if found is None else f"{said}; {', and '.join(each.words for each in found) or _NOTHING_DIFFERS}"
 
 
 _MORE_WORK = "it may have more work: longer samples, or a part of the program that only this rank runs or waits for"
 _NOTHING_DIFFERS = f"its CPUs, its GPU and its data loaders are like theirs, so {_MORE_WORK}"
-_NOTHING_ON_NODE = f"nothing is seen on its host that holds it back, so {_MORE_WORK}"
 
 
-def differences(own: Traits, others: Sequence[Traits], *, is_whole_node: bool = False) -> tuple[Difference, ...]:
-    """What may make the process of `own` slow.
+def differences(own: Traits, others: Sequence[Traits]) -> tuple[Difference, ...]:
+    """What may make the process of `own` slow, compared with those of `others`, one at least."""
 
-    `others` are those of the node to compare it with. Without them only what slows down any process is found.
-    """
-
-    def theirs(value: Callable[[Traits], float]) -> float | None:
-        return median(value(other) for other in others) if others else None
+    def theirs(value: Callable[[Traits], float]) -> float:
+        return median(value(other) for other in others)
 
     found = []
-    if (cpus := theirs(lambda t: t.cpus)) is not None and own.cpus < cpus:
+    if own.cpus < (cpus := theirs(lambda t: t.cpus)):
         found.append(Difference(Cause.CPUS, f"it may use {_cpus(own.cpus)}, and they {_cpus(round(cpus))}"))
-    if own.nice > ((nice := theirs(lambda t: t.nice)) or 0):
-        compared = "" if nice is None else f", and theirs {nice:.0f}"
-        found.append(Difference(Cause.NICE, f"its nice value is {own.nice}{compared}"))
-    if own.delayed >= 0.2 and own.delayed >= 1.5 * ((delayed := theirs(lambda t: t.delayed)) or 0):
-        compared = "" if delayed is None else f", and they for {delayed:.0%}"
-        words = f"when it wants a CPU it has to wait for {own.delayed:.0%} of that time{compared}"
+    if own.nice > (nice := theirs(lambda t: t.nice)):
+        found.append(Difference(Cause.NICE, f"its nice value is {own.nice}, and theirs {nice:.0f}"))
+    if own.delayed >= 0.2 and own.delayed >= 1.5 * (delayed := theirs(lambda t: t.delayed)):
+        words = f"when it wants a CPU it has to wait for {own.delayed:.0%} of that time, and they for {delayed:.0%}"
         found.append(Difference(Cause.CONTENTION, f"{words}: other processes use its CPUs"))
     if own.throttled >= 0.05:
         words = f"its cgroup's limit (cpu.max) holds it back for {own.throttled:.0%} of the time"
         found.append(Difference(Cause.CPU_LIMIT, words))
-    if own.major_faults >= 10 and own.major_faults >= 3 * (theirs(lambda t: t.major_faults) or 0):
+    if own.major_faults >= 10 and own.major_faults >= 3 * theirs(lambda t: t.major_faults):
         words = f"it reads {own.major_faults:.0f} pages a second from a disk (swap, or mapped files)"
         found.append(Difference(Cause.DISK, words))
-    children = theirs(lambda t: t.children)
-    if children is not None and own.children >= 0.5 and own.children >= 1.5 * children:
+    if own.children >= 0.5 and own.children >= 1.5 * (children := theirs(lambda t: t.children)):
         words = f"its data loaders use {own.children:.1f} CPUs, and theirs {children:.1f}"
         found.append(Difference(Cause.DATA_LOADING, words))
-    if words := _of_gpu(own, theirs(lambda t: t.clock_mhz)):
+    if own.clock_mhz and own.clock_mhz < 0.9 * (clock_mhz := theirs(lambda t: t.clock_mhz)):
+        limited = f", limited by {own.limited_by}" if own.limited_by else ""
+        words = f"its GPU runs at {own.clock_mhz} MHz, and theirs at {clock_mhz:.0f} MHz{limited}"
         found.append(Difference(Cause.GPU_CLOCK, words))
-    if is_whole_node:
-        found.append(Difference(Cause.HOST, _OF_HOST))
     return tuple(found)
-
-
-_OF_HOST = (
-    "all ranks of its node are slow, so the cause may be the host: the clocks of its CPUs or GPUs, its disks, other"
-    " programs that run there"
-)
-
-
-def _of_gpu(own: Traits, theirs_mhz: float | None) -> str:
-    """The words if its GPU is slower than theirs; or, where there is none to compare with, if something limits it."""
-    is_slow = bool(own.limited_by) if theirs_mhz is None else own.clock_mhz < 0.9 * theirs_mhz
-    if not own.clock_mhz or not is_slow:
-        return ""
-    compared = "" if theirs_mhz is None else f", and theirs at {theirs_mhz:.0f} MHz"
-    limited = f", limited by {own.limited_by}" if own.limited_by else ""
-    return f"its GPU runs at {own.clock_mhz} MHz{compared}{limited}"
 
 
 def _cpus(count: int) -> str:

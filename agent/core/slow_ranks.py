@@ -7,13 +7,9 @@ time: it works, and the others wait for it. This needs no word of the program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from elaunch.agent.core.standstill import LOOK_S_MAX, Window
 from elaunch.records import dataclass, field, replace
-
-if TYPE_CHECKING:
-    from elaunch.rendezvous.rules.pace import SlowNode
 
 # A rank is named that was the slow one in so many windows in a row: two minutes.
 WINDOW_S = 20.0
@@ -30,14 +26,12 @@ class Slow:
     """The other ranks of the node wait for `local_rank`, for `wait_share` of the time, and have done for `lasted_s`.
 
     `seen` says how that was seen, as the end of a sentence, where it is not by the time for which each rank works.
-    `among_nodes` is the verdict of the leader where the ranks of the other nodes wait for it.
     """
 
     local_rank: int
     wait_share: float
     lasted_s: float
     seen: str = ""
-    among_nodes: SlowNode | None = None
 
 
 @dataclass(frozen=True)

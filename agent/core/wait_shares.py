@@ -1,7 +1,7 @@
 """For which share of the time each rank waits in collectives, by looks once a second; pure.
 
-A share needs no clock that other hosts have too. So ranks of different nodes are compared by it
-(`rendezvous/rules/pace.py`): a rank that waits less than all others is the one that they wait for.
+A share needs no clock that other hosts have too, so ranks of different nodes can be compared by it: a rank that waits
+less than all others is the one that they wait for.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
@@ -121,8 +121,11 @@ class LinkMonitor:
         while self._news:
             yield self._news.popleft()
 
-    def seen(self, now_s: float) -> WorkersSeen | None:
-        """The workers of the current generation, for whoever asks how they are; None before the first one."""
+    def seen(self, now_s: float, wait_shares: Callable[[int], Mapping[int, float]]) -> WorkersSeen | None:
+        """The workers of the current generation, for whoever asks how they are; None before the first one.
+
+        `wait_shares` returns those of a generation by local rank.
+        """
         group = self._current.latest
         if group is None:
             return None
@@ -134,10 +137,11 @@ class LinkMonitor:
         # `now_s` was before these modules were imported and the links were read.
         read_s = time.monotonic()
         ranks: list[RankReport] = []
+        shares = wait_shares(group.generation)
         for local_rank in range(group.slots):
             link, pid = group.links.get(local_rank), group.pids.get(local_rank, -1)
             state = "stopped" if linux.is_stopped(pid) else "running"
-            report = RankReport(group.rank(local_rank), local_rank, pid, state)
+            report = RankReport(group.rank(local_rank), local_rank, pid, state, wait_share=shares.get(local_rank))
             if link and link.reports:
                 times = link.step_times
                 times.look(read_s, link.step, link.reports)

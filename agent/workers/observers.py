@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from elaunch.agent.workers.hang_monitor import HangMonitor
     from elaunch.agent.workers.slow_monitor import SlowMonitor
     from elaunch.agent.workers.unanswered import Unanswered
-    from elaunch.rendezvous.rules.pace import SlowNode
 
 # After the start of the first workers.
 _FIRST_LOOK_S = 1.0
@@ -117,9 +116,9 @@ class Observers:
         if known and len(known) == len(counts):
             self._slow.counted(group, known)
 
-    def name_slow(self, slow: SlowNode) -> None:
-        """Name ranks of this node that are slower than those of all other nodes."""
-        self._slow.name(self._current.group, slow)
+    def wait_shares(self, generation: int) -> Mapping[int, float]:
+        """For which share of the last minutes each worker of that generation waited in collectives, by local rank."""
+        return self._slow.wait_shares(generation) if self._is_complete else {}
 
     def take_samples(self) -> Iterator[Sampled]:
         """What was seen since the last call."""

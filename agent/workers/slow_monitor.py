@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elaunch.agent import linux
-from elaunch.agent.core.events import Paced
 from elaunch.agent.core.slow_causes import Traits, differences, slow_words
 from elaunch.agent.core.slow_ranks import Slow, SlowRanks
 from elaunch.agent.core.standstill import Window
@@ -23,15 +22,12 @@ if TYPE_CHECKING:
     from elaunch.agent.core.late_ranks import Behind
     from elaunch.agent.core.wait_shares import WaitShares
     from elaunch.agent.workers.flight_recorder import FlightRecorder
-    from elaunch.rendezvous.rules.pace import SlowNode
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 # Rates are measured over this time.
 _SPAN_S = 2.0
 # A recorder that keeps more entries is not read while the program works: it takes the worker 30 µs for each.
 _ENTRIES_MAX = 4000
-# In the place of a rank: all ranks of this node.
-_WHOLE_NODE = -1
 
 
 class SlowMonitor:
@@ -42,6 +38,7 @@ class SlowMonitor:
         self._ranks = SlowRanks()
         self._behind: Behind | None = None
         self._waits: WaitShares | None = None
+        self._shares: Mapping[int, float] = {}
         self._generation = -1
         self._told: set[int] = set()
 
@@ -53,7 +50,7 @@ class SlowMonitor:
             start_thread(lambda: self._tell(group, slow), "elaunch-slow-rank")
 
     def counted(self, group: WorkerGroup, counts: Mapping[int, Counts]) -> None:
-        """Take another look at how many collectives the workers have entered into account. May post `Paced`."""
+        """Take another look at how many collectives the workers have entered into account."""
         self._begin(group)
         # Imported here: a program without a process group never needs it.
         from elaunch.agent.core.late_ranks import Behind
@@ -62,26 +59,19 @@ class SlowMonitor:
         if local_rank is not None and group.rank(local_rank) not in self._told:
             recorders = group.recorders
             start_thread(lambda: self._look_into(group, local_rank, recorders), "elaunch-slow-rank")
-        if len(group.table.seats) > 1:
-            from elaunch.agent.core.wait_shares import WaitShares
+        from elaunch.agent.core.wait_shares import WaitShares
 
-            self._waits, shares = (self._waits or WaitShares()).after(counts)
-            if shares:
-                self._reporter.post(Paced(group.generation, shares))
+        self._waits, shares = (self._waits or WaitShares()).after(counts)
+        self._shares = shares or self._shares
 
-    def name(self, group: WorkerGroup, slow: SlowNode) -> None:
-        """Name a rank, or all ranks, of this node, for which the ranks of all other nodes wait."""
-        from elaunch.agent.core.wait_shares import LOOKS
-        from elaunch.rendezvous.rules.pace import CONFIRM_S
-
-        if self._is_new(_WHOLE_NODE if slow.is_whole else slow.rank):
-            local_rank = slow.rank - group.rank(0)
-            found = Slow(local_rank, slow.others, LOOKS + CONFIRM_S, among_nodes=slow)
-            start_thread(lambda: self._tell(group, found), "elaunch-slow-rank")
+    def wait_shares(self, generation: int) -> Mapping[int, float]:
+        """For which share of the last minutes each worker of that generation waited in collectives, by local rank."""
+        return self._shares if generation == self._generation else {}
 
     def _begin(self, group: WorkerGroup) -> None:
         if group.generation != self._generation:
             self._generation, self._ranks, self._behind, self._waits = group.generation, SlowRanks(), None, None
+            self._shares = {}
 
     def _is_new(self, rank: int) -> bool:
         """Whether it was not named yet. From now on it was."""
@@ -100,22 +90,16 @@ class SlowMonitor:
 
     def _tell(self, group: WorkerGroup, slow: Slow) -> None:
         traits = read_traits({local_rank: pid for local_rank, pid in group.pids.items() if pid > 0})
-        rank, own, is_whole = group.rank(slow.local_rank), traits.get(slow.local_rank), False
+        rank, own = group.rank(slow.local_rank), traits.get(slow.local_rank)
         others = [found for local_rank, found in traits.items() if local_rank != slow.local_rank]
-        if slow.among_nodes and slow.among_nodes.is_whole:
-            # All of them are slow: none is there to compare with.
-            others, is_whole = [], True
-        is_known = own is not None and (others or slow.among_nodes)
-        found = differences(own, others, is_whole_node=is_whole) if own and is_known else None
-        text = slow_words(rank, slow, found, is_compared=bool(others))
+        found = differences(own, others) if own and others else None
+        text = slow_words(rank, slow, found)
         self._reporter.timeline.stamp(
             group.generation,
             "slow",
             rank=rank,
             wait_percent=round(100 * slow.wait_share),
             lasted_s=round(slow.lasted_s),
-            among="nodes" if slow.among_nodes else "node",
-            is_whole_node=is_whole,
             causes=[each.cause.value for each in found or ()],
             text=text,
         )

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from elaunch.agent.core.node_report import WorkersSeen
     from elaunch.agent.workers.leftovers import Leftovers
     from elaunch.agent.workers.survivor_watch import SurvivorWatch
-    from elaunch.rendezvous.rules.pace import SlowNode
 
 # The loop waits no longer for a folder that is not the job's own: the lease has to be renewed.
 DISK_S = 0.5
@@ -128,7 +127,7 @@ class Workers:
 
     def seen(self, now_s: float) -> WorkersSeen | None:
         """How the workers of the last generation are; None before the first one."""
-        return self._links.seen(now_s)
+        return self._links.seen(now_s, self._observers.wait_shares)
 
     def steps(self) -> dict[int, int]:
         """The newest step of each rank that has reported one. Any thread may call it."""
@@ -290,10 +289,6 @@ class Workers:
     def blame(self, order: Blame) -> None:
         """Make a failure of a hang. Posts `WorkersHung`."""
         self._observers.hangs.blame(order)
-
-    def name_slow(self, slow: SlowNode) -> None:
-        """Say that ranks of this node are slower than those of all other nodes, and what may be the cause."""
-        self._observers.name_slow(slow)
 
     def replace_fork_server(self, generation: int) -> None:
         """End a fork server that does not answer, and start another; posts `ServiceLost`."""

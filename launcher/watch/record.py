@@ -192,6 +192,7 @@ def _ranks(known: Gathered, generation: int) -> list[dict[str, Any]]:
             has_step = rank.step >= 0
             row |= {"node_id": seat.node_id, "host": seat.host, "step": rank.step if has_step else None}
             row["step_s"] = None if rank.step_s is None else round(rank.step_s, 6)
+            row["wait_share"] = None if rank.wait_share is None else round(rank.wait_share, 2)
             row["reported_ago_s"] = None if rank.reported_ago_s is None else round(rank.reported_ago_s, 1)
             found.append(row)
     return sorted(found, key=lambda row: row["rank"])

@@ -150,7 +150,7 @@ def _restarts(restarts: dict[str, Any]) -> str:
 
 
 def _rank_rows(record: dict[str, Any]) -> Rows:
-    rows: Rows = [("rank", "host", "pid", "state", "step", "step time", "last report", "memory", "phase")]
+    rows: Rows = [("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")]
     for rank in record["ranks"]:
         rows.append(
             (
@@ -160,6 +160,7 @@ def _rank_rows(record: dict[str, Any]) -> Rows:
                 rank["state"],
                 "–" if rank["step"] is None else str(rank["step"]),
                 "–" if rank["step_s"] is None else fine(rank["step_s"]),
+                "–" if rank["wait_share"] is None else f"{rank['wait_share']:.0%}",
                 "–" if rank["reported_ago_s"] is None else f"{span(rank['reported_ago_s'])} ago",
                 _size(rank["memory_bytes"]),
                 rank["phase"],
@@ -167,6 +168,9 @@ def _rank_rows(record: dict[str, Any]) -> Rows:
         )
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
+    if all(rank["wait_share"] is None for rank in record["ranks"]):
+        at = rows[0].index("waits")
+        rows = [row[:at] + row[at + 1 :] for row in rows]
     there = {rank["node_id"] for rank in record["ranks"]}
     for node in record["nodes"]:
         if node["node_id"] not in there:

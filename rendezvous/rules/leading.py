@@ -1,4 +1,4 @@
-"""The leader's rules while a generation runs: success, lost nodes, hangs, slow nodes, late joiners; and its state."""
+"""The leader's rules while a generation runs: success, lost nodes, hangs, late joiners; and its state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LeaderState:
 
     `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
     last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
-    All nodes have said since `hang_since_s` that their ranks stand still, and since `slow_since[1]` that they wait for
-    the node `slow_since[0]`. `mended` is the last transaction that was to get rid of an unreadable record.
+    All nodes have said since `hang_since_s` that their ranks stand still. `mended` is the last transaction that was
+    to get rid of an unreadable record.
     """
 
     formation: Formation = NO_FORMATION
@@ -28,7 +28,6 @@ class LeaderState:
     joined_at_s: float | None = None
     join_interval_s: float = 0.0
     hang_since_s: float | None = None
-    slow_since: tuple[str, float] | None = None
     mended: Txn | None = None
 
 
@@ -71,9 +70,7 @@ def lead(
             table_age_s,
             lossless_until_s,
         )
-        leader_state = replace(
-            leader_state, formation=formed.formation, ready_since_s=None, hang_since_s=None, slow_since=None
-        )
+        leader_state = replace(leader_state, formation=formed.formation, ready_since_s=None, hang_since_s=None)
         return Lead(leader_state, formed.txn, formed.wake_s, formed.waiting)
     done = snapshot.done.get(table.generation, frozenset())
     if all(seat.node_id in done for seat in table.seats):
@@ -88,13 +85,10 @@ def lead(
     hang = _watch_for_hang(snapshot, table, done, leader_state, times, now_s)
     if hang.txn:
         return hang
-    slow = _watch_for_slow(snapshot, table, hang.leader_state, now_s)
-    if slow.txn:
-        return slow
-    led = _admit(snapshot, snapshot.terms, table, done, slow.leader_state, times, now_s)
+    led = _admit(snapshot, snapshot.terms, table, done, hang.leader_state, times, now_s)
     if led.txn:
         return led
-    wakes_s = (hang.wake_s, slow.wake_s, led.wake_s)
+    wakes_s = (hang.wake_s, led.wake_s)
     return replace(led, wake_s=min((at_s for at_s in wakes_s if at_s is not None), default=None))
 
 
@@ -129,25 +123,6 @@ def _watch_for_hang(
     if now_s >= confirmed_s:
         return Lead(leader_state, declare_hang(snapshot, table, hang))
     return Lead(replace(leader_state, hang_since_s=since_s), wake_s=confirmed_s)
-
-
-def _watch_for_slow(snapshot: Snapshot, table: RankTable, leader_state: LeaderState, now_s: float) -> Lead:
-    """Declare that all nodes wait for one of them, when that has held for a while."""
-    paces = snapshot.pace.get(table.generation)
-    if not paces:
-        return Lead(replace(leader_state, slow_since=None))
-    # No agent reads this rule in a job of one node, or in the first minutes of a generation.
-    from elaunch.rendezvous.rules.pace import CONFIRM_S, declare_slow, slow_node
-
-    slow, said = slow_node(paces, table), snapshot.slow
-    if slow is None or (said and (said.generation, said.node_id) == (slow.generation, slow.node_id)):
-        return Lead(replace(leader_state, slow_since=None))
-    since = leader_state.slow_since
-    if since is None or since[0] != slow.node_id:
-        since = slow.node_id, now_s
-    if now_s >= since[1] + CONFIRM_S:
-        return Lead(replace(leader_state, slow_since=None), declare_slow(snapshot, slow))
-    return Lead(replace(leader_state, slow_since=since), wake_s=since[1] + CONFIRM_S)
 
 
 def _succeeded(table: RankTable, terms: Terms) -> Outcome:

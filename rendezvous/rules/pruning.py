@@ -12,7 +12,7 @@ from elaunch.rendezvous.types import Outcome
 FAILURES_KEPT = 20
 # A transaction holds at most 128 operations, so one seal tidies up at most this many generations.
 _TIDIED_MAX = 40
-_ENDED_PARTS = ("joined", "detailed", "done", "still", "pace")
+_ENDED_PARTS = ("joined", "detailed", "done", "still")
 
 
 def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
@@ -28,11 +28,9 @@ def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
         Delete(keys.done(0), keys.done(sealed)),
         Delete(keys.detailed(0), keys.detailed(sealed)),
         Delete(keys.still(0), keys.still(sealed)),
-        Delete(keys.pace(0), keys.pace(sealed)),
         # A node may see the cause only with the table.
         Delete(keys.cause(0), keys.cause(max(sealed - 1, 0))),
         Delete(keys.hang),
-        Delete(keys.slow),
     ]
     recorded = sorted(number for number in snapshot.failures if number < sealed)
     if len(recorded) > FAILURES_KEPT + 1:
@@ -55,7 +53,6 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
         *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in _ENDED_PARTS),
         Delete(keys.cause(0), f"{keys.control}cause0"),
         Delete(keys.hang),
-        Delete(keys.slow),
     ]
     if snapshot.tables:
         ops.append(Delete(keys.table(0), keys.table(max(snapshot.tables))))

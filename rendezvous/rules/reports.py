@@ -44,7 +44,8 @@ class RankReport(Bounded):
     `step` is -1 and `phase` empty where none was reported.
 
     `step_s` is the time of a step over the last ones, `reported_ago_s` the time since the last report. `memory_bytes`
-    is the resident memory of its process, without the processes that it has started.
+    is the resident memory of its process, without the processes that it has started. `wait_share` is the share of the
+    last minutes in which it waited in collectives.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankReport(Bounded):
     step_s: float | None = None
     reported_ago_s: float | None = None
     memory_bytes: int | None = None
+    wait_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ def is_possible(report: NodeReport) -> bool:
     times_s = [report.age_s, report.workers_age_s]
     times_s += [seconds for rank in report.ranks for seconds in (rank.step_s, rank.reported_ago_s)]
     sizes = [report.memory_bytes, report.memory_free_bytes, *(rank.memory_bytes for rank in report.ranks)]
-    limits = ((times_s, _TIME_END_S), (sizes, _BYTES_END), ((report.cpus, report.load), _COUNT_END))
+    shares = [rank.wait_share for rank in report.ranks]
+    limits = ((shares, 1.001), (times_s, _TIME_END_S), (sizes, _BYTES_END), ((report.cpus, report.load), _COUNT_END))
     return len(report.ranks) <= RANKS_MAX and all(
         number is None or 0 <= number < end for numbers, end in limits for number in numbers
     )

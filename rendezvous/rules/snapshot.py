@@ -21,10 +21,9 @@ from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome,
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.rules.hang_records import Hang, StillNode
-    from elaunch.rendezvous.rules.pace import NodePace, SlowNode
     from elaunch.rendezvous.rules.questions import Question
 
-Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode", "NodePace")
+Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode")
 _LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
 # Sentences about unreadable records that one snapshot has: somebody may have written thousands.
 _SENTENCES_MAX = 8
@@ -109,15 +108,6 @@ class Keys:
         """The leader's verdict that the job hangs."""
         return f"{self.control}hang"
 
-    def pace(self, generation: int, node_id: str = "") -> str:
-        """The key by which this node says how long its ranks wait in collectives."""
-        return f"{self.root}pace/{generation:010}/{node_id}"
-
-    @property
-    def slow(self) -> str:
-        """The leader's verdict that all other nodes wait for one."""
-        return f"{self.control}slow"
-
     def cause(self, generation: int) -> str:
         """The failure that explains the one by which the generation after this one was opened."""
         return f"{self.control}cause/{generation:010}"
@@ -131,7 +121,7 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded), done, still and pace. `causes` are failures that explain an earlier one of the
+    order in which they were recorded), done and still. `causes` are failures that explain an earlier one of the
     same generation. `starter` has claimed the start of the first run. `question` is what somebody asks the nodes;
     nothing is decided from it, nor from `causes`. `unreadable` holds sentences about records that could not be read,
     each once. `mends` is how the leader gets rid of these: the guard that one is still there, and the operation that
@@ -158,8 +148,6 @@ class Snapshot:
     causes: Mapping[int, Failure] = field(default_factory=dict)
     question: Question | None = None
     hang: Hang | None = None
-    pace: Mapping[int, Mapping[str, NodePace]] = field(default_factory=dict)
-    slow: SlowNode | None = None
     unreadable: tuple[str, ...] = ()
     mends: tuple[tuple[Unchanged, Op], ...] = ()
 
@@ -228,7 +216,6 @@ class SnapshotReader:
         failures: dict[int, list[tuple[int, Failure]]] = {}
         done: dict[int, set[str]] = {}
         still: dict[int, dict[str, StillNode]] = {}
-        pace: dict[int, dict[str, NodePace]] = {}
         tables: dict[int, RankTable] = {}
         causes: dict[int, Failure] = {}
         for key, entry in view.entries.items():
@@ -259,12 +246,8 @@ class SnapshotReader:
                     done.setdefault(int(generation), set()).add(node_id)
                 case ["still", generation, node_id]:
                     still.setdefault(int(generation), {})[node_id] = record
-                case ["pace", generation, node_id]:
-                    pace.setdefault(int(generation), {})[node_id] = record
                 case ["ctl", "hang"]:
                     fields |= {"hang": record}
-                case ["ctl", "slow"]:
-                    fields |= {"slow": record}
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
                 case ["ctl", "cause", generation]:
@@ -294,7 +277,6 @@ class SnapshotReader:
             failures={g: tuple(f for _, f in sorted(records, key=lambda r: r[0])) for g, records in failures.items()},
             done={g: frozenset(nodes) for g, nodes in done.items()},
             still=still,
-            pace=pace,
             tables=tables,
             causes=causes,
             unreadable=tuple(unreadable[:_SENTENCES_MAX]),
@@ -356,7 +338,7 @@ def _check_successor(parts: list[str], last: KeyEntry, record: Any, entry: KeyEn
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError if a key that must contain a generation does not."""
     match parts:
-        case ["joined" | "failures" | "detailed" | "done" | "still" | "pace", number, _]:
+        case ["joined" | "failures" | "detailed" | "done" | "still", number, _]:
             check_generation_of_key(number)
         case ["ctl", "table" | "cause", number]:
             check_generation_of_key(number)
@@ -389,14 +371,6 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             from elaunch.rendezvous.rules.hang_records import StillNode, check_hang_record
 
             return lambda text: _of_node(node_id, _credible(StillNode, text, check_hang_record))
-        case ["pace", _, node_id]:
-            from elaunch.rendezvous.rules.pace import NodePace, check_pace
-
-            return lambda text: _of_node(node_id, _credible(NodePace, text, check_pace))
-        case ["ctl", "slow"]:
-            from elaunch.rendezvous.rules.pace import SlowNode, check_pace
-
-            return lambda text: _credible(SlowNode, text, check_pace)
         case ["ctl", "hang"]:
             from elaunch.rendezvous.rules.hang_records import Hang, check_hang_record
 

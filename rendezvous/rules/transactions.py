@@ -24,7 +24,7 @@ from elaunch.rendezvous.types import (
     host_of,
 )
 
-_RUN_PARTS = ("joined", "failures", "detailed", "done", "still", "pace")
+_RUN_PARTS = ("joined", "failures", "detailed", "done", "still")
 _NAMES_SHOWN = 3
 # Each lost node needs two guards; etcd takes 128 in one transaction.
 _LOST_GUARDED = 50
@@ -58,7 +58,6 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
             Delete(keys.ended),
             Delete(keys.starter),
             Delete(keys.hang),
-            Delete(keys.slow),
             Delete(keys.cause(0), keys.cause(number)),
             Put(keys.spec, encode(terms), run),
             Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),

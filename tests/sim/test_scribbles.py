@@ -18,8 +18,8 @@ from tests.sim.plans import TIMES, Fault, HostPlan, Plan, Strike, draw
 HOSTS = (HostPlan("host-0", 1), HostPlan("host-1", 1), HostPlan("host-2", 1, start_s=6.0))
 SCRIBBLE_S = 4.0
 KINDS = (
-    *("members", "joined", "failures", "still", "pace", "ctl/spec", "ctl/generation", "ctl/table"),
-    *("ctl/leader", "ctl/hang", "ctl/slow"),
+    *("members", "joined", "failures", "still", "ctl/spec", "ctl/generation", "ctl/table"),
+    *("ctl/leader", "ctl/hang"),
 )
 TEXTS = {
     "garbage": "\x1b]0;x\x07{",

@@ -8,15 +8,9 @@ import pytest
 
 from elaunch.agent.core.slow_causes import Cause, Traits, differences, slow_words
 from elaunch.agent.core.slow_ranks import Slow
-from elaunch.rendezvous.rules.pace import SlowNode
 
 USUAL = Traits(cpus=8, nice=0, delayed=0.02, throttled=0.0, children=0.6, major_faults=0.0, clock_mhz=1980)
 SLOW = Slow(3, wait_share=0.3, lasted_s=120.0)
-AMONG_NODES = Slow(3, 0.5, 540.0, among_nodes=SlowNode(0, "node-b-00000001", 11, is_whole=False, waits=0.1, others=0.5))
-ON_NODE_B = (
-    "rank 11 on node-b is slower than the ranks of the other nodes: those wait in collectives for 50% of the time or"
-    " more, and it for 10%; "
-)
 
 
 @pytest.mark.parametrize(
@@ -60,46 +54,3 @@ def test_several_differences_are_one_sentence_and_none_has_words_too() -> None:
 
 def test_without_the_facts_only_what_was_seen_is_said() -> None:
     assert slow_words(11, SLOW, None).endswith("for the last 120 s")
-
-
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ({"cpus": 1}, ""),
-        ({"nice": 10}, "its nice value is 10"),
-        ({"delayed": 0.4}, "when it wants a CPU it has to wait for 40% of that time: other processes use its CPUs"),
-        ({"throttled": 0.3}, "its cgroup's limit (cpu.max) holds it back for 30% of the time"),
-        ({"children": 1.8}, ""),
-        ({"clock_mhz": 1200}, ""),
-        (
-            {"clock_mhz": 1200, "limited_by": "its temperature"},
-            "its GPU runs at 1200 MHz, limited by its temperature",
-        ),
-    ],
-)
-def test_a_rank_alone_on_its_node_has_the_causes_that_need_no_comparison(own: dict[str, float], words: str) -> None:
-    found = differences(replace(USUAL, **own), [])  # type: ignore[arg-type]
-
-    nothing = "nothing is seen on its host that holds it back, so it may have more work"
-    assert slow_words(11, AMONG_NODES, found, is_compared=False).startswith(ON_NODE_B + (words or nothing))
-
-
-def test_a_rank_that_is_slow_among_nodes_is_compared_with_those_of_its_own_node() -> None:
-    found = differences(replace(USUAL, cpus=1), [USUAL])
-
-    words = "compared with the other ranks of its node, it may use 1 CPU, and they 8 CPUs"
-    assert slow_words(11, AMONG_NODES, found) == ON_NODE_B + words
-
-
-def test_a_node_that_is_slow_as_a_whole_has_its_host_as_a_cause() -> None:
-    found = differences(replace(USUAL, throttled=0.3), [], is_whole_node=True)
-
-    assert [each.cause for each in found] == [Cause.CPU_LIMIT, Cause.HOST]
-    whole = replace(AMONG_NODES, among_nodes=SlowNode(0, "node-b-00000001", 11, True, 0.1, 0.5))
-    said = slow_words(11, whole, found, is_compared=False)
-    assert said.startswith(
-        "all ranks of node-b are slower than the ranks of the other nodes: those wait in collectives"
-    )
-    assert (
-        "; as for rank 11, its cgroup's limit (cpu.max) holds it back for 30% of the time, and all ranks of its" in said
-    )

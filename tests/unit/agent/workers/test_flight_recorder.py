@@ -19,7 +19,7 @@ import pytest
 
 from elaunch.agent.core import wait_shares
 from elaunch.agent.core.collectives import evidence
-from elaunch.agent.core.events import Event, Paced
+from elaunch.agent.core.events import Event
 from elaunch.agent.core.late_ranks import LOOKS, WINDOWS
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers import flight_recorder, slow_monitor, stacks
@@ -162,7 +162,7 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
 
     def shares() -> Mapping[int, float] | None:
         looks()
-        return posted[-1].shares if posted and isinstance(posted[-1], Paced) else None
+        return monitor.wait_shares(group.generation) or None
 
     found_shares = wait_for(shares, f"the shares of {wait_shares.LOOKS} looks", every_s=LOOK_S)
     assert found_shares[0] > 0.5 > found_shares[1], "rank 0 waits for rank 1"

@@ -18,7 +18,6 @@ from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import SLOTS_MAX
 from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, StillNode
 from elaunch.rendezvous.rules.leading import LeaderState, lead
-from elaunch.rendezvous.rules.pace import NodePace, SlowNode
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.table_codec import UNPACKED_BYTES_MAX, decode_table, encode_table, seats_of
 from elaunch.rendezvous.store import KeyEntry, View
@@ -56,9 +55,6 @@ RECORDS = {
     KEYS.still(1, "a-1"): encode(StillNode("a-1", 61.0, True, (STILL,))),
     KEYS.still(1, "b-2"): encode(StillNode("b-2", 61.0, True, (replace(STILL, first_rank=2),))),
     KEYS.hang: encode(Hang(1, "a-1", 0, "hung: it waits,")),
-    KEYS.pace(1, "a-1"): encode(NodePace("a-1", 0, 0.5, 0.6)),
-    KEYS.pace(1, "b-2"): encode(NodePace("b-2", 2, 0.1, 0.2)),
-    KEYS.slow: encode(SlowNode(1, "b-2", 2, True, 0.1, 0.5)),
     KEYS.table(1): encode_table(TABLE),
     KEYS.table(0): encode_table(replace(TABLE, generation=0)),
 }
