@@ -228,7 +228,10 @@ def _run(words: list[str], environ: Mapping[str, str], links: Sequence[Path], st
         for its in (moment, *([Moment("the same command again")] if moment.agent else [])):
             if code == -signal.SIGKILL:
                 asked = json.dumps({**asdict(its), "folder": name, "steps": steps})
-                code = _job(words, {**environ, "ELAUNCH_REHEARSAL": asked}, folder, its)
+                # What a killed rank leaves in the temporary folder, as multiprocessing's, is removed too. A warm fork
+                # server would stay with this folder.
+                own = {"ELAUNCH_REHEARSAL": asked, "TMPDIR": name, "ELAUNCH_WARM": "0"}
+                code = _job(words, {**environ, **own}, folder, its)
         records = {path.stem.rpartition("."): _json_lines(path) for path in sorted(folder.glob("*.jsonl"))}
         output = (folder / "output").read_text(errors="replace").splitlines()
         return Run(

@@ -112,9 +112,11 @@ def _reason(names: Sequence[str], own: Sequence[str], *, is_restored: bool) -> s
         return f"the Keeper does not keep {_some(generators)}: pass it as per_rank=[…]"
     reasons = ["the data begin again: pass per_rank=Batches(loader)."] if "the samples" in names else []
     if own:
-        # Many values of one object are that object.
-        counts = Counter(name.partition(".")[0] for name in own)
-        objects = dict.fromkeys(name if counts[root := name.partition(".")[0]] == 1 else root for name in own)
+        # Many values of one object are that object. A generator's name is in quotes already.
+        roots = {name: name.partition(".")[0] for name in own if "`" not in name}
+        counts = Counter(roots.values())
+        quoted = {name: f"`{root if counts[root] > 1 else name}`" for name, root in roots.items()}
+        objects = dict.fromkeys(quoted.get(name, name) for name in own)
         reasons.append(
             f"the Keeper does not keep {_some([*objects])}: pass what must come back (extra=, scheduler=, …)"
         )

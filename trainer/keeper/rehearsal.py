@@ -9,8 +9,8 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from itertools import islice
+from contextlib import ExitStack, suppress
+from itertools import chain, islice
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -91,8 +91,8 @@ class Rehearsal:
         facts: dict[str, Any] = {"the loss": " + ".join(self._losses)} if self._losses else {}
         facts |= {name: f"done {its.hexdigest()[:16]}" for name, its in self._seen.items()}
         facts |= {**dict(training.live_tensors.named()), **buffers["transient"], **buffers["buffers"]}
-        facts |= {**dict(named("", rest)), **{f"~{name}": its for name, its in self._own(own).items()}}
-        values = {name: digest(its) for name, its in facts.items() if its is not None}
+        facts |= dict(named("", rest))
+        values = {name: digest(its) for name, its in facts.items() if its is not None} | self._own(own)
         record = {"step": step, "pid": os.getpid(), "warned": self._warned, "facts": values}
         with (self._folder / f"{self._name}.{self._rank}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -100,14 +100,19 @@ class Rehearsal:
         self._begin_record()
         return step > int(self._asked["steps"])
 
-    def _own(self, own: Mapping[str, Any]) -> dict[str, Any]:
+    def _own(self, own: Mapping[str, Any]) -> dict[str, str]:
         """What the program has beside its state, which may be the reason of a difference."""
-        found = dict(named("per_rank", own.get("per_rank")))
         several = [each for one in self._kept if isinstance(one, list | tuple) for each in one]
         modules = [module for one in self._training.models for module in one.modules()]
         kept = frozenset(map(id, [*self._kept, *several, *modules]))
-        own_variables = (each for name, its in variables(sys._getframe(1)) for each in named(name, its, kept))
-        return found | dict(islice(own_variables, _NAMES_MAX))
+        frames = variables(sys._getframe(1))
+        found = chain(named("per_rank", own.get("per_rank")), *(named(name, its, kept) for name, its in frames))
+        digested: dict[str, str] = {}
+        # Attributes of the program's objects may raise anything.
+        with suppress(Exception):
+            for name, its in islice(found, _NAMES_MAX):
+                digested[f"~{name}"] = digest(its)
+        return digested
 
     def committing(self) -> None:
         """All changes of the step are made, and the commit has not ended."""

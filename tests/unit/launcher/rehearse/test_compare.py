@@ -76,7 +76,7 @@ def test_other_samples_are_the_data_order_before_a_counter_that_began_again() ->
     what, reason = found_in(killed, alone, again)
 
     assert what == "first after step 2 (rank 0): the samples"
-    assert reason.startswith("the data begin again: pass per_rank=Batches(loader). Or the Keeper does not keep seen")
+    assert reason.startswith("the data begin again: pass per_rank=Batches(loader). Or the Keeper does not keep `seen`")
 
 
 def test_an_average_that_differs_at_the_end_is_a_difference_and_a_counter_is_none() -> None:
@@ -89,7 +89,7 @@ def test_an_average_that_differs_at_the_end_is_a_difference_and_a_counter_is_non
     kept = found_in(run(begin(1), begin(2, 5), ended(5, "float32[2] 4", "2")), alone, again)
 
     assert lost[0] == "at the end (rank 0): ema.weight"
-    assert lost[1].startswith("the Keeper does not keep ema.weight: pass what must come back")
+    assert lost[1].startswith("the Keeper does not keep `ema.weight`: pass what must come back")
     assert kept == ("", "")
 
 

@@ -22,6 +22,8 @@ def test_a_generator_that_has_drawn_one_number_more_is_another_one() -> None:
 
 def test_values_in_the_programs_objects_are_found_by_their_paths_and_kept_ones_are_left_out() -> None:
     class Sampler:
+        weight = 1.0
+
         def __init__(self) -> None:
             self.epoch, self.rng, self.model = 3, random.Random(1), model
 
@@ -29,5 +31,6 @@ def test_values_in_the_programs_objects_are_found_by_their_paths_and_kept_ones_a
 
     found = dict(named("sampler", Sampler(), frozenset({id(model)})))
 
-    assert found.keys() == {"sampler.epoch", "generator `sampler.rng`"}
-    assert found["sampler.epoch"] == "3"
+    assert found.keys() == {"sampler.weight", "sampler.epoch", "generator `sampler.rng`"}
+    # A step that sets it makes it the object's own.
+    assert (found["sampler.epoch"], found["sampler.weight"]) == ("3", "1.0")
