@@ -83,7 +83,7 @@ class Door:
         # What schedules change, by name, at the end of the last commit.
         self._scheduled: dict[str, Any] = {}
         self._unkept = Unkept(training, kept, self._tell, self._numbers)
-        self._again_s, self._next_look = 0.0, 0
+        self._again_s, self._is_again, self._next_look = 0.0, False, 0
         self._commits = self._looks = 0
         self._has_begun = False
         # The number of commits at the last evaluation.
@@ -125,11 +125,25 @@ class Door:
                 "the failure: they depend on state that the Keeper does not keep; `elaunch rehearse` can name it",
                 by_all=True,
             )
-        if self._is_first and self._peers.leads and self._commits == _NOTED_AT:
+        if self._peers.leads and (self._is_first or self._commits > _COMPARED_AT):
+            # Attributes of the program's objects may raise anything.
             with contextlib.suppress(Exception):
-                self._unkept.note_variables()
+                self._look_at_objects()
+
+    def _look_at_objects(self) -> None:
+        if self._commits == _NOTED_AT:
+            self._unkept.note_variables()
+        elif self._commits == _COMPARED_AT - 1:
+            self._unkept.note_weights()
         elif self._commits == _COMPARED_AT:
             self._unkept.compare()
+        elif self._is_again:
+            self._is_again, begun_s = False, time.monotonic()
+            self._unkept.compare()
+            self._unkept.look_through()
+            self._unkept.note_variables()
+            now_s = time.monotonic()
+            self._again_s = now_s + max(_APART_S, _APART * (now_s - begun_s))
 
     def step_begins(self, step: int) -> None:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
@@ -206,21 +220,14 @@ class Door:
         self._looks += 1
         if self._compares_ranks() and (found := self._difference(f" after step {step}")):
             self._tell("ranks", found)
-        if self._peers.leads and self._commits > _COMPARED_AT and not self.is_others:
-            self._look_through(time.monotonic())
+        if self._peers.leads and self._commits > _COMPARED_AT and time.monotonic() >= self._again_s:
+            self._is_again = not self.is_others
+            if self._is_again:
+                self._unkept.note_weights()
 
     def _compares_ranks(self) -> bool:
         # A restart has no time for it, and has made the ranks alike.
         return self._is_first if self._looks <= _LOOKS else self._looks >= self._next_look
-
-    def _look_through(self, now_s: float) -> None:
-        if now_s >= self._again_s:
-            with contextlib.suppress(Exception):
-                self._unkept.compare()
-                self._unkept.look_through()
-                self._unkept.note_variables()
-            took_s = time.monotonic() - now_s
-            self._again_s = now_s + took_s + max(_APART_S, _APART * took_s)
 
     def _may_tell(self, kind: str, *, by_all: bool = False) -> bool:
         return kind not in self._said and (by_all or self._peers.leads)
