@@ -26,7 +26,7 @@ from elaunch.trainer.state.tree import State, equal, is_shard, several, some
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
 # At the first looks of a job the ranks compare once more what they must have alike, and later after so many at least.
-_LOOKS, _LOOKS_APART = 3, 8
+_LOOKS, _LOOKS_APART, _LOOKS_ALONE = 3, 8, 16
 # What comes later is looked for seldom: the time that it takes is 0.5 % of that between two times.
 _APART_S, _APART = 1.0, 200
 # The options that a schedule changes.
@@ -212,12 +212,14 @@ class Door:
 
         A program may begin an average, or make another optimizer, in mid-training.
         """
-        for path, (old, new) in self._training.settings.values.look().items():
-            if self._training.has_different_models:
-                self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
         if not self._commits:
             return
         self._looks += 1
+        # A process that is alone looks at each step.
+        if self._peers.world_size > 1 or self._looks % _LOOKS_ALONE == 0:
+            for path, (old, new) in self._training.settings.values.look().items():
+                if self._training.has_different_models:
+                    self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
         if self._compares_ranks() and (found := self._difference(f" after step {step}")):
             self._tell("ranks", found)
         if self._peers.leads and self._commits > _COMPARED_AT and time.monotonic() >= self._again_s:

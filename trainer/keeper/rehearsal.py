@@ -159,8 +159,8 @@ def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def _has_tensors(value: object) -> bool:
-    several = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-    return any(issubclass(type(each), Tensor) for each in several)  # type: ignore[union-attr]
+    several: Any = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+    return any(issubclass(type(each), Tensor) for each in several)
 
 
 def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
