@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.keeper.disk_copies import DiskCopies
@@ -60,7 +61,11 @@ class Copies:
         lose_at_most: int | None = None,
         kept: int = KEPT,
     ) -> None:
-        training.compare_names(peers.from_all)
+        try:
+            training.compare_names(peers.from_all)
+        except ValueError as error:
+            link.refuse(str(error))
+            raise
         for one in training.optimizers:
             require_uncaptured(one)
         training.require_plain(durably=storage is not None)

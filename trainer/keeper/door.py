@@ -27,7 +27,7 @@ from elaunch.trainer.state.tree import State, equal, is_shard, several, some
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
 # At the first looks of a job the ranks compare once more what they must have alike, and later after so many at least.
-_LOOKS, _LOOKS_APART = 3, 8
+_LOOKS, _LOOKS_APART, _LOOKS_ALONE = 3, 8, 16
 # What comes later is looked for seldom: the time that it takes is 0.5 % of that between two times.
 _APART_S, _APART = 1.0, 200
 # The options that a schedule changes.
@@ -84,7 +84,7 @@ class Door:
         # What schedules change, by name, at the end of the last commit.
         self._scheduled: dict[Any, Any] = {}
         self._unkept = Unkept(training, kept, self._tell, self._numbers)
-        self._again_s, self._next_look = 0.0, 0
+        self._again_s, self._is_again, self._next_look = 0.0, False, 0
         self._commits = self._looks = 0
         self._has_begun = False
         # The number of commits at the last evaluation.
@@ -126,11 +126,25 @@ class Door:
                 "the failure: they depend on state that the Keeper does not keep; `elaunch rehearse` can name it",
                 by_all=True,
             )
-        if self._is_first and self._peers.leads and self._commits == _NOTED_AT:
+        if self._peers.leads and (self._is_first or self._commits > _COMPARED_AT):
+            # Attributes of the program's objects may raise anything.
             with contextlib.suppress(Exception):
-                self._unkept.note_variables()
+                self._look_at_objects()
+
+    def _look_at_objects(self) -> None:
+        if self._commits == _NOTED_AT:
+            self._unkept.note_variables()
+        elif self._commits == _COMPARED_AT - 1:
+            self._unkept.note_weights()
         elif self._commits == _COMPARED_AT:
             self._unkept.compare()
+        elif self._is_again:
+            self._is_again, begun_s = False, time.monotonic()
+            self._unkept.compare()
+            self._unkept.look_through()
+            self._unkept.note_variables()
+            now_s = time.monotonic()
+            self._again_s = now_s + max(_APART_S, _APART * (now_s - begun_s))
 
     def step_begins(self, step: int) -> None:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
@@ -202,29 +216,24 @@ class Door:
 
         A program may begin an average, or make another optimizer, in mid-training.
         """
-        for path, (old, new) in self._training.settings.values.look().items():
-            if self._training.has_names_of_its_own:
-                self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
         if not self._commits:
             return
         self._looks += 1
+        # A process that is alone looks at each step.
+        if self._peers.world_size > 1 or self._looks % _LOOKS_ALONE == 0:
+            for path, (old, new) in self._training.settings.values.look().items():
+                if self._training.has_names_of_its_own:
+                    self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
         if self._compares_ranks() and (found := self._difference(f" after step {step}")):
             self._tell("ranks", found)
-        if self._peers.leads and self._commits > _COMPARED_AT and not self.is_others:
-            self._look_through(time.monotonic())
+        if self._peers.leads and self._commits > _COMPARED_AT and time.monotonic() >= self._again_s:
+            self._is_again = not self.is_others
+            if self._is_again:
+                self._unkept.note_weights()
 
     def _compares_ranks(self) -> bool:
         # A restart has no time for it, and has made the ranks alike.
         return self._is_first if self._looks <= _LOOKS else self._looks >= self._next_look
-
-    def _look_through(self, now_s: float) -> None:
-        if now_s >= self._again_s:
-            with contextlib.suppress(Exception):
-                self._unkept.compare()
-                self._unkept.look_through()
-                self._unkept.note_variables()
-            took_s = time.monotonic() - now_s
-            self._again_s = now_s + took_s + max(_APART_S, _APART * took_s)
 
     def _may_tell(self, kind: str, *, by_all: bool = False) -> bool:
         return kind not in self._said and (by_all or self._peers.leads)

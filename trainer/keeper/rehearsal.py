@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from inspect import CO_OPTIMIZED
 from itertools import chain, islice
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -150,8 +151,20 @@ def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
             and "site-packages" not in path
             and not path.startswith(("<", sys.base_prefix))
         ):
-            yield from [(name, value) for name, value in [*frame.f_locals.items()] if name[:2] != "__"]
+            held = frame.f_locals
+            found = [(name, value) for name, value in [*held.items()] if name[:2] != "__"]
+            if type(held) is dict and frame.f_code.co_flags & CO_OPTIMIZED:
+                # Before Python 3.13 a function's frame keeps this copy of its variables, and so this step's tensors.
+                for name in [name for name, value in found if _has_tensors(value)]:
+                    del held[name]
+            yield from found
+            del held, found
         frame = frame.f_back
+
+
+def _has_tensors(value: object) -> bool:
+    several: Any = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+    return any(issubclass(type(each), Tensor) for each in several)
 
 
 def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:

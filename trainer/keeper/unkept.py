@@ -72,7 +72,22 @@ class Unkept:
     ) -> None:
         self._training, self._kept, self._tell, self._options = training, kept, tell, options
         self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
+        # Tensors that are like the weights, by path, each with a few values.
+        self._averages: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._weights: list[Tensor] = []
         _all.add(self)
+
+    def note_weights(self) -> None:
+        """For `compare` after the next commit: a copy of the weights that it makes for itself is no average of them."""
+        self._weights = [one for its in self._samples().values() for one in its]
+
+    def _samples(self) -> dict[torch.Size, list[Tensor]]:
+        """A few values of each of the first weights of each shape."""
+        found: dict[torch.Size, list[Tensor]] = {}
+        for weight in self._training.model.parameters():
+            if weight.requires_grad and len(found.setdefault(weight.shape, [])) < _AVERAGED_MAX:
+                found[weight.shape].append(_sample(weight))
+        return found
 
     def compare(self) -> None:
         """Warn of what `note_variables` has noted and the steps since then have changed."""
@@ -80,7 +95,21 @@ class Unkept:
             with contextlib.suppress(Exception):
                 if read() not in (None, before):
                     self._tell(kind, sentence)
-        self._movers = []
+        gone = {path: sample for path, (one, sample) in self._averages.items() if one() is None}
+        for path, (ref, sample) in self._averages.items():
+            if (one := ref()) is not None and not _is_equal(_sample(one), sample):
+                self._tell_of_average(path)
+        # Others may have been made in their places.
+        weights = [*self._weights, *(one for its in self._samples().values() for one in its)] if gone else []
+        for path, one in _of_program(_kept_by_all()[0]) if gone else ():
+            known = [gone[path], *weights] if path in gone and is_a(one, Tensor) else None
+            if known and not any(_is_equal(_sample(one), each) for each in known):
+                self._tell_of_average(path)
+        self._movers, self._averages = [], {}
+
+    def _tell_of_average(self, path: str) -> None:
+        name = path.partition(".")[0]
+        self._tell(f"average {name}", _FOLLOWS.format(name))
 
     def look_through(self) -> None:
         """Name the loaders, schedulers and scalers of this training that no Keeper has."""
@@ -109,16 +138,8 @@ class Unkept:
         """Note optimizers, generators, and tensors that are like the weights, that the program's variables lead to."""
         things, memory = _kept_by_all()
         ours = {id(each) for one in self._training.optimizers for each in (one, getattr(one, "param_groups", one))}
-        likes: dict[torch.Size, list[Tensor]] = {}
-        for weight in self._training.model.parameters():
-            if weight.requires_grad and len(likes.setdefault(weight.shape, [])) < _AVERAGED_MAX:
-                likes[weight.shape].append(_sample(weight))
-        averaged = 0
-        held = dict(variables(sys._getframe(1)))
-        # A tensor of an average may also be a variable of a loop, which is no name for it.
-        alone = {name: one for name, one in held.items() if is_a(one, Tensor)}
-        inside = {name: one for name, one in held.items() if name not in alone}
-        for path, one in chain(*(reach("", its, NODES_MAX, things) for its in (inside, alone))):
+        likes = self._samples()
+        for path, one in _of_program(things):
             name = type(one).__name__
             # Another one may be a library's, around ours.
             if is_a(one, Optimizer) and not ours & {id(one.param_groups), *map(id, vars(one).values())}:
@@ -127,15 +148,13 @@ class Unkept:
                 its = f"[…, {path}]" if is_a(one, torch.Generator) else "an object with its state_dict"
                 self._note(f"generator {path}", _GENERATOR.format(path, its), read)
             elif (
-                averaged < _AVERAGED_MAX
+                len(self._averages) < _AVERAGED_MAX
                 and is_a(one, Tensor)
                 and memory_of(one) not in memory
-                and any(_is_near(_sample(one), like) for like in likes.get(one.shape, ()))
+                and any(_is_near(sample := _sample(one), like) for like in likes.get(one.shape, ()))
             ):
-                averaged += 1
                 memory.add(memory_of(one))
-                name = path.partition(".")[0]
-                self._note(f"average {name}", _FOLLOWS.format(name), partial(_values, weakref.ref(one)))
+                self._averages[path] = weakref.ref(one), sample
             elif self._kept["scheduler"] is None and (held := self._schedule(one)) is not None:
                 name, before = type(one).__name__, (self._options(), _counters(held))
                 self._note(f"scheduler {name}", _SCHEDULE.format(name), partial(self._counted, held, *before))
@@ -155,6 +174,14 @@ class Unkept:
         """The numbers of such an object if they and the options of the optimizers have changed; else None."""
         now = _counters(its)
         return now if now != counters and self._options() != options else None
+
+
+def _of_program(without: Collection[int]) -> Iterator[tuple[str, Any]]:
+    """What the variables of the program lead to. A tensor that is one comes last: it may be a loop's, of an average."""
+    held = dict(variables(sys._getframe(1)))
+    alone = {name: one for name, one in held.items() if is_a(one, Tensor)}
+    inside = {name: one for name, one in held.items() if name not in alone}
+    return chain(*(reach("", its, NODES_MAX, without) for its in (inside, alone)))
 
 
 def reach(path: str, value: Any, left: int = NODES_MAX, without: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
@@ -224,11 +251,11 @@ def _sample(tensor: Tensor) -> Tensor:
     if not (is_plain and part.is_contiguous() and part.untyped_storage().nbytes()):
         return torch.empty(0)
     begin = (part.numel() - _SAMPLE) // 2
-    return part.flatten()[max(0, begin) :][:_SAMPLE].float().cpu()
+    return part.flatten()[max(0, begin) :][:_SAMPLE].float().cpu().clone()
 
 
-def _values(one: Callable[[], Tensor | None]) -> Any:
-    return None if (tensor := one()) is None else _sample(tensor).tolist()
+def _is_equal(sample: Tensor, other: Tensor) -> bool:
+    return sample.shape == other.shape and torch.equal(sample, other)
 
 
 def _is_near(sample: Tensor, like: Tensor) -> bool:

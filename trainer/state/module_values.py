@@ -14,10 +14,11 @@ from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.state.tree import State
+from elaunch.trainer.state.tree import State, is_numpy_scalar
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
 # What programs change of torch's modules: the rate of Dropout, the momentum of BatchNorm.
 _OFTEN = ("p", "momentum")
@@ -43,7 +44,7 @@ class _Values:
 class ModuleValues:
     """The values of modules, which `follow` names. All names of values are paths: `blocks.0.drop.p`.
 
-    Those of the program's own modules, and those that programs change of torch's, are looked at in each step.
+    Those of modules that are not torch's, and those that programs change of torch's, are looked at in each step.
     """
 
     def __init__(self) -> None:
@@ -72,9 +73,13 @@ class ModuleValues:
         for place, module, is_own in self._modules:
             its = vars(module)
             names = [name for name, value in [*its.items()] if _counts(name, value, is_own=is_own)]
+            if type(module) is DistributedDataParallel:
+                # `no_sync` changes its flags.
+                names = [name for name in names if type(its[name]) is not bool]
             pairs = [(path, name) for name in names if (path := f"{place}.{name}".lstrip(".")) not in self._changed]
             if pairs:
-                values = self._often if is_own or any(name in _OFTEN for name in names) else self._seldom
+                is_often = not _is_torchs(type(module)) or any(name in _OFTEN for name in names)
+                values = self._often if is_often else self._seldom
                 # With two keys or more it returns a tuple.
                 keys = ["_parameters", *(name for _, name in pairs)]
                 values.places.append((itemgetter(*keys), its))
@@ -111,7 +116,7 @@ class ModuleValues:
         """The present values of those that have changed, by path."""
         places = [(path, *place) for path, place in [*self._changed.items()]]
         values = [(path, vars(module).get(name)) for path, module, name, often in places if not (only_seldom and often)]
-        return {path: value for path, value in values if type(value) in _PLAIN}
+        return {path: value for path, value in values if _is_plain(value)}
 
     def load(self, values: State) -> list[str]:
         """Set these values. Returns the paths of those that were others."""
@@ -129,9 +134,13 @@ class ModuleValues:
 
 def _counts(name: str, value: object, *, is_own: bool) -> bool:
     """Whether it is a value that a program sets. Private ones of libraries are their own business."""
-    if name in _OF_MODULES or type(value) not in _PLAIN:
+    if name in _OF_MODULES or not _is_plain(value):
         return False
     return name[:1] != "_" or (is_own and type(value) in (int, float))
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN or is_numpy_scalar(value)
 
 
 def _is_programs(kind: type) -> bool:

@@ -80,8 +80,8 @@ class Settings:
         self._parameters = [*self._model.parameters()]
         inner = [*self._model.named_modules()]
         modules = [*self._wrappers, *((plain_name(name), module) for name, module in inner)]
-        self.values.follow((plain_name(name), module) for name, module in inner)
         self._places, self._modules = [name for name, _ in modules], [module for _, module in modules]
+        self.values.follow(modules)
         self._held = [module._parameters for _, module in inner], [module._modules for _, module in inner]
         self._seen = self._objects()
         # `training` at the end of the last commit, until a note.

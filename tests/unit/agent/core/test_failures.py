@@ -71,6 +71,9 @@ def test_a_program_that_refuses_is_named_by_its_reason_unless_a_signal_ended_it(
     assert with_tail(refused, "words", reached_store=True).message == (
         "refused to run: 6 layers cannot be divided by 4 …"
     )
+    # The job's last line has the reason.
+    assert refused.headline == "rank 5 (local rank 1 on node-a, pid 4711) refused to run in generation 2"
+    assert killed.headline == killed.sentence
     assert killed.kind is FailureKind.SIGNAL
 
 

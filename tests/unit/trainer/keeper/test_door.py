@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -308,6 +309,37 @@ def test_what_begins_in_mid_training_is_named(monkeypatch: pytest.MonkeyPatch, b
 
     assert said.startswith(named)
     assert len(program.said) == 1
+
+
+@pytest.mark.parametrize("how", ["average", "copy before the step", "copy after it"])
+def test_an_average_of_new_tensors_in_each_step_is_named_and_a_copy_is_not(how: str) -> None:
+    program = Program()
+    means = [weight.detach().clone() for weight in program.model.parameters()]
+
+    def renew(step: int) -> None:
+        nonlocal means
+        part = 0.1 if how == "average" else 1.0
+        pairs = zip(means, program.model.parameters(), strict=True)
+        means = [mean.lerp(weight.detach(), part) for mean, weight in pairs]
+
+    setattr(program, "begins" if how == "copy before the step" else "commits", renew)
+    said = program.run()
+
+    assert said.startswith("`means` follows the weights") if how == "average" else not said
+
+
+def test_the_looks_keep_no_tensor_of_a_step_alive() -> None:
+    program, seen = Program(), list[weakref.ref[torch.Tensor]]()
+    with Keeper(program.model, program.optimizer, per_rank=(), say=program.said.append) as keeper:
+        for _ in keeper.steps(6):
+            x = torch.randn(4, 4)
+            seen.append(weakref.ref(x))
+            program.model(x).sum().backward()
+            with keeper.commit():
+                program.optimizer.step()
+                program.optimizer.zero_grad()
+
+        assert [ref() is not None for ref in seen] == [False] * 5 + [True]
 
 
 def test_an_average_that_is_also_a_loops_variable_is_named_once() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -226,11 +227,11 @@ class Staged(nn.Sequential):
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__(*parts)
-        self.stage, self._passes = 0, 0.0
+        self.stage, self._passes, self.level = 0, 0.0, None
 
     def forward(self, x: Any) -> Any:
         self._passes += 1.0
-        return super().forward(x) * (1 + self.stage + self._passes)
+        return super().forward(x) * (1 + self.stage + self._passes + float(self.level or 0))
 
 
 class ChangesValues(Program):
@@ -252,6 +253,9 @@ class ChangesValues(Program):
     def tail(self, step: int) -> None:
         if step == 6:
             self.model[1].eps = 0.1
+            self.model.level = np.float64(0.3)  # type: ignore[assignment]
+        if step == 9:
+            self.model[1].momentum = None
 
 
 PROGRAMS = [Gradually, FreezesInTheCommit, FreezesAfterEntry, AddsAGroup, AddsANamedGroup, RegroupsInTheTail]
@@ -312,8 +316,8 @@ def test_a_value_that_the_training_has_not_changed_is_the_programs_own(
     again.model[1].num_features = 5
     again.run()
 
-    assert (again.model[1].momentum, again.model.other, again.model[1].num_features) == (0.3, 0.7, 5)
-    assert "restored with step 7: `_passes`, `stage`, `1.eps` and 1 more" in again.said
+    assert (again.model[1].momentum, again.model.other, again.model[1].num_features) == (None, 0.7, 5)
+    assert "restored with step 7: `_passes`, `stage`, `level` and 2 more" in again.said
 
 
 def test_a_restore_says_what_is_other_than_at_the_start(generations: Callable[[], None]) -> None:
