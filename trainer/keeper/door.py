@@ -41,6 +41,7 @@ _LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
 _LOOKED_FOR = (DataLoader, LRScheduler, torch.amp.GradScaler)
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
+_VALUES = {float, int, tuple, type(None)}
 
 _LOADER = (
     "a DataLoader of this program shuffles, and its position is not kept: after a restart it starts over, and samples "
@@ -243,9 +244,8 @@ class Door:
         its = () if self.is_others else self._training.optimizers
         groups = enumerate(group for one in its for group in getattr(one, "param_groups", ()))
         found = {(n, name): group.get(name) for n, group in groups for name in _NUMBERS}
-        return (
-            {key: _number(value) for key, value in found.items()} if Tensor in set(map(type, found.values())) else found
-        )
+        is_plain = set(map(type, found.values())) <= _VALUES
+        return found if is_plain else {key: _number(value) for key, value in found.items()}
 
     def _difference(self, when: str = "") -> str:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""
