@@ -76,7 +76,7 @@ def test_a_state_that_is_applied_draws_the_same_again(what: str) -> None:
     assert drawn() == first
 
 
-@pytest.mark.parametrize("what", [*CHANGES][:-1] + ["all draw"])
+@pytest.mark.parametrize("what", ["all draw", *list(CHANGES)[:-1]])
 @pytest.mark.parametrize("before", [random.random, drawn])
 def test_what_is_drawn_aside_changes_no_state(what: str, before: Callable[[], object]) -> None:
     states = RandomStates(CPU)
