@@ -186,9 +186,9 @@ class _Link:
         if now_s >= self._next_s:
             self._next_s = now_s + _PAUSE_S
             # The agent reads steps once a second. When the first one was complete, only the worker can say.
-            when = f', "monotonic_s": {now_s:.6f}' if self._sent_step < 0 else ""
+            when = {"monotonic_s": round(now_s, 6)} if self._sent_step < 0 else {}
             self._sent_step = step
-            self.send(f'{{"event": "progress", "step": {step}{when}}}\n'.encode())
+            self.send(_line(event="progress", step=step, **when))
 
     def send_last_step(self) -> None:
         """At the end of the program: a failure is told with the step after which it came."""

@@ -32,6 +32,7 @@ _LOOKS, _LOOKS_APART, _LOOKS_ALONE = 3, 8, 16
 _APART_S, _APART = 1.0, 200
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
+_VALUES = {float, int, tuple, type(None)}
 
 _NO_LOOP = (
     "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step again, with the "
@@ -254,9 +255,8 @@ class Door:
         its = () if self.is_others else self._training.optimizers
         groups = enumerate(group for one in its for group in getattr(one, "param_groups", ()))
         found = {(n, name): group.get(name) for n, group in groups for name in _NUMBERS}
-        return (
-            {key: _number(value) for key, value in found.items()} if Tensor in set(map(type, found.values())) else found
-        )
+        is_plain = set(map(type, found.values())) <= _VALUES
+        return found if is_plain else {key: _number(value) for key, value in found.items()}
 
     def _difference(self, when: str = "") -> str:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""

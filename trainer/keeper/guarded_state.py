@@ -46,6 +46,8 @@ class GuardedState:
         self._outside = OutsideChanges(training.live_tensors, training.model.named_buffers)
         # Called with the step that a commit begins to complete.
         self.before_commit: Callable[[int], object] = id
+        # Called in a commit: whether all ranks look at the state after it, and may copy it.
+        self.is_looked_at: Callable[[], bool] = bool
         self._begun_s = self._longest_s = 0.0
         # Whether what this rank alone has of the next step is copied within its commit, and whether that holds until
         # the next look. All ranks have agreed on that.
@@ -79,7 +81,7 @@ class GuardedState:
         """
         if not (self._copies.paces or self._training.is_in_parts):
             return True
-        may = self._outside.allow_copy(self.version.step) and not self._training.refusal(is_copied=True)
+        may = self._outside.allow_copy(self.version.step)
         self._tell_of_changes()
         return may
 
@@ -187,7 +189,7 @@ class GuardedState:
     def _require_kept(self) -> None:
         """Raise TypeError if a restart could not bring back what the commit has made, or the program has set."""
         self._copies.require_plain_values()
-        if why := self._training.refusal():
+        if why := self._training.refusal(is_copied=self._copies.copies_in_commit or self.is_looked_at()):
             refused = f"step {self.next_version.step} is not committed: {why}"
             link.refuse(refused)
             raise TypeError(refused)

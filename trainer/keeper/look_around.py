@@ -47,6 +47,10 @@ class LookAround:
         is_agreed = self._looks.reached(self._state.version.step, time.monotonic())
         return is_agreed or self._state.has_failed_copy
 
+    def is_next(self) -> bool:
+        """Whether the ranks look after the step that is under way, or their loop ends with it."""
+        return self._state.next_version.step >= min(self._looks.next, self._total)
+
     def look(self) -> Wish:
         """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""
         step = self._state.version.step

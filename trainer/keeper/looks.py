@@ -49,6 +49,11 @@ class Looks:
         self._now, self._before = _Measured(), _Measured()
 
     @property
+    def next(self) -> int:
+        """After which step the ranks look next."""
+        return self._next
+
+    @property
     def steps(self) -> int:
         """How many steps were measured since the last look."""
         return self._now.steps

@@ -31,8 +31,11 @@ def hook_backward(model: nn.Module, store: Callable[[], object]) -> Callable[[],
         if not inner.training:
             return
         if found := [tensor for tensor in _tensors(outputs) if tensor.grad_fn is not None]:
-            # That of several tensors takes several times as long.
-            found[0].register_hook(reached) if len(found) == 1 else register_multi_grad_hook(found, reached, mode="any")
+            if len(found) == 1:
+                # A hook for several takes several times as long.
+                found[0].register_hook(reached)  # type: ignore[no-untyped-call]
+            else:
+                register_multi_grad_hook(found, reached, mode="any")
         else:
             store()
 

@@ -62,7 +62,7 @@ class Records:
 
     def done(self, version: Version) -> None:
         """Note that this rank has completed `version`."""
-        region = self._done.mapped
+        region = self._done.region()
         if region.numel() < _DONE_BYTES:
             self._done.grow(_DONE_BYTES)
             region = self._done.region()

@@ -85,11 +85,6 @@ class Slot:
         header = header_of(self.region())
         return header if header is not None and header.layout == self._layout else None
 
-    @property
-    def mapped(self) -> Tensor:
-        """The file as it was at the last `region`, without a look at its size now."""
-        return self._region
-
     def region(self) -> Tensor:
         """The whole file as uint8."""
         if self.size != self._region.numel():
@@ -146,11 +141,11 @@ class Slot:
 
         If it was the last to be written here only the header is.
         """
-        # Without a look at the file's size, since this happens in each step: nobody else changes that of such a file.
+        region = self.region()
         if self._written is None or self._written[0] is not packed:
             self._written = packed, self.write(piece, packed)
         else:
-            renew(self._region, self._written[1], piece)
+            renew(region, self._written[1], piece)
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""

@@ -92,7 +92,8 @@ class _Python(_Watched):
             return self._state
         version, (*words, position), gauss = random.getstate()
         keys = array("I", words).tobytes()
-        raw, generator = position.to_bytes(_INT_BYTES, sys.byteorder) + keys, random.getstate.__self__
+        # A program may have put a function of its own there.
+        raw, generator = position.to_bytes(_INT_BYTES, sys.byteorder) + keys, getattr(random.getstate, "__self__", None)
         found = -1
         if gauss is None and sys.implementation.name == "cpython":
             # There `id` is the address. As of numpy's below: without a normal number in store the bytes are all.

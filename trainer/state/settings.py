@@ -256,7 +256,7 @@ class Settings:
     def refusal(self, *, is_in_parts: bool, has_zero: bool, is_by_name: bool, is_copied: bool) -> str:
         """Why a restart could not bring the present settings back; "" if it can.
 
-        Which parameters and modules there are takes 50 µs for 200 modules: it is looked at before a copy, as
+        Which parameters and modules there are takes 50 µs for 200 modules: it is looked at where a copy may follow, as
         `is_copied` says, and not in each commit of a large model. `is_in_parts` says that each rank has a part of the
         state, `has_zero` that it is ZeRO-1's, and `is_by_name` that the ranks have different parameters.
         """

@@ -14,6 +14,10 @@ from elaunch.trainer.state.rng_state import RandomStates
 CPU = torch.device("cpu")
 
 
+def drawn() -> tuple[float, ...]:
+    return random.random(), random.gauss(0, 1), numpy.random.standard_normal(), float(torch.rand(1))
+
+
 CHANGES: dict[str, Callable[[], object]] = {
     "python draws": random.random,
     "python draws a normal number": lambda: random.gauss(0, 1),
@@ -67,9 +71,35 @@ def test_a_state_that_is_applied_draws_the_same_again(what: str) -> None:
     state = states.capture()
     pack(state)
 
-    def drawn() -> tuple[float, ...]:
-        return random.random(), random.gauss(0, 1), numpy.random.standard_normal(), float(torch.rand(1))
-
     first = drawn()
     rng_state.apply(state, CPU)
     assert drawn() == first
+
+
+@pytest.mark.parametrize("what", ["all draw", *list(CHANGES)[:-1]])
+@pytest.mark.parametrize("before", [random.random, drawn])
+def test_what_is_drawn_aside_changes_no_state(what: str, before: Callable[[], object]) -> None:
+    states = RandomStates(CPU)
+    before()
+    state = states.capture()
+    first = drawn()
+
+    rng_state.apply(state, CPU)
+    for _ in range(2):
+        state = states.capture()
+        states.step_aside(state, 3)
+        aside = drawn() if what == "all draw" else CHANGES[what]()
+        states.apply(state)
+
+    assert drawn() == first != aside
+
+
+def test_a_program_may_put_its_own_function_in_place_of_getstate(monkeypatch: pytest.MonkeyPatch) -> None:
+    getstate, states = random.getstate, RandomStates(CPU)
+    monkeypatch.setattr(random, "getstate", lambda: getstate())
+
+    before = states.capture()
+
+    assert states.capture() is before
+    random.random()
+    assert states.capture() is not before
