@@ -80,6 +80,10 @@ class Settings:
         # `training` at the end of the last commit, until a note.
         self._modes: list[bool] | None = None
 
+    def _with_buffers(self) -> set[str]:
+        modules = zip(self._places, self._modules, strict=True)
+        return {name for name, one in modules if any(value is not None for value in one._buffers.values())}
+
     def _objects(self) -> list[list[int]]:
         """The identities of all parameters and of all modules."""
         return [[*map(id, chain.from_iterable(map(dict.values, each)))] for each in self._held]
@@ -244,13 +248,15 @@ class Settings:
         the ranks have different parameters.
         """
         if not self._is_sharded and self._objects() != self._seen:
-            before = dict(zip(self._names, self._parameters, strict=True))
+            before, with_buffers = dict(zip(self._names, self._parameters, strict=True)), self._with_buffers()
             self._look()
             now = dict(zip(self._names, self._parameters, strict=True))
-            if changed := sorted(name for name in {**before, **now} if before.get(name) is not now.get(name)):
+            changed = {name for name in {**before, **now} if before.get(name) is not now.get(name)}
+            if changed := changed | (with_buffers ^ self._with_buffers()):
                 return (
-                    f"parameters were added, removed or replaced since the Keeper was entered ({some(changed)}), and a "
-                    "restart would begin without that; add modules, prune and parametrize before the Keeper"
+                    "parameters, or modules with buffers, were added, removed or replaced since the Keeper was entered "
+                    f"({some(sorted(changed))}), and a restart would begin without that; add modules, prune and "
+                    "parametrize before the Keeper"
                 )
         groups = [_ids_of(_groups_of(one)) for one in self._optimizers]
         if groups != self._known_groups:
