@@ -275,6 +275,8 @@ class Door:
                 # A state has its parameters by their numbers.
                 order = [[numbers.get(id(weight)) for weight in group["params"]] for group in one.param_groups]
                 parts[f"{name}.order of parameters"] = repr(order)
+            if not (is_own or training.has_zero or (is_later and not training.is_in_parts)):
+                # With FSDP what is no DTensor.
                 parts[f"{name}.state"] = [*getattr(one, "state", {}).values()]
         for name in ("scheduler", "scaler") if self.is_others else ("scheduler", "scaler", "extra"):
             of_name = several(self._kept[name])

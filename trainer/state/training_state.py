@@ -264,7 +264,7 @@ class Training:
         """
         groups = [getattr(one, "param_groups", ()) for one in self._optimizers]
         options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
-        found = not_plain(options, "param_groups")
+        found = not_plain(options, "param_groups", durably=durably)
         # Not the scaler: its state_dict waits for the device.
         for name in ("scheduler", "extra"):
             for number, part in enumerate(several(self._rest[name])):
