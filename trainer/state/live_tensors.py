@@ -75,7 +75,7 @@ class LiveTensors:
         for one in self._optimizers:
             for parameter, its in one.state.items():
                 part = local_parts(parameter)[:1] if is_shard(parameter) and type(its) is dict else ()
-                for key, value in its.items() if part and part[0].shape != parameter.shape else ():
+                for value in its.values() if part and part[0].shape != parameter.shape else ():
                     if isinstance(value, Tensor) and not is_shard(value) and value.shape == part[0].shape:
                         raise TypeError(
                             f"`{self.name_of(value)}` cannot be kept: it has the shape of this rank's part of the "
