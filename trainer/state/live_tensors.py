@@ -74,9 +74,9 @@ class LiveTensors:
                 raise TypeError(f"`{name}` cannot be kept: {error}") from None
         for one in self._optimizers:
             for parameter, its in one.state.items():
-                part = local_parts(parameter)[:1] if is_shard(parameter) and type(its) is dict else ()
-                for value in its.values() if part and part[0].shape != parameter.shape else ():
-                    if isinstance(value, Tensor) and not is_shard(value) and value.shape == part[0].shape:
+                shapes = [part.shape for part in local_parts(parameter)] if is_shard(parameter) else []
+                for value in its.values() if shapes and type(its) is dict and parameter.shape not in shapes else ():
+                    if isinstance(value, Tensor) and not is_shard(value) and value.shape in shapes:
                         raise TypeError(
                             f"`{self.name_of(value)}` cannot be kept: it has the shape of this rank's part of the "
                             f"parameter, {tuple(value.shape)}, and is no DTensor, so a restart would give all ranks "

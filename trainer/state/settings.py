@@ -251,11 +251,11 @@ class Settings:
             before, with_buffers = dict(zip(self._names, self._parameters, strict=True)), self._with_buffers()
             self._look()
             now = dict(zip(self._names, self._parameters, strict=True))
-            changed = {name for name in {**before, **now} if before.get(name) is not now.get(name)}
-            if changed := changed | (with_buffers ^ self._with_buffers()):
+            others = {name for name in {**before, **now} if before.get(name) is not now.get(name)}
+            if others := others | (with_buffers ^ self._with_buffers()):
                 return (
                     "parameters, or modules with buffers, were added, removed or replaced since the Keeper was entered "
-                    f"({some(sorted(changed))}), and a restart would begin without that; add modules, prune and "
+                    f"({some(sorted(others))}), and a restart would begin without that; add modules, prune and "
                     "parametrize before the Keeper"
                 )
         groups = [_ids_of(_groups_of(one)) for one in self._optimizers]
