@@ -270,20 +270,27 @@ class Door:
         if len(set(sums)) == 1:
             return ""
         found = self._peers.from_all(own)
-        rank = next(number for number, its in enumerate(found) if its != found[0])
-        names = [name for name in {**found[0], **found[rank]} if found[0].get(name) != found[rank].get(name)]
-        way_out = _EACH_ITS_OWN if names[0].startswith(("extra", "scheduler", "scaler", "optimizer")) else _ONE_MODEL
-        way_out = _STATISTICS if names[0].startswith("extra") and ".running_" in names[0] else way_out
-        way_out = _IN_A_BUFFER if names[0].startswith("attribute ") else way_out
-        return f"{some([f'`{name}`' for name in names])} of rank {rank} differs from rank 0's{when}. {way_out}"
+        # With parameters of its own a rank may lack a name.
+        all_names = {} if self._training.has_names_of_its_own else dict.fromkeys(name for its in found for name in its)
+        first: dict[str, tuple[int, str | None]] = {}
+        for rank, its in enumerate(found):
+            values = {**all_names, **its}
+            if names := [name for name, value in values.items() if first.setdefault(name, (rank, value))[1] != value]:
+                is_own = names[0].startswith(("extra", "scheduler", "scaler", "optimizer"))
+                which, whose = some(f"`{name}`" for name in names), first[names[0]][0]
+                way_out = _EACH_ITS_OWN if is_own else _ONE_MODEL
+                way_out = _STATISTICS if names[0].startswith("extra") and ".running_" in names[0] else way_out
+                way_out = _IN_A_BUFFER if names[0].startswith("attribute ") else way_out
+                return f"{which} of rank {rank} differs from rank {whose}'s{when}. {way_out}"
+        return ""
 
     def _alike(self) -> Iterator[tuple[str, str]]:
         """A digest of each part that a failure would make alike; after the first commit only of what changes."""
         training, is_later = self._training, bool(self._commits)
         # FSDP1's parts have no type of their own.
-        is_own = training.has_names_of_its_own or is_fsdp1(training.model)
+        has_parts = is_fsdp1(training.model)
         # Later `verify_every` compares the weights.
-        weights = () if is_own or self._looks > _LOOKS else training.model.named_parameters()
+        weights = () if has_parts or self._looks > _LOOKS else training.model.named_parameters()
         seen = [(name, one) for name, one in weights if not is_shard(one) and (one.requires_grad or not is_later)]
         live = {name: one.detach() for name, one in seen}
         for name, number in digests(live).items():
@@ -299,6 +306,9 @@ class Door:
                 # A state has its parameters by their numbers.
                 order = [[numbers.get(id(weight)) for weight in group["params"]] for group in one.param_groups]
                 parts[f"{name}.order of parameters"] = repr(order)
+            is_own = has_parts or training.has_names_of_its_own
+            if not (is_own or training.has_zero or (is_later and not training.is_in_parts)):
+                # With FSDP what is no DTensor.
                 parts[f"{name}.state"] = [*getattr(one, "state", {}).values()]
         for name in ("scheduler", "scaler") if self.is_others else ("scheduler", "scaler", "extra"):
             of_name = several(self._kept[name])

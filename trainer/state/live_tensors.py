@@ -69,6 +69,16 @@ class LiveTensors:
                     require_dense(part)
             except NotPlain as error:
                 raise TypeError(f"`{name}` cannot be kept: {error}") from None
+        for one in self._optimizers:
+            for parameter, its in one.state.items():
+                shapes = [part.shape for part in local_parts(parameter)] if is_shard(parameter) else []
+                for value in its.values() if shapes and type(its) is dict and parameter.shape not in shapes else ():
+                    if isinstance(value, Tensor) and not is_shard(value) and value.shape in shapes:
+                        raise TypeError(
+                            f"`{self.name_of(value)}` cannot be kept: it has the shape of this rank's part of the "
+                            f"parameter, {tuple(value.shape)}, and is no DTensor, so a restart would give all ranks "
+                            "rank 0's; make it with torch.zeros_like(parameter), or by DTensor.from_local"
+                        )
 
     def states(self) -> list[tuple[int, int]]:
         """The identities and lengths of the optimizers' states: loading one replaces it."""

@@ -225,15 +225,16 @@ def _put(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moment
 
 def _divide(model: nn.Module, moments: dict[str, Any]) -> None:
     """Replace by this rank's part what came whole: a value that the optimizer makes after its first step."""
-    parameters: dict[str, Any] = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {plain_name(name): one for name, one in model.named_parameters()}
     for name, its in moments.items():
-        parameter = parameters.get(plain_name(name))
+        parameter: Any = parameters.get(plain_name(name))
         for key, value in its.items() if hasattr(parameter, "placements") else ():
             if isinstance(value, Tensor) and not is_shard(value) and value.shape == parameter.shape:
-                its[key] = part = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+                part: Any = torch.zeros_like(parameter.detach(), dtype=value.dtype)
+                its[key] = part
                 for chunk in part.__create_chunk_list__():
                     place = [slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-                    part.to_local().copy_(value[(*place,)])
+                    part.to_local().copy_(value[tuple(place)])
 
 
 def is_zero(optimizer: Any) -> bool:

@@ -36,12 +36,12 @@ _PLAIN: dict[tuple[str, str], Any] = {
 }
 _WAY_OUT = "put tensors and plain values (numbers, strings, lists, dictionaries) into the state"
 _VALUES = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
     | {Tensor, torch.nn.Parameter}
 )
 _KEYS = frozenset({str, int})
 _DICTIONARIES = frozenset({dict, OrderedDict, Counter, PerRank})
-_SEQUENCES = frozenset({list, tuple, set, frozenset})
+_SEQUENCES = frozenset({list, tuple, set})
 
 # Errors that pickle raises for wrong bytes besides its own, and errors of torch for impossible shapes.
 _NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
@@ -240,11 +240,13 @@ def tensor_that_is_not_dense(value: object, path: str = "") -> str:
 def not_plain(value: object, path: str, *, durably: bool = False) -> str:
     """A sentence about the first value in dictionaries, lists, tuples and sets that cannot be kept; "" if all can.
 
-    `path` is the name of `value`. With `durably` keys must be strings or integers. Tensors are not looked at, so this
+    `path` is the name of `value`. With `durably` it must fit into a checkpoint. Tensors are not looked at, so this
     is quick.
     """
     kind = type(value)
-    if is_quickly_plain(value) or isinstance(value, Tensor | type) or is_numpy_scalar(value):
+    if durably and kind in (bytearray, frozenset):
+        return f"`{path}` is a {kind.__name__}, which no checkpoint can hold; use bytes or a set"
+    if is_quickly_plain(value) or isinstance(value, Tensor | type | bytearray) or is_numpy_scalar(value):
         return ""
     if kind in _DICTIONARIES:
         for key, item in cast(dict[Any, Any], value).items():
@@ -255,7 +257,7 @@ def not_plain(value: object, path: str, *, durably: bool = False) -> str:
             if found := not_plain(key, f"a key of {path}"):
                 return found
         return ""
-    if kind in _SEQUENCES:
+    if kind in _SEQUENCES or kind is frozenset:
         items = enumerate(cast(list[Any], value))
         return next(filter(None, (not_plain(item, f"{path}.{n}", durably=durably) for n, item in items)), "")
     return f"`{path}` cannot be kept: {value!r:.80} is a {_type_of(value)}; {_WAY_OUT}"

@@ -14,7 +14,7 @@ import torch
 
 from elaunch.trainer.state.tree import State
 
-# numpy's mt19937_state: 624 numbers of 32 bits, and the position among them as a C int. Python has the position first.
+# numpy's mt19937_state: 624 numbers of 32 bits, and the position among them as a C int.
 _KEYS_BYTES = 624 * 4
 _INT_BYTES = ctypes.sizeof(ctypes.c_int)
 
@@ -83,24 +83,20 @@ class _Watched:
         return self._state
 
 
-class _Python(_Watched):
+class _Python:
     """Python's global generator."""
+
+    _numbers: Any = None
+    _state: Any = None
 
     def capture(self) -> Any:
         """Its state, the same object as before if it is the same as before."""
-        if self._address and self._memory.raw == self._raw:
-            return self._state
-        version, (*words, position), gauss = random.getstate()
-        keys = array("I", words).tobytes()
-        # A program may have put a function of its own there.
-        raw, generator = position.to_bytes(_INT_BYTES, sys.byteorder) + keys, getattr(random.getstate, "__self__", None)
-        found = -1
-        if gauss is None and sys.implementation.name == "cpython":
-            # There `id` is the address. As of numpy's below: without a normal number in store the bytes are all.
-            found = ctypes.string_at(id(generator), type(generator).__basicsize__).find(raw)
-        # As bytes, since hundreds of numbers take ten times as long to store.
-        state = (version, keys + array("I", [position]).tobytes(), gauss)
-        return self._note(state, raw, id(generator) + found if found > 0 else 0)
+        numbers = random.getstate()
+        if numbers != self._numbers:
+            version, words, gauss = self._numbers = numbers
+            # As bytes, since hundreds of numbers take ten times as long to store.
+            self._state = (version, array("I", words).tobytes(), gauss)
+        return self._state
 
 
 class _Numpy(_Watched):

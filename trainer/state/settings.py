@@ -6,7 +6,7 @@ A program changes them once (`if step == 50:`), and would not do so again after 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
@@ -78,14 +78,17 @@ class Settings:
     def _look(self) -> None:
         self._names = [plain_name(name) for name, _ in self._model.named_parameters()]
         self._parameters = [*self._model.parameters()]
-        inner = [*self._model.named_modules()]
-        modules = [*self._wrappers, *((plain_name(name), module) for name, module in inner)]
+        inner = self._inner()
+        modules = [*self._wrappers, *inner]
         self._places, self._modules = [name for name, _ in modules], [module for _, module in modules]
         self.values.follow(modules)
         self._held = [module._parameters for _, module in inner], [module._modules for _, module in inner]
         self._seen = self._objects()
         # `training` at the end of the last commit, until a note.
         self._modes: list[bool] | None = None
+
+    def _inner(self) -> list[tuple[str, nn.Module]]:
+        return [(plain_name(name), module) for name, module in self._model.named_modules()]
 
     def _objects(self) -> list[list[int]]:
         """The identities of all parameters and of all modules."""
@@ -265,11 +268,15 @@ class Settings:
             self._commits_left = len(self._modules) // _MODULES
         if is_due and not self._is_sharded and self._objects() != self._seen:
             before = dict(zip(self._names, self._parameters, strict=True))
+            known = [*zip(self._places, self._modules, strict=True)]
             now = {plain_name(name): one for name, one in self._model.named_parameters()}
-            if changed := sorted(name for name in {**before, **now} if before.get(name) is not now.get(name)):
+            others = {name for name in {**before, **now} if before.get(name) is not now.get(name)}
+            others |= _with_buffers(known) ^ _with_buffers([*self._wrappers, *self._inner()])
+            if others:
                 return (
-                    f"parameters were added, removed or replaced since the Keeper was entered ({some(changed)}), and a "
-                    "restart would begin without that; add modules, prune and parametrize before the Keeper"
+                    "parameters, or modules with buffers, were added, removed or replaced since the Keeper was entered "
+                    f"({some(sorted(others))}), and a restart would begin without that; add modules, prune and "
+                    "parametrize before the Keeper"
                 )
             self._look()
         groups = [_ids_of(_groups_of(one)) for one in self._optimizers] if is_due else self._known_groups
@@ -329,6 +336,10 @@ class Settings:
                     "ranks. Wrap the model before anything is frozen, with find_unused_parameters=True"
                 )
         return ""
+
+
+def _with_buffers(modules: Iterable[tuple[str, nn.Module]]) -> set[str]:
+    return {name for name, one in modules if any(value is not None for value in one._buffers.values())}
 
 
 def _groups_of(optimizer: Any) -> Sequence[dict[str, Any]]:

@@ -272,7 +272,7 @@ class Training:
         found = ""
         if not (len(values) == len(self._plain) and all(map(is_, values, self._plain))):
             options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
-            found = not_plain(options, "param_groups")
+            found = not_plain(options, "param_groups", durably=durably)
             self._plain = values if not found and set(map(type, values)) <= _UNCHANGING else []
         # Not the scaler: its state_dict waits for the device.
         for name in ("scheduler", "extra"):

@@ -273,18 +273,26 @@ def _filled(there: Any, saved: Tensor, spare: Collection[int]) -> Tensor:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two nests of dictionaries, lists and tuples hold the same tensors and values."""
+    """Whether two nests of dictionaries, lists and tuples hold the same tensors and values, NaN among them."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and _are_equal(one, other)
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+    return bool(one == other or (one != one and other != other))
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    # A NaN is the same as itself here.
+    is_alike = (one.dtype, one.shape) == (other.dtype, other.shape) and one.is_floating_point()
+    return is_alike and bool(one.isnan().any()) and tensors_sha256([one]) == tensors_sha256([other])
 
 
 def several(part: Any) -> Sequence[Any]:

@@ -401,6 +401,18 @@ def test_ranks_that_differ_are_refused_by_the_name_of_what_differs(other: dict[s
     assert str(refused.value).startswith(named)
 
 
+def test_of_stages_only_what_has_one_name_on_two_ranks_is_compared() -> None:
+    its = dict(door_of(seed=1)._alike())
+    stage = door_of(its=lambda: its)
+    stage._training._names_of_all = [("weight", "torch.float32"), ("head", "torch.float32")]
+    with pytest.raises(ValueError, match=r"^`weight`, `bias` of rank 1 differs from rank 0's"):
+        stage.enter(0, (0, {}))
+
+    its["head"] = its.pop("weight")
+    del its["bias"]
+    stage.enter(0, (0, {}))
+
+
 def test_ranks_that_are_alike_and_restored_ones_are_not_refused() -> None:
     same = door_of(x={"a", "b"}, seed=3)
     door_of(x={"b", "a"}, seed=3, its=lambda: dict(same._alike())).enter(0, (0, {}))

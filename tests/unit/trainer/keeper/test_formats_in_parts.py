@@ -42,7 +42,7 @@ def test_an_optimizers_tensor_that_is_made_of_others_is_refused_by_its_parameter
 
 
 class Master(torch.optim.Optimizer):
-    """SGD with float32 momentum and master weights, whatever the type of the parameters; step 2 makes one value more."""
+    """SGD with float32 momentum and master weights, whatever the type of the parameters. Step 2 makes a value more."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})

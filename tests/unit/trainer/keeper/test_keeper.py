@@ -321,6 +321,19 @@ def test_a_state_that_becomes_one_that_cannot_be_kept_is_refused_by_that_commit_
     assert again.said == ["restored step 2 from memory (of generation 0); 0 steps are repeated"]
 
 
+@pytest.mark.parametrize("value", [frozenset({1}), bytearray(b"1")], ids=["frozenset", "bytearray"])
+def test_what_no_checkpoint_can_hold_is_refused_in_the_commit_and_kept_without_checkpoints(
+    value: object, tmp_path: Path
+) -> None:
+    job = Job(checkpoints=tmp_path / "c")
+    with pytest.raises(TypeError, match=r"^`extra\.0\.seen\.0` is a .*, which no checkpoint can hold"):
+        job.train(5, {3: lambda: job.extra.update(seen=[value])})
+    assert job.keeper.step == 2
+
+    job = Job(name="other")
+    assert len(job.train(5, {3: lambda: job.extra.update(seen=[value])})) == 5
+
+
 @pytest.mark.parametrize("where", ["memory", "checkpoint"])
 def test_numbers_of_numpy_are_kept_with_their_types(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str

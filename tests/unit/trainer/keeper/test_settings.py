@@ -344,6 +344,11 @@ class AddsAModule(AddsAGroup):
         self.model.add_module("late", nn.Linear(1, 1))
 
 
+class AddsAModuleOfBuffers(AddsAGroup):
+    def add(self) -> None:
+        self.model.add_module("late", nn.BatchNorm1d(1, affine=False))
+
+
 class ReplacesAParameter(AddsAGroup):
     def add(self) -> None:
         self.model[2].weight = nn.Parameter(torch.ones(4, 4))
@@ -358,9 +363,10 @@ class LosesAParameter(AddsAGroup):
     ("program", "why"),
     [
         (AddsAStranger, r"group 1 of AdamW has a parameter of shape \(2, 5\) that belongs to no model of the Keeper"),
-        (AddsAModule, r"parameters were added, removed or replaced .*\(late\.bias, late\.weight\)"),
-        (ReplacesAParameter, r"parameters were added, removed or replaced .*\(2\.weight\)"),
-        (LosesAParameter, r"parameters were added, removed or replaced .*\(2\.bias\)"),
+        (AddsAModule, r"parameters, .* were added, removed or replaced .*\(late\.bias, late\.weight\)"),
+        (AddsAModuleOfBuffers, r"parameters, or modules with buffers, were added, removed or replaced .*\(late\)"),
+        (ReplacesAParameter, r"parameters, .* were added, removed or replaced .*\(2\.weight\)"),
+        (LosesAParameter, r"parameters, .* were added, removed or replaced .*\(2\.bias\)"),
     ],
 )
 def test_what_no_restart_could_find_is_refused_at_once(program: type[Program], why: str) -> None:
