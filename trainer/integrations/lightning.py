@@ -46,8 +46,6 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._state: dict[str, Any] = {}
         # The batches of a step, after a restart within an epoch; 0 once they are set.
         self._accumulates = 0
-        # Whether this process has begun an epoch.
-        self._is_iterated = False
         # The step after which the callbacks' states were noted.
         self._noted = -1
         # Whether another process has begun this epoch.
@@ -93,12 +91,16 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         """Go on within an epoch. The loop has made its iterators already, and makes new ones."""
         loop = trainer.fit_loop
         loaders = _loaders_of(trainer)
-        self._is_iterated = False
+        epoch = loop.epoch_progress.current.processed
+        is_over = self._repeats and loop.epoch_loop._num_ready_batches_reached()
+        for loader in loaders if epoch or is_over else ():
+            set_epoch(loader, epoch)
+            first_iterator(loader)
         if self._is_resumed:
             trainer.should_stop = trainer.should_stop or self._state.get("stops", False)
         done = loop.epoch_loop.batch_progress.current.ready if self._is_resumed else 0
         self._is_within = done > 0
-        if self._repeats and loop.epoch_loop._num_ready_batches_reached():
+        if is_over:
             self._orders.over(loaders)
         elif done:
             self._begin(trainer, loaders, done)
@@ -127,13 +129,10 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         for loader in loaders:
             # With workers, the order is drawn before Lightning sets the epoch.
             set_epoch(loader, epoch)
-            if epoch and not self._is_iterated:
-                first_iterator(loader)
         self._orders.begin(loaders, done)
         if done or loop.is_resuming or not epoch:
             # Lightning takes the iterators that it made before.
             iter(loop._data_fetcher)
-        self._is_iterated = True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Stop here if a stop is requested, and make the copies that are due."""
