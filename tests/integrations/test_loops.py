@@ -83,6 +83,17 @@ def test_workers_that_stay_draw_as_they_would_have(tmp_path: Path, library: str)
     assert_kills_change_no_bit(library, tmp_path, PLAIN, {"workers": 1, "persistent": True})
 
 
+@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_and_noise_do_not_depend_on_what_the_training_draws(tmp_path: Path, library: str, workers: int) -> None:
+    """Two kills within one epoch; the libraries load batches ahead of the steps."""
+    require("lightning" if library == "fabric" else library)
+    options = {"mixed": True, "workers": workers, "persistent": bool(workers)}
+
+    kills = [[1, 1, "forward"], [1, 13, "forward"], [0, 17, "commit"], [1, 21, "forward"]]
+    assert_kills_change_no_bit(library, tmp_path, kills, options)
+
+
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_comes_back_at_the_right_sample(tmp_path: Path, stateful: bool, workers: int) -> None:
@@ -99,10 +110,11 @@ def test_lightning_accumulates_as_its_callback_has_set_it_at_the_beginning_of_th
     assert_kills_change_no_bit("lightning", tmp_path, kills, {"callback": "accumulation"})
 
 
-def test_lightnings_early_stopping_counts_an_evaluation_that_was_before_the_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [[[1, 11, "forward"]], [[1, 10, "evaluation"], [0, 10, "validated"]]])
+def test_lightnings_early_stopping_counts_each_evaluation_once(tmp_path: Path, kills: list[list[Any]]) -> None:
+    """One that was before the failure, one that was cut off, and one whose count was not kept yet."""
     require("lightning")
 
-    kills = [[1, 11, "forward"]]
     assert_kills_change_no_bit("lightning", tmp_path, kills, {"evaluates": True, "callback": "stopping"})
 
 
@@ -114,21 +126,24 @@ def test_buffers_that_each_rank_has_for_itself_with_lightnings_manual_optimizati
 
 
 @pytest.mark.parametrize(
-    ("callback", "said"),
+    ("options", "said"),
     [
-        ("swa", "StochasticWeightAveraging keeps averaged weights"),
-        ("average", "WeightAveraging has a state in on_load_checkpoint"),
-        ("finetuning", "BackboneFinetuning adds parameter groups"),
-        ("rate", "LearningRateFinder trains for a trial"),
+        ({"callback": "swa"}, "StochasticWeightAveraging keeps averaged weights"),
+        ({"callback": "average"}, "WeightAveraging has a state in on_load_checkpoint"),
+        ({"callback": "finetuning"}, "BackboneFinetuning adds parameter groups"),
+        ({"callback": "rate"}, "LearningRateFinder trains for a trial"),
+        ({"reload": 1}, "Trainer(reload_dataloaders_every_n_epochs=1) makes loaders at other epochs"),
+        ({"cycle": True}, "of the training's loaders one has 5 batches, and an epoch 10"),
+        ({"clock": True}, "DistributedSamplerWrapper draws its order from something that no restart can know"),
     ],
 )
-def test_lightnings_callbacks_that_no_restart_restores_are_refused_by_name(
-    tmp_path: Path, callback: str, said: str
+def test_what_no_restart_of_lightning_restores_is_refused_by_name(
+    tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     require("lightning")
 
-    options = json.dumps({"callback": callback})
-    words = ["--nproc-per-node", "2", str(PROGRAMS / "with_lightning.py"), str(tmp_path), "[]", options]
+    program = str(PROGRAMS / "with_lightning.py")
+    words = ["--nproc-per-node", "2", program, str(tmp_path), "[]", json.dumps(options)]
     with Job(tmp_path, *words, env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait(600) == 1, job.output
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import zlib
 from collections import deque
@@ -11,9 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from elaunch.trainer.data.order import Samples
 from elaunch.trainer.data.order_states import (
     Streams,
     global_states,
@@ -22,8 +20,7 @@ from elaunch.trainer.data.order_states import (
     set_global_states,
     set_own_states,
 )
-from elaunch.trainer.data.sampling import seed
-from elaunch.trainer.data.skipping import WAY_OUT, SkippingOnce, checksum_of
+from elaunch.trainer.data.skipping import WAY_OUT, Apart, SkippingOnce, checksum_of
 
 # So many batches are drawn twice, to see whether an order can be drawn again.
 _TRIED = 8
@@ -103,27 +100,24 @@ class Batches:
         self._began, self._order, self._now = generator_states(self._loader) | seeds, 0, {}
         if not self._is_tried:
             self._is_tried = True
-            self._try()
-        with _seeding(self._loader):
-            return self._iterated(0)
+            require_drawable_again(self._loader, self._began)
+        return self._iterated(0)
 
     def _resumed(self) -> Iterator[Any]:
         """The rest of the epoch. What is drawn for it is not drawn from the generators of the training."""
         now = global_states()
         try:
-            with _seeding(self._loader):
-                if self._epoch and not self._is_iterable:
-                    first_iterator(self._loader)
-                set_generator_states(self._loader, self._began)
-                set_epoch(self._loader, self._epoch)
-                return self._iterated(self._batch)
+            if self._epoch and not self._is_iterable:
+                first_iterator(self._loader)
+            set_generator_states(self._loader, self._began)
+            set_epoch(self._loader, self._epoch)
+            return self._iterated(self._batch)
         finally:
             set_global_states(now)
 
     def _iterated(self, done: int) -> Iterator[Any]:
         """An iterator of the loader without its first `done` batches, whose order is drawn now."""
-        streams = Streams(self._began["seeds"]) if "seeds" in self._began else None
-        key = zlib.crc32(bytes(self._began["torch"].tolist()), self._epoch)
+        streams, key = _drawing_from(self._began, self._epoch)
         if self._is_iterable:
             # A worker process has generators of its own.
             its = None if self._loader.num_workers else streams
@@ -142,22 +136,6 @@ class Batches:
                 f"would come twice or never. {WAY_OUT}"
             )
         return batches
-
-    def _try(self) -> None:
-        """Raise ValueError if the order depends on something that is not kept. An iterable dataset is not tried."""
-        if self._is_iterable or hasattr(self._sampler.inner, "__next__"):
-            return
-        orders = []
-        for _ in range(2):
-            set_own_states_of(self._loader, self._began["own"])
-            indices = Streams(self._began["seeds"]).drawing(lambda: iter(self._sampler.inner))
-            orders.append(checksum_of(itertools.islice(indices, _TRIED)))
-        set_own_states_of(self._loader, self._began["own"])
-        if orders[0] != orders[1]:
-            raise ValueError(
-                f"{self._sampler.names} draws its order from something that no restart can know: two draws from the "
-                f"same random states and attributes differ. {WAY_OUT}"
-            )
 
 
 def first_iterator(loader: DataLoader[Any]) -> None:
@@ -178,12 +156,53 @@ def require_skippable(loader: DataLoader[Any]) -> None:
         )
 
 
-def skip_once(loader: DataLoader[Any], batches: int, now: dict[str, Any] | None = None) -> None:
+def require_drawable_again(loader: DataLoader[Any], began: dict[str, Any]) -> None:
+    """Raise ValueError if the order depends on something that is not kept; `began` is as for `skip_once`.
+
+    An iterable dataset is not tried, nor is a sampler of torch.
+    """
+    if _is_torchs(loader) or isinstance(loader.dataset, IterableDataset):
+        return
+    sampler = _skipping(loader)
+    if hasattr(sampler.inner, "__next__"):
+        return
+    orders = []
+    for _ in range(2):
+        set_own_states_of(loader, began["own"])
+        indices = Streams(began["seeds"]).drawing(lambda: iter(sampler.inner))
+        orders.append(checksum_of(itertools.islice(indices, _TRIED)))
+    set_own_states_of(loader, began["own"])
+    if orders[0] != orders[1]:
+        raise ValueError(
+            f"{sampler.names} draws its order from something that no restart can know: two draws from the "
+            f"same random states and attributes differ. {WAY_OUT}"
+        )
+
+
+def skip_once(
+    loader: DataLoader[Any],
+    batches: int,
+    now: dict[str, Any] | None = None,
+    *,
+    began: dict[str, Any] | None = None,
+    epoch: int = 0,
+) -> None:
     """Let the next iterator of `loader` begin after so many batches. They are not loaded.
 
-    `now` is what `changed_by_program` returned after them.
+    `now` is what `changed_by_program` returned after them. With `began`, what `generator_states` returned when the
+    epoch began and "seeds" of `Streams`, order and batches do not depend on what the training draws meanwhile.
     """
-    _skipping(loader).prepare(batches, now=now)
+    streams, key = _drawing_from(began, epoch) if began else (None, None)
+    if key is not None and not loader.num_workers and not isinstance(loader.collate_fn, Apart):
+        loader.collate_fn = Apart(loader.collate_fn)
+    apart = loader.collate_fn if isinstance(loader.collate_fn, Apart) else None
+    _skipping(loader).prepare(batches, streams, key, now=now, apart=apart)
+
+
+def _drawing_from(began: dict[str, Any], epoch: int) -> tuple[Streams | None, int]:
+    """The generators of the samplers in an epoch, and its key."""
+    streams = Streams(began["seeds"]) if "seeds" in began else None
+    return streams, zlib.crc32(bytes(began["torch"].tolist()), epoch)
 
 
 def changed_by_program(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -215,45 +234,6 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
     for one in (*owners, loader.dataset) if isinstance(loader.dataset, IterableDataset) else owners:
         if hasattr(one, "set_epoch"):
             one.set_epoch(epoch)
-
-
-@contextlib.contextmanager
-def _seeding(loader: DataLoader[Any]) -> Iterator[None]:
-    """Worker processes that start within seed their generators for each batch: which one they have read does not count.
-
-    Without workers the training's generators are drawn from, and these are kept.
-    """
-    dataset = loader.dataset
-    if not loader.num_workers or isinstance(dataset, IterableDataset):
-        yield
-        return
-    object.__setattr__(loader, "dataset", _Seeding(dataset))
-    try:
-        yield
-    finally:
-        object.__setattr__(loader, "dataset", dataset)
-
-
-class _Seeding(Dataset[Any]):
-    """`dataset` in a worker process, which is seeded by each batch's key. That counts for the collate function too."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __getitems__(self, ids: list[Any]) -> list[Any]:
-        if isinstance(ids, Samples):
-            seed(ids.key)
-        together = getattr(self._dataset, "__getitems__", None)
-        return together(ids) if together else [self._dataset[index] for index in ids]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
-
-    def __getattr__(self, name: str) -> Any:
-        # While it is unpickled there is no dataset yet.
-        if name == "_dataset":
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
 
 
 def generator_states(loader: DataLoader[Any]) -> dict[str, Any]:

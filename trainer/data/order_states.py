@@ -181,7 +181,10 @@ def _in_reach(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, _Ho
 
 def _of_items(place: str, owner: Any, items: dict[Any, Any], seen: set[int]) -> Iterator[tuple[str, _Holder]]:
     for name, item in [*items.items()]:
-        if _is_plain(item) or _is_long(item):
+        is_generator = _is_generator(item) and id(item) not in seen
+        if is_generator:
+            seen.add(id(item))
+        if is_generator or _is_plain(item) or _is_long(item):
             yield f"{place}.{name}", (owner, name)
         else:
             yield from _in_reach(f"{place}.{name}", item, seen)
@@ -192,7 +195,9 @@ def _is_sampler(value: Any) -> bool:
     if not hasattr(value, "__dict__") or isinstance(value, Tensor | nn.Module | DataLoader | type):
         return False
     is_indexed = isinstance(value, Dataset) or hasattr(value, "__getitem__")
-    return isinstance(value, IterableDataset) or (hasattr(type(value), "__iter__") and not is_indexed)
+    # For a DistributedSampler Lightning makes a dataset of a sampler.
+    is_wrapped = isinstance(getattr(value, "_sampler", None), Iterable)
+    return is_wrapped or isinstance(value, IterableDataset) or (hasattr(type(value), "__iter__") and not is_indexed)
 
 
 def _is_generator(value: Any) -> bool:
@@ -262,6 +267,8 @@ def _get(holder: _Holder) -> Any:
     """The state as plain values and tensors."""
     if isinstance(holder, tuple):
         value = _value(holder)
+        if _is_generator(value):
+            return _get(value)
         return value.clone() if isinstance(value, Tensor) else _kept(value)
     if isinstance(holder, torch.Generator):
         return holder.get_state()
@@ -277,7 +284,14 @@ def _get(holder: _Holder) -> Any:
 def _set(holder: _Holder, state: Any) -> None:
     if isinstance(holder, tuple):
         owner, name = holder
-        _put(owner, name, _value(holder), _lists(state))
+        value = _value(holder)
+        if value is None and (made := _generator_for(state)):
+            value = made
+            _put(owner, name, None, made)
+        if _is_generator(value) and state is not None:
+            _set(value, state)
+        else:
+            _put(owner, name, value, _lists(state))
     elif isinstance(holder, torch.Generator):
         holder.set_state(state.clone())
     elif isinstance(holder, random.Random):
@@ -288,6 +302,14 @@ def _set(holder: _Holder, state: Any) -> None:
     else:
         bits: Any = getattr(holder, "bit_generator", holder)
         bits.state = _lists(state)
+
+
+def _generator_for(state: Any) -> Any:
+    """A generator for a sampler that has not made its own yet, if it is the state of one."""
+    if isinstance(state, Tensor) and state.dtype == torch.uint8 and state.shape == torch.get_rng_state().shape:
+        return torch.Generator()
+    is_pythons = isinstance(state, tuple) and len(state) == 3 and isinstance(state[1], bytes)
+    return random.Random() if is_pythons else None
 
 
 def _put(owner: Any, name: Any, value: Any, kept: Any) -> None:

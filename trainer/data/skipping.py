@@ -7,11 +7,21 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from elaunch.trainer.data.order import Samples
-from elaunch.trainer.data.order_states import Streams, Watched, is_torchs, own_states, set_own_states
+from elaunch.trainer.data.order_states import (
+    Streams,
+    Watched,
+    global_states,
+    is_torchs,
+    own_states,
+    set_global_states,
+    set_own_states,
+)
+from elaunch.trainer.data.sampling import seed
 from elaunch.trainer.state.tree import some
 
 # What a sampler may do.
@@ -39,13 +49,20 @@ class SkippingOnce:
         self.prepare(0)
 
     def prepare(
-        self, count: int, streams: Streams | None = None, key: int | None = None, now: dict[str, Any] | None = None
+        self,
+        count: int,
+        streams: Streams | None = None,
+        key: int | None = None,
+        now: dict[str, Any] | None = None,
+        apart: Apart | None = None,
     ) -> None:
         """Do so for the next iterator. With `key` each batch has a key of its own, as those of `Order.batches` have.
 
-        `now` is what `changed` returned.
+        Worker processes seed their generators with it, and without them `apart` does so. `now` is what `changed`
+        returned.
         """
         self._count, self._streams, self._key, self.skipped = count, streams, key, 0
+        self._apart = apart
         self._now = now or {}
         # Whether the program has changed the sampler since this epoch's first draw.
         self._watched: Watched | None = None
@@ -58,8 +75,8 @@ class SkippingOnce:
 
     def draw(self) -> None:
         """Draw the first indices of the next iterator now. Raises RuntimeError if they are others than `now` has."""
-        count, streams, key, now = self._count, self._streams, self._key, self._now
-        self._count, self._key, self._now = 0, None, {}
+        count, streams, now = self._count, self._streams, self._now
+        self._count, self._now = 0, {}
         self._began = own_states(self._roots())
         inner = self._drawing(streams)
         self.skipped = order = checksum_of(itertools.islice(inner, count))
@@ -73,9 +90,8 @@ class SkippingOnce:
                 )
             set_own_states(self._roots(), now["own"])
         self._total, self._order = count, self.skipped
-        rest = itertools.chain(ahead, [] if ahead else [*itertools.islice(inner, 1)], inner)
+        self._ready = itertools.chain(ahead, [] if ahead else [*itertools.islice(inner, 1)], inner)
         self._watched = Watched(self._roots())
-        self._ready = rest if key is None else itertools.starmap(partial(_with_key, key), enumerate(rest, count))
 
     def _drawing(self, streams: Streams | None) -> Iterator[Any]:
         return iter(self.inner) if streams is None else streams.drawing(lambda: iter(self.inner))
@@ -86,15 +102,18 @@ class SkippingOnce:
             self.draw()
         assert self._ready is not None
         ready, self._ready = self._ready, None
-        order = self.skipped
-        for indices in ready:
+        order, key, apart = self.skipped, self._key, self._apart
+        self._key = self._apart = None
+        for number, indices in enumerate(ready, self._total):
             # What the sampler changes as it draws does not count; torch's change nothing.
             if self._watched and not self._is_torchs:
                 self._watched.note()
             order = checksum_of([indices], order)
             self._total, self._order = self._total + 1, order
             self.drawn.append(order)
-            yield indices
+            if apart is not None and key is not None:
+                apart.begin(key << 32 | number)
+            yield indices if key is None else _with_key(key, number, indices)
             self._look()
 
     def _look(self) -> None:
@@ -152,7 +171,47 @@ class SkippingOnce:
 def _with_key(key: int, number: int, indices: Any) -> Any:
     if not isinstance(indices, list) or isinstance(indices, Samples):
         return indices
-    return Samples(tuple(indices), 0, number, key << 32 | number)
+    return _Keyed(tuple(indices), 0, number, key << 32 | number)
+
+
+class _Keyed(Samples):
+    """The indices of a batch. A worker process that receives them seeds its generators: which it had does not count."""
+
+    def __reduce__(self) -> Any:
+        return _received, (tuple(self), self.micro, self.key)
+
+
+def _received(ids: tuple[int, ...], number: int, key: int) -> Samples:
+    # DataLoader's workers load the indices of a batch when they are about to read it.
+    if get_worker_info() is not None:
+        seed(key)
+    return Samples(ids, 0, number, key)
+
+
+class Apart:
+    """The collate function of a loader without workers.
+
+    What it and the dataset draw for a batch comes from generators that are seeded for that batch, not from those of the
+    training: a loop may load ahead of its steps.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._outer: dict[str, Any] | None = None
+
+    def begin(self, key: int) -> None:
+        """A batch is loaded now."""
+        if self._outer is None:
+            self._outer = global_states()
+        seed(key)
+
+    def __call__(self, samples: Any) -> Any:
+        try:
+            return self._collate(samples)
+        finally:
+            if self._outer is not None:
+                set_global_states(self._outer)
+                self._outer = None
 
 
 def checksum_of(batches: Iterable[Any], before: int = 0) -> int:

@@ -14,11 +14,14 @@ from elaunch.trainer.data.batches import (
     generator_states,
     own_of,
     own_states_of,
+    require_drawable_again,
     require_skippable,
     set_generator_states,
     set_own_states_of,
     skip_once,
 )
+from elaunch.trainer.data.order_states import Streams
+from elaunch.trainer.integrations.options import with_own
 from elaunch.trainer.keeper.keeper import Keeper
 
 
@@ -33,6 +36,8 @@ class EpochOrder:
         self._base: Any = None
         self._began: dict[str, Any] = {}
         self._now: Any = None
+        # How many epochs have begun, and whether the order was tried.
+        self._epoch, self._is_tried = 0, False
         # What `skip_once` needs in the epoch that another process began.
         self._changed: dict[str, Any] = {}
 
@@ -41,8 +46,14 @@ class EpochOrder:
         if self._now is not None:
             # The epoch before was another process's.
             set_own_states_of(loader, self._now)
-        self._loader, self._base, self._began, self._now = loader, base, generator_states(loader), None
-        skip_once(base, 0)
+        self._loader, self._base, self._now = loader, base, None
+        self._began = generator_states(loader) | {"seeds": Streams.seeds()}
+        if not self._is_tried:
+            self._is_tried = True
+            # Its generators may have other names in `loader`.
+            require_drawable_again(base, self._began | {"own": own_states_of(base)})
+        self._epoch += 1
+        skip_once(base, 0, began=self._began, epoch=self._epoch)
 
     def begin_again(self, loader: Any, base: Any, done: int) -> None:
         """The epoch that another process began begins once more, after `done` batches."""
@@ -51,18 +62,27 @@ class EpochOrder:
         else:
             set_generator_states(loader, self._began)
             self._loader, self._base, self._now = loader, base, None
-        skip_once(base, done, self._changed)
+        skip_once(base, done, self._changed, began=self._began, epoch=self._epoch)
+
+    def over(self, loader: Any, base: Any) -> None:
+        """Of the epoch that another process began no batch is left: the next one begins where it ended."""
+        if self._now is not None:
+            set_own_states_of(loader, self._now)
+        self._loader, self._base, self._now = loader, base, None
 
     def state_dict(self) -> dict[str, Any]:
         """The states at the beginning of the epoch, and the loader's own ones now."""
         if self._loader is None:
-            return {"began": self._began, "now": self._now, "changed": self._changed}
-        return {"began": self._began, "now": own_states_of(self._loader), "changed": changed_by_program(self._base)}
+            now, changed = self._now, self._changed
+        else:
+            now, changed = own_states_of(self._loader), changed_by_program(self._base)
+        return {"began": self._began, "epoch": self._epoch, "now": now, "changed": changed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over another process's states."""
         now = state["now"]
         self._loader, self._began, self._changed = None, state["began"], state.get("changed", {})
+        self._epoch = state.get("epoch", 0)
         # An earlier release kept the loader's generator alone.
         self._now = own_of({"loader": now}) if isinstance(now, Tensor) else now
 
@@ -90,8 +110,8 @@ class KeptEpochs:
     ) -> None:
         require_skippable(base)
         self._order = EpochOrder()
-        others = per_rank if isinstance(per_rank, list | tuple) else [per_rank]
-        self.keeper = Keeper(model, list(optimizers), per_rank=[self._order, *others], **options)
+        options = with_own({**options, "per_rank": per_rank}, per_rank=self._order)
+        self.keeper = Keeper(model, list(optimizers), **options)
         self._outermost, self._loader, self._base, self._accumulate = outermost, loader, base, accumulate
         self._set_epoch = set_epoch
         self._done = 0

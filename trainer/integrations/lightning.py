@@ -7,16 +7,21 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from elaunch.trainer.data.batches import first_iterator, require_skippable, set_epoch, skip_once
+from elaunch.trainer.data.batches import first_iterator, require_skippable, set_epoch
+from elaunch.trainer.integrations.epochs import EpochOrder
+from elaunch.trainer.integrations.options import require_free, with_own
 from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.state import rng_state
+from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.tree import cloned
 
 # The package has two names. The program's own `import` decides.
 if TYPE_CHECKING or "pytorch_lightning" not in sys.modules or "lightning.pytorch" in sys.modules:
-    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks import Callback, Checkpoint
 else:
-    from pytorch_lightning.callbacks import Callback
+    from pytorch_lightning.callbacks import Callback, Checkpoint
 
 # Lightning's callbacks that change the training outside of a step, and why that cannot be restored.
 _REFUSED = {
@@ -35,103 +40,149 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        self._options = {"per_rank": (), **options}
+        require_free("ElaunchCallback", options, "it keeps those of Lightning's Trainer")
+        self._options, self._orders = options, _Orders()
         self._keeper: Keeper | None = None
         self._state: dict[str, Any] = {}
         # The batches of a step, after a restart within an epoch; 0 once they are set.
         self._accumulates = 0
-        # Whether callbacks may have changed since the last step.
-        self._has_evaluated = False
+        # The step after which the callbacks' states were noted.
+        self._noted = -1
+        # Whether another process has begun this epoch.
+        self._is_within = False
+        # Of a restart that repeats a validation: the random states of the training.
+        self._random: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what no restart can restore, before others have begun."""
         if stage == "fit":
-            _require_others_possible(_others(trainer, self))
+            others = _others(trainer)
+            _require_others_possible(others)
+            # A step begins before they act for it, and ends when they have. A checkpoint takes its time after that.
+            saving = [one for one in others if isinstance(one, Checkpoint)]
+            trainer.callbacks = [self, *(one for one in others if one not in saving), _Last(self), *saving]
             if trainer.is_global_zero and os.environ.get("ELAUNCH_GENERATION", "0") == "0":
-                _warn_of_hooks([pl_module, trainer.datamodule, *_others(trainer, self)])
+                _warn_of_hooks([pl_module, trainer.datamodule, *others])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest state."""
         _require_possible(trainer)
         if not pl_module.automatic_optimization and isinstance(trainer.strategy.model, DistributedDataParallel):
             _share_no_buffers(trainer.strategy.model)
-        self._state.update(_state_of(trainer, self))
+        self._state.update(_state_of(trainer), repeats=False)
         self._keeper = Keeper(
             trainer.strategy.model,
             trainer.optimizers[0],
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            extra=_CallbackRecord(self._state),
-            **self._options,
+            **with_own(self._options, per_rank=self._orders, extra=_CallbackRecord(self._state)),
         )
-        self._is_resumed = self._keeper.restore() > 0
+        self._noted, self._restored, self._random = -1, self._keeper.restore(), {}
+        self._is_resumed = self._restored > 0
+        self._repeats = self._is_resumed and self._state.get("repeats", False)
         if self._is_resumed:
-            _load_loops(trainer.fit_loop, self._state["loops"])
+            _load_loops(trainer.fit_loop, self._state["loops"], repeats_end=self._repeats)
             self._accumulates = self._state["accumulates"]
-            for callback in _others(trainer, self):
+            for callback in _others(trainer):
                 if callback.state_key in self._state["callbacks"]:
                     callback.load_state_dict(cloned(self._state["callbacks"][callback.state_key]))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Pass over the batches that are done. The loop has made its iterators already, and makes new ones."""
+        """Go on within an epoch. The loop has made its iterators already, and makes new ones."""
         loop = trainer.fit_loop
-        for loader in loop._combined_loader.flattened:
-            require_skippable(loader)
-        if not self._is_resumed:
-            return
-        done = loop.epoch_loop.batch_progress.current.ready
-        for loader in loop._combined_loader.flattened:
-            # With workers, the order is drawn before Lightning sets the epoch.
-            epoch = loop.epoch_progress.current.processed
+        loaders = _loaders_of(trainer)
+        epoch = loop.epoch_progress.current.processed
+        is_over = self._repeats and loop.epoch_loop._num_ready_batches_reached()
+        for loader in loaders if epoch or is_over else ():
             set_epoch(loader, epoch)
-            if epoch:
-                first_iterator(loader)
-            skip_once(loader, done)
-        if not done:
-            # The epoch's order and the seeds of the loader's workers are drawn now.
+            first_iterator(loader)
+        if self._is_resumed:
+            trainer.should_stop = trainer.should_stop or self._state.get("stops", False)
+        done = loop.epoch_loop.batch_progress.current.ready if self._is_resumed else 0
+        self._is_within = done > 0
+        if is_over:
+            self._orders.over(loaders)
+        elif done:
+            self._begin(trainer, loaders, done)
+        if self._repeats:
             self._kept.restore_random()
-        iter(loop._data_fetcher)
+            self._random = RandomStates(pl_module.device).capture()
+            # Then Lightning goes to the epoch's end.
+            loop.epoch_loop.val_loop._has_run = not _validates_next(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """What was drawn at the end of an epoch does not count: it is not drawn again after a restart."""
         self._accumulates = 0
-        self._kept.redraw()
+        self._note(trainer)
+        self._redraw(pl_module)
+        self._kept.restore_random()
+        # Where an epoch had nothing but its end, its loop has not noticed.
+        trainer.fit_loop.epoch_loop.restarting = False
+
+    def begin_epoch(self, trainer: Any) -> None:
+        """An epoch begins, whose order may be what other callbacks have set."""
+        self._begin(trainer, _loaders_of(trainer), 0)
+
+    def _begin(self, trainer: Any, loaders: list[Any], done: int) -> None:
+        loop = trainer.fit_loop
+        epoch = loop.epoch_progress.current.processed
+        for loader in loaders:
+            # With workers, the order is drawn before Lightning sets the epoch.
+            set_epoch(loader, epoch)
+        self._orders.begin(loaders, done)
+        if done or loop.is_resuming or not epoch:
+            # Lightning takes the iterators that it made before.
+            iter(loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Stop here if a stop is requested, and make the copies that are due."""
         if self._accumulates:
             # A callback may have set it when the epoch began, which Lightning does not repeat.
             trainer.accumulate_grad_batches, self._accumulates = self._accumulates, 0
-        if self._has_evaluated:
-            # A restart does not evaluate again, and early stopping counts.
-            self._has_evaluated = False
-            self._state["callbacks"] = self._state["callbacks"] | _states_of(
-                [one for one in _others(trainer, self) if not _acts_at_batch_start(one)]
-            )
+        self._note(trainer)
         self._kept.step_begin()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """From here on optimizer, schedulers, scaler and loops change."""
         self._kept.commit_begin()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """All of them have changed, if gradients were not only accumulated."""
+    def end_step(self, trainer: Any) -> None:
+        """All of them have changed, and the callbacks, if gradients were not only accumulated."""
         if self._kept.is_committing:
-            self._state.update(_state_of(trainer, self))
+            self._state.update(_state_of(trainer), repeats=_can_repeat_end(trainer))
             self._kept.step_end()
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """A validation that is made again draws the same, whatever its loaders have drawn."""
+        self.on_validation_end(trainer, pl_module)
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """What a validation draws does not count: it is not made again after a restart."""
+        """What a validation draws changes no step."""
         if self._keeper is not None:
-            self._has_evaluated = True
-            self._keeper.redraw()
+            self._redraw(pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Callbacks may act now, as after a validation."""
-        self._has_evaluated = True
+        """A mean that a callback compares may be one over a part of the epoch."""
+        if self._is_within and trainer.is_global_zero:
+            for one in _monitored_means(trainer):
+                _say(f"{one}: in epoch {trainer.current_epoch} that is the mean over the steps since the restart")
+        self._is_within = False
+
+    def _redraw(self, pl_module: Any) -> None:
+        if self._random and self._kept.step == self._restored:
+            rng_state.apply(self._random, pl_module.device)
+        else:
+            self._kept.redraw()
+
+    def _note(self, trainer: Any) -> None:
+        """Once after each step: keep what callbacks have done since, unless a restart lets them do it again."""
+        if self._noted != self._kept.step and not self._state["repeats"]:
+            self._noted = self._kept.step
+            self._state.update(_outside_of_steps(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Keep the last state, also on the disk if there are checkpoints."""
+        self._state.update(_outside_of_steps(trainer), repeats=False)
         self._kept.close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -149,6 +200,48 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         return self._keeper
 
 
+class _Last(Callback):  # type: ignore[misc]
+    """Begins an epoch and ends a step after the other callbacks have acted there."""
+
+    def __init__(self, kept: ElaunchCallback) -> None:
+        self._kept = kept
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._kept.begin_epoch(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._kept.end_step(trainer)
+
+
+class _Orders:
+    """The orders of an epoch's loaders. Stateful, for `per_rank`."""
+
+    def __init__(self) -> None:
+        self._orders: list[EpochOrder] = []
+
+    def over(self, loaders: list[Any]) -> None:
+        """The epoch that another process began has no batch left."""
+        for order, loader in zip(self._orders, loaders, strict=True):
+            order.over(loader, loader)
+
+    def begin(self, loaders: list[Any], done: int) -> None:
+        """The epoch begins, or after `done` batches the one that another process began."""
+        self._orders = self._orders or [EpochOrder() for _ in loaders]
+        for order, loader in zip(self._orders, loaders, strict=True):
+            if done:
+                order.begin_again(loader, loader, done)
+            else:
+                order.begin(loader, loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"orders": [order.state_dict() for order in self._orders]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._orders = [EpochOrder() for _ in state["orders"]]
+        for order, its in zip(self._orders, state["orders"], strict=True):
+            order.load_state_dict(its)
+
+
 class _CallbackRecord:
     """A state as an object: it may change between two steps."""
 
@@ -162,31 +255,60 @@ class _CallbackRecord:
         self._state.update(state)
 
 
-def _state_of(trainer: Any, own: Callback) -> dict[str, Any]:
+def _state_of(trainer: Any) -> dict[str, Any]:
     """Where the loops are, and the states of the other callbacks."""
-    loops = trainer.fit_loop.state_dict()
+    loop = trainer.fit_loop
+    loops = loop.state_dict()
     # Each rank has another position there.
     loops["state_dict"].pop("combined_loader", None)
-    states = _states_of(_others(trainer, own))
-    return {"loops": loops, "callbacks": states, "accumulates": trainer.accumulate_grad_batches}
+    return {
+        "loops": loops,
+        "accumulates": trainer.accumulate_grad_batches,
+        **_outside_of_steps(trainer),
+    }
 
 
-def _states_of(callbacks: list[Any]) -> dict[str, Any]:
-    states = {one.state_key: one.state_dict() for one in callbacks}
-    kept: dict[str, Any] = cloned({key: state for key, state in states.items() if state})
-    return kept
+def _outside_of_steps(trainer: Any) -> dict[str, Any]:
+    """What also changes between two steps: the states of the other callbacks, and a request to stop."""
+    states = {one.state_key: one.state_dict() for one in _others(trainer)}
+    kept = cloned({key: state for key, state in states.items() if state})
+    return {"callbacks": kept, "stops": trainer.should_stop}
 
 
-def _acts_at_batch_start(callback: Any) -> bool:
-    """Whether a callback may have acted for the step that begins, which comes once more after a failure."""
-    names = ("on_train_epoch_start", "on_train_batch_start")
-    return any(getattr(type(callback), name) is not getattr(Callback, name) for name in names)
+def _validates_next(trainer: Any) -> bool:
+    return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
 
 
-def _load_loops(loop: Any, state: dict[str, Any]) -> None:
+def _can_repeat_end(trainer: Any) -> bool:
+    """Whether a validation or the end of the epoch follows this step, and a restart can make it again.
+
+    It cannot if a callback compares a mean over the epoch's steps, which is not there after a restart.
+    """
+    is_end = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+    return (is_end or _validates_next(trainer)) and not _monitored_means(trainer)
+
+
+def _monitored_means(trainer: Any) -> list[str]:
+    """Which callbacks compare a mean over the epoch's steps."""
+    metrics = [one.meta for one in trainer.fit_loop.epoch_loop._results.values() if one.meta.on_epoch]
+    means = {name for one in metrics for name in (one.name, one.forked_name(on_step=False))}
+    monitors = [(one, getattr(one, "monitor", None)) for one in _others(trainer)]
+    return [f"{type(one).__name__} monitors `{monitor}`" for one, monitor in monitors if monitor in means]
+
+
+def _load_loops(loop: Any, state: dict[str, Any], *, repeats_end: bool) -> None:
     """Let the loops go on after that state, which is of the end of a batch."""
     state = cloned(state)
     batches, epochs = state["epoch_loop.batch_progress"], state["epoch_progress"]
+    if repeats_end:
+        # To Lightning it is a validation that was interrupted in its first batch.
+        for counts in (batches["total"], batches["current"]):
+            counts["completed"] = counts["ready"]
+        validated = state["epoch_loop.val_loop.batch_progress"]
+        for counts in (validated["total"], validated["current"]):
+            counts.update(ready=1, started=1, processed=0, completed=0)
+        loop.load_state_dict(state)
+        return
     is_last = batches["is_last_batch"]
     if is_last:
         # The epoch is over. Lightning would see a validation that was interrupted, and count batches from it.
@@ -200,8 +322,28 @@ def _load_loops(loop: Any, state: dict[str, Any]) -> None:
         loop.epoch_loop.restarting = loop._restarting = False
 
 
-def _others(trainer: Any, own: Callback) -> list[Any]:
-    return [one for one in trainer.callbacks if one is not own]
+def _others(trainer: Any) -> list[Any]:
+    return [one for one in trainer.callbacks if not isinstance(one, ElaunchCallback | _Last)]
+
+
+def _loaders_of(trainer: Any) -> list[Any]:
+    """The loaders of an epoch. Raises ValueError if a restart could not go on within them."""
+    combined = trainer.fit_loop._combined_loader
+    loaders: list[Any] = combined.flattened
+    for loader in loaders:
+        if not isinstance(loader, DataLoader):
+            raise ValueError(
+                f"a {type(loader).__name__} is among the training's loaders, and after a restart it would begin at its "
+                "first batch again; give Lightning a DataLoader"
+            )
+        require_skippable(loader)
+        if combined._mode == "max_size_cycle" and len(loader) < len(combined):
+            raise ValueError(
+                f"of the training's loaders one has {len(loader)} batches, and an epoch {len(combined)}: Lightning "
+                "begins it again within the epoch, which a restart could not repeat; use loaders of the same length, "
+                'or CombinedLoader(…, mode="min_size") or "max_size"'
+            )
+    return loaders
 
 
 def _require_others_possible(others: list[Any]) -> None:
@@ -228,6 +370,12 @@ def _require_possible(trainer: Any) -> None:
             "ReduceLROnPlateau changes after a validation, not with a step, and would not be restored exactly; use "
             "another scheduler"
         )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ValueError(
+            f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) makes loaders at "
+            "other epochs after a restart than before; leave it out, and let a sampler with set_epoch(epoch), or one "
+            "that a callback changes in on_train_epoch_end, give each epoch its samples"
+        )
     if trainer.ckpt_path is not None:
         raise ValueError(
             f"fit(ckpt_path={trainer.ckpt_path!r}) restores another state after ElaunchCallback has; leave it out: "
@@ -249,9 +397,11 @@ def _warn_of_hooks(parts: list[Any]) -> None:
         for one in parts:
             home = next((kind.__module__ for kind in type(one).__mro__ if name in vars(kind)), "lightning")
             if not home.startswith(("lightning", "pytorch_lightning")):
-                print(
+                _say(
                     f"{type(one).__name__}.{name} is not called after a restart{when}: keep what it sets in the "
-                    "module's buffers, or make it depend on current_epoch where it is used",
-                    file=sys.stderr,
-                    flush=True,
+                    "module's buffers, or make it depend on current_epoch where it is used"
                 )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

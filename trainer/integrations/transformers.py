@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from elaunch.trainer.data.batches import require_skippable, skip_once
 from elaunch.trainer.integrations.epochs import EpochOrder
+from elaunch.trainer.integrations.options import require_free, with_own
 from elaunch.trainer.keeper.keeper import Keeper
 
 # What a Trainer records of a run. The other fields come from its arguments.
@@ -33,6 +34,7 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
+        require_free("ElaunchTrainerCallback", options, "it keeps those of the Trainer")
         self._options, self._order = options, EpochOrder()
         self._keeper: Keeper | None = None
         self._epoch = -1
@@ -59,8 +61,7 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
             getattr(optimizer, "optimizer", optimizer),
             scheduler=lr_scheduler,
             scaler=getattr(optimizer, "scaler", None),
-            extra=_Record(state),
-            **{"per_rank": self._order, **self._options},
+            **with_own(self._options, per_rank=self._order, extra=_Record(state)),
         )
         self._epoch, self._restored = -1, self._keeper.restore()
         self._resumed_epoch, self._done = divmod(self._restored, steps)

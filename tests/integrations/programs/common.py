@@ -11,14 +11,16 @@ import hashlib
 import io
 import json
 import os
+import random
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 FOLDER = Path(sys.argv[1])
 KILLS = json.loads(sys.argv[2])
@@ -49,15 +51,54 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
 
 
-def samples() -> TensorDataset:
+def samples() -> Dataset[Any]:
     """10 batches of 4 for each of 2 ranks."""
-    return TensorDataset(torch.randn(80, 8, generator=torch.Generator().manual_seed(2)))
+    return (Noisy if "mixed" in OPTIONS else TensorDataset)(
+        torch.randn(80, 8, generator=torch.Generator().manual_seed(2))
+    )
+
+
+class Noisy(TensorDataset):
+    """Draws noise for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (super().__getitem__(index)[0] + 0.1 * torch.randn(8),)
+
+
+class Mixed(Sampler[int]):
+    """Draws each index from all that a sampler may draw from: global generators, its own, and a counter."""
+
+    def __init__(self) -> None:
+        self.own, self.drawn = random.Random(7), 0
+
+    def __len__(self) -> int:
+        return 80
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(80):
+            self.drawn += 1
+            yield (int(torch.randint(80, ())) + random.randrange(80) + self.own.randrange(80) + self.drawn) % 80
+
+
+class ByTheClock(Mixed):
+    """Draws what no restart can know."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(os.urandom(8)).sample(range(80), 80))
+
+
+def collated(items: list[Any]) -> list[torch.Tensor]:
+    """A batch, with noise from Python's generator."""
+    return [torch.stack([item[0] for item in items]) + random.random()]
 
 
 def loader(*, shuffle: bool = True) -> DataLoader[Any]:
     """The samples in batches."""
-    workers: dict[str, Any] = {"num_workers": OPTIONS["workers"], "persistent_workers": OPTIONS["persistent"]}
-    return DataLoader(samples(), batch_size=4, shuffle=shuffle, **workers)
+    more: dict[str, Any] = {"num_workers": OPTIONS["workers"], "persistent_workers": OPTIONS["persistent"]}
+    if not shuffle or not OPTIONS.keys() & {"mixed", "clock"}:
+        return DataLoader(samples(), batch_size=4, shuffle=shuffle, **more)
+    sampler = Mixed() if "mixed" in OPTIONS else ByTheClock()
+    return DataLoader(samples(), batch_size=4, sampler=sampler, collate_fn=collated, **more)
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import EPOCHS, FOLDER, OPTIONS, RANK, finish, loader, loss_of, losses, network, strike
+from common import EPOCHS, FOLDER, OPTIONS, RANK, finish, loader, loss_of, losses, network, samples, strike
 from lightning.pytorch import callbacks
+from torch.utils.data import DataLoader, Subset
 
 from elaunch.trainer.integrations.lightning import ElaunchCallback
 
@@ -36,6 +37,9 @@ class Module(pl.LightningModule):
         # Validations may draw random numbers.
         self.log("validation", loss_of(self.net, batch[0]) + torch.rand(1), sync_dist=True)
         strike("evaluation", self.trainer.global_step)
+
+    def on_validation_end(self) -> None:
+        strike("validated", self.trainer.global_step)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strike("commit", self.trainer.global_step + 1)
@@ -71,7 +75,13 @@ trainer = pl.Trainer(
     default_root_dir=FOLDER,
     enable_progress_bar=False,
     accumulate_grad_batches=OPTIONS["accumulate"],
+    reload_dataloaders_every_n_epochs=OPTIONS.get("reload", 0),
 )
-trainer.fit(module, loader(), loader(shuffle=False) if OPTIONS["evaluates"] else None)
+half = DataLoader(Subset(samples(), range(40)), batch_size=4)
+trainer.fit(
+    module,
+    [loader(), half] if "cycle" in OPTIONS else loader(),
+    loader(shuffle=False) if OPTIONS["evaluates"] else None,
+)
 scheduler = trainer.lr_scheduler_configs[0].scheduler
 finish(trainer.global_step, module.state_dict(), trainer.optimizers[0].state_dict(), scheduler.state_dict())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import EPOCHS, FOLDER, OPTIONS, finish, loss_of, losses, network, samples, strike
+from common import EPOCHS, FOLDER, OPTIONS, Mixed, collated, finish, loss_of, losses, network, samples, strike
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -58,6 +58,15 @@ class Named(Dataset[dict[str, torch.Tensor]]):
         return {"inputs": self.samples[index][0]}
 
 
+def noisy(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {"inputs": collated([(item["inputs"],) for item in items])[0]}
+
+
+class MixedTrainer(Trainer):
+    def _get_train_sampler(self, *_: Any) -> Mixed:
+        return Mixed()
+
+
 arguments = TrainingArguments(
     str(FOLDER),
     per_device_train_batch_size=4,
@@ -76,8 +85,13 @@ arguments = TrainingArguments(
     report_to="none",
     disable_tqdm=True,
 )
-trainer = Trainer(
-    Model(), arguments, train_dataset=Named(), eval_dataset=Named(), callbacks=[ElaunchTrainerCallback(), Striking()]
+trainer = (MixedTrainer if "mixed" in OPTIONS else Trainer)(
+    Model(),
+    arguments,
+    train_dataset=Named(),
+    eval_dataset=Named(),
+    data_collator=noisy if "mixed" in OPTIONS else None,
+    callbacks=[ElaunchTrainerCallback(), Striking()],
 )
 trainer.train()
 assert trainer.state.epoch == EPOCHS
