@@ -217,6 +217,11 @@ def record(paths: list[str], folder: Path) -> dict[str, Any]:
 OWN = ("elaunch", "tests", "__main__")
 
 
+def importers(stem: str) -> list[Path]:
+    asks = re.compile(rf"^ *from \S+\.{stem} import |^ *from \S+ import .*\b{stem}\b", re.MULTILINE)
+    return [path for source in SOURCES for path in (ROOT / source).rglob("*.py") if asks.search(path.read_text())]
+
+
 def tried(mutant: Mutant, tests: dict[str, Any], folder: Path) -> Mutant:
     """Import the changed module, and run the tests that call the function, the nearest first."""
     tree, diff = mutated(mutant)
@@ -224,10 +229,14 @@ def tried(mutant: Mutant, tests: dict[str, Any], folder: Path) -> Mutant:
     SourceFileLoader.get_code = lambda self, name: (  # type: ignore[assignment,method-assign,misc]
         compile(tree, self.path, "exec") if Path(self.path).resolve() == path else get_code(self, name)
     )
-    place = [mutant["file"], mutant["function"]]
-    wanted = {test: seconds for test, (seconds, calls) in tests.items() if place in calls}
-    # At module level, or called at the import: any test may notice it.
-    wanted = wanted or {test: seconds for test, (seconds, _) in tests.items()}
+    if mutant["function"]:
+        wanted = {test: cost for test, (cost, calls) in tests.items() if [mutant["file"], mutant["function"]] in calls}
+    else:
+        # What a module says at its top is noticed by its own functions, and by those of modules that import it.
+        users = {mutant["file"], *(str(each.relative_to(ROOT)) for each in importers(path.stem))}
+        wanted = {test: cost for test, (cost, calls) in tests.items() if any(file in users for file, _ in calls)}
+    # Called at the import alone: any test may notice it.
+    wanted = wanted or {test: cost for test, (cost, _) in tests.items()}
     cost_s: dict[str, float] = defaultdict(float)
     for test, seconds in wanted.items():
         cost_s[test.partition("::")[0]] += seconds
