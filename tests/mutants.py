@@ -39,10 +39,12 @@ from tests.forked import Child
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("agent/core", "rendezvous/rules")
-TESTS = (["tests/unit/agent/core", "tests/unit/rendezvous/rules"], ["tests/sim"])
+# What nodes report is tested beside what shows it.
+UNITS = ["tests/unit/agent/core", "tests/unit/rendezvous/rules", "tests/unit/launcher/watch/test_reports.py"]
+TESTS = (UNITS, ["tests/sim"])
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not servers and not thorough")
 # Of each of the simulator's tests that have one. A mutant that waits for nothing is stopped after WALL_S.
-SEED_MAX, WALL_S = 12, 240.0
+SEED_MAX, WALL_S = 12, 900.0
 # The other node of each kind that may take its place.
 OTHERS: dict[type, tuple[Any, ...]] = {
     ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE), ast.GtE: (ast.Gt, ast.Lt),
