@@ -19,13 +19,14 @@ from elaunch.agent.core.waits import Doing, doing
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_records import Hang
 from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.core.causes.test_table import CUDA_OOM, OOM, advice, raised
 from tests.unit.agent.core.causes.test_table import exited as exit_of
 from tests.unit.agent.core.test_announcements import kinds
 from tests.unit.agent.core.test_entries import named
 from tests.unit.agent.core.test_stack_groups import LIB, STEP, main_thread, stack
 from tests.unit.agent.core.test_standstill import IDLE, SPINS, WAITING, busy, said, samples, watching
-from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, Driver, ends, started
+from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, Driver, cleared, ends, started
 
 
 def test_a_hang_of_rank_0_is_blamed_on_it() -> None:
@@ -192,3 +193,23 @@ def test_a_file_a_child_and_a_sleep_are_told_by_the_call_whatever_the_frames_are
     call: str, target: str, what: Doing
 ) -> None:
     assert doing(stack(0, Frame("Condition.wait", f"{LIB}/threading.py", 327), STEP, call=call, target=target)) is what
+
+
+def test_where_no_worker_is_left_none_is_awaited_that_may_explain_a_lost_peer() -> None:
+    driver = Driver(SPEC, slots=1).begin()
+    driver.settle()
+
+    driver.loses_peer(0)
+
+    assert isinstance(driver.agent.phase, Clearing)
+
+
+def test_one_worker_is_not_called_workers() -> None:
+    driver = Driver(SPEC, slots=1).begin()
+    driver.settle()
+
+    driver.exits(0, -9, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.announcements[-1].text.startswith("job job goes on in generation 1: 1 worker (restart 1 of 3")
