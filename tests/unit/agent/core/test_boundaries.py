@@ -195,15 +195,6 @@ def test_a_file_a_child_and_a_sleep_are_told_by_the_call_whatever_the_frames_are
     assert doing(stack(0, Frame("Condition.wait", f"{LIB}/threading.py", 327), STEP, call=call, target=target)) is what
 
 
-def test_where_no_worker_is_left_none_is_awaited_that_may_explain_a_lost_peer() -> None:
-    driver = Driver(SPEC, slots=1).begin()
-    driver.settle()
-
-    driver.loses_peer(0)
-
-    assert isinstance(driver.agent.phase, Clearing)
-
-
 def test_one_worker_is_not_called_workers() -> None:
     driver = Driver(SPEC, slots=1).begin()
     driver.settle()
