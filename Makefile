@@ -22,7 +22,7 @@ PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && timeout --foreground --signal=ABRT 
 	$(BIN)/python -X faulthandler -m pytest $(TEST_LIMIT_S:%=-o faulthandler_timeout=%) --max-worker-restart 0 \
 	--dist loadfile --no-loadscope-reorder --basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
-.PHONY: demo check test test-slow conformance integrations ecosystem control-plane tools bench gpu docs release lint clean
+.PHONY: demo check test test-slow conformance integrations ecosystem mutants control-plane tools bench gpu docs release lint clean
 
 demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twice, the same one left alone, and the report
 	rm -rf runs/demo
@@ -75,6 +75,9 @@ ECOSYSTEM := .venv-ecosystem
 ecosystem: $(ECOSYSTEM)/.installed  ## Programs of other libraries as they are (Lightning, transformers, DeepSpeed, …): each is killed and must go on; ARGS="-k lightning"
 	folder=$$(mktemp -d /tmp/t.XXXX) && $(ECOSYSTEM)/bin/python -m pytest -q -m "" -n $$(nproc) --dist load \
 		--basetemp=$$folder/t tests/ecosystem $(ARGS); code=$$?; rm -rf $$folder; exit $$code
+
+mutants: $(VENV)/.installed-dev  ## Do the tests notice a wrong line of agent/core or rendezvous/rules? ARGS="--seed 2 --only verdict"; half an hour
+	nice $(BIN)/python -m tests.mutants $(ARGS)
 
 control-plane: $(VENV)/.installed-dev tools  ## A real Kubernetes control plane, built here once (minutes), and pods under it
 	tests/controlplane/build.sh "$${ELAUNCH_CONTROL_PLANE:-$$HOME/.cache/elaunch-control-plane}"

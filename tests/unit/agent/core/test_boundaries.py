@@ -1,0 +1,206 @@
+"""Rules of agent.core that only a case at their edge shows: rank 0, one of several, and what is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.actions import Blame
+from elaunch.agent.core.events import Signalled, StoreAway, StoreRefuses
+from elaunch.agent.core.failures import is_sigkill, tells_of_lost_peer
+from elaunch.agent.core.hang import Standing, who_hangs
+from elaunch.agent.core.phases import Clearing, Joining, Stopping
+from elaunch.agent.core.stack_groups import Frame, Stack, place_words
+from elaunch.agent.core.standstill import HangLimit, Standstill, wants_stacks
+from elaunch.agent.core.state import Reach, Trouble
+from elaunch.agent.core.store_outage import SAY_ANEW_S, gives_up_at_s, store_failed
+from elaunch.agent.core.waits import Doing, doing
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.hang_records import Hang
+from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.types import FailureKind
+from tests.unit.agent.core.causes.test_table import CUDA_OOM, OOM, advice, raised
+from tests.unit.agent.core.causes.test_table import exited as exit_of
+from tests.unit.agent.core.test_announcements import kinds
+from tests.unit.agent.core.test_entries import named
+from tests.unit.agent.core.test_stack_groups import LIB, STEP, main_thread, stack
+from tests.unit.agent.core.test_standstill import IDLE, SPINS, WAITING, busy, said, samples, watching
+from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, Driver, cleared, ends, started
+
+
+def test_a_hang_of_rank_0_is_blamed_on_it() -> None:
+    driver = watching(restarts=True)
+
+    samples(driver, 80, {0: SPINS, 1: IDLE, 2: IDLE}, (busy(0), *WAITING[1:]))
+
+    (blamed,) = (action for action in driver.all_acted if isinstance(action, Blame))
+    assert blamed.local_rank == 0
+
+
+def test_the_timeline_and_on_event_name_rank_0_and_no_rank_where_none_is_named() -> None:
+    for rank, fields in ((0, {"rank": 0}), (-1, {})):
+        driver = started()
+        driver.write(Put(KEYS.hang, encode(Hang(0, driver.node_id, rank, "hung: it sleeps,"))))
+        driver.settle()
+
+        (hung,), (told,) = named(driver, "seems_hung"), driver.announcements
+        for found in (hung.fields, told.fields):
+            assert {key: value for key, value in found.items() if key == "rank"} == fields
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_person_is_told_of_a_restart_only_where_the_job_may_restart(max_restarts: int) -> None:
+    driver = watching()
+    driver.agent = replace(driver.agent, spec=replace(driver.agent.spec, max_restarts=max_restarts))
+
+    samples(driver, 80, {0: IDLE, 1: SPINS, 2: IDLE}, (WAITING[0], busy(1), WAITING[2]))
+
+    assert ("to restart the workers: elaunch restart " in said(driver)) is bool(max_restarts)
+    assert (", or kill -9 4001 on node-a (it counts as a failure)" in said(driver)) is bool(max_restarts)
+    assert ("start the job with --on-hang restart" in said(driver)) is bool(max_restarts)
+
+
+def test_of_several_ranks_that_are_behind_the_phase_is_that_of_the_one_that_is_named() -> None:
+    suspect = who_hangs({0: Standing(7, "evaluating"), 1: Standing(7, "loading")}, {}, 30.2)
+
+    assert "in its phase 'evaluating', as did local rank 1" in suspect.message
+
+
+def test_a_full_gpu_whose_message_has_no_share_of_idle_memory_is_the_programs_own() -> None:
+    words, _, rest = CUDA_OOM.format(other="", idle="6.00 GiB").partition(", and ")
+
+    assert rest
+    assert "micro-batch" in advice(raised("torch.OutOfMemoryError", f"{words}."))
+
+
+def test_the_last_rank_of_a_job_that_nobody_waits_for_is_no_failure() -> None:
+    driver = watching(restarts=True)
+    for rank in (0, 2):
+        driver.exits(rank, 0)
+
+    samples(driver, 900, {1: IDLE}, (stack(1, STEP, call="wait4"),))
+
+    assert "after ranks 0, 2 exited with code 0" in said(driver)
+    assert not any(isinstance(action, Blame) for action in driver.all_acted)
+
+
+def test_of_ranks_that_are_alike_the_pid_to_kill_is_that_of_the_one_that_is_named() -> None:
+    driver = watching()
+
+    samples(driver, 80, {0: SPINS, 1: SPINS, 2: IDLE}, (busy(0), busy(1), WAITING[2]))
+
+    assert ", or kill -9 4000 on node-a" in said(driver)
+
+
+def test_after_the_verdict_stacks_are_taken_once_more_in_each_further_limit() -> None:
+    limit = HangLimit(60.0, 0.0)
+    state = Standstill(still={0: ()}, looks=4)  # type: ignore[dict-item]
+
+    assert [wants_stacks(replace(state, spell_s=spell_s), limit) for spell_s in (179.0, 180.0)] == [False, True]
+
+
+@pytest.mark.parametrize(("exited", "phase"), [(frozenset(), Stopping), (ALL, Clearing)])
+def test_an_order_that_comes_twice_hurries_nobody(exited: frozenset[int], phase: type) -> None:
+    driver = started()
+    driver.happen(Signalled(INT, "elaunch stop", is_order=True))
+    for rank in exited:
+        driver.exits(rank, -TERM)
+    before = driver.agent
+
+    assert isinstance(before.phase, phase)
+    assert driver.happen(Signalled(INT, "elaunch stop", is_order=True)) == []
+    assert driver.agent == before
+
+
+def test_the_only_node_of_a_job_that_may_grow_tells_its_end() -> None:
+    driver = started(replace(SPEC, nodes_max=2))
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    ends(driver, -TERM)
+
+    assert kinds(driver) == ["end"]
+
+
+def test_a_head_that_never_answered_is_waited_for_as_any_store() -> None:
+    joining = Driver(SPEC).begin().agent
+    assert isinstance(joining.phase, Joining)
+    times = joining.times
+    never = replace(joining, reach=Reach(ever=False, failing_since_s=10.0, is_heads=True, silent_since_s=10.0))
+    lost = replace(never, reach=replace(never.reach, ever=True))
+
+    assert gives_up_at_s(never) == 10.0 + times.store_wait_s
+    assert gives_up_at_s(lost) == 10.0 + times.store_timeout_s
+    assert times.store_wait_s != times.store_timeout_s
+
+
+def test_another_trouble_of_the_store_has_a_line_no_sooner_than_5_s_after_the_last_one() -> None:
+    agent = started().agent
+    said_of = frozenset({(Trouble.AWAY, False)})
+    agent = replace(agent, reach=Reach(ever=True, failing_since_s=50.0, said=said_of, said_s=100.0))
+
+    agent, _ = store_failed(agent, agent.phase, StoreRefuses("no space"), 101.0)
+    again, _ = store_failed(agent, agent.phase, StoreAway("no answer"), 101.5)
+
+    assert agent.reach.unsaid_until_s == again.reach.unsaid_until_s == 100.0 + SAY_ANEW_S
+
+
+@pytest.mark.parametrize(("lines", "has_step"), [(2, True), (3, False)])
+def test_of_an_exit_code_the_last_three_lines_are_about_it(lines: int, has_step: bool) -> None:
+    tail = f"{OOM}\n" + "".join(f"step {number}\n" for number in range(lines))
+
+    assert ("make room" in advice(exit_of(1, tail))) is has_step
+
+
+def test_a_name_at_the_root_is_no_path_of_a_file_system_that_is_not_mounted() -> None:
+    assert advice(raised("FileNotFoundError", "[Errno 2] No such file or directory: '/x'")) == ""
+
+
+def test_another_signal_than_sigkill_is_none() -> None:
+    assert is_sigkill(exit_of(-9))
+    assert not is_sigkill(exit_of(-11))
+
+
+def test_two_tracebacks_that_tell_of_lost_peers_tell_of_nothing_else() -> None:
+    peer = (
+        'Traceback (most recent call last):\n  File "/home/u/train.py", line 3, in step\n'
+        "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:31937.\n"
+    )
+    own = peer.replace("[gloo] Connection closed by peer [127.0.0.1]:31937.", "the loss is NaN")
+
+    assert [tells_of_lost_peer(text) for text in (peer, peer + peer, own + peer, peer + own)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_main_thread_without_a_frame_has_no_place() -> None:
+    assert place_words(Stack(0, 7, (main_thread(),), "S")) == "no Python frame"
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "what"),
+    [
+        ("read", "/mnt/x", Doing.FILE),
+        ("wait4", "", Doing.CHILD),
+        ("clock_nanosleep", "", Doing.SLEEP),
+        ("futex", "", Doing.LOCK),
+    ],
+)
+def test_a_file_a_child_and_a_sleep_are_told_by_the_call_whatever_the_frames_are(
+    call: str, target: str, what: Doing
+) -> None:
+    assert doing(stack(0, Frame("Condition.wait", f"{LIB}/threading.py", 327), STEP, call=call, target=target)) is what
+
+
+def test_one_worker_is_not_called_workers() -> None:
+    driver = Driver(SPEC, slots=1).begin()
+    driver.settle()
+
+    driver.exits(0, -9, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.announcements[-1].text.startswith("job job goes on in generation 1: 1 worker (restart 1 of 3")
