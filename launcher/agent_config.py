@@ -374,7 +374,7 @@ def _check_filters(options: Options, slots: int) -> None:
 
 def _never(options: Options) -> tuple[tuple[str, str], ...]:
     """The options given that are accepted for torchrun's sake, each with the reason why it has no effect."""
-    return tuple((f"--{spec.name}", spec.no_effect) for spec in TABLE if spec.no_effect and spec.dest in options.given)
+    return tuple((f"--{each.long}", each.no_effect) for each in TABLE if each.no_effect and each.name in options.given)
 
 
 def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError, tidy
-from elaunch.launcher.options.argv import normalise
 from elaunch.launcher.options.commands import COMMANDS
-from elaunch.launcher.report_page.command import parse
-from elaunch.launcher.watch.command import read
+from elaunch.launcher.options.options import parse
+from elaunch.launcher.watch.command import STATUS
+from tests.commands import read
 from tests.harness import COMMAND, environment
 
 
@@ -27,13 +27,6 @@ def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
     assert shown == ["../x", "b/c/d", "./run.sh", f"{tmp_path}/x", "../link/../x"]
 
 
-def test_what_click_says_is_one_sentence() -> None:
-    with pytest.raises(UsageError, match=r"^report: Option '?--perfetto'? requires an argument; see elaunch report"):
-        parse(["--perfetto"])
-    with pytest.raises(UsageError, match=r"^--qqqqqqqq is no option of elaunch report; elaunch report --help lists"):
-        parse(["--qqqqqqqq", "logs"])
-
-
 @pytest.mark.parametrize("command", [*COMMANDS, ""])
 def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(command: str) -> None:
     wrong, meant = {
@@ -43,7 +36,7 @@ def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(comma
         "submit": ("--nods", "--nodes"),
         "rehearse": ("--stps", "--steps"),
         "warm": ("--statsu", "--status"),
-        "top": ("--rank", "--ranks"),
+        "top": ("--rnk", "--ranks"),
         **dict.fromkeys(("stop", "restart"), ("--tokn-file", "--token-file")),
     }.get(command, ("--jsn", "--json"))
     words = [command, "slurm"] if command == "submit" else [command] if command else []
@@ -51,12 +44,12 @@ def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(comma
     ended = subprocess.run([*COMMAND, *words, wrong], env=environment(), capture_output=True, text=True, timeout=60)
 
     assert ended.returncode == 2
-    name = f"elaunch {command}".rstrip() if command != "run" else "elaunch"
+    name = " ".join(["elaunch", *words[: 0 if command == "run" else None]])
     assert ended.stderr == f"elaunch: {wrong} is no option of {name}; did you mean {meant}?\n"
 
 
 def test_an_option_of_another_command_is_not_suggested() -> None:
     with pytest.raises(UsageError, match=r"^--nproc-pre-node is no option of elaunch status; elaunch status --help "):
-        read("status", ["--nproc-pre-node", "2"], {})
+        read(STATUS, "--nproc-pre-node", "2")
     with pytest.raises(UsageError, match=r"^--jsn is no option of elaunch; elaunch --help lists the options$"):
-        normalise(["--jsn"])
+        parse(["--jsn"], {})
