@@ -54,7 +54,6 @@ class Options:
     hang_timeout: float
     health_check: str
     on_hang: OnHang
-    hang_after: float
     signals_to_handle: tuple[str, ...]
     log_dir: Path | None
     redirects: StreamChoice
@@ -102,7 +101,7 @@ class Options:
 
 
 _OPTIONS = {option.name: option for option in TABLE}
-_VALUED = tuple(name for name in _OPTIONS if name not in ("help", "version"))
+_VALUED = tuple(name for name, option in _OPTIONS.items() if option.expose_value and not option.hidden)
 
 
 class JobCommand(Command):
@@ -140,6 +139,7 @@ def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
     """The options in the context of a JobCommand, with `program` if the user has named none. Raises UsageError."""
     items = {name: given for name, given in ctx.obj.given.items() if name in _OPTIONS}
     fields: dict[str, Any] = {name: ctx.params[name] for name in _VALUED}
+    _settle_hangs(fields, ctx.params["hang_after"], items)
     lost = _settle(fields, items)
     typed = ctx.params["program"]
     kind, target, args = _program(fields, typed or program, ctx.obj.job_file or JobFile({}))
@@ -192,6 +192,16 @@ _EXCLUSIVE = (
     ("nproc_per_node", "roles", "the numbers of the roles make the number of workers; drop one of them"),
     ("master_port", "port_range", "the one port is then the only one; drop one of them"),
 )
+
+
+def _settle_hangs(fields: dict[str, Any], after_s: float | None, items: Mapping[str, Given]) -> None:
+    """A limit that is given means that a hang is ended, unless the user says what to do; 0 is no limit."""
+    if "hang_timeout" not in items:
+        fields["hang_timeout"] = after_s or fields["hang_timeout"]
+    elif not fields["hang_timeout"]:
+        fields["on_hang"] = OnHang.OFF
+    elif "on_hang" not in items:
+        fields["on_hang"] = OnHang.RESTART
 
 
 def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:

@@ -88,8 +88,8 @@ _RESTARTS = (
         values.seconds, default=60.0, default_text="60",
     ),
     Option(
-        "hang-timeout", Group.RESTARTS, "SECONDS", "restart if reports of steps stop for SECONDS",
-        values.seconds, default=0.0, default_text="0: never",
+        "hang-timeout", Group.RESTARTS, "SECONDS", "time without progress that is a hang; 0: never",
+        values.seconds, default=60.0, default_text="60",
     ),
     Option(
         "health-check", Group.RESTARTS, "HOW", "look at this node before it joins: off, warn, strict",
@@ -97,13 +97,11 @@ _RESTARTS = (
         default_text="warn",
     ),
     Option(
-        "on-hang", Group.RESTARTS, "ACTION", "when all ranks stand still: warn, restart, off", values.on_hang,
-        default=OnHang.WARN, default_text="warn",
+        "on-hang", Group.RESTARTS, "ACTION", "at a hang: warn, restart, off", values.on_hang,
+        default=OnHang.WARN, default_text="warn; with a limit restart",
     ),
-    Option(
-        "hang-after", Group.RESTARTS, "SECONDS", "how long ranks wait for each other until it is a hang",
-        values.positive_seconds, default=60.0, default_text="60",
-    ),
+    # As it was called before --hang-timeout was the limit of both ways to see a hang. It does not mean a restart.
+    Option("hang-after", Group.RESTARTS, "SECONDS", "the old name of the limit", values.positive_seconds, hidden=True),
     Option(
         "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", signal_names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.config import AgentConfig, NumaBinding, StreamChoice, Streams
+from elaunch.agent.config import AgentConfig, NumaBinding, OnHang, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.options.command_line import Group, HelpRequested
@@ -133,7 +133,7 @@ def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
     assert max(len(line) for line in lines) <= 100
     for code in (0, 1, 2, 3, "128 + N"):
         assert f" {code} " in " ".join(lines[-2:])
-    for spec in TABLE:
+    for spec in (option for option in TABLE if not option.hidden):
         own = [line for line in lines if line.startswith("  -") and re.search(rf"--{spec.long} ", f"{line} ")]
         assert len(own) == 1, spec.long
         assert spec.help in own[0]
@@ -155,7 +155,7 @@ def test_options_has_a_field_for_each_row_of_the_table() -> None:
     fields = {field.name for field in dataclasses.fields(Options)}
 
     others = {"kind", "target", "args", "given", "typed", "program", "exported"}
-    assert {spec.name for spec in TABLE} - {"help", "version"} == fields - others
+    assert {spec.name for spec in TABLE if not spec.hidden} - {"help", "version"} == fields - others
 
 
 def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_said_difference() -> None:
@@ -511,6 +511,31 @@ def test_virtual_local_rank_needs_a_visible_gpu_for_each_worker() -> None:
     assert config_of("--virtual-local-rank", "--nproc", "2", "t.py", CUDA_VISIBLE_DEVICES="0,1").virtual_local_rank
 
 
+@pytest.mark.parametrize(
+    ("words", "action", "idle_s", "reports_s"),
+    [
+        ((), OnHang.WARN, 60, 0),
+        (("--hang-timeout", "20"), OnHang.RESTART, 20, 20),
+        (("--hang-timeout", "20", "--on-hang", "warn"), OnHang.WARN, 20, 20),
+        (("--on-hang", "restart"), OnHang.RESTART, 60, 0),
+        (("--on-hang", "off"), OnHang.OFF, 0, 0),
+        (("--hang-timeout", "0"), OnHang.OFF, 0, 0),
+        # The old name of the limit did not mean a restart.
+        (("--hang-after", "5"), OnHang.WARN, 5, 0),
+        (("--hang-after", "5", "--on-hang", "restart"), OnHang.RESTART, 5, 0),
+        (("--hang-after", "5", "--hang-timeout", "20"), OnHang.RESTART, 20, 20),
+    ],
+)
+def test_one_limit_and_one_action_are_for_both_ways_to_see_a_hang(
+    words: tuple[str, ...], action: OnHang, idle_s: float, reports_s: float
+) -> None:
+    config = config_of(*words, "t.py")
+
+    assert (config.on_hang, config.times.hang_after_s, config.times.hang_timeout_s) == (action, idle_s, reports_s)
+    assert ("ELAUNCH_HANG_TIMEOUT" in config.worker_env) is bool(reports_s)
+    assert "--hang-after" not in help_text()
+
+
 def test_the_other_settings_reach_the_agent() -> None:
     limits = ("--max-restarts", "9", "--restart-window", "60", "--failure-grace", "1.5", "--hang-timeout", "90")
 
@@ -634,10 +659,11 @@ def test_the_word_after_warm_is_the_script() -> None:
 
 def test_options_without_the_one_that_they_are_about_have_no_effect() -> None:
     chosen = ("--nproc", "1", "--max-restarts", "0")
-    lonely = ("--metrics-host", "::1", "--on-hang", "off", "--hang-after", "5")
+    lonely = ("--metrics-host", "::1", "--on-hang", "off", "--hang-timeout", "5")
 
     assert config_of(*chosen, *lonely, "t.py", OMP_NUM_THREADS="1").notes == (
-        "without effect here: --metrics-host (metrics are served with --metrics-port); --hang-after (--on-hang is off)",
+        "without effect here: --metrics-host (metrics are served with --metrics-port);"
+        " --hang-timeout (--on-hang is off)",
     )
 
 
