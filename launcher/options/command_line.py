@@ -221,7 +221,8 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_ARGV] = tuple(args)
-        of_job = [] if self.is_elsewhere else [option for option in self.options if option.group]
+        valued = (option for option in self.options if option.group and option.expose_value)
+        of_job = () if self.is_elsewhere else valued
         ctx.default_map = {option.name: given for option in of_job if (given := _variable(option, ctx.obj.environ))}
         try:
             rest = super().parse_args(ctx, args)
@@ -251,7 +252,8 @@ class Command(click.Command):
         The command's own come first, then torchrun's, so that its abbreviations stay unambiguous beside elaunch's.
         """
         name = word.removeprefix("--")
-        fitting = [option for option in self.options if any(each.startswith(name) for each in option.names)]
+        shown = (option for option in self.options if not option.hidden)
+        fitting = [option for option in shown if any(each.startswith(name) for each in option.names)]
         own = [option for option in fitting if option.group is None]
         return own or [option for option in fitting if option.peer and option.peer.startswith(name)] or fitting
 

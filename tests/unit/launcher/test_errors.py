@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from elaunch.launcher.errors import UsageError, tidy
-from elaunch.launcher.options.commands import COMMANDS
+from elaunch.launcher.options.command_line import Reading
+from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.watch.command import STATUS
 from tests.commands import read
-from tests.harness import COMMAND, environment
 
 
 def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
@@ -25,6 +24,13 @@ def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
     shown = [tidy(path) for path in ("./../x", "b//c/./d", "./run.sh", f"/{tmp_path}/a/../x", "../link/../x")]
 
     assert shown == ["../x", "b/c/d", "./run.sh", f"{tmp_path}/x", "../link/../x"]
+
+
+def told(*words: str) -> str:
+    """The sentence by which a command line is refused."""
+    with pytest.raises(UsageError) as refused, ELAUNCH.make_context("elaunch", [*words], obj=Reading()) as ctx:
+        ELAUNCH.invoke(ctx)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, ""])
@@ -41,11 +47,27 @@ def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(comma
     }.get(command, ("--jsn", "--json"))
     words = [command, "slurm"] if command == "submit" else [command] if command else []
 
-    ended = subprocess.run([*COMMAND, *words, wrong], env=environment(), capture_output=True, text=True, timeout=60)
-
-    assert ended.returncode == 2
     name = " ".join(["elaunch", *words[: 0 if command == "run" else None]])
-    assert ended.stderr == f"elaunch: {wrong} is no option of {name}; did you mean {meant}?\n"
+    assert told(*words, wrong) == f"{wrong} is no option of {name}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "no script to run; "),
+        ("run", "no script to run; "),
+        ("rehearse", "no script to run; "),
+        ("submit", "submit needs the name of a scheduler; use elaunch submit slurm or elaunch submit k8s"),
+        ("submit slurm", "no program to run; "),
+        ("submit k8s", "--image is missing: "),
+        ("submit k8s --image i", "no program to run; "),
+        ("report", "report: no folder is given; "),
+        ("stop", "stop needs the job's name or the pid of its elaunch"),
+        ("restart", "restart needs the job's name or the pid of its elaunch"),
+    ],
+)
+def test_a_command_without_its_arguments_is_a_usage_error(words: str, sentence: str) -> None:
+    assert told(*words.split()).startswith(sentence)
 
 
 def test_an_option_of_another_command_is_not_suggested() -> None:

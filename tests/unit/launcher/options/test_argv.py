@@ -33,6 +33,7 @@ def test_dashes_underscores_and_prefixes_name_the_same_option(word: str) -> None
         (["-mt", "3"], [("module", "on"), ("tee", "3")]),
         (["--redirect=3"], [("redirects", "3")]),
         (["--max-r", "1"], [("max-restarts", "1")]),
+        (["--hang", "9"], [("hang-timeout", "9")]),
         (["--rdzv-id", "a", "--run_id=b"], [("run-id", "b")]),
         (["--shutdown-timeout", "5"], [("stop-grace", "5")]),
         (["--role=-x"], [("role", "-x")]),

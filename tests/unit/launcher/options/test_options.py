@@ -208,6 +208,10 @@ def test_every_option_is_read_from_its_variable_and_the_command_line_wins() -> N
         assert spec.variables[0] == f"PET_{spec.name.upper()}"
 
 
+def test_a_text_is_asked_for_by_no_variable() -> None:
+    assert options_of("t.py", PET_HELP="1", PET_VERSION="2.0").target == "t.py"
+
+
 def test_an_empty_variable_is_no_value() -> None:
     assert options_of("t.py", PET_MAX_RESTARTS="", PET_STANDALONE="").max_restarts == 3
 
