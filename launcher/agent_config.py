@@ -241,12 +241,13 @@ def _wants_colours(output: OutputPlan, environ: Mapping[str, str]) -> bool:
 
 def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
     """The variables that options set for every worker; an option for the workers is a row of the table and one here."""
+    reports_end = "hang_timeout" in options.given and options.on_hang is not OnHang.OFF
     return {
         "TORCHELASTIC_RUN_ID": options.run_id or "",
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in signals),
         # The Keeper compares it with the process groups' timeouts.
-        **({"ELAUNCH_HANG_TIMEOUT": f"{options.hang_timeout:g}"} if options.hang_timeout else {}),
+        **({"ELAUNCH_HANG_TIMEOUT": f"{options.hang_timeout:g}"} if reports_end else {}),
     }
 
 
@@ -374,7 +375,7 @@ def _check_filters(options: Options, slots: int) -> None:
 
 def _never(options: Options) -> tuple[tuple[str, str], ...]:
     """The options given that are accepted for torchrun's sake, each with the reason why it has no effect."""
-    return tuple((f"--{spec.name}", spec.no_effect) for spec in TABLE if spec.no_effect and spec.dest in options.given)
+    return tuple((f"--{each.long}", each.no_effect) for each in TABLE if each.no_effect and each.name in options.given)
 
 
 def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
@@ -391,8 +392,8 @@ def _lonely(options: Options) -> tuple[tuple[str, str], ...]:
     lonely: list[tuple[str, str]] = []
     if "metrics_host" in options.given and options.metrics_port is None:
         lonely.append(("--metrics-host", "metrics are served with --metrics-port"))
-    if "hang_after" in options.given and options.on_hang is OnHang.OFF:
-        lonely.append(("--hang-after", "--on-hang is off"))
+    if "hang_timeout" in options.given and options.hang_timeout and options.on_hang is OnHang.OFF:
+        lonely.append(("--hang-timeout", "--on-hang is off"))
     return tuple(lonely)
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
+_COMPLETE = "_ELAUNCH_COMPLETE"
 # Commands that print an answer and end. Their reader may have read enough before (`| head`).
 _PRINTERS = ("doctor", "rehearse", "report", "restart", "stacks", "status", "stop", "submit", "top", "warm")
 
@@ -106,56 +105,34 @@ def _unwritten(trouble: str) -> int:
 
 
 def _main() -> int:
+    import click
+    from click.shell_completion import shell_complete
+
     from elaunch.launcher.errors import SiteError, UsageError
-    from elaunch.launcher.options.commands import COMMANDS
-    from elaunch.launcher.options.options import HelpRequested, parse
-    from elaunch.launcher.resources import as_started
+    from elaunch.launcher.options import job_file
+    from elaunch.launcher.options.command_line import HelpRequested, Reading
+    from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
     from elaunch.rendezvous.shortage import shortage
 
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         # Some of them run for long (`elaunch top`, `elaunch store`).
         gc.enable()
-    if "_ELAUNCH_COMPLETE" in os.environ:
-        from elaunch.launcher.completion import answer
-
-        return answer(os.environ["_ELAUNCH_COMPLETE"])
     try:
-        if sys.argv[1:2] == ["store"]:
-            from elaunch.launcher.store.command import main as store
-
-            return store(sys.argv[2:], os.environ)
-        if sys.argv[1:2] == ["submit"]:
-            from elaunch.launcher.submit.command import main as submit
-
-            return submit(sys.argv[2:], os.environ)
-        if sys.argv[1:2] == ["doctor"]:
-            return _doctor(sys.argv[2:])
-        if sys.argv[1:2] == ["report"]:
-            from elaunch.launcher.report_page.command import main as report
-
-            return report(sys.argv[2:], os.environ)
-        if sys.argv[1:2] == ["rehearse"]:
-            from elaunch.launcher.rehearse.command import main as rehearse
-
-            return rehearse(sys.argv[2:], os.environ)
-        if sys.argv[1:2] == ["warm"]:
-            from elaunch.launcher.warm_command import main as warm
-
-            return warm(sys.argv[2:])
-        if sys.argv[1:2] in (["status"], ["top"], ["stacks"], ["stop"], ["restart"]):
-            from elaunch.launcher.watch.command import main as watch
-
-            return watch(sys.argv[1], sys.argv[2:], os.environ)
-        asked = parse(sys.argv[1:], os.environ)
-        if isinstance(asked, HelpRequested):
-            # Longer than the buffer, so its reader may be gone already (`| head`).
-            with suppress(BrokenPipeError):
-                print(asked.text)
+        if asked := os.environ.get(_COMPLETE):
+            if shell_complete(ELAUNCH, {"obj": Reading()}, "elaunch", _COMPLETE, asked):
+                raise UsageError(f"{_COMPLETE}={asked} is not known; use bash_source, zsh_source or fish_source")
             return 0
-        if _asks_for_help_of_trainer(asked):
-            # A job would import torch first, on behalf of workers that print a text.
-            os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
-        return run(asked, as_started(os.environ))
+        with ELAUNCH.make_context("elaunch", sys.argv[1:], obj=Reading(os.environ, job_file.read)) as ctx:
+            found: Options | int = ELAUNCH.invoke(ctx)
+        return found if isinstance(found, int) else _start(found)
+    except HelpRequested as asked_for:
+        # Longer than the buffer, so its reader may be gone already (`| head`).
+        with suppress(BrokenPipeError):
+            print(asked_for.text)
+        return 0
+    except click.ClickException as error:
+        _say_in(_asked_format(sys.argv[1:], os.environ), error.format_message(), "error")
+        return 2
     except (UsageError, SiteError) as error:
         _say_in(_asked_format(sys.argv[1:], os.environ), str(error), "error")
         return 2 if isinstance(error, UsageError) else 3
@@ -166,21 +143,19 @@ def _main() -> int:
         return 3
 
 
+def _start(options: Options) -> int:
+    """Run the job of a command line; its exit code. Raises UsageError."""
+    from elaunch.launcher.resources import as_started
+
+    if _asks_for_help_of_trainer(options):
+        # A job would import torch first, on behalf of workers that print a text.
+        os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
+    return run(options, as_started(os.environ))
+
+
 def _asks_for_help_of_trainer(options: Options) -> bool:
     """Whether the program is the bundled trainer, and is only to print its options. A user's may do more."""
     return options.module and options.target == _TRAINER and not {"-h", "--help"}.isdisjoint(options.args)
-
-
-def _doctor(argv: list[str]) -> int:
-    from elaunch.launcher.doctor import command
-    from elaunch.launcher.options.options import HelpRequested
-    from elaunch.launcher.resources import as_started
-
-    asked, environ = command.options_of(argv, os.environ), as_started(os.environ)
-    if isinstance(asked, HelpRequested):
-        print(asked.text)
-        return 0
-    return command.main(argv, environ, _cluster(asked, environ), asked)
 
 
 def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
@@ -204,7 +179,9 @@ def run(
 
     `tell` is called once with the job's end. Whatever is raised, no process and no folder of ours is left.
     """
-    cluster = _cluster(options, environ)
+    from elaunch.launcher.cluster.head_address import cluster_of
+
+    cluster = cluster_of(options, environ)
     if cluster is None or cluster.tasks == 1:
         return _run_agent(options, environ, cluster, tell)
     from elaunch.launcher.cluster.other_tasks import seen_by_others, wait_for_agent
@@ -302,21 +279,6 @@ def _prepared(
     return options, planned, config
 
 
-def _cluster(options: Options, environ: Mapping[str, str]) -> Cluster | None:
-    """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
-    from elaunch.launcher.cluster.schedulers.registry import detect
-    from elaunch.launcher.options.small_file import read_small
-
-    if options.standalone:
-        return None
-    found = detect(options.scheduler, environ, socket.gethostname(), read_small)
-    if found is None:
-        return None
-    from elaunch.launcher.cluster.head_address import reachable
-
-    return reachable(found)
-
-
 def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
     from elaunch.agent.own_lines import OwnLines
 
@@ -328,19 +290,16 @@ def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
 def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:
     """The form of lines that a command line asks for which may be wrong. Commands that end at once have no times."""
     from elaunch.agent.config import LogFormat
-    from elaunch.launcher.errors import UsageError
-    from elaunch.launcher.options.argv import normalise
+    from elaunch.launcher.options.command_line import Reading
     from elaunch.launcher.options.commands import COMMANDS
+    from elaunch.launcher.options.options import RUN
 
-    own = argv[1:] if argv and argv[0] in COMMANDS else argv
-    with suppress(UsageError):
-        # What stands after the script is the script's.
-        own = own[: len(own) - len(normalise(own).program)]
-    words = [word for option in own for word in option.split("=", 1)]
-    names = ("--log-format", "--log_format")
-    named = [after for word, after in pairwise(words) if word in names] or [environ.get("PET_LOG_FORMAT", "")]
-    known = {form.value: form for form in LogFormat}
-    return LogFormat.PLAIN if argv[:1] == ["submit"] else known.get(named[-1], LogFormat.TEXT)
+    if argv[:1] == ["submit"]:
+        return LogFormat.PLAIN
+    words = [*(argv[1:] if argv and argv[0] in COMMANDS else argv)]
+    ctx = RUN.make_context("elaunch", words, obj=Reading(environ), resilient_parsing=True, ignore_unknown_options=True)
+    found = ctx.params["log_format"]
+    return found if isinstance(found, LogFormat) else LogFormat.TEXT
 
 
 def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: AgentRun) -> Outcome:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from click import ClickException
 
 
 class SiteError(Exception):
@@ -30,33 +27,19 @@ _ELSEWHERE = {
 
 
 class NoSuchOption(UsageError):
-    """`word` looks like an option of `elaunch COMMAND`, and is none. `known` are the names of its options."""
+    """`word` looks like an option of `command`, and is none. `known` are the names of its options."""
 
-    def __init__(self, word: str, known: Iterable[str], command: str = "") -> None:
-        name = f"elaunch {command}".rstrip()
+    def __init__(self, word: str, known: Iterable[str], command: str = "elaunch") -> None:
         bare = word.lstrip("-").replace("_", "-")
-        names = [each.lstrip("-") for each in known]
-        begun = [each for each in names if word.startswith("--") and each.startswith(bare)]
+        names = list(known)
         theirs = _ELSEWHERE.get(bare)
-        near = begun[0] if begun else theirs if theirs in names else nearest(bare, names)
-        hint = f"did you mean --{near}?" if near else f"{name} --help lists the options"
-        super().__init__(f"{word} is no option of {name}; {hint}")
-        self.word = word
-
-
-def told_by_click(error: ClickException, command: str) -> UsageError:
-    """What click says about the command line of `elaunch COMMAND`, as one sentence."""
-    from click import NoSuchOption as Unknown
-
-    if isinstance(error, Unknown):
-        return NoSuchOption(error.option_name, error.possibilities or (), command)
-    return UsageError(f"{command}: {error.format_message().rstrip('.')}; see elaunch {command} --help")
+        near = theirs if theirs in names else nearest(bare, names)
+        hint = f"did you mean --{near}?" if near else f"{command} --help lists the options"
+        super().__init__(f"{word} is no option of {command}; {hint}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that is most similar to `word`; None if no word is similar."""
-    import difflib  # Imported only for an error: it takes a tenth of the launcher's import time.
-
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return found[0] if found else None
 

@@ -113,9 +113,6 @@ def _check_program(options: Options) -> None:
         )
     match options.kind:
         case ProgramKind.SCRIPT:
-            minutes = options.target
-            if options.warm and minutes.isdecimal() and not Path(minutes).exists():
-                raise UsageError(f"{minutes} does not exist in {Path.cwd()}; did you mean --warm={minutes}?")
             check_script(options.target)
         case ProgramKind.MODULE:
             if Path(options.target).is_file():

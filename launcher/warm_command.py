@@ -6,47 +6,51 @@ import json
 import time
 from collections.abc import Sequence
 
+import click
+
 from elaunch.agent.warm import NoPlace, Stayed, all_that_stayed, end
-from elaunch.launcher.errors import NoSuchOption, SiteError, UsageError
-from elaunch.launcher.options.commands import WARM_FLAGS
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.options.command_line import Command, own
+from elaunch.launcher.options.table import HELP
 
-_FLAGS = "".join(f"  {name:8}  {text}\n" for name, text in WARM_FLAGS)
-_HELP = f"""\
-Usage: elaunch warm [--status] [--json]
-       elaunch warm --stop
-
-Fork servers stay when a job with --warm has ended, so that the next start needs no import.
-
-{_FLAGS}
-Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be looked at or ended.
-Start a script called warm with elaunch ./warm.
-"""
 _NONE = "no fork server stays; elaunch --warm script.py leaves one"
 
 
-def main(argv: Sequence[str]) -> int:
+def _main(ctx: click.Context) -> int:
     """Run the command. Returns the exit code. Raises UsageError and SiteError."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(_HELP, end="")
-        return 0
-    names = tuple(dict(WARM_FLAGS))
-    for word in argv:
-        if word.startswith("--") and word not in names:
-            raise NoSuchOption(word, names, "warm")
-    asked = set(argv) - {"--json"}
-    if asked not in (set(), {"--status"}, {"--stop"}) or (asked == {"--stop"} and "--json" in argv):
-        raise UsageError("warm takes --status [--json], or --stop; start a script called warm with elaunch ./warm")
+    stops, is_json = ctx.params["stop"], ctx.params["json"]
+    if stops and (ctx.params["status"] or is_json):
+        raise UsageError("warm takes --status [--json], or --stop")
     try:
         found = all_that_stayed()
     except NoPlace as error:
         raise SiteError(str(error)) from error
-    if asked == {"--stop"}:
+    if stops:
         return _stop(found)
-    if "--json" in argv:
+    if is_json:
         print(json.dumps([record(each) for each in found], indent=2))
     else:
         print("\n".join([text(each) for each in found]) or _NONE)
     return 3 if any(each.trouble and not each.is_gone for each in found) else 0
+
+
+COMMAND = Command(
+    "warm",
+    _main,
+    [
+        own(
+            "status",
+            "",
+            "show this user's fork servers: pid, since when, what is imported, memory, minutes left, and where",
+        ),
+        own("json", "", "with --status: as a JSON list"),
+        own("stop", "", "end these fork servers; running jobs go on"),
+        HELP,
+    ],
+    usage=["[--status] [--json]", "--stop"],
+    about="Fork servers stay when a job with --warm has ended, so that the next start needs no import.",
+    ending="Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be looked at or ended.",
+)
 
 
 def _stop(found: Sequence[Stayed]) -> int:

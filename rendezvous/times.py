@@ -34,7 +34,8 @@ class Times:
     failure_grace_s       from a failure of the group to SIGKILL
     stop_grace_s          from a signal to the job to SIGKILL, and from a failure for workers that are saving
     boundary_wait_s       the longest time that workers have to stop at a step boundary
-    hang_timeout_s        workers hang that reported once and then were silent for this long; 0 switches this off
+    hang_timeout_s        workers hang that reported once and then were silent for this long, and ranks that are idle,
+                          also if none waits for another; 0 where the user gave no limit
     hang_after_s          all ranks must stand still for at least this long to hang; 0 switches this off
     keys_ttl_s            a job's keys stay in the store this long after its end, or after its last agent was killed
     """

@@ -178,7 +178,7 @@ class Agent:
     table_seen: tuple[int, float] = (-1, 0.0)
     progressed: bool = False
     is_interrupted: bool = False
-    restarts_hung: bool = False
+    restarts_hung: bool = True
     called: str = ""
     store_gone: str = ""
     last_failure: Failure | None = None

@@ -54,8 +54,6 @@ class LinkMonitor:
         self._on_hang_up = on_hang_up
         self._links = Links()
         self._news: deque[LinkEvent | Reported] = deque()
-        # When this generation's workers were first looked at.
-        self._begun_s: float | None = None
         self._said: set[str] = set()
 
     def fileno(self) -> int:
@@ -73,7 +71,6 @@ class LinkMonitor:
 
     def begin(self, group: WorkerGroup) -> None:
         """Read these workers' links from now on."""
-        self._begun_s = None
         self._progress.begin()
         for link in group.links.values():
             self._links.add(link)
@@ -103,13 +100,6 @@ class LinkMonitor:
             links = group.links
             reporting = frozenset(rank for rank, link in links.items() if link.reports)
             self._news.append(Reported(group.generation, sum(link.reports for link in links.values()), reporting))
-            self._begun_s = self._begun_s or now_s
-            if not reporting and now_s - self._begun_s > self._hang_timeout_s:
-                self._say_once(
-                    "no reports",
-                    "no worker has reported a step yet, and --hang-timeout sees only those that do: with Keeper, or"
-                    " elaunch.trainer.link",
-                )
 
     def read_all(self) -> None:
         """Read every link now, also those whose messages do not wake the agent."""

@@ -1,16 +1,27 @@
-"""Finds the head's address if only the scheduler can resolve the head's name."""
+"""Asks the scheduler about this process, and for the head's address if only the scheduler can resolve its name."""
 
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 
 from elaunch.launcher.cluster.cluster import Cluster, HeadQuery
+from elaunch.launcher.cluster.schedulers.registry import detect
 from elaunch.launcher.network.reach import NoAddress, addresses
+from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.small_file import read_small
 from elaunch.records import replace
 
 _CALL_S = 10.0
+
+
+def cluster_of(options: Options, environ: Mapping[str, str]) -> Cluster | None:
+    """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
+    found = None if options.standalone else detect(options.scheduler, environ, socket.gethostname(), read_small)
+    return reachable(found) if found else None
 
 
 def reachable(cluster: Cluster) -> Cluster:

@@ -6,48 +6,39 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+
+import click
 
 from elaunch.launcher.agent_config import count_workers, master_ports
 from elaunch.launcher.cluster.cluster import Cluster, line
+from elaunch.launcher.cluster.fill_in import concerning, settle
+from elaunch.launcher.cluster.head_address import cluster_of
 from elaunch.launcher.doctor import show
 from elaunch.launcher.doctor.checks import Checked, checks_for, examine
 from elaunch.launcher.doctor.facts import Needs
 from elaunch.launcher.doctor.findings import Grade, worst
-from elaunch.launcher.errors import NoSuchOption, UsageError
-from elaunch.launcher.options.argv import LONG, normalise
-from elaunch.launcher.options.options import HelpRequested, Options, parse
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.options import JobCommand, Options, options_of
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.preflight import check_folder, check_log_dir, check_program
-from elaunch.launcher.resources import detect
+from elaunch.launcher.resources import as_started, detect
 from elaunch.launcher.store.plan import plan
 from elaunch.launcher.store.rendezvous_plan import Planned
-from elaunch.records import replace
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.texts import node_host
 
-HELP = """\
-Usage: elaunch doctor [--json] [options of a job] [script.py args…]
-
-Look at this node: can it train? GPUs, driver, NCCL, torch, addresses, ports, the job's store, clock,
-/dev/shm, disks, limits, memory, cgroup, py-spy. Every line that is not ok says what to do.
-
-With the options of a job (--nnodes, --rdzv-endpoint, --token-file, --log-dir, --nproc-per-node, …)
-it looks at what that job needs; nothing is started, and nothing is written to the store.
-
-  --json  one JSON object in one line, for machines
-
-On all nodes of a Slurm job: srun --ntasks-per-node=1 elaunch doctor
-Exit codes: 0 nothing is bad, 1 something is bad, 2 the command line is wrong.
-Start a script called doctor with elaunch ./doctor.
-"""
 # Stands for the program, if none is typed: options are complete without one here.
 _NO_PROGRAM = "doctor"
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str], cluster: Cluster | None, options: Options) -> int:
+def _main(ctx: click.Context) -> int:
     """Run all checks and show what they have found. Returns the exit code. Raises UsageError."""
+    environ = as_started(ctx.obj.environ)
+    options = options_of(ctx, (_NO_PROGRAM,))
+    cluster = cluster_of(options, environ)
     if cluster and cluster.task > 0:
         # Of several tasks on a node, one is enough.
         return 0
@@ -57,40 +48,28 @@ def main(argv: Sequence[str], environ: Mapping[str, str], cluster: Cluster | Non
     trouble = "" if options.target == _NO_PROGRAM else program_trouble(options, environ)
     scheduler = line(cluster) if cluster else ""
     checked = examine(checks_for(needs, planned.plan, environ, scheduler, trouble), needs)
-    _print(checked, time.monotonic() - start_s, is_json=split(argv)[1])
+    _print(checked, time.monotonic() - start_s, is_json=ctx.params["json"])
     return 1 if worst(each.grade for each in checked) is Grade.BAD else 0
 
 
-def options_of(argv: Sequence[str], environ: Mapping[str, str]) -> Options | HelpRequested:
-    """The options of a job in `argv`, which may lack a program. Raises UsageError."""
-    try:
-        words, _ = split(argv)
-        found = parse([*words, "--", _NO_PROGRAM], environ)
-    except NoSuchOption as error:
-        raise NoSuchOption(error.word, ("json", *LONG), "doctor") from None
-    if isinstance(found, HelpRequested):
-        return found if "--version" in words else HelpRequested(HELP.rstrip("\n"))
-    # Errors show what the user has typed.
-    return replace(found, typed=tuple(words))
+COMMAND = JobCommand(
+    "doctor",
+    _main,
+    [own("json", "", "one JSON object in one line, for machines")],
+    usage=["[--json] [options of a job] [script.py args…]"],
+    about="""Look at this node: can it train? GPUs, driver, NCCL, torch, addresses, ports, the job's store, clock,
+/dev/shm, disks, limits, memory, cgroup, py-spy. Every line that is not ok says what to do.
 
-
-def split(argv: Sequence[str]) -> tuple[list[str], bool]:
-    """The words without this command's own --json, and whether it is there. After the script it is the script's."""
-    words: list[str] = []
-    is_json = False
-    for word in argv:
-        if word == "--json" and "--" not in words and not normalise(words).program:
-            is_json = True
-        else:
-            words.append(word)
-    return words, is_json
+With the options of a job (--nnodes, --rdzv-endpoint, --token-file, --log-dir, --nproc-per-node, …)
+it looks at what that job needs; nothing is started, and nothing is written to the store.""",
+    ending="""On all nodes of a Slurm job: srun --ntasks-per-node=1 elaunch doctor
+Exit codes: 0 nothing is bad, 1 something is bad, 2 the command line is wrong.""",
+)
 
 
 def needed(options: Options, environ: Mapping[str, str], cluster: Cluster | None) -> tuple[Needs, Planned]:
     """What a job with these options needs of this node, and the plan of its rendezvous. Raises UsageError."""
     if cluster:
-        from elaunch.launcher.cluster.fill_in import concerning, settle
-
         cluster = concerning(options, cluster, environ)
         options = settle(options, cluster)
     planned = plan(options, environ, read_secret, cluster)

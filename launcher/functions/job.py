@@ -54,7 +54,8 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
 
 
 def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
-    from elaunch.launcher.options.options import HelpRequested, parse
+    from elaunch.launcher.options.command_line import HelpRequested
+    from elaunch.launcher.options.options import parse
     from elaunch.launcher.resources import as_started
 
     # A failure is the caller's to report to a launcher above it, if it does not handle it.
@@ -63,9 +64,11 @@ def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
         environ[VARIABLE] = places
     try:
         # The configuration is whole: the command's variables (PET_…) do not change it, as in torch.
-        options = parse(words, {})
-        if isinstance(options, HelpRequested):
-            raise UsageError("LaunchConfig.options asks for a text, not for a job; leave --help and --version out")
+        try:
+            options = parse(words, {})
+        except HelpRequested:
+            asks = "LaunchConfig.options asks for a text, not for a job; leave --help and --version out"
+            raise UsageError(asks) from None
         return run(options, environ, partial(_tell, answer, name))
     except (UsageError, SiteError) as error:
         code = 2 if isinstance(error, UsageError) else 3

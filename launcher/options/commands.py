@@ -1,31 +1,85 @@
-"""The words that are commands of elaunch where they come first, and what each does in a few words. Pure."""
+"""`elaunch` itself: its commands. A command's module is imported when it is called."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from elaunch.launcher.errors import UsageError, nearest
+from elaunch.launcher.options.table import HELP
+
+# Each command: where it is, and a few words about it.
 COMMANDS = {
-    "doctor": "can this node train, with the options of a job?",
-    "run": "start a job; may be left out",
-    "store": "serve a store for jobs of several nodes",
-    "submit": "hand a job to a scheduler",
-    "status": "show how a running job is doing",
-    "top": "show a running job, refreshed each second",
-    "stacks": "show where every rank of a running job is",
-    "stop": "end a running job on all nodes, as Ctrl-C does",
-    "restart": "start the workers of a running job again",
-    "warm": "show or end what stays for the next start",
-    "rehearse": "what does a failure cost a script, and does it change the result?",
-    "report": "make a page that shows what happened in a run",
+    "doctor": ("doctor.command:COMMAND", "can this node train, with the options of a job?"),
+    "run": ("options.options:RUN", "start a job; may be left out"),
+    "store": ("store.command:COMMAND", "serve a store for jobs of several nodes"),
+    "submit": ("options.commands:SUBMIT", "hand a job to a scheduler"),
+    "status": ("watch.command:STATUS", "show how a running job is doing"),
+    "top": ("watch.command:TOP", "show a running job, refreshed each second"),
+    "stacks": ("watch.command:STACKS", "show where every rank of a running job is"),
+    "stop": ("watch.command:STOP", "end a running job on all nodes, as Ctrl-C does"),
+    "restart": ("watch.command:RESTART", "start the workers of a running job again"),
+    "warm": ("warm_command:COMMAND", "show or end what stays for the next start"),
+    "rehearse": ("rehearse.command:COMMAND", "what does a failure cost a script, and does it change the result?"),
+    "report": ("report_page.command:COMMAND", "make a page that shows what happened in a run"),
+}
+_SCHEDULERS = {
+    "slurm": ("submit.slurm:COMMAND", "write a batch script, and submit it with sbatch"),
+    "k8s": ("submit.kubernetes:COMMAND", "create a Job with kubectl"),
 }
 
-# The switches of `elaunch warm`, and their help.
-WARM_FLAGS = (
-    ("--status", "show this user's fork servers: pid, since when, what is imported, memory, minutes left, and where"),
-    ("--json", "with --status: as a JSON list"),
-    ("--stop", "end these fork servers; running jobs go on"),
-)
 
-# The options of `elaunch rehearse`, their values, and their help.
-REHEARSE_FLAGS = (
-    ("--steps", "N", "end each run after this step of a Keeper [40]"),
-    ("--link", "PATH", "a link to this file or folder is in the run's folder, for a script that reads it there"),
-)
+class _Commands(click.Group):
+    """Commands that are imported by name."""
+
+    def __init__(self, name: str, places: Mapping[str, tuple[str, str]], **settings: Any) -> None:
+        super().__init__(name, add_help_option=False, no_args_is_help=False, **settings)
+        self.places = places
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.places:
+            return None
+        module, _, name = self.places[cmd_name][0].partition(":")
+        found: click.Command = getattr(importlib.import_module(f"elaunch.launcher.{module}"), name)
+        return found
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        return [
+            CompletionItem(name, help=text) for name, (_, text) in self.places.items() if name.startswith(incomplete)
+        ]
+
+
+class _Elaunch(_Commands):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.places else ["run", *args])
+
+
+class _Submit(_Commands):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = [*self.places, "kubernetes"]
+        if ctx.resilient_parsing or (args and args[0] in (*known, *HELP.opts)):
+            return super().parse_args(ctx, ["k8s" if word == "kubernetes" else word for word in args[:1]] + args[1:])
+        way_out = "use elaunch submit slurm or elaunch submit k8s"
+        if not args:
+            raise UsageError(f"submit needs the name of a scheduler; {way_out}")
+        near = nearest(args[0], known)
+        raise UsageError(
+            f"submit {args[0]}: elaunch does not know that scheduler; {f'did you mean {near}?' if near else way_out}"
+        )
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(
+            "Usage: elaunch submit slurm [options] [elaunch options] train.py args…\n"
+            "       elaunch submit k8s [options] [elaunch options] train.py args…\n\n"
+            "Write the job for a cluster's scheduler and submit it; with --dry-run, only show it.\n"
+            "elaunch submit slurm --help and elaunch submit k8s --help list the options.\n"
+            "Start a script called submit with elaunch ./submit.\n"
+        )
+
+
+SUBMIT = _Submit("submit", _SCHEDULERS, params=[HELP])
+ELAUNCH = _Elaunch("elaunch", COMMANDS)

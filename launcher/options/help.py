@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from elaunch.launcher.options.command_line import Group, Option
 from elaunch.launcher.options.rdzv_conf import SETTINGS, Setting
-from elaunch.launcher.options.table import TABLE, Group, OptionSpec
+from elaunch.launcher.options.table import TABLE
 
 WIDTH = 100
 _COLUMN = 37
@@ -77,21 +78,16 @@ def help_text() -> str:
     """Groups in order, one line for each option, then the settings that have an effect."""
     parts = [_HEAD]
     for group in Group:
-        lines = [_line(spec) for spec in TABLE if spec.group is group]
+        lines = [_line(option) for option in TABLE if option.group is group and not option.hidden]
         parts.append("\n".join([f"{group.value}:", *lines, ""]))
     settings = [f"  {', '.join(each.names):<{_COLUMN}} {each.help}" for each in SETTINGS if not each.no_effect]
     parts.append("\n".join(["Settings of --rdzv-conf, for several nodes:", *settings, ""]))
     return "\n".join([*parts, _FOOT]).rstrip("\n")
 
 
-def _line(spec: OptionSpec) -> str:
-    default = f" [{spec.default_text}]" if spec.default_text else ""
-    return f"  {_usage(spec):<{_COLUMN}} {spec.help}{default}"
-
-
-def _usage(spec: OptionSpec) -> str:
-    short = f"-{spec.short}, " if spec.short else ""
-    return f"{short}--{spec.name}{spec.usage}"
+def _line(option: Option) -> str:
+    default = f" [{option.default_text}]" if option.default_text else ""
+    return f"  {option.usage:<{_COLUMN}} {option.help}{default}"
 
 
 def markdown() -> str:
@@ -104,7 +100,7 @@ def markdown() -> str:
             "",
             *_COLUMNS,
         ]
-        rows += [_row(spec) for spec in TABLE if spec.group is group]
+        rows += [_row(option) for option in TABLE if option.group is group and not option.hidden]
     rows += ["", _SETTINGS_HEAD, "", "| key | meaning | torchrun |", "|---|---|---|"]
     rows += [_setting_row(setting) for setting in SETTINGS]
     return "\n".join(rows) + "\n"
@@ -116,13 +112,13 @@ def _setting_row(setting: Setting) -> str:
     return f"| {names} | {meaning} | {setting.differs or 'the same'} |"
 
 
-def _row(spec: OptionSpec) -> str:
-    names = [f"`-{spec.short}`"] if spec.short else []
-    names += [f"`--{name}{spec.usage}`" for name in spec.names]
-    peer = "not in torchrun" if spec.peer is None else spec.differs or "the same"
-    has_variables = spec.name not in ("help", "version")
-    variables = ", ".join(f"`{name}`" for name in spec.variables) if has_variables else ""
-    return f"| {', '.join(names)} | {spec.help} | {spec.default_text or '–'} | {variables or '–'} | {peer} |"
+def _row(option: Option) -> str:
+    names = [f"`-{option.short}`"] if option.short else []
+    names += [f"`--{name} {option.metavar or ''}".rstrip() + "`" for name in option.names]
+    peer = "not in torchrun" if option.peer is None else option.differs or "the same"
+    has_variables = option.long not in ("help", "version")
+    variables = ", ".join(f"`{name}`" for name in option.variables) if has_variables else ""
+    return f"| {', '.join(names)} | {option.help} | {option.default_text or '–'} | {variables or '–'} | {peer} |"
 
 
 if __name__ == "__main__":

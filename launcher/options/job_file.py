@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from elaunch.launcher.errors import UsageError, nearest, tidy
-from elaunch.launcher.options.argv import TOKEN_IS_SECRET
+from elaunch.launcher.options.command_line import TOKEN_IS_SECRET, Given, Source
 from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Raw
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _PROGRAM_KEYS = ("script", "module", "args")
 _NOT_IN_A_FILE = ("config", "help", "version", "module")
-_OPTIONS = {name: spec for spec in TABLE if spec.name not in _NOT_IN_A_FILE for name in spec.names}
+_OPTIONS = {name: option for option in TABLE if option.long not in _NOT_IN_A_FILE for name in option.names}
 # PyYAML reads any text of this size in well under a second. A megabyte of brackets would take minutes.
 _CHARACTERS_MAX = 1 << 16
 _BRACKETS_MAX = 1000
@@ -39,9 +39,9 @@ class FileValue:
 
 @dataclass(frozen=True)
 class JobFile:
-    """The content of a job file: options by their dest, and the program if the file names one."""
+    """The content of a job file: options by click's names, and the program if the file names one."""
 
-    options: Mapping[str, FileValue]
+    options: Mapping[str, Given]
     script: str | None = None
     module: str | None = None
     args: tuple[str, ...] = ()
@@ -72,17 +72,22 @@ def parse(text: str, name: str) -> JobFile:
         raise UsageError(f"{module.where}: module is {module.raw}; give the name of the module to run")
     options: dict[str, FileValue] = {}
     for key, entry in entries.items():
-        spec = _OPTIONS.get(key)
+        option = _OPTIONS.get(key)
         if key == "token":
             raise UsageError(f"{entry.where}: {TOKEN_IS_SECRET.format(entry.key)}")
-        if spec is None:
+        if option is None:
             near = nearest(key, (*_OPTIONS, *_PROGRAM_KEYS))
             hint = f"did you mean {near}?" if near else "elaunch --help lists the options"
             raise UsageError(f"{entry.where}: {entry.key} is no option of elaunch; {hint}")
-        if spec.dest in options:
-            raise UsageError(f"{entry.where}: {entry.key} repeats the option of {options[spec.dest].where}; keep one")
-        options[spec.dest] = entry
-    return JobFile(options, _word(script), _word(module), _words(args))
+        if option.name in options:
+            before = options[option.name].where
+            raise UsageError(f"{entry.where}: {entry.key} repeats the option of {before}; keep one")
+        options[option.name] = entry
+    given = {
+        name: Given(entry.raw, Source.FILE, f"{entry.where}: {entry.key}: {_shown(entry.raw)}")
+        for name, entry in options.items()
+    }
+    return JobFile(given, _word(script), _word(module), _words(args))
 
 
 def _entries(text: str, name: str) -> dict[str, FileValue]:
@@ -141,6 +146,12 @@ def _plain(word: str, where: str) -> str:
     if "\0" in word or any("\ud800" <= character <= "\udfff" for character in word):
         raise UsageError(f"{where} has a character that no command line can hold: {word[:100]!r}")
     return word
+
+
+def _shown(raw: Raw) -> str:
+    if isinstance(raw, list):
+        return f"[{', '.join(raw)}]"
+    return raw if isinstance(raw, str) else "{" + ", ".join(f"{key}: {value}" for key, value in raw.items()) + "}"
 
 
 def _word(entry: FileValue | None) -> str | None:

@@ -6,37 +6,24 @@ Precedence: command line, then `PET_<NAME>` variables (torchrun's), then the job
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from elaunch import __version__
+import click
+from click.shell_completion import CompletionItem
+
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice
 from elaunch.launcher.errors import UsageError as UsageError
-from elaunch.launcher.options import argv as command_line
 from elaunch.launcher.options import job_file
+from elaunch.launcher.options.command_line import Command, Given, Option, Reading, typed_words
+from elaunch.launcher.options.command_line import Source as Source
 from elaunch.launcher.options.endpoints import Address
+from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.job_file import JobFile
-from elaunch.launcher.options.table import TABLE, OptionSpec
-from elaunch.launcher.options.values import Raw
+from elaunch.launcher.options.table import TABLE
 from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.rules.roles import counts_in
-
-
-class Source(IntEnum):
-    """Where an option's value was given; the larger wins."""
-
-    FILE = 1
-    ENVIRONMENT = 2
-    COMMAND_LINE = 3
-
-
-@dataclass(frozen=True)
-class HelpRequested:
-    """The command line asks for a text (--help, --version) instead of a job."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -45,15 +32,16 @@ class Options:
 
     `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` None or 0 is a free
     port. `roles` are this node's workers by role, as text; empty for one role. `log_dir` is as typed: relative to where
-    the command was started. `typed` is the command line, without `run`; `exported` are the options that variables
-    decide, as text.
+    the command was started. `typed` are the options of the command line as text, and `program` its other words;
+    `exported` are the options that variables decide, as text.
     """
 
     kind: ProgramKind
     target: str
     args: tuple[str, ...]
     given: Mapping[str, Source]
-    typed: tuple[str, ...]
+    typed: Mapping[str, str]
+    program: tuple[str, ...]
     exported: Mapping[str, str]
     nnodes: tuple[int, int]
     nproc_per_node: int | str | None
@@ -66,7 +54,6 @@ class Options:
     hang_timeout: float
     health_check: str
     on_hang: OnHang
-    hang_after: float
     signals_to_handle: tuple[str, ...]
     log_dir: Path | None
     redirects: StreamChoice
@@ -113,87 +100,84 @@ class Options:
     logs_specs: str | None
 
 
-@dataclass(frozen=True)
-class _Given:
-    """One value before its check, and how a message names it."""
+_OPTIONS = {option.name: option for option in TABLE}
+_VALUED = tuple(name for name, option in _OPTIONS.items() if option.expose_value and not option.hidden)
 
-    raw: Raw
-    source: Source
-    words: str
+
+class JobCommand(Command):
+    """A command that takes the options of a job, and its program, after which all words are the program's."""
+
+    def __init__(self, name: str, work: Callable[[click.Context], Any], own: Sequence[Option], **texts: Any) -> None:
+        program = click.Argument(["program"], nargs=-1, type=click.UNPROCESSED, shell_complete=_program_words)
+        super().__init__(name, work, [*own, *TABLE, program], allow_interspersed_args=False, **texts)
+
+
+def _program_words(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A script; or one of the commands, where no file begins so."""
+    found = [CompletionItem(incomplete, type="file")]
+    if not ctx.meta["elaunch.argv"] and ctx.command is RUN and ctx.parent and not any(Path().glob(f"{incomplete}*")):
+        found += ctx.parent.command.shell_complete(ctx.parent, incomplete)
+    return found
+
+
+class _Run(JobCommand):
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(help_text())
 
 
 def parse(
     argv: Sequence[str], environ: Mapping[str, str], read_job_file: Callable[[str], JobFile] = job_file.read
-) -> Options | HelpRequested:
-    """Options of `argv` (without the program's name), or the text that it asks for.
+) -> Options:
+    """The options and the program in `argv`. Raises UsageError, and HelpRequested where a text is asked for.
 
-    Raises UsageError. Reads nothing but its arguments and the file that --config names.
+    Reads nothing but its arguments and the file that --config names.
     """
-    # `run` before a program is the sub-command, always. A script of that name starts as ./run.
-    typed = tuple(argv[1:] if len(argv) > 1 and argv[0] == "run" else argv)
-    words = command_line.normalise(typed)
-    for spec, _ in words.options:
-        if spec.name == "version":
-            return HelpRequested(f"elaunch {__version__}")
-        if spec.name == "help":
-            from elaunch.launcher.options.help import help_text
+    return options_of(RUN.read(argv, Reading(environ, read_job_file)))
 
-            return HelpRequested(help_text())
-    path = words.last("config") or environ.get("PET_CONFIG")
-    job_file = read_job_file(path) if path else JobFile({})
-    items, program = _collect(words, environ, job_file)
-    fields: dict[str, Any] = {spec.dest: _value(spec, items.get(spec.dest)) for spec in _VALUED}
+
+def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
+    """The options in the context of a JobCommand, with `program` if the user has named none. Raises UsageError."""
+    items = {name: given for name, given in ctx.obj.given.items() if name in _OPTIONS}
+    fields: dict[str, Any] = {name: ctx.params[name] for name in _VALUED}
+    _settle_hangs(fields, ctx.params["hang_after"], items)
     lost = _settle(fields, items)
-    kind, target, args = _program(fields, program, job_file, path)
-    given = {dest: item.source for dest, item in items.items()}
-    exported = {
-        dest: item.raw
-        for dest, item in items.items()
-        if item.source is Source.ENVIRONMENT and isinstance(item.raw, str) and dest not in lost
-    }
-    options = Options(kind=kind, target=target, args=args, given=given, typed=typed, exported=exported, **fields)
+    typed = ctx.params["program"]
+    kind, target, args = _program(fields, typed or program, ctx.obj.job_file or JobFile({}))
+    by_source = {source: {name: each.raw for name, each in items.items() if each.source is source} for source in Source}
+    options = Options(
+        kind=kind,
+        target=target,
+        args=args,
+        given={name: each.source for name, each in items.items()},
+        typed=by_source[Source.COMMAND_LINE],
+        program=typed,
+        exported={name: raw for name, raw in by_source[Source.ENVIRONMENT].items() if name not in lost},
+        **fields,
+    )
     _check_size(options, items)
     return options
 
 
-# Characters of an option and its value in a message.
-_SHOWN_MAX = 200
-_VALUED = tuple(spec for spec in TABLE if spec.name not in ("help", "version"))
+# Its work is the options: `launcher.cli` runs the job.
+RUN = _Run("run", options_of, (), usage=(), about="")
 
 
-def _collect(
-    words: command_line.CommandLine, environ: Mapping[str, str], job_file: JobFile
-) -> tuple[dict[str, _Given], tuple[str, ...]]:
-    """Pick each option's value from the command line, the environment and the job file; and the program."""
-    fallback: dict[str, _Given] = {}
-    for dest, entry in job_file.options.items():
-        fallback[dest] = _Given(entry.raw, Source.FILE, f"{entry.where}: {entry.key}: {_shown(entry.raw)}")
-    for spec in _VALUED:
-        variable = next((name for name in spec.variables if environ.get(name)), None)
-        if variable:
-            fallback[spec.dest] = _Given(environ[variable], Source.ENVIRONMENT, f"{variable}={environ[variable]}")
-    typed = {spec.dest: (spec, value) for spec, value in words.options}
-    own = {
-        dest: _Given(value, Source.COMMAND_LINE, f"--{spec.name} {value}".rstrip())
-        for dest, (spec, value) in typed.items()
-    }
-    return {**fallback, **own}, words.program
+def typed_job(ctx: click.Context) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The job's options and its program, as they were typed. Raises UsageError if there is no program."""
+    if not ctx.params["program"]:
+        raise UsageError("no program to run; add train.py and its arguments at the end")
+    given = {name: each for name, each in ctx.obj.given.items() if name in _OPTIONS}
+    return (
+        {name: each.raw for name, each in given.items() if each.source is Source.COMMAND_LINE},
+        ctx.params["program"],
+    )
 
 
-def _shown(raw: Raw) -> str:
-    if isinstance(raw, list):
-        return f"[{', '.join(raw)}]"
-    return raw if isinstance(raw, str) else "{" + ", ".join(f"{key}: {value}" for key, value in raw.items()) + "}"
-
-
-def _value(spec: OptionSpec, item: _Given | None) -> object:
-    if item is None:
-        return spec.default
-    try:
-        return spec.convert(item.raw)
-    except ValueError as error:
-        shown = item.words if len(item.words) <= _SHOWN_MAX else f"{item.words[:_SHOWN_MAX]}…"
-        raise UsageError(f"{shown} {error}") from None
+def words_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
+    """The command line of a job that has these options and this program."""
+    # A program whose name begins with a dash must come after `--`.
+    end = ["--"] if program and program[0].startswith("-") and program[0] != "-" else []
+    return [*typed_words(_OPTIONS, typed.items()), *end, *program]
 
 
 # Pairs of which only one can be meant.
@@ -210,12 +194,22 @@ _EXCLUSIVE = (
 )
 
 
-def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
+def _settle_hangs(fields: dict[str, Any], after_s: float | None, items: Mapping[str, Given]) -> None:
+    """A limit that is given means that a hang is ended, unless the user says what to do; 0 is no limit."""
+    if "hang_timeout" not in items:
+        fields["hang_timeout"] = after_s or fields["hang_timeout"]
+    elif not fields["hang_timeout"]:
+        fields["on_hang"] = OnHang.OFF
+    elif "on_hang" not in items:
+        fields["on_hang"] = OnHang.RESTART
+
+
+def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:
     """Of two options that exclude each other, keep the one from the stronger source. The same source is an error.
 
     Returns the options that were not kept. A standalone job gets a name of its own in any case, as in torchrun.
     """
-    defaults = {spec.dest: spec.default for spec in TABLE}
+    defaults = {name: option.default for name, option in _OPTIONS.items()}
     lost: set[str] = set()
     if fields["standalone"] and fields["nnodes"][0] == 1:
         # The range allows one node, and no other can come.
@@ -226,7 +220,7 @@ def _settle(fields: dict[str, Any], items: Mapping[str, _Given]) -> set[str]:
         if fields[first] == defaults[first] or fields[second] == defaults[second]:
             continue
         if items[first].source == items[second].source:
-            raise UsageError(f"{_said(items[first])} contradicts {_said(items[second])}: {way_out}")
+            raise UsageError(f"{items[first].words} contradicts {items[second].words}: {way_out}")
         loser = min(first, second, key=lambda dest: items[dest].source)
         fields[loser] = defaults[loser]
         lost.add(loser)
@@ -241,14 +235,10 @@ def _workers_of(roles: str) -> int:
     return sum(counts_in(roles).values())
 
 
-def _said(item: _Given) -> str:
-    return item.words.removesuffix(" 1") if item.words.startswith("--") else item.words
-
-
 def _program(
-    fields: Mapping[str, Any], program: tuple[str, ...], job_file: JobFile, path: str | None
+    fields: Mapping[str, Any], program: tuple[str, ...], job_file: JobFile
 ) -> tuple[ProgramKind, str, tuple[str, ...]]:
-    in_file = job_file.module or job_file.script
+    in_file, path = job_file.module or job_file.script, fields["config"]
     if not program and in_file is None:
         what = "module" if fields["module"] else "command" if fields["no_python"] else "script"
         raise UsageError(f"no {what} to run; use elaunch [options] script.py args…, or see elaunch --help")
@@ -266,7 +256,7 @@ def _program(
     return (ProgramKind.MODULE if is_module else ProgramKind.SCRIPT), target, tuple(args)
 
 
-def _check_size(options: Options, items: Mapping[str, _Given]) -> None:
+def _check_size(options: Options, items: Mapping[str, Given]) -> None:
     nodes = options.nnodes[1]
     # If nodes agree on ranks in the rendezvous, torchrun ignores --node-rank. With one node the rank is always checked.
     is_static = options.rdzv_backend == "static" or nodes == 1

@@ -13,7 +13,7 @@ from elaunch.rendezvous.endpoint import PREFIX, Transport
 
 @dataclass(frozen=True)
 class Setting:
-    """One key. `aliases` are other backends' names for it. The other fields are as in an OptionSpec."""
+    """One key. `aliases` are other backends' names for it. The other fields are as in an Option."""
 
     name: str
     help: str

@@ -2,84 +2,44 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from typing import Any
 
+import click
+
+from elaunch import __version__
 from elaunch.agent.config import LogFormat, OnHang, StreamChoice
 from elaunch.launcher.options import values
+from elaunch.launcher.options.command_line import Command, Group, HelpRequested, Option
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.signal_names import signal_names
-from elaunch.records import dataclass
 from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
-class Group(Enum):
-    """The headings of --help, in its order."""
-
-    SIZE = "Job size"
-    RESTARTS = "Restarts"
-    OUTPUT = "Output"
-    WORKERS = "Workers"
-    RENDEZVOUS = "Rendezvous"
-    OTHER = "Other"
-    ACCEPTED = "Accepted from torchrun, without effect"
+def _switch(name: str, group: Group, help: str, **more: Any) -> Option:
+    return Option(name, group, "", help, **more)
 
 
-@dataclass(frozen=True)
-class OptionSpec:
-    """One option.
-
-    `metavar` is empty for a switch. `bare` is the value of an option that is named without one; it takes its value only
-    after `=`. `peer` is the option's name in torchrun, None where torchrun has none; `differs`
-    says how its meaning there differs. `no_effect` is why the option changes nothing here, in a few words.
-    `environment` are variables read after the `PET_` ones.
-    """
-
-    name: str
-    group: Group
-    metavar: str
-    help: str
-    convert: values.Convert = values.text
-    default: object = None
-    default_text: str = ""
-    short: str = ""
-    peer: str | None = None
-    differs: str = ""
-    no_effect: str = ""
-    environment: tuple[str, ...] = ()
-    bare: str = ""
-
-    @property
-    def dest(self) -> str:
-        return self.name.replace("-", "_")
-
-    @property
-    def is_switch(self) -> bool:
-        return not self.metavar
-
-    @property
-    def usage(self) -> str:
-        """How its value is written after a name, with what is between."""
-        return f"[={self.metavar}]" if self.bare else f" {self.metavar}" if self.metavar else ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The long names, ours first, without dashes in front."""
-        return (self.name,) if self.peer in (None, self.name) else (self.name, str(self.peer))
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The environment variables that hold its default, the first set one wins."""
-        return tuple(f"PET_{name.replace('-', '_').upper()}" for name in self.names) + self.environment
+def _accepted(name: str, metavar: str, why: str, convert: values.Convert | None = None) -> Option:
+    return Option(name, Group.ACCEPTED, metavar, why, convert, peer=name, differs="has an effect", no_effect=why)
 
 
-def _switch(
-    name: str, group: Group, help: str, short: str = "", peer: str | None = None, differs: str = ""
-) -> OptionSpec:
-    return OptionSpec(name, group, "", help, values.switch, default=False, short=short, peer=peer, differs=differs)
+def _help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        raise HelpRequested(ctx.get_help())
 
 
-def _accepted(name: str, metavar: str, why: str, convert: values.Convert = values.text) -> OptionSpec:
-    return OptionSpec(name, Group.ACCEPTED, metavar, why, convert, peer=name, differs="has an effect", no_effect=why)
+def _version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        raise HelpRequested(f"elaunch {__version__}")
+
+
+def _job_file(ctx: click.Context, _: click.Parameter, path: str | None) -> str | None:
+    """Make the job file's options the defaults of those that no variable sets."""
+    is_elsewhere = isinstance(ctx.command, Command) and ctx.command.is_elsewhere
+    if path and not is_elsewhere and (found := ctx.obj.read_job_file(path)):
+        ctx.obj.job_file = found
+        ctx.default_map = {**found.options, **(ctx.default_map or {})}
+    return path
 
 
 def _scheduler(raw: values.Raw) -> object:
@@ -90,61 +50,59 @@ def _scheduler(raw: values.Raw) -> object:
 
 
 _SIZE = (
-    OptionSpec(
+    Option(
         "nnodes", Group.SIZE, "MIN:MAX", "number of nodes, or a range", values.nodes,
         default=(1, 1), default_text="1", peer="nnodes",
     ),
-    OptionSpec(
+    Option(
         "nproc-per-node", Group.SIZE, "N", "workers per node: N, gpu, cpu, auto", values.workers,
         default_text="one per GPU, else 1", peer="nproc-per-node", differs="default 1; also counts xpu",
     ),
 )  # fmt: skip
 
 _RESTARTS = (
-    OptionSpec(
+    Option(
         "max-restarts", Group.RESTARTS, "N", "restarts of the job after failures; 0: none", values.whole,
         default=3, default_text="3", peer="max-restarts", differs="default 0; each agent has its own budget",
     ),
-    OptionSpec(
+    Option(
         "restart-window", Group.RESTARTS, "SECONDS", "count only the restarts of the last SECONDS",
         values.positive_seconds, default_text="all",
     ),
-    OptionSpec(
+    Option(
         "exclude-after", Group.RESTARTS, "N", "exclude a node after N like failures in a row; 0: never", values.whole,
         default=3, default_text="3",
     ),
-    OptionSpec(
+    Option(
         "stop-grace", Group.RESTARTS, "SECONDS", "time to save and end after a stop signal",
         values.seconds, default=30.0, default_text="30", peer="shutdown-timeout",
         differs="whole seconds; not kept on restarts",
         environment=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",),
     ),
-    OptionSpec(
+    Option(
         "failure-grace", Group.RESTARTS, "SECONDS", "time that other workers have after a failure",
         values.seconds, default=2.0, default_text="2",
     ),
-    OptionSpec(
+    Option(
         "children-grace", Group.RESTARTS, "SECONDS", "after success, end children that are idle so long",
         values.seconds, default=60.0, default_text="60",
     ),
-    OptionSpec(
-        "hang-timeout", Group.RESTARTS, "SECONDS", "restart if reports of steps stop for SECONDS",
-        values.seconds, default=0.0, default_text="0: never",
+    Option(
+        "hang-timeout", Group.RESTARTS, "SECONDS", "time without progress that is a hang; 0: never",
+        values.seconds, default=60.0, default_text="60",
     ),
-    OptionSpec(
+    Option(
         "health-check", Group.RESTARTS, "HOW", "look at this node before it joins: off, warn, strict",
         values.one_of("off", "warn", "strict"), default="warn",
         default_text="warn",
     ),
-    OptionSpec(
-        "on-hang", Group.RESTARTS, "ACTION", "when all ranks stand still: warn, restart, off", values.on_hang,
-        default=OnHang.WARN, default_text="warn",
+    Option(
+        "on-hang", Group.RESTARTS, "ACTION", "at a hang: warn, restart, off", values.on_hang,
+        default=OnHang.WARN, default_text="warn; with a limit restart",
     ),
-    OptionSpec(
-        "hang-after", Group.RESTARTS, "SECONDS", "how long ranks wait for each other until it is a hang",
-        values.positive_seconds, default=60.0, default_text="60",
-    ),
-    OptionSpec(
+    # As it was called before --hang-timeout was the limit of both ways to see a hang. It does not mean a restart.
+    Option("hang-after", Group.RESTARTS, "SECONDS", "the old name of the limit", values.positive_seconds, hidden=True),
+    Option(
         "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", signal_names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
         default_text="TERM, INT, HUP, QUIT, USR1, USR2",
@@ -153,41 +111,41 @@ _RESTARTS = (
 )  # fmt: skip
 
 _OUTPUT = (
-    OptionSpec(
+    Option(
         "log-dir", Group.OUTPUT, "DIR", "keep the workers' output in files in DIR", values.directory,
         default_text="new with -r, -t", peer="log-dir",
         differs="default always a new one; its folders have no date; writes files only with -r or -t",
     ),
-    OptionSpec(
+    Option(
         "redirects", Group.OUTPUT, "STREAMS", "to files: 0 none 1 out 2 err 3 both, or RANK:V,…",
         values.streams, default=StreamChoice(), default_text="0", short="r", peer="redirects",
         differs="ranks up to 9 only",
     ),
-    OptionSpec(
+    Option(
         "tee", Group.OUTPUT, "STREAMS", "to files and console, as -r",
         values.streams, default=StreamChoice(), default_text="3 with --log-dir, else 0", short="t", peer="tee",
         differs="default 0; ranks up to 9 only",
     ),
-    OptionSpec(
+    Option(
         "local-ranks-filter", Group.OUTPUT, "RANKS", "local ranks to show on the console, as 0,1", values.ranks,
         default_text="all", peer="local-ranks-filter",
     ),
-    OptionSpec(
+    Option(
         "ranks-filter", Group.OUTPUT, "RANKS", "global ranks to show on the console, as 0,8", values.ranks,
         default_text="all",
     ),
     _switch("verbose", Group.OUTPUT, "also lines about what elaunch chose and does at the start", short="v"),
     _switch("quiet", Group.OUTPUT, "of elaunch's own lines only warnings, errors and the report", short="q"),
     _switch("show-all-tracebacks", Group.OUTPUT, "all tracebacks: of a lost peer, of Ctrl-C, repeated ones"),
-    OptionSpec(
+    Option(
         "log-format", Group.OUTPUT, "FORM", "form of lines: text (files: with time), plain, json", values.log_format,
         default=LogFormat.TEXT, default_text="text",
     ),
-    OptionSpec(
+    Option(
         "duplicate-stdout-filters", Group.OUTPUT, "WORDS", "copy stdout lines with one of WORDS to a file",
         values.phrases, default=(), default_text="none", peer="duplicate-stdout-filters",
     ),
-    OptionSpec(
+    Option(
         "duplicate-stderr-filters", Group.OUTPUT, "WORDS", "copy stderr lines with one of WORDS to a file",
         values.phrases, default=(), default_text="none", peer="duplicate-stderr-filters",
     ),
@@ -196,19 +154,19 @@ _OUTPUT = (
 _WORKERS = (
     _switch("module", Group.WORKERS, "the program is a module, as python -m", short="m", peer="module"),
     _switch("no-python", Group.WORKERS, "the program is a command, not Python", peer="no-python"),
-    OptionSpec(
+    Option(
         "preload", Group.WORKERS, "MODULES", "import these once per node, besides torch", values.names,
         default_text="none",
     ),
-    OptionSpec(
+    Option(
         "preload-only", Group.WORKERS, "MODULES", "import these once per node, in place of torch", values.names,
     ),
     _switch("no-preload", Group.WORKERS, "start each worker as a new interpreter"),
-    OptionSpec(
-        "warm", Group.WORKERS, "MINUTES", "keep the imports for the next start", values.minutes,
-        default=0.0, default_text="0; without a number 15", environment=("ELAUNCH_WARM",), bare=f"{values.WARM_MIN:g}",
+    Option(
+        "warm", Group.WORKERS, "", "keep the imports for the next start", values.minutes, default=0.0,
+        default_text=f"0; typed: {values.WARM_MIN:g} minutes", environment=("ELAUNCH_WARM",),
     ),
-    OptionSpec(
+    Option(
         "numa-binding", Group.WORKERS, "MODE", "bind CPUs by: node, socket, exclusive, core-complex",
         values.numa_binding, default_text="none", peer="numa-binding",
         differs="needs numactl",
@@ -216,12 +174,12 @@ _WORKERS = (
     _switch(
         "virtual-local-rank", Group.WORKERS, "each worker sees LOCAL_RANK 0 and one GPU", peer="virtual-local-rank"
     ),
-    OptionSpec(
+    Option(
         "role", Group.WORKERS, "NAME", "the workers' ROLE_NAME, and prefix of their lines",
         values.role(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
         differs="takes a name like ps=1 too",
     ),
-    OptionSpec(
+    Option(
         "roles", Group.WORKERS, "NAME=N,…", "roles on this node, N workers each, in this order",
         values.roles(ROLE_BYTES_MAX), default="", default_text="none",
     ),
@@ -230,7 +188,7 @@ _WORKERS = (
 _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 
 _RENDEZVOUS = (
-    OptionSpec(
+    Option(
         "run-id", Group.RENDEZVOUS, "ID", "the job's name", values.name(RUN_ID_BYTES_MAX),
         default_text="a new one; for several nodes: none", peer="rdzv-id",
         differs="default none, the same for all jobs",
@@ -239,60 +197,63 @@ _RENDEZVOUS = (
         "standalone", Group.RENDEZVOUS, "one node with a new id; --rdzv-* are ignored", peer="standalone",
         differs="with --nnodes 2 it waits for another node, which cannot come",
     ),
-    OptionSpec(
+    Option(
         "rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: one of them, or an etcd", endpoints,
         default=(), default_text="none", peer="rdzv-endpoint",
         differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port on",
     ),
-    OptionSpec(
+    Option(
         "rdzv-backend", Group.RENDEZVOUS, "NAME", "kind of meeting: c10d, etcd, etcd-v2, static",
         values.one_of(*_BACKENDS),
         default="static", default_text="what listens", peer="rdzv-backend",
         differs="default static; its c10d is no etcd, its etcd speaks v2 only",
     ),
-    OptionSpec(
+    Option(
         "rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "settings of the rendezvous", values.key_values,
         default={}, default_text="none", peer="rdzv-conf", differs="other keys; unknown ones are ignored",
     ),
-    OptionSpec(
+    Option(
         "store", Group.RENDEZVOUS, "KIND", "store that a node serves: auto, memory, etcd",
         values.one_of("auto", "memory", "etcd"),
         default="auto", default_text="auto",
     ),
-    OptionSpec(
+    Option(
         "scheduler", Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",
         _scheduler, default="auto", default_text="auto",
     ),
-    OptionSpec(
+    Option(
         "token-file", Group.RENDEZVOUS, "FILE", "file with the job's secret",
         default_text="ELAUNCH_TOKEN, else a new one",
     ),
-    OptionSpec(
+    Option(
         "node-rank", Group.RENDEZVOUS, "N", "static: this node's number", values.node_rank,
         default=0, default_text="0", peer="node-rank",
     ),
-    OptionSpec(
+    Option(
         "master-addr", Group.RENDEZVOUS, "HOST", "static: MASTER_ADDR", values.name(HOST_BYTES_MAX),
         default_text="the first node's address",
         peer="master-addr", differs="default 127.0.0.1",
     ),
-    OptionSpec(
+    Option(
         "master-port", Group.RENDEZVOUS, "PORT", "MASTER_PORT", values.port,
         default_text="a free one per generation", peer="master-port", differs="static only; default 29500",
     ),
-    OptionSpec(
+    Option(
         "port-range", Group.RENDEZVOUS, "FIRST:LAST", "take MASTER_PORT from these ports", values.port_range,
         default_text="any",
     ),
-    OptionSpec(
+    Option(
         "local-addr", Group.RENDEZVOUS, "HOST", "this node's address",
         values.name(HOST_BYTES_MAX), default_text="toward the endpoint, else 127.0.0.1",
         peer="local-addr", differs="default the host's full name",
     ),
 )  # fmt: skip
 
+# A text is shown before anything else is checked.
+_TEXT: dict[str, Any] = {"is_eager": True, "expose_value": False}
+HELP = _switch("help", Group.OTHER, "show this text", short="h", peer="help", callback=_help, **_TEXT)
 _OTHER = (
-    OptionSpec(
+    Option(
         "on-event",
         Group.OTHER,
         "COMMAND",
@@ -300,7 +261,7 @@ _OTHER = (
         values.command,
         default_text="none",
     ),
-    OptionSpec(
+    Option(
         "metrics-port",
         Group.OTHER,
         "PORT",
@@ -308,7 +269,7 @@ _OTHER = (
         values.port,
         default_text="none",
     ),
-    OptionSpec(
+    Option(
         "metrics-host",
         Group.OTHER,
         "HOST",
@@ -317,14 +278,22 @@ _OTHER = (
         default="127.0.0.1",
         default_text="127.0.0.1",
     ),
-    OptionSpec("config", Group.OTHER, "FILE", "YAML file of options, script or module, args", default_text="none"),
-    _switch("help", Group.OTHER, "show this text", short="h", peer="help"),
-    _switch("version", Group.OTHER, "show the version"),
+    Option(
+        "config",
+        Group.OTHER,
+        "FILE",
+        "YAML file of options, script or module, args",
+        default_text="none",
+        is_eager=True,
+        callback=_job_file,
+    ),
+    HELP,
+    _switch("version", Group.OTHER, "show the version", callback=_version, **_TEXT),
 )
 
 _ACCEPTED = (
-    OptionSpec("run-path", Group.ACCEPTED, "", "scripts always run like this", values.switch, default=False,
-               peer="run-path", differs="runs the script by runpy, in a child of the agent"),
+    _switch("run-path", Group.ACCEPTED, "scripts always run like this",
+            peer="run-path", differs="runs the script by runpy, in a child of the agent"),
     _accepted("monitor-interval", "SECONDS", "exits are events, nothing is polled", values.seconds),
     _accepted("start-method", "NAME", "workers are forked from a preloaded process",
               values.one_of("spawn", "fork", "forkserver")),
@@ -332,4 +301,4 @@ _ACCEPTED = (
     _accepted("logs-specs", "NAME", "there are no log plug-ins"),
 )  # fmt: skip
 
-TABLE: tuple[OptionSpec, ...] = (*_SIZE, *_RESTARTS, *_OUTPUT, *_WORKERS, *_RENDEZVOUS, *_OTHER, *_ACCEPTED)
+TABLE: tuple[Option, ...] = (*_SIZE, *_RESTARTS, *_OUTPUT, *_WORKERS, *_RENDEZVOUS, *_OTHER, *_ACCEPTED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
@@ -34,6 +34,11 @@ def text(raw: Raw) -> str:
     if not isinstance(raw, str):
         raise ValueError("is not a single value; give one word")
     return raw.strip()
+
+
+def as_typed(raw: Raw) -> Raw:
+    """Any word, with the blanks around it."""
+    return raw
 
 
 def name(bytes_max: int) -> Convert:
@@ -156,7 +161,7 @@ def minutes(raw: Raw) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number <= SECONDS_MAX / 60:
-        raise ValueError("is not a number of minutes; give 0 or more, as in --warm=15")
+        raise ValueError("is not a number of minutes; give 0 or more, as in ELAUNCH_WARM=15")
     return number
 
 
@@ -192,41 +197,25 @@ def workers(raw: Raw) -> int | str:
 
 
 class OneOf:
-    """Converts one of a few words; `words` are what a shell may complete."""
+    """Converts one of a few words, by `made`; `words` are what a shell may complete."""
 
-    def __init__(self, *words: str) -> None:
-        self.words = words
+    def __init__(self, words: Iterable[str], made: Callable[[str], object] = str) -> None:
+        self.words, self._made = tuple(words), made
 
-    def __call__(self, raw: Raw) -> str:
+    def __call__(self, raw: Raw) -> object:
         word = text(raw)
         if word not in self.words:
             raise ValueError(f"is not one of {', '.join(self.words)}")
-        return word
+        return self._made(word)
 
 
 def one_of(*words: str) -> OneOf:
-    return OneOf(*words)
+    return OneOf(words)
 
 
-ON_HANG = one_of(*(choice.value for choice in OnHang))
-
-
-def on_hang(raw: Raw) -> OnHang:
-    return OnHang(ON_HANG(raw))
-
-
-NUMA_MODES = one_of(*(mode.value for mode in NumaBinding))
-
-
-def numa_binding(raw: Raw) -> NumaBinding:
-    return NumaBinding(NUMA_MODES(raw))
-
-
-LOG_FORMATS = one_of(*(form.value for form in LogFormat))
-
-
-def log_format(raw: Raw) -> LogFormat:
-    return LogFormat(LOG_FORMATS(raw))
+on_hang = OneOf((each.value for each in OnHang), OnHang)
+numa_binding = OneOf((each.value for each in NumaBinding), NumaBinding)
+log_format = OneOf((each.value for each in LogFormat), LogFormat)
 
 
 def command(raw: Raw) -> tuple[str, ...]:

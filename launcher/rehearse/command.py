@@ -14,30 +14,18 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from elaunch.launcher.errors import NoSuchOption, UsageError
-from elaunch.launcher.options.argv import LONG, normalise
-from elaunch.launcher.options.commands import REHEARSE_FLAGS
-from elaunch.launcher.options.options import HelpRequested, Options, parse
+import click
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.options import JobCommand, Options, options_of, words_of
+from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.options.values import Raw, whole
 from elaunch.launcher.preflight import check_program
 from elaunch.launcher.rehearse import compare
 from elaunch.records import asdict, dataclass, replace
 from elaunch.rendezvous.job_spec import ProgramKind
 
-_FLAGS = "".join(f"  {f'{name} {value}':12} {text}\n" for name, value, text in REHEARSE_FLAGS)
-HELP = f"""\
-Usage: elaunch rehearse [--steps N] [--link PATH] [options of a job] script.py args…
-
-What does a failure cost this script, and does it change the result? The script runs twice alone, and then with one
-failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
-With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit,
-and at the end the script's own tensors. Without a Keeper each run goes to the script's own end, so give it arguments
-for a short run. A rank and the agent are killed in the middle of its output, and its lines are compared.
-
-{_FLAGS}
-Each run has an empty folder of its own, which is removed, also for the Keeper's checkpoints. What the script writes to
-other absolute paths it writes there in each run. Start a script called rehearse with elaunch ./rehearse.
-Exit codes: 0 equal, 1 something differs or nothing could be compared, 2 the command line is wrong.
-"""
 _STEPS_MIN = 4
 # Between looks at the output; the longest end of a killed agent's ranks.
 _LOOK_S, _END_S = 0.05, 30.0
@@ -72,17 +60,9 @@ class Run:
     tail: str
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def _main(ctx: click.Context) -> int:
     """Run the command. Returns the exit code. Raises UsageError."""
-    try:
-        words, steps, links = _split(argv)
-        options = parse(words, environ)
-    except NoSuchOption as error:
-        own = (name.removeprefix("--") for name, _, _ in REHEARSE_FLAGS)
-        raise NoSuchOption(error.word, (*own, *LONG), "rehearse") from None
-    if isinstance(options, HelpRequested):
-        print(options.text if "--version" in words else HELP.rstrip("\n"))
-        return 0
+    environ, options = ctx.obj.environ, options_of(ctx)
     check_program(options, environ)
     if options.nnodes[1] > 1 or options.target == "-":
         raise UsageError("rehearse runs a script that is a file, on this node alone: leave --nnodes and - out")
@@ -90,43 +70,62 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         signal.signal(each, lambda number, _: sys.exit(128 + number))
     # A module is found where the command was typed.
     path = os.pathsep.join(filter(None, [str(Path.cwd()), environ.get("PYTHONPATH", "")]))
+    steps, links = ctx.params["steps"], ctx.params["link"]
     try:
-        return _rehearse(partial(_run, _command(options, words), {**environ, "PYTHONPATH": path}, links, steps))
+        return _rehearse(partial(_run, _command(options), {**environ, "PYTHONPATH": path}, links, steps))
     except KeyboardInterrupt:
         _say("interrupted; the job is ended, and its folder is removed")
         return 130
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], int, list[Path]]:
-    """The words of the job, and the values of this command's own options. Raises UsageError."""
-    words: list[str] = []
-    own: dict[str, list[str]] = {name: [] for name, _, _ in REHEARSE_FLAGS}
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in own or "--" in words or normalise(words).program:
-            words.append(word)
-        elif equals or rest:
-            own[name].append(value if equals else rest.pop(0))
-        else:
-            raise UsageError(f"{name} needs a value")
-    steps, links = (own["--steps"] or ["40"])[-1], [Path(each).absolute() for each in own["--link"]]
-    if not steps.isdecimal() or int(steps) < _STEPS_MIN:
-        raise UsageError(f"--steps {steps}: it takes a number of steps, at least {_STEPS_MIN}")
-    if missing := [str(each) for each in links if not each.exists()]:
-        raise UsageError(f"--link {missing[0]}: there is no such file or folder")
-    return words, int(steps), links
+def _steps(raw: Raw) -> int:
+    return whole(raw, low=_STEPS_MIN)
 
 
-def _command(options: Options, words: Sequence[str]) -> list[str]:
+def _link(raw: Raw) -> Path:
+    path = Path(str(raw)).absolute()
+    if not path.exists():
+        raise ValueError("is no file or folder")
+    return path
+
+
+COMMAND = JobCommand(
+    "rehearse",
+    _main,
+    [
+        own("steps", "N", "end each run after this step of a Keeper [40]", _steps, default=40),
+        own(
+            "link",
+            "PATH",
+            "a link to this file or folder is in the run's folder, for a script that reads it there",
+            _link,
+            multiple=True,
+        ),
+    ],
+    usage=["[--steps N] [--link PATH] [options of a job] script.py args…"],
+    about="""\
+What does a failure cost this script, and does it change the result? The script runs twice alone, and then with one
+failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
+
+With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit,
+and at the end the script's own tensors. Without a Keeper each run goes to the script's own end, so give it arguments
+for a short run. A rank and the agent are killed in the middle of its output, and its lines are compared.""",
+    ending="""\
+Each run has an empty folder of its own, which is removed, also for the Keeper's checkpoints. What the script writes to
+other absolute paths it writes there in each run. Start a script called rehearse with elaunch ./rehearse.
+
+Exit codes: 0 equal, 1 something differs or nothing could be compared, 2 the command line is wrong.""",
+)
+_FILES = {option.name for option in TABLE if option.metavar == "FILE"}
+
+
+def _command(options: Options) -> list[str]:
     """The job's options and program, for another folder."""
-    given = [
-        f"--{spec.name}" if spec.is_switch else f"--{spec.name}={_absolute(value) if spec.metavar == 'FILE' else value}"
-        for spec, value in normalise(words).options
-    ]
+    typed = {name: _absolute(value) if name in _FILES else value for name, value in options.typed.items()}
+    # The job file may say what the program is.
+    kind = {ProgramKind.MODULE: {"module": "on"}, ProgramKind.COMMAND: {"no_python": "on"}}.get(options.kind, {})
     target = options.target if options.kind is ProgramKind.MODULE else _absolute(options.target)
-    return [*given, "--log-dir=../logs", "--", target, *options.args]
+    return [*words_of({**typed, **kind, "log_dir": "../logs"}, []), "--", target, *options.args]
 
 
 def _absolute(path: str) -> str:

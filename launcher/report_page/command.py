@@ -11,10 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
-from elaunch.launcher.errors import UsageError, told_by_click
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.command_line import Command, own
+from elaunch.launcher.options.table import HELP
 from elaunch.launcher.report_page import reading
 from elaunch.launcher.report_page.ending import Look
 from elaunch.launcher.report_page.goodput import goodput
@@ -38,22 +41,6 @@ from elaunch.launcher.watch.local import local_agents
 from elaunch.records import dataclass
 from elaunch.rendezvous.texts import node_host, plain
 
-HELP = """\
-Usage: elaunch report [-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…
-
-Show what happened in a run: one HTML page from the folder that it left in --log-dir.
-
-  DIR              the run's folder, or the --log-dir itself for its newest run; folders of the job's
-                   other nodes are found beside it, or given too
-  -o FILE          write the page there [report.html in the run's folder]
-  --perfetto FILE  write a trace of the same events, for ui.perfetto.dev and chrome://tracing
-  --json           print the numbers as JSON, and write a page only with -o
-  --metrics FILE   lines of JSON with step, loss and seconds [those of elaunch.trainer's --out]
-
-The page needs no network and no other file. It shows what failed and why, each rank's timeline,
-where the time went (ETTR), curves of loss and step time, and links to the logs.
-Start a script called report with elaunch ./report.
-"""
 PAGE = "report.html"
 _STDOUT = Path("-")
 # Ranks of generations whose logs the page links to.
@@ -73,12 +60,9 @@ class ReportRequest:
     metrics: Path | None
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def _main(ctx: click.Context) -> int:
     """Make the report. Returns the exit code. Raises UsageError."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(HELP, end="")
-        return 0
-    request = parse(argv)
+    request = request_of(ctx.params)
     folders = tuple(dict.fromkeys(reading.find(folder) for folder in request.folders))
     job = reading.read_job(folders)
     metrics_path = request.metrics or next(
@@ -104,29 +88,37 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> ReportRequest:
-    """The request in `argv`. Raises UsageError."""
-    command = click.Command(
-        "elaunch report",
-        params=[
-            click.Option(["-o", "--output", "page"]),
-            click.Option(["--perfetto"]),
-            click.Option(["--json", "is_json"], is_flag=True),
-            click.Option(["--metrics"]),
-            click.Argument(["folders"], nargs=-1),
-        ],
-        add_help_option=False,
-    )
-    try:
-        given = command.make_context("elaunch report", list(argv)).params
-    except click.UsageError as error:
-        raise told_by_click(error, "report") from None
-    if not given["folders"]:
+COMMAND = Command(
+    "report",
+    _main,
+    [
+        own("output", "FILE", "write the page there [report.html in the run's folder]", short="o"),
+        own("perfetto", "FILE", "write a trace of the same events, for ui.perfetto.dev and chrome://tracing"),
+        own("json", "", "print the numbers as JSON, and write a page only with -o"),
+        own("metrics", "FILE", "lines of JSON with step, loss and seconds [those of elaunch.trainer's --out]"),
+        click.Argument(["folders"], nargs=-1, type=click.Path(path_type=Path)),
+        HELP,
+    ],
+    usage=["[-o FILE] [--perfetto FILE] [--json] [--metrics FILE] DIR…"],
+    about="""Show what happened in a run: one HTML page from the folder that it left in --log-dir.
+
+DIR is the run's folder, or the --log-dir itself for its newest run; folders of the job's other nodes
+are found beside it, or given too.""",
+    ending="""The page needs no network and no other file. It shows what failed and why, each rank's timeline,
+where the time went (ETTR), curves of loss and step time, and links to the logs.""",
+)
+
+
+def request_of(params: Mapping[str, Any]) -> ReportRequest:
+    """The request of a command line. Raises UsageError."""
+    if not params["folders"]:
         raise UsageError("report: no folder is given; give a run's folder below --log-dir, or the --log-dir itself")
-    paths = {name: Path(given[name]) if given[name] else None for name in ("page", "perfetto", "metrics")}
-    if (paths["page"], paths["perfetto"]).count(_STDOUT) + given["is_json"] > 1:
+    page, perfetto, metrics = (
+        Path(word) if (word := params[name]) else None for name in ("output", "perfetto", "metrics")
+    )
+    if (page, perfetto).count(_STDOUT) + params["json"] > 1:
         raise UsageError("report: of -o -, --perfetto - and --json only one can have stdout; give the others files")
-    return ReportRequest(tuple(map(Path, given["folders"])), is_json=given["is_json"], **paths)
+    return ReportRequest(params["folders"], page, perfetto, params["json"], metrics)
 
 
 def _look(job: Sequence[NodeFolder]) -> Look:

@@ -6,15 +6,17 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
-from elaunch.launcher.errors import SiteError, UsageError, told_by_click
+from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.network.reach import routable_addresses
-from elaunch.launcher.options.argv import TOKEN_IS_SECRET
+from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.shell_words import joined
+from elaunch.launcher.options.table import HELP
 from elaunch.launcher.store.head import Bound, StoreProcess, listen, listen_everywhere, serve
 from elaunch.launcher.store.join_command import NewToken
 from elaunch.launcher.store.open_files import agents_served
@@ -22,20 +24,6 @@ from elaunch.launcher.store.rendezvous_plan import Serving
 from elaunch.launcher.store.store_address import ETCD_PORT
 from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint
-
-HELP = """\
-Usage: elaunch store [--listen HOST:PORT] [--token-file FILE]
-
-Serve a store for jobs of several nodes until Ctrl-C. Jobs that share it need different --run-ids.
-
-  --listen HOST:PORT  its address; without HOST all addresses of this host [port 2379]
-  --token-file FILE   holds the token that every job must know [ELAUNCH_TOKEN, else a new token]
-
-The store is in this host's memory: it ends with the host, and then all its jobs end.
-A store that is started again is empty. An etcd cluster outlives a host:
---rdzv-endpoint a:2379,b:2379,c:2379.
-Start a script called store with elaunch ./store.
-"""
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -52,12 +40,9 @@ class StoreRequest:
     token: str
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def _main(ctx: click.Context) -> int:
     """Serve until a signal comes. Returns the exit code. Raises UsageError and SiteError."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(HELP, end="")
-        return 0
-    request = parse(argv, environ)
+    request = request_of(ctx.params, ctx.obj.environ)
     bound = _bound(request)
     port = bound.listener.getsockname()[1]
     host = request.endpoint.host if request.endpoint else (routable_addresses() or ["localhost"])[0]
@@ -73,30 +58,28 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         server.stop()
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> StoreRequest:
-    """The request in `argv` and the variables. Reads the file that --token-file names. Raises UsageError."""
-    command = click.Command(
-        "elaunch store",
-        params=[click.Option(["--listen"]), click.Option(["--token-file"]), click.Argument(["rest"], nargs=-1)],
-        add_help_option=False,
-    )
-    # An option's name may have underscores, as everywhere. The value keeps its underscores.
-    words = [word.replace("_", "-", 1) if word.startswith("--token_file") else word for word in argv]
-    if any(word.partition("=")[0] == "--token" for word in words):
-        raise UsageError(TOKEN_IS_SECRET.format("--token"))
-    try:
-        given = command.make_context("elaunch store", words).params
-    except click.UsageError as error:
-        raise told_by_click(error, "store") from None
-    if given["rest"]:
-        raise UsageError(
-            f"store takes no program, and {given['rest'][0]} looks like one; start a script called store with"
-            " elaunch ./store"
-        )
+COMMAND = Command(
+    "store",
+    _main,
+    [
+        own("listen", "HOST:PORT", "its address; without HOST all addresses of this host [port 2379]"),
+        own("token-file", "FILE", "holds the token that every job must know [ELAUNCH_TOKEN, else a new token]"),
+        HELP,
+    ],
+    usage=["[--listen HOST:PORT] [--token-file FILE]"],
+    about="Serve a store for jobs of several nodes until Ctrl-C. Jobs that share it need different --run-ids.",
+    ending="""The store is in this host's memory: it ends with the host, and then all its jobs end.
+A store that is started again is empty. An etcd cluster outlives a host:
+--rdzv-endpoint a:2379,b:2379,c:2379.""",
+)
+
+
+def request_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> StoreRequest:
+    """The request of a command line and the variables. Reads the file that --token-file names. Raises UsageError."""
     token = environ.get("ELAUNCH_TOKEN", "").strip()
-    if given["token_file"]:
-        token = read_secret(given["token_file"])
-    endpoint, port = _place(given["listen"])
+    if params["token_file"]:
+        token = read_secret(params["token_file"])
+    endpoint, port = _place(params["listen"])
     if not token.isprintable():
         raise UsageError(
             "store: the token has characters that cannot be typed; take the output of: openssl rand -hex 16"

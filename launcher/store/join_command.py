@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.argv import normalise
-from elaunch.launcher.options.options import Options, Source
+from elaunch.launcher.options.options import Options, Source, words_of
 from elaunch.launcher.options.secret_file import TOKEN_LINE
 from elaunch.launcher.options.shell_words import joined, quoted
-from elaunch.launcher.options.table import TABLE, OptionSpec
+from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.keyring import STORES
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
@@ -17,13 +16,13 @@ from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 
 # Each node has its own value of these.
-_OWN = ("node-rank", "local-addr")
+_OWN = ("node_rank", "local_addr")
 # PET_TOKEN_FILE is not written out: ELAUNCH_TOKEN wins over it, but --token-file would win over ELAUNCH_TOKEN.
-_OWN_VARIABLES = (*_OWN, "token-file")
+_OWN_VARIABLES = (*_OWN, "token_file")
 # These come first in the line, whatever their source.
-_FIRST = ("nnodes", "rdzv-endpoint")
+_FIRST = ("nnodes", "rdzv_endpoint")
 
-_SPECS = {spec.dest: spec for spec in TABLE}
+_SWITCHES = {option.name for option in TABLE if option.is_flag}
 
 
 @dataclass(frozen=True)
@@ -73,41 +72,26 @@ def line_for_others(options: Options, plan: RendezvousPlan, token: str, token_fi
     Options from variables are written out, because the other host may not have the variables. Options from a job file
     stay in the file.
     """
-    words = normalise(options.typed)
     is_static = plan.node_rank is not None
-    line = ["--token-file", token_file] if token_file else []
+    line: dict[str, str] = {"token_file": token_file} if token_file else {}
     if options.given.get("nnodes") is not Source.COMMAND_LINE:
-        line += ["--nnodes", nodes(options)]
+        line["nnodes"] = nodes(options)
     # A static job's endpoint follows from the master's address, or is the master's address.
     if is_static and (endpoint := options.exported.get("rdzv_endpoint")):
-        line += ["--rdzv-endpoint", endpoint]
+        line["rdzv_endpoint"] = endpoint
     if not is_static and options.given.get("rdzv_endpoint") is not Source.COMMAND_LINE:
-        line += ["--rdzv-endpoint", str(plan.endpoints[0])]
-    for dest, value in options.exported.items():
-        spec = _SPECS[dest]
-        if spec.name not in (*_FIRST, *_OWN_VARIABLES) and not (spec.is_switch and not switch(value)):
-            line += _words(spec, value)
-    for spec, value in words.options:
-        if spec.name not in _OWN:
-            line += _words(spec, value)
-    if is_static:
-        line += ["--node-rank", "1"]
-    # A program whose name begins with a dash must come after `--`.
-    line += ["--"] if words.program and words.program[0].startswith("-") and words.program[0] != "-" else []
+        line["rdzv_endpoint"] = str(plan.endpoints[0])
+    exported = {name: value for name, value in options.exported.items() if name not in (*_FIRST, *_OWN_VARIABLES)}
+    line |= {name: value for name, value in exported.items() if name not in _SWITCHES or switch(value)}
+    line |= {name: value for name, value in options.typed.items() if name not in _OWN}
+    # Only this host is the head.
+    settings = line.pop("rdzv_conf", "").split(",")
+    if others := [pair for pair in settings if pair and not pair.strip().startswith("is_host")]:
+        line["rdzv_conf"] = ",".join(others)
+    line |= {"node_rank": "1"} if is_static else {}
     variables = {"ELAUNCH_TOKEN": token, "ELAUNCH_ENDPOINT": _store_elsewhere(options, plan) if is_static else ""}
     prefix = "".join(f"{name}={quoted(value)} " for name, value in variables.items() if value)
-    return f"{prefix}{joined(['elaunch', *line, *words.program])}"
-
-
-def _words(spec: OptionSpec, value: str) -> list[str]:
-    """One option as the user types it on another host, without `is_host`: only this host is the head."""
-    if spec.is_switch:
-        return [f"--{spec.name}"]
-    if spec.name == "rdzv-conf":
-        value = ",".join(pair for pair in value.split(",") if not pair.strip().startswith("is_host"))
-        if not value:
-            return []
-    return [f"--{spec.name}={value}"] if value.startswith("-") else [f"--{spec.name}", value]
+    return f"{prefix}{joined(['elaunch', *words_of(line, options.program)])}"
 
 
 def _store_elsewhere(options: Options, plan: RendezvousPlan) -> str:

@@ -39,5 +39,7 @@ def make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
 
 def with_hang_times(options: Options, times: Times) -> Times:
     """With what the options say about hangs."""
-    after_s = 0.0 if options.on_hang is OnHang.OFF else options.hang_after
-    return replace(times, hang_timeout_s=options.hang_timeout, hang_after_s=after_s)
+    limit_s = 0.0 if options.on_hang is OnHang.OFF else options.hang_timeout
+    # How long a step may take, only the user knows.
+    reports_s = limit_s if "hang_timeout" in options.given else 0.0
+    return replace(times, hang_timeout_s=reports_s, hang_after_s=limit_s)

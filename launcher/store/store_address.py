@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.endpoints import PLACES, Address, endpoints
-from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.options import Options, words_of
 from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.values import PORT_MAX
 from elaunch.records import dataclass
@@ -75,10 +75,10 @@ def require_head(options: Options, backend: str, head: Address | None) -> tuple[
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
     if backend == "static":
         host = "the name of the node of rank 0"
-        line = joined(["elaunch", "--master-addr", "HOST", *options.typed])
+        line = joined(["elaunch", "--master-addr", "HOST", *words_of(options.typed, options.program)])
     else:
         host = "the name of one node, or of an etcd"
-        line = joined(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *options.typed])
+        line = joined(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *words_of(options.typed, options.program)])
     raise UsageError(
         f"--nnodes {nodes} needs the address of a store where the nodes meet; type on every node, with {host} as HOST:"
         f" {line}"

@@ -9,48 +9,21 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
+import click
 import yaml
 
+from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.options import argv as command_line
 from elaunch.launcher.options import rdzv_conf, values
-from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.endpoints import Address, endpoints
 from elaunch.launcher.options.job_file import JobFile
-from elaunch.launcher.options.options import HelpRequested, parse
-from elaunch.launcher.submit.flags import Flag, Submission, help_text, take
+from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
 from elaunch.launcher.submit.manifests import Object, PodJob, companions, job, labels, owned, suspended
 from elaunch.records import replace
+from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.secret import new_token
-
-FLAGS = (
-    Flag("image", "IMAGE", "holds elaunch and the program (deploy/docker/Dockerfile); required"),
-    Flag("name", "NAME", "name of the Job [the program's name]"),
-    Flag("namespace", "NAME", "namespace of the Job [kubectl's]"),
-    Flag("nodes", "MIN:MAX", "number of pods, or a range [1]"),
-    Flag("gpus", "N", "GPUs per pod [0]"),
-    Flag("gpu-resource", "NAME", "the cluster's name for GPUs [nvidia.com/gpu]"),
-    Flag("cpus", "N", "CPUs per pod: the request"),
-    Flag("memory", "SIZE", "memory per pod, like 64Gi: the request and the limit"),
-    Flag("shm", "SIZE", "size of /dev/shm, part of the memory [1Gi; 16Gi with GPUs; at most half of --memory]"),
-    Flag("grace", "SECONDS", "time for the workers to save before their pod ends [45]"),
-    Flag("etcd", "A:2379,B:2379", "the store; without it the first pod serves one and must not be lost"),
-    Flag("etcd-secret", "NAME", "a Secret with ca.crt, tls.crt and tls.key for the etcd"),
-    Flag("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]"),
-    Flag("claim", "NAME:/PATH", "a PersistentVolumeClaim and its mount path; may be repeated", many=True),
-    Flag("env", "NAME=VALUE", "an environment variable; may be repeated", many=True),
-    Flag("writable-image", "", "let the program write into the image's folders, not only /tmp, /dev/shm and claims"),
-    Flag("no-network-policy", "", "let pods of other jobs connect to this job's pods"),
-    Flag("dry-run", "", "only print the manifests"),
-    Flag("help", "", "show this text"),
-)
-_USAGE = """\
-Usage: elaunch submit k8s --image IMAGE [options] [elaunch options] train.py args…
-
-Create a Job whose pods run `elaunch train.py args…`. The image holds the program.
-"""
-_END = "Needs kubectl, set up for the cluster (Kubernetes 1.29 or newer).\n"
 
 # A host name has at most 63 characters. The rest is for the submission's suffix: `name-1f2e3d`.
 _NAME_MAX = 52
@@ -58,24 +31,20 @@ _NAME_MAX = 52
 # Options of elaunch whose values the pods get in another way.
 _NOT_HERE = {
     "nnodes": "follows from the number of pods; use --nodes instead",
-    "node-rank": "is the pod's index; leave it out",
+    "node_rank": "is the pod's index; leave it out",
     "standalone": "is for a job on one node; use --nodes 1",
-    "stop-grace": "follows from the pods' grace period; use --grace instead",
+    "stop_grace": "follows from the pods' grace period; use --grace instead",
 }
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def _main(ctx: click.Context) -> int:
     """Submit the job, or print its manifests. Returns the exit code. Raises UsageError and SiteError."""
-    submission = take(["--help" if word == "-h" else word for word in argv[:1]] + list(argv[1:]), FLAGS)
-    if "help" in submission.given:
-        print(help_text(_USAGE, FLAGS, _END), end="")
-        return 0
-    asked = understand(submission, secrets.token_hex(3))
+    asked = understand(ctx, secrets.token_hex(3))
     token = ""
-    if asked.has_token and "token-secret" not in submission.given:
-        token = environ.get("ELAUNCH_TOKEN", "").strip() or new_token()
-    namespace = submission.last("namespace")
-    if "dry-run" in submission.given:
+    if asked.has_token and not ctx.params["token_secret"]:
+        token = outside(ctx.obj.environ).get("ELAUNCH_TOKEN", "").strip() or new_token()
+    namespace = ctx.params["namespace"]
+    if ctx.params["dry_run"]:
         made = [*companions(asked, token), job(asked)]
         if namespace:
             made = [{**each, "metadata": {**each["metadata"], "namespace": namespace}} for each in made]
@@ -89,128 +58,161 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def understand(submission: Submission, suffix: str = "") -> PodJob:
+def understand(ctx: click.Context, suffix: str = "") -> PodJob:
     """The job that is asked for. `suffix` is unique to this submission. Raises UsageError, also if elaunch would."""
-    if not submission.last("image"):
+    given = ctx.params
+    if not given["image"]:
         raise UsageError("--image is missing: the image holds elaunch and the program; see deploy/docker/Dockerfile")
-    _check_text(submission)
-    words = command_line.normalise(submission.command)
-    nodes = _checked(submission, "nodes", values.nodes, "1")
-    variables = tuple(_pair(text, "=", "--env", "NAME=VALUE") for text in submission.given.get("env", ()))
-    _check_command(submission.command, words, nodes, dict(variables))
-    gpus = str(_checked(submission, "gpus", values.whole, "0"))
-    memory, shm = _quantity(submission, "memory"), _quantity(submission, "shm")
+    typed, program = typed_job(ctx)
+    command = words_of(typed, program)
+    for word in command:
+        _check_utf8(word)
+    nodes = given["nodes"]
+    options = _checked_job(typed, command, nodes, dict(given["env"]))
+    memory, shm = given["memory"] or "", given["shm"] or ""
     if memory and shm and _bytes(shm) > _bytes(memory):
         raise UsageError(
             f"--shm {shm} is more than --memory {memory}, and /dev/shm is part of the memory; ask for more memory, or"
             " for a smaller /dev/shm"
         )
-    shm = shm or _default_shm("1Gi" if gpus == "0" else "16Gi", memory)
-    name = _name(submission, words)
+    name = given["name"] or _name(options)
     instance = f"{name}-{suffix}" if suffix else name
     return PodJob(
         name=name,
         instance=instance,
-        image=submission.last("image"),
-        command=submission.command,
+        image=given["image"],
+        command=tuple(command),
         nodes=nodes,
-        gpus="" if gpus == "0" else gpus,
-        gpu_resource=submission.last("gpu-resource", "nvidia.com/gpu"),
-        cpus=_quantity(submission, "cpus"),
+        gpus=str(given["gpus"] or ""),
+        gpu_resource=given["gpu_resource"],
+        cpus=given["cpus"] or "",
         memory=memory,
-        shm=shm,
-        stop_grace_s=_checked(submission, "grace", values.whole, "45"),
-        etcd=_etcd(submission),
-        etcd_secret=submission.last("etcd-secret"),
-        token_secret=submission.last("token-secret", f"{instance}-token"),
-        claims=tuple(_pair(text, ":", "--claim", "NAME:/PATH") for text in submission.given.get("claim", ())),
-        variables=variables,
-        is_closed="no-network-policy" not in submission.given,
-        is_writable="writable-image" in submission.given,
+        shm=shm or _default_shm("16Gi" if given["gpus"] else "1Gi", memory),
+        stop_grace_s=given["grace"],
+        etcd=_etcd(given["etcd"] or (), given["etcd_secret"]),
+        etcd_secret=given["etcd_secret"] or "",
+        token_secret=given["token_secret"] or f"{instance}-token",
+        claims=given["claim"],
+        variables=given["env"],
+        is_closed=not given["no_network_policy"],
+        is_writable=given["writable_image"],
     )
 
 
-# The API server checks these names in the same way (RFC 1123). An image's name is only checked to be one word.
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_QUALIFIED = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
-_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@+-]*", re.ASCII)
-_VARIABLE = re.compile(r"[-._A-Za-z][-._A-Za-z0-9]*")
-_NAMES = (
-    ("image", _IMAGE, "an image, as registry/name:tag"),
-    ("namespace", _LABEL, "a namespace: small letters, digits and dashes"),
-    ("gpu-resource", _QUALIFIED, "a resource, as nvidia.com/gpu"),
-    ("etcd-secret", _SUBDOMAIN, "a Secret: small letters, digits, dashes and dots"),
-    ("token-secret", _SUBDOMAIN, "a Secret: small letters, digits, dashes and dots"),
-)
-
-
-def _check_text(submission: Submission) -> None:
-    """Raises UsageError for text that a manifest cannot hold, or that would mean something else there."""
-    for word in (*submission.command, *(value for several in submission.given.values() for value in several)):
-        if re.search(r"[\ud800-\udfff]", word):
-            raise UsageError(f"{word!r} is not UTF-8, and a manifest must be; put it into a file of the image")
-    for flag, pattern, what in _NAMES:
-        if (given := submission.last(flag)) and not pattern.fullmatch(given):
-            raise UsageError(f"--{flag} {given!r} is not the name of {what}")
-    for text in submission.given.get("env", ()):
-        name = text.partition("=")[0]
-        if name and not _VARIABLE.fullmatch(name):
-            raise UsageError(f"--env {name!r} is not the name of a variable; use letters, digits and _ - .")
-    for text in submission.given.get("claim", ()):
-        name = text.partition(":")[0]
-        # The volume has the same name, and a volume's name must not have dots.
-        if name and not _LABEL.fullmatch(name):
-            raise UsageError(
-                f"--claim {name!r} is not the name of a claim; use 1 to 63 small letters, digits and dashes"
-            )
-
-
-def _check_command(
-    command: Sequence[str], words: command_line.CommandLine, nodes: tuple[int, int], variables: Mapping[str, str]
-) -> None:
-    """Raises UsageError for a command with which every pod would end with exit code 2 after it is scheduled."""
+def _checked_job(
+    typed: Mapping[str, str], command: Sequence[str], nodes: tuple[int, int], variables: Mapping[str, str]
+) -> Options:
+    """The job's options. Raises UsageError where every pod would end with exit code 2 after it is scheduled."""
     for name, why in _NOT_HERE.items():
-        variable = f"PET_{name.upper().replace('-', '_')}"
+        variable = f"PET_{name.upper()}"
         if variable in variables:
             raise UsageError(f"--env {variable}={variables[variable]}: it {why}")
-        if words.last(name):
-            raise UsageError(f"--{name} {why}")
+        if name in typed:
+            raise UsageError(f"--{name.replace('_', '-')} {why}")
     # A job file is in the image, like the program. It is not read here.
     checked = parse(command, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
-    if isinstance(checked, HelpRequested):
-        raise UsageError("submit k8s takes a program: elaunch submit k8s --image IMAGE train.py")
     rdzv_conf.understand(checked.rdzv_conf)
     if checked.target == "-":
         raise UsageError("- means a program on stdin, and pods have no stdin; name a file of the image")
+    return checked
 
 
-def _etcd(submission: Submission) -> str:
+def _etcd(found: Sequence[Address], secret: str | None) -> str:
     """The endpoints for the pods, with https:// if there is a Secret with certificates. Raises UsageError."""
-    text, secret = submission.last("etcd"), submission.last("etcd-secret")
-    found = _checked(submission, "etcd", endpoints, "")
     if not secret:
-        return text
+        return ",".join(map(str, found))
     if not found:
         raise UsageError(f"--etcd-secret {secret} is for an etcd; give its address with --etcd HOST:PORT")
     if any(address.scheme == "http" for address in found):
-        raise UsageError(f"--etcd {text} means no TLS, and --etcd-secret {secret} is for TLS; use https://")
+        raise UsageError(
+            f"--etcd {','.join(map(str, found))} means no TLS, and --etcd-secret {secret} is for TLS; use https://"
+        )
     return ",".join(str(replace(address, scheme="https")) for address in found)
 
 
-def _checked(submission: Submission, name: str, convert: values.Convert, default: str) -> Any:
-    raw = submission.last(name, default)
-    try:
-        return convert(raw)
-    except ValueError as error:
-        raise UsageError(f"--{name} {raw} {error}") from None
+# The API server checks these names in the same way (RFC 1123). An image's name is only checked to be one word.
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_SUBDOMAIN = r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_QUALIFIED = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?"
 
 
-def _quantity(submission: Submission, name: str) -> str:
-    text = submission.last(name)
-    if text and not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,9})?(m|[kMGTP]i?|Ki)?", text):
-        raise UsageError(f"--{name} {text} is not a quantity of Kubernetes; give one like 8, 500m or 64Gi")
-    return text
+def _word(pattern: str, what_else: str) -> values.Convert:
+    """A converter for words like `pattern`; an empty one counts as not given."""
+
+    def convert(raw: values.Raw) -> str:
+        if raw and not re.fullmatch(pattern, str(raw), re.ASCII):
+            raise ValueError(what_else)
+        return str(raw)
+
+    return convert
+
+
+def _pair(separator: str, metavar: str, pattern: str, what_else: str) -> values.Convert:
+    """A converter for a name and a value, as a pair."""
+
+    def convert(raw: values.Raw) -> tuple[str, str]:
+        name, found, value = str(raw).partition(separator)
+        if not (name and found) or (separator == ":" and not value.startswith("/")):
+            raise ValueError(f"is not {metavar}")
+        if not re.fullmatch(pattern, name):
+            raise ValueError(what_else)
+        _check_utf8(value)
+        return name, value
+
+    return convert
+
+
+def _check_utf8(word: str) -> None:
+    """Raises UsageError for bytes that a manifest cannot hold. Python keeps them as lone surrogates."""
+    if re.search(r"[\ud800-\udfff]", word):
+        raise UsageError(f"{word!r} is not UTF-8, and a manifest must be; put it into a file of the image")
+
+
+_IMAGE = _word(r"[A-Za-z0-9][\w.:/@+-]*", "is not the name of an image, as registry/name:tag")
+_NAME = _word(
+    rf"(?=.{{1,{_NAME_MAX}}}$)[a-z]([-a-z0-9]*[a-z0-9])?",
+    f"is not a host name; use up to {_NAME_MAX} small letters, digits and dashes, with a letter first",
+)
+_NAMESPACE = _word(_LABEL, "is not the name of a namespace: small letters, digits and dashes")
+_RESOURCE = _word(_QUALIFIED, "is not the name of a resource, as nvidia.com/gpu")
+_SECRET = _word(_SUBDOMAIN, "is not the name of a Secret: small letters, digits, dashes and dots")
+_QUANTITY = _word(
+    r"[0-9]{1,15}(\.[0-9]{1,9})?(m|[kMGTP]i?|Ki)?", "is not a quantity of Kubernetes; give one like 8, 500m or 64Gi"
+)
+# The volume has the same name, and a volume's name must not have dots.
+_CLAIM = _pair(":", "NAME:/PATH", _LABEL, "names no claim; use 1 to 63 small letters, digits and dashes")
+_VARIABLE = _pair("=", "NAME=VALUE", r"[-._A-Za-z][-._A-Za-z0-9]*", "names no variable; use letters, digits and _ - .")
+_SHM = "size of /dev/shm, part of the memory [1Gi; 16Gi with GPUs; at most half of --memory]"
+_WRITABLE = "let the program write into the image's folders, not only /tmp, /dev/shm and claims"
+_OPTIONS = (
+    own("image", "IMAGE", "holds elaunch and the program (deploy/docker/Dockerfile); required", _IMAGE),
+    own("name", "NAME", "name of the Job [the program's name]", _NAME),
+    own("namespace", "NAME", "namespace of the Job [kubectl's]", _NAMESPACE),
+    own("nodes", "MIN:MAX", "number of pods, or a range [1]", values.nodes, default=(1, 1)),
+    own("gpus", "N", "GPUs per pod [0]", values.whole, default=0),
+    own("gpu-resource", "NAME", "the cluster's name for GPUs [nvidia.com/gpu]", _RESOURCE, default="nvidia.com/gpu"),
+    own("cpus", "N", "CPUs per pod: the request", _QUANTITY),
+    own("memory", "SIZE", "memory per pod, like 64Gi: the request and the limit", _QUANTITY),
+    own("shm", "SIZE", _SHM, _QUANTITY),
+    own("grace", "SECONDS", "time for the workers to save before their pod ends [45]", values.whole, default=45),
+    own("etcd", "A:2379,B:2379", "the store; without it the first pod serves one and must not be lost", endpoints),
+    own("etcd-secret", "NAME", "a Secret with ca.crt, tls.crt and tls.key for the etcd", _SECRET),
+    own("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]", _SECRET),
+    own("claim", "NAME:/PATH", "a PersistentVolumeClaim and its mount path; may be repeated", _CLAIM, multiple=True),
+    own("env", "NAME=VALUE", "an environment variable; may be repeated", _VARIABLE, multiple=True),
+    own("writable-image", "", _WRITABLE),
+    own("no-network-policy", "", "let pods of other jobs connect to this job's pods"),
+    own("dry-run", "", "only print the manifests"),
+)
+COMMAND = JobCommand(
+    "k8s",
+    _main,
+    _OPTIONS,
+    usage=["--image IMAGE [options] [elaunch options] train.py args…"],
+    about="Create a Job whose pods run `elaunch train.py args…`. The image holds the program.",
+    ending="Needs kubectl, set up for the cluster (Kubernetes 1.29 or newer).",
+    is_elsewhere=True,
+)
 
 
 def _default_shm(most: str, memory: str) -> str:
@@ -229,27 +231,12 @@ def _bytes(quantity: str) -> float:
     return number * float(1024 if unit.endswith("i") else 1000) ** power
 
 
-def _name(submission: Submission, words: command_line.CommandLine) -> str:
+def _name(options: Options) -> str:
     """The Job's name: letters, digits and dashes, like a host name."""
-    given = submission.last("name")
-    if given:
-        if len(given) > _NAME_MAX or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", given):
-            raise UsageError(
-                f"--name {given} is not a host name; use up to {_NAME_MAX} small letters, digits and dashes,"
-                " with a letter first"
-            )
-        return given
-    program = words.program[0]
-    last = program.rpartition(".")[2] if words.last("module") else PurePosixPath(program).stem
+    is_module = options.kind is ProgramKind.MODULE
+    last = options.target.rpartition(".")[2] if is_module else PurePosixPath(options.target).stem
     made = re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[:_NAME_MAX].strip("-")
     return made if made[:1].isalpha() else f"job-{made}".rstrip("-")
-
-
-def _pair(text: str, separator: str, flag: str, metavar: str) -> tuple[str, str]:
-    name, found, value = text.partition(separator)
-    if not (name and found) or (separator == ":" and not value.startswith("/")):
-        raise UsageError(f"{flag} {text} is not {metavar}")
-    return name, value
 
 
 def as_yaml(made: Sequence[Object]) -> str:

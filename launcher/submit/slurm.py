@@ -7,46 +7,22 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
+import click
+
+from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import rdzv_conf, values
-from elaunch.launcher.options.options import HelpRequested, Options, parse
+from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
 from elaunch.launcher.options.shell_words import is_one_line, joined, quoted
 from elaunch.launcher.preflight import check_script
-from elaunch.launcher.submit.flags import Flag, Submission, help_text, take
 from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import ProgramKind
 
-FLAGS = (
-    Flag("nodes", "MIN:MAX", "number of nodes, or a range: the job goes on while MIN nodes are left [1]"),
-    Flag("gpus", "N", "GPUs per node, with one worker for each [all GPUs of the node]"),
-    Flag("cpus", "N", "CPUs per node [the whole node, exclusively]"),
-    Flag("time", "LIMIT", "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]"),
-    Flag("partition", "NAME", "partition of the job [the site's]"),
-    Flag("account", "NAME", "account that is charged [the user's]"),
-    Flag("qos", "NAME", "quality of service [the user's]"),
-    Flag("name", "NAME", "name of the job [the program's name]"),
-    Flag("output", "FILE", "file for the job's output [NAME-JOB.out]"),
-    Flag("notice", "SECONDS", "this long before the time limit, workers save and the job is requeued [60]"),
-    Flag("requeue", "", "requeue the job at its time limit and after a lost node [the default]"),
-    Flag("no-requeue", "", "do not requeue the job"),
-    Flag("sbatch", "OPTION", "another option of sbatch, like --sbatch=--constraint=h100; may be repeated", many=True),
-    Flag("dry-run", "", "show the script, submit nothing"),
-    Flag("help", "", "show this text"),
-)
-_USAGE = """\
-Usage: elaunch submit slurm [options] [elaunch options] train.py args…
-
-Write a batch script that starts elaunch on every node of a Slurm job, and submit it with sbatch.
-"""
-_END = "Needs sbatch.\n"
-
 _CALL_S = 60.0
-
-Checked = TypeVar("Checked")
 
 
 @dataclass(frozen=True)
@@ -70,58 +46,90 @@ class Request:
     more: tuple[str, ...] = ()
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def _main(ctx: click.Context) -> int:
     """Show the script or submit it. Returns the exit code. Raises UsageError and SiteError."""
-    submission = take(["--help" if word == "-h" else word for word in argv[:1]] + list(argv[1:]), FLAGS)
-    if "help" in submission.given:
-        print(help_text(_USAGE, FLAGS, _END), end="")
-        return 0
-    request = understand(submission, environ)
+    request = understand(ctx)
     text = script(request, "elaunch" if shutil.which("elaunch") else f"{quoted(sys.executable)} -m elaunch")
-    if "dry-run" in submission.given:
+    if ctx.params["dry_run"]:
         # Write the bytes that were typed, whatever stdout's encoding is.
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(text))
         return 0
     _check_submittable(request)
-    print(f"submitted as job {_submit(text, environ)}; squeue shows it, scancel ends it")
+    print(f"submitted as job {_submit(text, outside(ctx.obj.environ))}; squeue shows it, scancel ends it")
     return 0
 
 
-def understand(submission: Submission, environ: Mapping[str, str]) -> Request:
+def understand(ctx: click.Context) -> Request:
     """The job that is asked for. Raises UsageError, also if elaunch would refuse its command line."""
-    given, words = submission.given, submission.command
-    if {"requeue", "no-requeue"} <= given.keys():
+    given = ctx.params
+    if given["requeue"] and given["no_requeue"]:
         raise UsageError("--requeue contradicts --no-requeue; drop one of them")
-    for name, several in given.items():
-        for value in several:
-            if not is_one_line(value) or not _is_text(value):
-                raise UsageError(
-                    f"--{name} {value!r} has a line break or another control character, or is not UTF-8; an option of"
-                    " sbatch is one line of text"
-                )
-    checked = parse(words, environ)
-    if isinstance(checked, HelpRequested):
-        raise UsageError("submit slurm takes a program: elaunch submit slurm --nodes 2 train.py")
+    typed, program = typed_job(ctx)
+    checked = parse(words_of(typed, program), outside(ctx.obj.environ))
     rdzv_conf.understand(checked.rdzv_conf)
-    nodes = _checked("nodes", submission.last("nodes", "1"), values.nodes)
+    nodes = given["nodes"]
     _check(checked, nodes)
     if nodes[0] < nodes[1] and "nnodes" not in checked.given:
-        words = ("--nnodes", f"{nodes[0]}:{nodes[1]}", *words)
-    site = [f"--{name}={given[name][0]}" for name in ("time", "partition", "account", "qos") if name in given]
+        typed = {"nnodes": f"{nodes[0]}:{nodes[1]}", **typed}
     return Request(
-        words=words,
-        name=submission.last("name") or _name(checked),
+        words=tuple(words_of(typed, program)),
+        name=given["name"] or _name(checked),
         program=checked.target if checked.kind is ProgramKind.SCRIPT else "",
         nodes=nodes,
-        gpus=_checked("gpus", given["gpus"][0], _count) if "gpus" in given else None,
-        cpus=_checked("cpus", given["cpus"][0], _count) if "cpus" in given else None,
-        output=submission.last("output", Request.output),
-        notice_s=_checked("notice", submission.last("notice", "60"), _count),
-        requeues="no-requeue" not in given,
-        site=tuple(site),
-        more=given.get("sbatch", ()),
+        gpus=given["gpus"],
+        cpus=given["cpus"],
+        output=given["output"],
+        notice_s=given["notice"],
+        requeues=not given["no_requeue"],
+        site=tuple(f"--{name}={given[name]}" for name in ("time", "partition", "account", "qos") if given[name]),
+        more=given["sbatch"],
     )
+
+
+def _one_line(raw: values.Raw) -> str:
+    word = str(raw)
+    # Python keeps bytes that are not UTF-8 as lone surrogates.
+    if not is_one_line(word) or re.search(r"[\ud800-\udfff]", word):
+        raise ValueError(
+            "has a line break or another control character, or is not UTF-8; an option of sbatch is one line of text"
+        )
+    return word
+
+
+def _count(raw: values.Raw) -> int:
+    return values.whole(raw, low=1)
+
+
+_ELASTIC = "number of nodes, or a range: the job goes on while MIN nodes are left [1]"
+_LIMIT = "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]"
+_NOTICE = "this long before the time limit, workers save and the job is requeued [60]"
+_SBATCH = "another option of sbatch, like --sbatch=--constraint=h100; may be repeated"
+_OPTIONS = (
+    own("nodes", "MIN:MAX", _ELASTIC, values.nodes, default=(1, 1)),
+    own("gpus", "N", "GPUs per node, with one worker for each [all GPUs of the node]", _count),
+    own("cpus", "N", "CPUs per node [the whole node, exclusively]", _count),
+    own("time", "LIMIT", _LIMIT, _one_line),
+    own("partition", "NAME", "partition of the job [the site's]", _one_line),
+    own("account", "NAME", "account that is charged [the user's]", _one_line),
+    own("qos", "NAME", "quality of service [the user's]", _one_line),
+    own("name", "NAME", "name of the job [the program's name]", _one_line),
+    own("output", "FILE", "file for the job's output [NAME-JOB.out]", _one_line, default="%x-%j.out"),
+    own("notice", "SECONDS", _NOTICE, _count, default=60),
+    own("requeue", "", "requeue the job at its time limit and after a lost node [the default]"),
+    own("no-requeue", "", "do not requeue the job"),
+    own("sbatch", "OPTION", _SBATCH, _one_line, multiple=True),
+    own("dry-run", "", "show the script, submit nothing"),
+)
+COMMAND = JobCommand(
+    "slurm",
+    _main,
+    _OPTIONS,
+    usage=["[options] [elaunch options] train.py args…"],
+    about="Write a batch script that starts elaunch on every node of a Slurm job, and submit it with sbatch.",
+    ending="Needs sbatch.",
+    is_elsewhere=True,
+)
 
 
 def _check(options: Options, nodes: tuple[int, int]) -> None:
@@ -138,11 +146,6 @@ def _check(options: Options, nodes: tuple[int, int]) -> None:
             f"--nnodes {options.nnodes[0]} is more than the nodes that Slurm may give the job, --nodes {nodes[0]};"
             " leave --nnodes out, or raise --nodes"
         )
-
-
-def _is_text(value: str) -> bool:
-    """Whether the value was UTF-8. Python keeps other bytes as lone surrogates."""
-    return not re.search(r"[\ud800-\udfff]", value)
 
 
 def _name(options: Options) -> str:
@@ -196,17 +199,6 @@ def _quoted(option: str) -> str:
         return option
     escaped = re.sub(r'(["\\])', r"\\\1", value)
     return f'{name}"{escaped}"'
-
-
-def _count(raw: values.Raw) -> int:
-    return values.whole(raw, low=1)
-
-
-def _checked(name: str, value: str, convert: Callable[[values.Raw], Checked]) -> Checked:
-    try:
-        return convert(value)
-    except ValueError as error:
-        raise UsageError(f"--{name} {value} {error}") from None
 
 
 def _check_submittable(request: Request) -> None:

@@ -7,15 +7,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from elaunch.launcher.errors import NoSuchOption, SiteError, UsageError
-from elaunch.launcher.options import argv as command_line
-from elaunch.launcher.options.options import HelpRequested, Options, parse
+import click
+
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.options.command_line import Command, Option, Source, own
+from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.secret_file import read_secret
-from elaunch.launcher.options.table import OptionSpec
+from elaunch.launcher.options.table import HELP, TABLE
 from elaunch.launcher.store.plan import plan
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
 from elaunch.launcher.store.store_address import given_addresses
-from elaunch.launcher.watch.flags import STORE_OPTIONS, WATCHES
 from elaunch.launcher.watch.local import Found, LocalAgent, local_agents, user_name
 from elaunch.launcher.watch.record import VERSION, status_record
 from elaunch.launcher.watch.source import JobSource, LocalSource, StoreSource
@@ -25,121 +26,59 @@ from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.texts import plain
 
-_WHERE = """\
-Without options it finds the jobs of this user on this host (as root: of all users).
-JOB is {job}.
-From another host, name the store as the job's nodes do; variables count too:
-
-  --rdzv-endpoint HOST:PORT  the job's store; ELAUNCH_ENDPOINT
-  --run-id ID                the job's name, instead of JOB
-  --token-file FILE          the job's token; ELAUNCH_TOKEN
-  --rdzv-conf K=V,…          as for the job: certificates, user, etcd_prefix
-  --rdzv-backend NAME        as for the job
-  --config FILE              a job file that has these options
-
-Exit codes: 0 {done}, 2 the command line is wrong, 3 {undone}.
-Start a script called {name} with elaunch ./{name}.
-"""
-_LOOK_WORDS = {
-    "job": "a run id, or how it begins, or the pid of the job's elaunch",
-    "done": "it was shown",
-    "undone": "no such job runs, or its store cannot be reached",
-}
-_ORDER_WORDS = {
-    "job": "a whole run id, or the pid of the job's elaunch",
-    "done": "the order was accepted",
-    "undone": "no such job runs, its\nstore cannot be reached, or the order was refused",
-}
-_HELP = {
-    "status": """\
-Usage: elaunch status [JOB] [--json] [--ranks]
-
-Show how a running job is doing: nodes, ranks, generation, step, step time, last failure, restarts left.
-""",
-    "top": """\
-Usage: elaunch top [JOB] [--ranks]
-
-Show how a running job is doing, refreshed each second. q or Ctrl-C ends the view, not the job.
-If stdout is no terminal, it prints one line each second, until the job ends.
-""",
-    "stacks": """\
-Usage: elaunch stacks [JOB] [--json]
-
-Show where every rank of a running job is: the stacks of all workers on all nodes, equal ones together.
-py-spy reads them from outside; the workers go on.
-""",
-    "stop": """\
-Usage: elaunch stop JOB
-
-End a running job on all nodes: its workers get SIGTERM and have the time of --stop-grace to save. The
-job's exit code is 130, as after Ctrl-C. To end one node's part only, send SIGTERM to its elaunch.
-""",
-    "restart": """\
-Usage: elaunch restart JOB
-
-Stop the workers of a running job on all nodes, and start them again, as after a failure: for a job that
-hangs. It is not counted to --max-restarts.
-""",
-}
-
 
 @dataclass(frozen=True)
 class LookRequest:
-    """One call: its switches, the job by name or part of it, and the options about the store, typed or not."""
+    """One call: the job by name or part of it, and the options about the store, typed or not."""
 
     name: str
-    switches: frozenset[str]
     job: str
     options: Options
     has_typed_store: bool
+    is_json: bool = False
+    every_rank: bool = False
 
 
-def main(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command `name`. Returns the exit code. Raises UsageError and SiteError."""
-    if any(word in ("-h", "--help") for word in argv):
-        print(help_of(name), end="")
-        return 0
-    request = read(name, argv, environ)
-    found = find(request, environ)
+def _main(ctx: click.Context) -> int:
+    """Run the command. Returns the exit code. Raises UsageError and SiteError."""
+    request = request_of(ctx)
+    found = find(request, ctx.obj.environ)
     if isinstance(found, str):
         print(found, end="")
         return 0
     try:
-        return _COMMANDS[name](request, found)
+        return _COMMANDS[request.name](request, found)
     except KeyboardInterrupt:
         return 130
     finally:
         found.close()
 
 
-def help_of(name: str) -> str:
-    """The text of `elaunch NAME --help`."""
-    switches = "".join(f"  {switch:8} {text}\n" for switch, text in WATCHES[name])
-    words = _ORDER_WORDS if name in _ORDERS else _LOOK_WORDS
-    return f"{_HELP[name]}\n{switches}{switches and chr(10)}{_WHERE.format(name=name, **words)}"
-
-
-def read(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> LookRequest:
-    """The request in `argv`. Options about the store have the meaning that they have for a job. Raises UsageError."""
-    switches = frozenset(word for word in argv if word in dict(WATCHES[name]))
-    words = [word for word in argv if word not in switches]
-    options, jobs = _split(name, words)
+def request_of(ctx: click.Context) -> LookRequest:
+    """The request of a command line. Options about the store mean what they mean for a job. Raises UsageError."""
+    name, jobs = str(ctx.command.name), ctx.params["jobs"]
     if len(jobs) > 1:
         raise UsageError(
             f"{name} takes one job, and {' '.join(jobs)} are {len(jobs)} words; start a script called {name} with"
             f" elaunch ./{name}"
         )
-    typed = [f"--{spec.name}={value}" for spec, value in options]
+    typed = {each: given.raw for each, given in ctx.obj.given.items() if given.source is Source.COMMAND_LINE}
+    typed = {each: raw for each, raw in typed.items() if each in _STORE_OPTIONS}
     # As a node of several: the job on one node has no store. The program is never run.
-    asked = parse([*typed, "--nnodes=2", "--", name], environ)
-    assert not isinstance(asked, HelpRequested)
+    words = [f"--{each.replace('_', '-')}={raw}" for each, raw in typed.items()]
+    asked = parse([*words, "--nnodes=2", "--", name], ctx.obj.environ)
     job = jobs[0] if jobs else ""
-    if job and asked.run_id and "run_id" in asked.given and job != asked.run_id and _is_typed(options, "run-id"):
-        raise UsageError(f"{name} {job} contradicts --run-id {asked.run_id}; drop one of them")
+    run_id = asked.run_id or "" if "run_id" in typed else ""
+    if job and run_id and job != run_id:
+        raise UsageError(f"{name} {job} contradicts --run-id {run_id}; drop one of them")
     return LookRequest(
-        name, switches, job or (asked.run_id or "" if _is_typed(options, "run-id") else ""), asked,
-        _is_typed(options, "rdzv-endpoint") or _is_typed(options, "master-addr"),
-    )  # fmt: skip
+        name,
+        job or run_id,
+        asked,
+        bool({"rdzv_endpoint", "master_addr"} & typed.keys()),
+        ctx.params.get("json", False),
+        ctx.params.get("ranks", False),
+    )
 
 
 def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
@@ -165,7 +104,7 @@ def find(request: LookRequest, environ: Mapping[str, str]) -> JobSource | str:
     if request.name != "status":
         pids = ", ".join(f"{_call(run_id, group)} (pid {group[0].pid})" for (run_id, _), group in jobs.items())
         raise UsageError(f"several jobs run here: {pids}; name one by its pid: elaunch {request.name} PID")
-    return _list(jobs, (*found.silent, *found.troubles), is_json="--json" in request.switches)
+    return _list(jobs, (*found.silent, *found.troubles), is_json=request.is_json)
 
 
 _Jobs = Mapping[tuple[str, str], Sequence[LocalAgent]]
@@ -191,38 +130,6 @@ def _tell(troubles: Sequence[str]) -> None:
     """Say what was found beside the answer. Not on stdout, which may be JSON."""
     for trouble in troubles:
         print(f"elaunch: {plain(trouble)}", file=sys.stderr)
-
-
-def _split(name: str, words: Sequence[str]) -> tuple[list[tuple[OptionSpec, str]], list[str]]:
-    """The options about the store, and the other words. Options may stand after the job. Raises UsageError."""
-    options: list[tuple[OptionSpec, str]] = []
-    others: list[str] = []
-    own = tuple(dict(WATCHES[name]))
-    known = (*STORE_OPTIONS, *own)
-    rest = list(words)
-    for word in rest:
-        # elaunch would take it as short for an option of a job: --rank for --ranks-filter.
-        if len(word) > len("--") and any(switch.startswith(word) for switch in own):
-            raise NoSuchOption(word, own, name)
-    while rest:
-        try:
-            part = command_line.normalise(rest)
-        except NoSuchOption as error:
-            raise NoSuchOption(error.word, known, name) from None
-        except UsageError as error:
-            raise UsageError(f"{name}: {error}") from None
-        for spec, value in part.options:
-            if spec.name not in STORE_OPTIONS:
-                raise UsageError(f"{name} does not take --{spec.name}; see elaunch {name} --help")
-            options.append((spec, value))
-        rest = list(part.program)
-        others += rest[:1]
-        del rest[:1]
-    return options, others
-
-
-def _is_typed(options: Sequence[tuple[OptionSpec, str]], name: str) -> bool:
-    return any(spec.name == name for spec, _ in options)
 
 
 def _has_endpoint(options: Options, environ: Mapping[str, str]) -> bool:
@@ -285,10 +192,10 @@ def _list(jobs: _Jobs, troubles: Sequence[str], *, is_json: bool) -> str:
 
 def _status(request: LookRequest, source: JobSource) -> int:
     record = status_record(source.take(), time.time())
-    if "--json" in request.switches:
+    if request.is_json:
         print(json.dumps(record))
     else:
-        sys.stdout.write(text_of(record, every_rank="--ranks" in request.switches))
+        sys.stdout.write(text_of(record, every_rank=request.every_rank))
     return 0
 
 
@@ -299,14 +206,14 @@ def _top(request: LookRequest, source: JobSource) -> int:
         if (error.name or "").partition(".")[0] != "rich":
             raise
         raise SiteError("elaunch top needs rich: python -m pip install -U rich; elaunch status needs it not") from None
-    return watch(source, every_rank="--ranks" in request.switches)
+    return watch(source, every_rank=request.every_rank)
 
 
 def _stacks(request: LookRequest, source: JobSource) -> int:
     from elaunch.launcher.watch.stacks import stacks_record, stacks_text
 
     taken = source.stacks()
-    if "--json" in request.switches:
+    if request.is_json:
         print(json.dumps(stacks_record(taken)))
     else:
         sys.stdout.write(stacks_text(taken))
@@ -323,3 +230,72 @@ def _order(request: LookRequest, source: JobSource) -> int:
 
 _ORDERS = {"stop": Topic.STOP, "restart": Topic.RESTART}
 _COMMANDS = {"status": _status, "top": _top, "stacks": _stacks, **dict.fromkeys(_ORDERS, _order)}
+
+
+_JSON = own("json", "", "one JSON object, for scripts")
+_RANKS = own("ranks", "", "a line for each rank, however many there are")
+# Of elaunch's options those that say where a job's store is, and which job.
+_STORE_OPTIONS = ("rdzv_endpoint", "rdzv_backend", "rdzv_conf", "run_id", "token_file", "config", "master_addr")
+_WHERE = """\
+Without options it finds the jobs of this user on this host (as root: of all users).
+JOB is {}.
+From another host, name the store as the job's nodes do; variables count too:
+
+  --rdzv-endpoint HOST:PORT  the job's store; ELAUNCH_ENDPOINT
+  --run-id ID                the job's name, instead of JOB
+  --token-file FILE          the job's token; ELAUNCH_TOKEN
+  --rdzv-conf K=V,…          as for the job: certificates, user, etcd_prefix
+  --rdzv-backend NAME        as for the job
+  --config FILE              a job file that has these options
+
+Exit codes: 0 {}, 2 the command line is wrong, 3 {}."""
+_LOOKS = _WHERE.format(
+    "a run id, or how it begins, or the pid of the job's elaunch",
+    "it was shown",
+    "no such job runs, or its store cannot be reached",
+)
+_ORDERED = _WHERE.format(
+    "a whole run id, or the pid of the job's elaunch",
+    "the order was accepted",
+    "no such job runs, its\nstore cannot be reached, or the order was refused",
+)
+
+
+def _command(name: str, own: list[Option], about: str, where: str = _LOOKS) -> Command:
+    usage = " ".join(["JOB" if where is _ORDERED else "[JOB]", *(f"[--{option.long}]" for option in own)])
+    of_store = [option for option in TABLE if option.name in _STORE_OPTIONS]
+    job = click.Argument(["jobs"], nargs=-1)
+    return Command(name, _main, [*own, *of_store, job, HELP], usage=[usage], about=about, ending=where)
+
+
+STATUS = _command(
+    "status",
+    [_JSON, _RANKS],
+    "Show how a running job is doing: nodes, ranks, generation, step, step time, last failure, restarts left.",
+)
+TOP = _command(
+    "top",
+    [_RANKS],
+    """Show how a running job is doing, refreshed each second. q or Ctrl-C ends the view, not the job.
+If stdout is no terminal, it prints one line each second, until the job ends.""",
+)
+STACKS = _command(
+    "stacks",
+    [_JSON],
+    """Show where every rank of a running job is: the stacks of all workers on all nodes, equal ones together.
+py-spy reads them from outside; the workers go on.""",
+)
+STOP = _command(
+    "stop",
+    [],
+    """End a running job on all nodes: its workers get SIGTERM and have the time of --stop-grace to save. The
+job's exit code is 130, as after Ctrl-C. To end one node's part only, send SIGTERM to its elaunch.""",
+    _ORDERED,
+)
+RESTART = _command(
+    "restart",
+    [],
+    """Stop the workers of a running job on all nodes, and start them again, as after a failure: for a job that
+hangs. It is not counted to --max-restarts.""",
+    _ORDERED,
+)

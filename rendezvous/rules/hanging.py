@@ -60,11 +60,13 @@ def end_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Txn 
     return Txn(leader_guards(snapshot), (Delete(snapshot.keys.hang),))
 
 
-def new_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str], stood_s: float) -> Hang | None:
+def new_hang(
+    snapshot: Snapshot, table: RankTable, done: frozenset[str], stood_s: float, *, has_limit: bool
+) -> Hang | None:
     """The verdict, if the job hangs and there is none yet. The records have stood for `stood_s`."""
     if snapshot.hang is not None and snapshot.hang.generation == table.generation:
         return None
-    return verdict_on(snapshot.still.get(table.generation, {}), table, done, stood_s)
+    return verdict_on(snapshot.still.get(table.generation, {}), table, done, stood_s, has_limit=has_limit)
 
 
 def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:
@@ -81,9 +83,17 @@ def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:
 
 
 def verdict_on(
-    records: Mapping[str, StillNode], table: RankTable, done: frozenset[str], stood_s: float = 0.0
+    records: Mapping[str, StillNode],
+    table: RankTable,
+    done: frozenset[str],
+    stood_s: float = 0.0,
+    *,
+    has_limit: bool = False,
 ) -> Hang | None:
-    """The verdict, or None while somebody works, or may go on by itself, or nobody waits for anybody."""
+    """The verdict, or None while somebody works or may go on by itself.
+
+    Ranks none of which waits for another hang only if the user gave a limit: `has_limit`.
+    """
     seats = [seat for seat in table.seats if seat.node_id not in done]
     if not seats or any(seat.node_id not in records or not records[seat.node_id].is_ready for seat in seats):
         return None
@@ -91,11 +101,11 @@ def verdict_on(
     waiting = [place for place in reversed(places) if place.group.kind is StillKind.WAITS]
     others = [place for kind in _SUSPECT for place in places if place.group.kind is kind]
     exited = _exited(table, seats, records, done)
-    if not places or not (waiting or exited or _is_stuck_at_all(places, table)):
+    if not places or not (has_limit or waiting or exited or _is_stuck_at_all(places, table)):
         return None
     still_s = min(records[seat.node_id].still_s for seat in seats) + stood_s
     left = sum(place.count for place in places)
-    if not waiting and _are_unreadable(places) and (left > 1 or not exited):
+    if not waiting and _are_unreadable(places) and left > 1:
         all_ = f"hung: all {left} ranks {_plural(places[-1].group.does)}, for {still_s:.0f} s,"
         return Hang(table.generation, seats[0].node_id, -1, all_, is_blameless=True)
     if others:

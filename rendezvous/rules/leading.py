@@ -116,7 +116,7 @@ def _watch_for_hang(
     if over := end_hang(snapshot, table, done):
         return Lead(leader_state, over)
     since_s = now_s if leader_state.hang_since_s is None else leader_state.hang_since_s
-    hang = new_hang(snapshot, table, done, now_s - since_s)
+    hang = new_hang(snapshot, table, done, now_s - since_s, has_limit=times.hang_timeout_s > 0)
     if hang is None:
         return Lead(replace(leader_state, hang_since_s=None))
     confirmed_s = since_s + confirm_s(times, table)

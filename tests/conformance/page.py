@@ -7,7 +7,8 @@ A test holds the page equal to what this prints.
 
 from __future__ import annotations
 
-from elaunch.launcher.options.table import TABLE, OptionSpec
+from elaunch.launcher.options.command_line import Option
+from elaunch.launcher.options.table import TABLE
 from tests.conformance.behaviours import LIST
 
 
@@ -21,13 +22,13 @@ def tables() -> tuple[str, str]:
     )
 
 
-def _option_row(spec: OptionSpec) -> str:
+def _option_row(spec: Option) -> str:
     names = [f"`-{spec.short}`"] if spec.short else []
     names.append(f"`--{spec.peer}`")
     if spec.no_effect:
         here, theirs = f"accepted, no effect: {spec.no_effect}", spec.differs
     elif spec.differs:
-        own = f"`--{spec.name}`: " if spec.name != spec.peer else ""
+        own = f"`--{spec.long}`: " if spec.long != spec.peer else ""
         here, theirs = (
             f"{own}{spec.help} [{spec.default_text}]" if spec.default_text else f"{own}{spec.help}",
             spec.differs,

@@ -15,7 +15,7 @@ from tests.warm import SharedStart
 
 # A second is the shortest time between two looks at a worker.
 AFTER_S = "3"
-OPTIONS = ("--hang-after", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
+OPTIONS = ("--hang-timeout", AFTER_S, "--nproc-per-node", "3", "--log-dir", "logs")
 
 # In each generation rank ONE hangs in another way, and the others wait for it in a collective.
 PROGRAM = """
@@ -95,7 +95,7 @@ OF_ALL = {
 def runs(folder: Path, start: SharedStart, *cases: str) -> Job:
     """The program through these hangs, one in each generation, and then to its end."""
     script(folder, PROGRAM)
-    restarts = ("--on-hang", "restart", "--max-restarts", str(len(cases)))
+    restarts = ("--max-restarts", str(len(cases)))
     with Job(folder, *start.options, *OPTIONS, *restarts, "train.py", ",".join(cases), env=start.env) as job:
         job.wait(DEADLINE_S + 15 * len(cases))
     return job
@@ -145,7 +145,7 @@ def test_each_way_to_hang_is_told_from_the_others(tmp_path: Path, torch_start: S
 @pytest.mark.slow
 def test_on_two_nodes_the_rank_is_named_on_both_and_its_node_has_the_failure(tmp_path: Path) -> None:
     script(tmp_path, PROGRAM)
-    options = ("--hang-after", AFTER_S, "--on-hang", "restart", "--max-restarts", "1")
+    options = ("--hang-timeout", AFTER_S, "--max-restarts", "1")
     # The first node's ranks only wait.
     one, other = on_two_nodes(tmp_path, *options, "train.py", "python_loop", "3")
 
@@ -169,7 +169,14 @@ def test_a_job_that_only_warns_goes_on_and_says_so(tmp_path: Path) -> None:
     # Rank 1 is looked into by nobody but this test: it stops itself, and is continued.
     script(tmp_path, PROGRAM)
     with Job(
-        tmp_path, "--preload-only", "torch.distributed", *OPTIONS, "--max-restarts", "0", "train.py", "stopped"
+        tmp_path,
+        "--preload-only",
+        "torch.distributed",
+        *OPTIONS,
+        "--on-hang=warn",
+        "--max-restarts=0",
+        "train.py",
+        "stopped",
     ) as job:
         job.wait_for_output(r"the job seems to hang: rank 1 \(pid \d+ on \S+\) is stopped by a signal \(SIGSTOP\)")
         held = [process for process in job.processes() if process.status() == psutil.STATUS_STOPPED]

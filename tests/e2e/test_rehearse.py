@@ -131,7 +131,7 @@ def test_a_script_that_fails_alone_is_not_rehearsed(tmp_path: Path) -> None:
     [
         (("absent.py",), "absent.py does not exist"),
         (("--steps", "two", "train.py"), "--steps two"),
-        (("--link", "absent", "train.py"), "absent: there is no such file or folder"),
+        (("--link", "absent", "train.py"), "--link absent is no file or folder"),
         (("--nnodes", "2", "train.py"), "on this node alone"),
         (("--steps",), "--steps needs a value"),
     ],

@@ -474,7 +474,10 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(tmp_path: Path) ->
             ("status", "a", "b"),
             "status takes one job, and a b are 2 words; start a script called status with elaunch ./status",
         ),
-        (("top", "--nproc-per-node", "2"), "top does not take --nproc-per-node"),
+        (
+            ("top", "--nproc-per-node", "2"),
+            "--nproc-per-node is no option of elaunch top; elaunch top --help",
+        ),
         (("status", "--jsno"), "--jsno is no option of elaunch status; did you mean --json?"),
         (("stacks", "x", "--run-id", "y"), "stacks x contradicts --run-id y"),
         (("status", "--token", "s"), "would show the job's token to everybody"),

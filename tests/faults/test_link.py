@@ -244,22 +244,6 @@ def test_workers_that_hang_show_their_stacks_and_are_started_again(tmp_path: Pat
     assert "in never_ends" in stacks.read_text()
 
 
-def test_that_nobody_reports_what_a_hang_is_seen_by_is_said_once(tmp_path: Path) -> None:
-    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
-
-    with Light(tmp_path, "--nproc-per-node", "2", "--hang-timeout", "1", "train.py") as job:
-        said = "elaunch: no worker has reported a step yet, and --hang-timeout sees only those that do"
-        job.wait_for_output(said)
-        for pid in job.pids("worker")[:1]:
-            os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: len(job.pids("worker")) == 4, "the next generation")
-        time.sleep(2.5)
-        job.signal(signal.SIGTERM)
-        assert job.wait() == 143
-
-    assert job.stderr.count(said) == 1
-
-
 def test_a_node_whose_agent_and_workers_were_all_stopped_does_not_hang_when_they_go_on(tmp_path: Path) -> None:
     script(
         tmp_path,

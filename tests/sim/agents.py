@@ -146,7 +146,7 @@ class AgentProcess:
         )
         self._requests = RetryQueue(self.client.renew, self.hear, times.backoff_max_s, self.rng.uniform)
         me = Node("", host.name, f"10.0.0.{number}", plan.slots, self.name, plan.role, plan.node_rank)
-        self.agent = Agent(me, self.spec, times, Snapshot(KEYS), (USR1,), restarts_hung=world.plan.watches)
+        self.agent = Agent(me, self.spec, times, Snapshot(KEYS), (USR1,))
         self.started_s = world.now_s
         self.is_alive = True
         self.is_stopped = False

@@ -1,4 +1,4 @@
-"""launcher.completion: the words that a shell proposes, in real shells too."""
+"""The words that a shell proposes, in real shells too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from click.shell_completion import CompletionItem, ShellComplete
 
-from elaunch.launcher.completion import completions
+from elaunch.launcher.options.command_line import Reading
+from elaunch.launcher.options.commands import ELAUNCH
 from elaunch.launcher.options.table import TABLE
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, environment
 
@@ -29,9 +31,14 @@ START = {
 }
 
 
-def words(*typed: str) -> list[str]:
+def items(*typed: str) -> list[CompletionItem]:
     """The proposals for the last of the words."""
-    return [item.value for item in completions(typed[:-1], typed[-1])]
+    complete = ShellComplete(ELAUNCH, {"obj": Reading()}, "elaunch", "_ELAUNCH_COMPLETE")
+    return complete.get_completions([*typed[:-1]], typed[-1])
+
+
+def words(*typed: str) -> list[str]:
+    return [item.value for item in items(*typed)]
 
 
 def test_every_option_of_the_table_is_proposed() -> None:
@@ -50,14 +57,14 @@ def test_every_option_of_the_table_is_proposed() -> None:
         "--run-id",
     ]
     assert "--nproc-per-node" not in words("stacks", "--")
-    assert words("store", "--") == ["--listen", "--token-file"]
+    assert words("store", "--") == ["--listen", "--token-file", "--help"]
 
 
 def test_an_options_own_words_are_proposed_as_its_value() -> None:
     assert words("--store", "") == ["auto", "memory", "etcd"]
-    assert words("--rdzv_backend", "etc") == ["etcd", "etcd-v2"]
-    # As bash takes --store=me apart.
-    assert words("--store", "=", "me") == ["memory"]
+    assert words("--rdzv-backend", "etc") == ["etcd", "etcd-v2"]
+    # As bash takes --store= apart.
+    assert words("--store", "=") == ["auto", "memory", "etcd"]
     assert words("--numa-binding", "so") == ["socket"]
     assert words("--nnodes", "2") == []
 
@@ -70,10 +77,10 @@ def test_commands_are_proposed_where_a_program_may_stand_and_files_from_there_on
     assert words("sub") == ["sub", "submit"]
     assert words("submit", "") == ["slurm", "k8s"]
     # What follows the program is the program's own.
-    assert [item.type for item in completions(["train.py"], "--max")] == ["file"]
-    assert [item.type for item in completions(["--log-dir"], "lo")] == ["dir"]
+    assert [item.type for item in items("train.py", "--max")] == ["file"]
+    assert [item.type for item in items("--log-dir", "lo")] == ["dir"]
     (tmp_path / "submit.py").touch()
-    assert [item.type for item in completions([], "sub")] == ["file"]
+    assert [item.type for item in items("sub")] == ["file"]
 
 
 def test_a_word_that_no_shell_says_is_refused() -> None:

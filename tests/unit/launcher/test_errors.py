@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from elaunch.launcher.errors import UsageError, tidy
-from elaunch.launcher.options.argv import normalise
-from elaunch.launcher.options.commands import COMMANDS
-from elaunch.launcher.report_page.command import parse
-from elaunch.launcher.watch.command import read
-from tests.harness import COMMAND, environment
+from elaunch.launcher.options.command_line import Reading
+from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
+from elaunch.launcher.options.options import parse
+from elaunch.launcher.watch.command import STATUS
+from tests.commands import read
 
 
 def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
@@ -27,11 +26,11 @@ def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
     assert shown == ["../x", "b/c/d", "./run.sh", f"{tmp_path}/x", "../link/../x"]
 
 
-def test_what_click_says_is_one_sentence() -> None:
-    with pytest.raises(UsageError, match=r"^report: Option '?--perfetto'? requires an argument; see elaunch report"):
-        parse(["--perfetto"])
-    with pytest.raises(UsageError, match=r"^--qqqqqqqq is no option of elaunch report; elaunch report --help lists"):
-        parse(["--qqqqqqqq", "logs"])
+def told(*words: str) -> str:
+    """The sentence by which a command line is refused."""
+    with pytest.raises(UsageError) as refused, ELAUNCH.make_context("elaunch", [*words], obj=Reading()) as ctx:
+        ELAUNCH.invoke(ctx)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, ""])
@@ -43,20 +42,36 @@ def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(comma
         "submit": ("--nods", "--nodes"),
         "rehearse": ("--stps", "--steps"),
         "warm": ("--statsu", "--status"),
-        "top": ("--rank", "--ranks"),
+        "top": ("--rnk", "--ranks"),
         **dict.fromkeys(("stop", "restart"), ("--tokn-file", "--token-file")),
     }.get(command, ("--jsn", "--json"))
     words = [command, "slurm"] if command == "submit" else [command] if command else []
 
-    ended = subprocess.run([*COMMAND, *words, wrong], env=environment(), capture_output=True, text=True, timeout=60)
+    name = " ".join(["elaunch", *words[: 0 if command == "run" else None]])
+    assert told(*words, wrong) == f"{wrong} is no option of {name}; did you mean {meant}?"
 
-    assert ended.returncode == 2
-    name = f"elaunch {command}".rstrip() if command != "run" else "elaunch"
-    assert ended.stderr == f"elaunch: {wrong} is no option of {name}; did you mean {meant}?\n"
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", "no script to run; "),
+        ("run", "no script to run; "),
+        ("rehearse", "no script to run; "),
+        ("submit", "submit needs the name of a scheduler; use elaunch submit slurm or elaunch submit k8s"),
+        ("submit slurm", "no program to run; "),
+        ("submit k8s", "--image is missing: "),
+        ("submit k8s --image i", "no program to run; "),
+        ("report", "report: no folder is given; "),
+        ("stop", "stop needs the job's name or the pid of its elaunch"),
+        ("restart", "restart needs the job's name or the pid of its elaunch"),
+    ],
+)
+def test_a_command_without_its_arguments_is_a_usage_error(words: str, sentence: str) -> None:
+    assert told(*words.split()).startswith(sentence)
 
 
 def test_an_option_of_another_command_is_not_suggested() -> None:
     with pytest.raises(UsageError, match=r"^--nproc-pre-node is no option of elaunch status; elaunch status --help "):
-        read("status", ["--nproc-pre-node", "2"], {})
+        read(STATUS, "--nproc-pre-node", "2")
     with pytest.raises(UsageError, match=r"^--jsn is no option of elaunch; elaunch --help lists the options$"):
-        normalise(["--jsn"])
+        parse(["--jsn"], {})

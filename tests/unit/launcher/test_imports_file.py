@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.imports_file import imports_file
-from elaunch.launcher.options.options import Options, parse
+from elaunch.launcher.options.options import parse
 from elaunch.launcher.resources import HostResources
 
 HOST = HostResources(cpus=16, cores=8, gpus=0, python="/usr/bin/python3")
@@ -16,9 +16,7 @@ HOME = {"HOME": "/home/me"}
 
 
 def file_of(*argv: str, host: HostResources = HOST, **environ: str) -> Path | None:
-    options = parse(argv, environ)
-    assert isinstance(options, Options)
-    return imports_file(options, {**HOME, **environ}, host)
+    return imports_file(parse(argv, environ), {**HOME, **environ}, host)
 
 
 def test_each_program_interpreter_and_preload_has_a_file_of_its_own() -> None:

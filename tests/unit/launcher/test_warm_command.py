@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.forkserver.warm import client
-from elaunch.launcher.warm_command import main
+from elaunch.launcher.warm_command import COMMAND
+from tests.commands import call
 from tests.harness import DEADLINE_S
 from tests.warm import silent_server
 
@@ -27,7 +28,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproce
 def test_one_that_lives_and_does_not_answer_cannot_be_looked_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["--status"])
+    code = call(COMMAND, "--status")
 
     assert code == 3
     assert capsys.readouterr().out == (
@@ -38,7 +39,7 @@ def test_one_that_lives_and_does_not_answer_cannot_be_looked_at(
 def test_one_that_does_not_answer_is_ended_and_said_to_be(
     silent: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["--stop"])
+    code = call(COMMAND, "--stop")
 
     assert code == 0
     assert capsys.readouterr().out == f"ended: {tmp_path}/socket\n"
@@ -49,7 +50,7 @@ def test_one_that_was_killed_is_gone(silent: subprocess.Popen[bytes], capsys: py
     silent.kill()
     silent.wait(DEADLINE_S)
 
-    code = main(["--status"])
+    code = call(COMMAND, "--status")
 
     assert code == 0
     assert capsys.readouterr().out.endswith("elaunch --warm script.py leaves another one\n")

@@ -168,6 +168,7 @@ def test_a_store_that_fails_is_told_when_the_log_says_so_and_once() -> None:
 
 def test_a_job_that_seems_to_hang_and_goes_on_after_all_is_told_once_each() -> None:
     driver = started()
+    driver.agent = replace(driver.agent, restarts_hung=False)
 
     driver.write(Put(KEYS.hang, encode(Hang(0, driver.node_id, 1, "hung: it sleeps, and the others wait,"))))
     # The leader takes the verdict back: no node stands still.

@@ -101,6 +101,19 @@ def test_when_their_stacks_are_taken_it_is_a_failure_of_the_group() -> None:
     assert "stopping 3 workers" in driver.said
 
 
+def test_where_a_hang_is_only_warned_of_the_workers_go_on() -> None:
+    driver = hanging()
+    driver.agent = replace(driver.agent, restarts_hung=False, called="night")
+    looks(driver, [5] * 40)
+
+    done = driver.happen(WorkersHung(0, failure(0, 1, None, FailureKind.HANG)))
+
+    assert done == []
+    assert driver.snapshot.failures == {}
+    assert "the job seems to hang: rank 1" in driver.said
+    assert "elaunch restart night" in driver.said
+
+
 def test_a_worker_that_fails_while_the_stacks_are_taken_is_the_failure() -> None:
     driver = hanging()
     looks(driver, [5] * 40)

@@ -12,7 +12,7 @@ from elaunch.launcher.cluster.fill_in import concerning, settle
 from elaunch.launcher.cluster.schedulers import registry
 from elaunch.launcher.cluster.schedulers.hostlist import expand
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.options import HelpRequested, Options, parse
+from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import plan
 from elaunch.launcher.store.rendezvous_plan import Planned
@@ -73,9 +73,7 @@ def of_slurm(**changes: str) -> Cluster:
 
 
 def options_of(*argv: str, **environ: str) -> Options:
-    options = parse([*argv, "train.py"], environ)
-    assert not isinstance(options, HelpRequested)
-    return options
+    return parse([*argv, "train.py"], environ)
 
 
 def planned(cluster: Cluster, *argv: str, **environ: str) -> Planned:

@@ -1,16 +1,19 @@
-"""argv.normalise: torchrun's argparse spellings."""
+"""The command line of a job: torchrun's argparse spellings."""
 
 from __future__ import annotations
 
 import pytest
+from click.core import ParameterSource
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.argv import find, normalise
+from elaunch.launcher.options.command_line import Reading
+from elaunch.launcher.options.options import RUN, parse
 from elaunch.launcher.options.table import TABLE
 
 
-def options_of(*argv: str) -> list[tuple[str, str]]:
-    return [(spec.name, value) for spec, value in normalise(argv).options]
+def options_of(*argv: str) -> list[tuple[str, object]]:
+    given = RUN.read(argv, Reading()).obj.given
+    return [(name.replace("_", "-"), each.raw) for name, each in given.items()]
 
 
 @pytest.mark.parametrize("word", ["--nproc-per-node", "--nproc_per_node", "--nproc-per_node", "--nproc", "--np"])
@@ -25,34 +28,33 @@ def test_dashes_underscores_and_prefixes_name_the_same_option(word: str) -> None
         (["-r3"], [("redirects", "3")]),
         (["-r=3"], [("redirects", "3")]),
         (["-r0:3,12:1"], [("redirects", "0:3,12:1")]),
-        (["-m"], [("module", "1")]),
-        (["-mr3"], [("module", "1"), ("redirects", "3")]),
-        (["-mt", "3"], [("module", "1"), ("tee", "3")]),
+        (["-m"], [("module", "on")]),
+        (["-mr3"], [("module", "on"), ("redirects", "3")]),
+        (["-mt", "3"], [("module", "on"), ("tee", "3")]),
         (["--redirect=3"], [("redirects", "3")]),
         (["--max-r", "1"], [("max-restarts", "1")]),
-        (["--rdzv-id", "a", "--run_id=b"], [("run-id", "a"), ("run-id", "b")]),
+        (["--hang", "9"], [("hang-timeout", "9")]),
+        (["--rdzv-id", "a", "--run_id=b"], [("run-id", "b")]),
         (["--shutdown-timeout", "5"], [("stop-grace", "5")]),
-        (["--max-restarts", "-1"], [("max-restarts", "-1")]),
         (["--role=-x"], [("role", "-x")]),
         (["--rdzv-conf", "a=b=c"], [("rdzv-conf", "a=b=c")]),
-        (["--log-dir="], [("log-dir", "")]),
     ],
 )
 def test_short_and_joined_forms_are_read_as_argparse_reads_them(
-    argv: list[str], expected: list[tuple[str, str]]
+    argv: list[str], expected: list[tuple[str, object]]
 ) -> None:
     assert options_of(*argv, "t.py") == expected
 
 
 def test_what_follows_the_program_is_its_own_even_if_it_looks_like_ours() -> None:
-    words = normalise(["-m", "pkg.mod", "--nproc-per-node", "4", "--", "-r3", "--help", "--no_such"])
+    options = parse(["-m", "pkg.mod", "--nproc-per-node", "4", "--", "-r3", "--help", "--no_such"], {})
 
-    assert [spec.name for spec, _ in words.options] == ["module"]
-    assert words.program == ("pkg.mod", "--nproc-per-node", "4", "--", "-r3", "--help", "--no_such")
+    assert [*options.given] == ["module"]
+    assert options.program == ("pkg.mod", "--nproc-per-node", "4", "--", "-r3", "--help", "--no_such")
 
 
 def test_two_dashes_end_our_options() -> None:
-    assert normalise(["--standalone", "--", "--odd.py", "-x"]).program == ("--odd.py", "-x")
+    assert parse(["--standalone", "--", "--odd.py", "-x"], {}).program == ("--odd.py", "-x")
 
 
 def test_underscores_in_values_stay() -> None:
@@ -70,7 +72,7 @@ def test_underscores_in_values_stay() -> None:
         ),
         (["--standalone=1"], "--standalone is a switch and takes no value; --standalone=1 gives it '1'"),
         (["--log-dir"], "--log-dir needs a value (DIR: keep the workers' output in files in DIR)"),
-        (["-t", "--standalone"], "-t needs a value (STREAMS: to files and console, as -r)"),
+        (["-t", "--standalone"], "--tee needs a value (STREAMS: to files and console, as -r)"),
         (["-mmod"], "-mmod is no option of elaunch; did you mean --module?"),
         (["--nprocs=2"], "--nprocs is no option of elaunch; did you mean --nproc-per-node?"),
         (["--num_processes", "2"], "--num_processes is no option of elaunch; did you mean --nproc-per-node?"),
@@ -80,7 +82,7 @@ def test_underscores_in_values_stay() -> None:
 )
 def test_a_word_that_cannot_be_read_is_one_sentence_with_the_way_out(argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError) as caught:
-        normalise([*argv, "t.py"] if argv[-1] != "--log-dir" else argv)
+        parse([*argv, "t.py"] if argv[-1] != "--log-dir" else argv, {})
 
     assert str(caught.value) == sentence
 
@@ -88,7 +90,14 @@ def test_a_word_that_cannot_be_read_is_one_sentence_with_the_way_out(argv: list[
 @pytest.mark.parametrize("word", ["--use-env", "--use_env"])
 def test_the_switch_of_torch_distributed_launch_is_to_be_left_out(word: str) -> None:
     with pytest.raises(UsageError, match=f"^{word} is no option of elaunch, which always does that: leave it out"):
-        normalise([word, "t.py"])
+        parse([word, "t.py"], {})
+
+
+def typed_in(*argv: str) -> tuple[set[str | None], tuple[str, ...]]:
+    """The options that are read from `argv`, whatever their values are, and the program."""
+    ctx = RUN.make_context("elaunch", [*argv], obj=Reading(), resilient_parsing=True)
+    found = {each.name for each in TABLE if ctx.get_parameter_source(each.name) is ParameterSource.COMMANDLINE}
+    return found, ctx.params["program"]
 
 
 def test_a_prefix_that_torchrun_understands_means_the_same_here() -> None:
@@ -96,7 +105,7 @@ def test_a_prefix_that_torchrun_understands_means_the_same_here() -> None:
 
     parser = get_args_parser()
     actions = {word: action for action in parser._actions for word in action.option_strings if word.startswith("--")}
-    peers = {spec.peer: spec for spec in TABLE if spec.peer}
+    peers = {option.peer: option.name for option in TABLE if option.peer}
     checked = 0
     for full in actions:
         for end in range(3, len(full) + 1):
@@ -105,9 +114,9 @@ def test_a_prefix_that_torchrun_understands_means_the_same_here() -> None:
             theirs = actions[prefix].dest if prefix in actions else fitting.pop() if len(fitting) == 1 else None
             if theirs is None:
                 with pytest.raises(UsageError, match="could be"):
-                    find(prefix[2:])
+                    parse([prefix, "t.py"], {})
             else:
-                assert find(prefix[2:]) is peers[theirs.replace("_", "-")], prefix
+                assert typed_in(prefix, "1", "t.py")[0] == {peers[theirs.replace("_", "-")]}, prefix
                 checked += 1
 
     assert checked > 200
@@ -117,9 +126,6 @@ def test_every_option_of_torchrun_is_known_by_its_letter_and_arity() -> None:
     from torch.distributed.run import get_args_parser
 
     for action in get_args_parser()._actions:
-        if not action.option_strings:
-            continue
         for word in action.option_strings:
-            argv = [word, "t.py"] if action.nargs == 0 else [word, "1", "t.py"]
-            assert len(normalise(argv).options) == 1, word
-            assert normalise(argv).program == ("t.py",), word
+            found, program = typed_in(*([word] if action.nargs == 0 else [word, "1"]), "t.py")
+            assert (len(found), program) == (1, ("t.py",)), word

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.config import AgentConfig, NumaBinding, StreamChoice, Streams
+from elaunch.agent.config import AgentConfig, NumaBinding, OnHang, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
+from elaunch.launcher.options.command_line import Group, HelpRequested
 from elaunch.launcher.options.help import help_text, markdown
-from elaunch.launcher.options.options import HelpRequested, Options, UsageError, parse
+from elaunch.launcher.options.options import Options, UsageError, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.secret_file import read_secret
-from elaunch.launcher.options.table import TABLE, Group
+from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.preflight import check_log_dir, check_program
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.plan import plan
@@ -35,9 +36,7 @@ CPU_HOST = HostResources(cpus=16, cores=8, gpus=0, python="/usr/bin/python3")
 
 
 def options_of(*argv: str, **environ: str) -> Options:
-    options = parse(argv, environ)
-    assert not isinstance(options, HelpRequested)
-    return options
+    return parse(argv, environ)
 
 
 def config_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> AgentConfig:
@@ -103,9 +102,8 @@ def test_workers_write_in_colour_where_ranks_share_a_terminal_and_nothing_goes_t
     ("argv", "kind", "target", "args"),
     [
         (["train.py", "--nnodes", "9"], ProgramKind.SCRIPT, "train.py", ("--nnodes", "9")),
-        (["run", "train.py", "-m"], ProgramKind.SCRIPT, "train.py", ("-m",)),
-        (["run", "--nproc", "2", "run"], ProgramKind.SCRIPT, "run", ()),
-        (["run"], ProgramKind.SCRIPT, "run", ()),
+        (["train.py", "-m"], ProgramKind.SCRIPT, "train.py", ("-m",)),
+        (["--nproc", "2", "run"], ProgramKind.SCRIPT, "run", ()),
         (["-m", "pkg.mod", "-r", "3"], ProgramKind.MODULE, "pkg.mod", ("-r", "3")),
         (["--module", "--nproc=2", "pkg.mod"], ProgramKind.MODULE, "pkg.mod", ()),
         (["--no_python", "bash", "-c", "x"], ProgramKind.COMMAND, "bash", ("-c", "x")),
@@ -122,8 +120,10 @@ def test_the_program_and_its_arguments_are_found(
 
 
 def test_help_and_version_are_texts_and_not_jobs() -> None:
-    assert parse(["--version"], {}) == HelpRequested("elaunch 0.1.0")
-    assert parse(["run", "--nproc", "2", "-h"], {}) == HelpRequested(help_text())
+    for words, text in ((["--version"], "elaunch 0.1.0"), (["--nproc", "2", "-h"], help_text())):
+        with pytest.raises(HelpRequested) as asked:
+            parse(words, {})
+        assert asked.value.text == text
     assert options_of("t.py", "--help").args == ("--help",)
 
 
@@ -133,9 +133,9 @@ def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
     assert max(len(line) for line in lines) <= 100
     for code in (0, 1, 2, 3, "128 + N"):
         assert f" {code} " in " ".join(lines[-2:])
-    for spec in TABLE:
-        own = [line for line in lines if line.startswith("  -") and re.search(rf"--{spec.name}[ [=]", f"{line} ")]
-        assert len(own) == 1, spec.name
+    for spec in (option for option in TABLE if not option.hidden):
+        own = [line for line in lines if line.startswith("  -") and re.search(rf"--{spec.long} ", f"{line} ")]
+        assert len(own) == 1, spec.long
         assert spec.help in own[0]
         assert spec.default_text in own[0]
     for setting in SETTINGS:
@@ -154,8 +154,8 @@ def test_the_page_of_options_is_the_table() -> None:
 def test_options_has_a_field_for_each_row_of_the_table() -> None:
     fields = {field.name for field in dataclasses.fields(Options)}
 
-    others = {"kind", "target", "args", "given", "typed", "exported"}
-    assert {spec.dest for spec in TABLE} - {"help", "version"} == fields - others
+    others = {"kind", "target", "args", "given", "typed", "program", "exported"}
+    assert {spec.name for spec in TABLE if not spec.hidden} - {"help", "version"} == fields - others
 
 
 def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_said_difference() -> None:
@@ -171,11 +171,13 @@ def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_
     }
     for name, spec in names.items():
         value = getattr(theirs, name.replace("-", "_"))
-        if value == getattr(ours, spec.dest) or spec.differs or spec.no_effect:
+        if value == getattr(ours, spec.name) or spec.differs or spec.no_effect:
             continue
         # The meaning is the same in another type: elaunch's value was made from the text that torchrun keeps.
-        default = spec.convert(value) if isinstance(value, str) else tuple(value)
-        assert default == getattr(ours, spec.dest), name
+        default = (
+            getattr(options_of(f"--{name}={value}", "t.py"), spec.name) if isinstance(value, str) else tuple(value)
+        )
+        assert default == getattr(ours, spec.name), name
 
 
 def test_importing_the_options_imports_neither_torch_nor_yaml_nor_asyncio() -> None:
@@ -203,7 +205,11 @@ def test_every_option_is_read_from_its_variable_and_the_command_line_wins() -> N
 
     assert (options.nproc_per_node, options.run_id, options.nnodes) == (4, "job-1", (1, 1))
     for spec in TABLE:
-        assert spec.variables[0] == f"PET_{spec.name.upper().replace('-', '_')}"
+        assert spec.variables[0] == f"PET_{spec.name.upper()}"
+
+
+def test_a_text_is_asked_for_by_no_variable() -> None:
+    assert options_of("t.py", PET_HELP="1", PET_VERSION="2.0").target == "t.py"
 
 
 def test_an_empty_variable_is_no_value() -> None:
@@ -509,6 +515,31 @@ def test_virtual_local_rank_needs_a_visible_gpu_for_each_worker() -> None:
     assert config_of("--virtual-local-rank", "--nproc", "2", "t.py", CUDA_VISIBLE_DEVICES="0,1").virtual_local_rank
 
 
+@pytest.mark.parametrize(
+    ("words", "action", "idle_s", "reports_s"),
+    [
+        ((), OnHang.WARN, 60, 0),
+        (("--hang-timeout", "20"), OnHang.RESTART, 20, 20),
+        (("--hang-timeout", "20", "--on-hang", "warn"), OnHang.WARN, 20, 20),
+        (("--on-hang", "restart"), OnHang.RESTART, 60, 0),
+        (("--on-hang", "off"), OnHang.OFF, 0, 0),
+        (("--hang-timeout", "0"), OnHang.OFF, 0, 0),
+        # The old name of the limit did not mean a restart.
+        (("--hang-after", "5"), OnHang.WARN, 5, 0),
+        (("--hang-after", "5", "--on-hang", "restart"), OnHang.RESTART, 5, 0),
+        (("--hang-after", "5", "--hang-timeout", "20"), OnHang.RESTART, 20, 20),
+    ],
+)
+def test_one_limit_and_one_action_are_for_both_ways_to_see_a_hang(
+    words: tuple[str, ...], action: OnHang, idle_s: float, reports_s: float
+) -> None:
+    config = config_of(*words, "t.py")
+
+    assert (config.on_hang, config.times.hang_after_s, config.times.hang_timeout_s) == (action, idle_s, reports_s)
+    assert ("ELAUNCH_HANG_TIMEOUT" in config.worker_env) is bool(reports_s)
+    assert "--hang-after" not in help_text()
+
+
 def test_the_other_settings_reach_the_agent() -> None:
     limits = ("--max-restarts", "9", "--restart-window", "60", "--failure-grace", "1.5", "--hang-timeout", "90")
 
@@ -610,8 +641,7 @@ def test_an_environment_in_which_nothing_can_stay_is_named(environ: dict[str, st
     [
         ((), {}, 0),
         (("--warm",), {}, 900),
-        (("--warm=2.5",), {}, 150),
-        (("--warm=0",), {"ELAUNCH_WARM": "15"}, 0),
+        ((), {"ELAUNCH_WARM": "2.5"}, 150),
         ((), {"ELAUNCH_WARM": "on"}, 900),
         ((), {"PET_WARM": "1"}, 60),
         ((), {"ELAUNCH_WARM": ""}, 0),
@@ -625,17 +655,19 @@ def test_the_word_after_warm_is_the_script() -> None:
     options = options_of("--warm", "30")
 
     assert (options.target, options.warm) == ("30", 15.0)
-    assert (
-        sentence_of("--warm=soon", "t.py") == "--warm soon is not a number of minutes; give 0 or more, as in --warm=15"
-    )
+    sentence = "PET_WARM=soon is not a number of minutes; give 0 or more, as in ELAUNCH_WARM=15"
+    assert sentence_of("t.py", PET_WARM="soon") == sentence
+    sentence = "--warm is a switch and takes no value; --warm=60 gives it '60'; set ELAUNCH_WARM=60 in its place"
+    assert sentence_of("--warm=60", "t.py") == sentence
 
 
 def test_options_without_the_one_that_they_are_about_have_no_effect() -> None:
     chosen = ("--nproc", "1", "--max-restarts", "0")
-    lonely = ("--metrics-host", "::1", "--on-hang", "off", "--hang-after", "5")
+    lonely = ("--metrics-host", "::1", "--on-hang", "off", "--hang-timeout", "5")
 
     assert config_of(*chosen, *lonely, "t.py", OMP_NUM_THREADS="1").notes == (
-        "without effect here: --metrics-host (metrics are served with --metrics-port); --hang-after (--on-hang is off)",
+        "without effect here: --metrics-host (metrics are served with --metrics-port);"
+        " --hang-timeout (--on-hang is off)",
     )
 
 

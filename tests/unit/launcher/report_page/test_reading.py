@@ -14,7 +14,8 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.report_page import command, reading
-from elaunch.launcher.report_page.command import main
+from elaunch.launcher.report_page.command import COMMAND
+from tests.commands import call
 from tests.fuzzing import bounded
 from tests.harness import RUN_LIMIT_S
 from tests.unit.launcher.report_page.timelines import Timeline, restarted
@@ -27,7 +28,7 @@ def put(folder: Path, job: Timeline) -> Path:
 
 
 def report(*argv: str | Path) -> int:
-    return main([str(word) for word in argv], {})
+    return call(COMMAND, *map(str, argv))
 
 
 def numbers(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> dict[str, object]:
@@ -352,9 +353,3 @@ def test_only_one_can_have_stdout(tmp_path: Path) -> None:
     for words in (("-o", "-", "--json"), ("-o", "-", "--perfetto", "-"), ("--perfetto", "-", "--json")):
         with pytest.raises(UsageError, match="only one can have stdout"):
             report(tmp_path, *words)
-
-
-def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report("--help") == 0
-
-    assert "Usage: elaunch report" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.options import HelpRequested, Options, parse
+from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.store.join_command import NewToken, invitation, line_for_others
 from elaunch.launcher.store.plan import plan
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
@@ -19,7 +19,6 @@ LOG = NewToken("made-token", KEPT, "", is_terminal=False)
 
 def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
     options = parse(argv, environ)
-    assert not isinstance(options, HelpRequested)
     return options, plan(options, environ, lambda path: "secret of a file").plan
 
 
@@ -31,7 +30,7 @@ def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
             "elaunch --nnodes 2 --rdzv-endpoint host0:2379 train.py --lr 0.1",
         ),
         (
-            "run --nnodes=2 --rdzv_endpoint=host0 -m -r3 pkg.mod 'two words'",
+            "--nnodes=2 --rdzv_endpoint=host0 -m -r3 pkg.mod 'two words'",
             "elaunch --nnodes 2 --rdzv-endpoint host0 --module --redirects 3 pkg.mod 'two words'",
         ),
         (

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.submit.flags import take
-from elaunch.launcher.submit.kubernetes import FLAGS, main, understand
+from elaunch.launcher.submit.kubernetes import COMMAND, understand
 from elaunch.launcher.submit.manifests import companions, job
+from tests.commands import call, read
 from tests.manifests import Object, the
 
 IMAGE = ("--image", "you/train:1")
@@ -46,7 +46,7 @@ def handed_in(cluster: Path, call: int) -> list[Object]:
 def test_the_job_owns_what_goes_with_it_and_has_pods_when_all_is_there(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main([*IMAGE, "--namespace", "team", "--nodes", "2:4", "train.py", "--lr", "1"], {})
+    code = call(COMMAND, *IMAGE, "--namespace", "team", "--nodes", "2:4", "train.py", "--lr", "1")
 
     assert code == 0
     assert (cluster / "calls").read_text().splitlines() == [
@@ -71,7 +71,7 @@ def test_the_job_owns_what_goes_with_it_and_has_pods_when_all_is_there(
 def test_a_second_submission_of_a_name_has_nothing_in_common_with_the_first(cluster: Path) -> None:
     """The first submission's pods, Secret and Service may still exist for half a minute."""
     for _ in range(2):
-        main([*IMAGE, "--nodes", "2:4", "train.py"], {})
+        call(COMMAND, *IMAGE, "--nodes", "2:4", "train.py")
 
     first, second = ([*handed_in(cluster, call), *handed_in(cluster, call + 1)] for call in (1, 4))
     names = [{(each["kind"], each["metadata"]["name"]) for each in made} for made in (first, second)]
@@ -94,7 +94,7 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
     monkeypatch.setenv("FAILS", str(len(calls)))
 
     with pytest.raises(SiteError, match=f"kubectl {calls[-1]} failed with exit code 1"):
-        main([*IMAGE, "--nodes", "2", "train.py"], {})
+        call(COMMAND, *IMAGE, "--nodes", "2", "train.py")
 
     assert [line.split()[0] for line in (cluster / "calls").read_text().splitlines()] == [*calls, "delete"]
 
@@ -103,13 +103,18 @@ def test_nothing_is_touched_where_the_job_is_there_already(cluster: Path, monkey
     monkeypatch.setenv("FAILS", "1")
 
     with pytest.raises(SiteError, match="kubectl create failed"):
-        main([*IMAGE, "train.py"], {})
+        call(COMMAND, *IMAGE, "train.py")
 
     assert len((cluster / "calls").read_text().splitlines()) == 1
 
 
 def test_a_dry_run_prints_all_of_it_and_asks_nobody(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([*IMAGE, "--dry-run", "--nodes", "2", "--namespace", "team", "train.py"], {"ELAUNCH_TOKEN": "my own token 0"})
+    call(
+        COMMAND,
+        *IMAGE,
+        *["--dry-run", "--nodes", "2", "--namespace", "team", "train.py"],
+        ELAUNCH_TOKEN="my own token 0",
+    )
 
     objects = list(yaml.safe_load_all(capsys.readouterr().out))
     assert {each["kind"] for each in objects} == {"Secret", "Service", "NetworkPolicy", "Job"}
@@ -122,7 +127,7 @@ def test_without_kubectl_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(UsageError, match=r"no kubectl on the PATH; .* --dry-run .* kubectl create -f"):
-        main([*IMAGE, "train.py"], {})
+        call(COMMAND, *IMAGE, "train.py")
 
 
 @pytest.mark.parametrize(
@@ -132,15 +137,13 @@ def test_without_kubectl_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, t
         ([*IMAGE], "no program to run; add train.py"),
         ([*IMAGE, "--nodes", "many", "train.py"], "--nodes many "),
         ([*IMAGE, "--nnodes", "2", "train.py"], "use --nodes instead"),
-        ([*IMAGE, "--nods", "2", "train.py"], "--nods is no option of elaunch submit; did you mean --nodes?"),
-        ([*IMAGE, "--node", "2", "train.py"], "--node is no option of elaunch submit; did you mean --nodes?"),
+        ([*IMAGE, "--nods", "2", "train.py"], "--nods is no option of elaunch k8s; did you mean --nodes?"),
         ([*IMAGE, "--memory", "8Gi", "--shm", "8193Mi", "train.py"], "--shm 8193Mi is more than --memory 8Gi"),
         ([*IMAGE, "--gpus", "-1", "train.py"], "--gpus -1 is out of range"),
         ([*IMAGE, "--memory", "lots", "train.py"], "--memory lots is not a quantity"),
         ([*IMAGE, "--name", "My_Job", "train.py"], "--name My_Job is not a host name"),
         ([*IMAGE, "--claim", "data", "train.py"], "--claim data is not NAME:/PATH"),
         ([*IMAGE, "--env", "A", "train.py"], "--env A is not NAME=VALUE"),
-        ([*IMAGE, "--name", "a", "--name", "b", "train.py"], "--name is given twice"),
         ([*IMAGE, "--token", "x", "train.py"], "ELAUNCH_TOKEN"),
         ([*IMAGE, "--nodes"], "--nodes needs a value"),
         ([*IMAGE, "--standalone", "train.py"], "--standalone is for a job on one node"),
@@ -152,7 +155,6 @@ def test_without_kubectl_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, t
         ([*IMAGE, "--env", "PET_MAX_RESTARTS=often", "train.py"], "PET_MAX_RESTARTS=often "),
         ([*IMAGE, "-m", "--no-python", "train"], "--module contradicts --no-python"),
         ([*IMAGE, "-"], "pods have no stdin"),
-        ([*IMAGE, "--version", "train.py"], "submit k8s takes a program"),
         ([*IMAGE, "--rdzv-conf", "etcd_prefx=/a", "train.py"], "did you mean etcd_prefix?"),
         ([*IMAGE, "--env", "PET_RDZV_CONF=etcd_prefix=/", "train.py"], "etcd_prefix=/ names no prefix"),
         ([*IMAGE, "--etcd-secret", "tls", "train.py"], "--etcd HOST:PORT"),
@@ -162,7 +164,7 @@ def test_without_kubectl_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, t
 )
 def test_what_cannot_be_is_said_in_a_sentence(words: list[str], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
-        understand(take(words, FLAGS))
+        understand(read(COMMAND, *words))
 
     assert sentence in str(refused.value)
 
@@ -178,25 +180,25 @@ def test_what_cannot_be_is_said_in_a_sentence(words: list[str], sentence: str) -
     ],
 )
 def test_a_job_is_called_by_its_program(words: list[str], name: str) -> None:
-    assert understand(take([*IMAGE, *words], FLAGS)).name == name
+    assert understand(read(COMMAND, *IMAGE, *words)).name == name
 
 
 def test_one_pod_needs_no_token(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*IMAGE, "--dry-run", "train.py"], {})
+    call(COMMAND, *IMAGE, "--dry-run", "train.py")
 
     made = {each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)}
     assert made == {"Service", "NetworkPolicy", "Job"}
 
 
 def test_the_prefix_of_the_keys_reaches_the_pods() -> None:
-    asked = understand(take([*IMAGE, "--rdzv-conf", "etcd_prefix=/teams/vision", "train.py"], FLAGS))
+    asked = understand(read(COMMAND, *IMAGE, "--rdzv-conf", "etcd_prefix=/teams/vision", "train.py"))
 
     (container,) = job(asked)["spec"]["template"]["spec"]["containers"]
     assert container["args"] == ["--rdzv-conf", "etcd_prefix=/teams/vision", "train.py"]
 
 
 def test_who_asks_for_it_has_an_open_network_and_a_writable_image() -> None:
-    asked = understand(take([*IMAGE, "--no-network-policy", "--writable-image", "train.py"], FLAGS))
+    asked = understand(read(COMMAND, *IMAGE, "--no-network-policy", "--writable-image", "train.py"))
 
     assert {each["kind"] for each in companions(asked)} == {"Service"}
     (container,) = job(asked)["spec"]["template"]["spec"]["containers"]
@@ -207,7 +209,7 @@ def test_who_asks_for_it_has_an_open_network_and_a_writable_image() -> None:
 def test_a_home_and_a_folder_for_temporary_files_may_be_the_users_own() -> None:
     words = ["--env", "HOME=/data", "--claim", "scratch:/tmp/", "--claim", "shm:/data", "train.py"]
 
-    pod = job(understand(take([*IMAGE, *words], FLAGS)))["spec"]["template"]["spec"]
+    pod = job(understand(read(COMMAND, *IMAGE, *words)))["spec"]["template"]["spec"]
 
     (container,) = pod["containers"]
     assert [each["value"] for each in container["env"] if each["name"] == "HOME"] == ["/data"]
@@ -218,17 +220,17 @@ def test_a_home_and_a_folder_for_temporary_files_may_be_the_users_own() -> None:
 
 @pytest.mark.parametrize("typed", ["a:2379,b:2379", "https://a:2379,https://b:2379", "https://a:2379,b:2379"])
 def test_an_etcd_with_certificates_is_spoken_to_over_tls(typed: str) -> None:
-    asked = understand(take([*IMAGE, "--etcd", typed, "--etcd-secret", "tls", "train.py"], FLAGS))
+    asked = understand(read(COMMAND, *IMAGE, "--etcd", typed, "--etcd-secret", "tls", "train.py"))
 
     assert asked.etcd == "https://a:2379,https://b:2379"
 
 
 def test_a_job_file_is_the_images_as_the_program_is() -> None:
-    assert understand(take([*IMAGE, "--config", "job.yaml", "train.py"], FLAGS)).command[0] == "--config"
+    assert understand(read(COMMAND, *IMAGE, "--config", "job.yaml", "train.py")).command[0] == "--config"
 
 
 def test_the_programs_own_words_stay_its_own() -> None:
-    submission = take([*IMAGE, "--max-restarts=5", "-r", "3", "-m", "train", "--name", "x", "--image", "y"], FLAGS)
+    asked = understand(read(COMMAND, *IMAGE, "--max-restarts=5", "-r", "3", "-m", "train", "--name", "x", "--image"))
 
-    assert submission.command == ("--max-restarts=5", "-r", "3", "-m", "train", "--name", "x", "--image", "y")
-    assert understand(submission).image == "you/train:1"
+    assert asked.command == ("--max-restarts", "5", "--redirects", "3", "--module", "train", "--name", "x", "--image")
+    assert asked.image == "you/train:1"

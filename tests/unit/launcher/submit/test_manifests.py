@@ -14,9 +14,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from elaunch.launcher.submit.flags import take
-from elaunch.launcher.submit.kubernetes import FLAGS, understand
+from elaunch.launcher.submit.kubernetes import COMMAND, understand
 from elaunch.launcher.submit.manifests import companions, job
+from tests.commands import read
 from tests.harness import RUN_LIMIT_S
 from tests.manifests import K8S, Object, kubectl, rendered, text, the
 
@@ -42,7 +42,7 @@ def pods(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
 
 
 def submitted(*words: str) -> list[Object]:
-    asked = understand(take([*words, "train.py"], FLAGS))
+    asked = understand(read(COMMAND, *words, "train.py"))
     return [*companions(asked), job(asked)]
 
 
@@ -300,7 +300,7 @@ def test_a_submission_with_everything_is_valid() -> None:
     for each in made:
         kubernetes_validate.validate(each, VERSIONS[-1], strict=True)
     (container,) = the("Job", made)["spec"]["template"]["spec"]["containers"]
-    assert container["args"] == ["--max-restarts", "5", "-m", "train.py"]
+    assert container["args"] == ["--max-restarts", "5", "--module", "train.py"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert {"name": "claim-0", "mountPath": "/checkpoints"} in container["volumeMounts"]
     assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]

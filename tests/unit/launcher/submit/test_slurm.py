@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.submit import command
-from elaunch.launcher.submit.flags import take
-from elaunch.launcher.submit.slurm import FLAGS, Request, main, script, understand
+from elaunch.launcher.options.command_line import Reading
+from elaunch.launcher.options.commands import ELAUNCH
+from elaunch.launcher.submit.slurm import COMMAND, Request, script, understand
+from tests.commands import call, read
 from tests.harness import REPOSITORY, RUN_LIMIT_S
 
 SHIPPED = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
 
 
 def request(*argv: str) -> Request:
-    return understand(take(argv, FLAGS), {})
+    return understand(read(COMMAND, *argv))
 
 
 def written(*argv: str) -> str:
@@ -47,7 +48,7 @@ def test_a_range_of_nodes_lives_on_with_what_is_left_of_it() -> None:
 
     assert "#SBATCH --nodes=2-4\n" in text
     assert "#SBATCH --no-kill\n" in text
-    assert "--no-kill elaunch --nnodes 2:4 -m pkg.train\n" in text
+    assert "--no-kill elaunch --nnodes 2:4 --module pkg.train\n" in text
     assert "#SBATCH --job-name=pkg.train\n" in text
 
 
@@ -93,7 +94,6 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
         (["--requeue", "--no-requeue", "t.py"], "contradicts"),
         (["--max-restart-count", "3", "t.py"], "no option of elaunch"),
         (["--name", "a\n#SBATCH --uid=0", "t.py"], "one line"),
-        (["--version", "t.py"], "takes a program"),
         (["--nodes", "2", "--nnodes", "4", "t.py"], "--nnodes 4 is more than .*--nodes 2"),
         (["--nodes", "2:4", "--nnodes", "3:4", "t.py"], "--nnodes 3 is more than .*--nodes 2"),
         (["--nodes", "2", "--standalone", "t.py"], "--standalone is the same on all nodes"),
@@ -110,7 +110,7 @@ def test_without_sbatch_there_is_a_way_out(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PATH", "/nowhere")
 
     with pytest.raises(UsageError, match=r"no sbatch on the PATH: .*--dry-run"):
-        main(["train.py"], {})
+        call(COMMAND, "train.py")
 
 
 def test_a_script_that_is_not_there_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +122,13 @@ def test_a_script_that_is_not_there_is_not_submitted(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     with pytest.raises(UsageError, match=r"trian.py does not exist in .*; did you mean train.py\?; if only the nodes"):
-        main(["trian.py"], {})
-    assert main(["train.py"], {}) == 0
-    assert main(["--sbatch=--chdir=/elsewhere", "trian.py"], {}) == 0
-    assert main(["-m", "pkg.trian"], {}) == 0
-    assert main(["--dry-run", "trian.py"], {}) == 0
+        call(COMMAND, "trian.py")
+    assert call(COMMAND, "train.py") == 0
+    assert call(COMMAND, "--sbatch=--chdir=/elsewhere", "trian.py") == 0
+    assert call(COMMAND, "-m", "pkg.trian") == 0
+    assert call(COMMAND, "--dry-run", "trian.py") == 0
 
 
 def test_an_unknown_scheduler_is_a_sentence() -> None:
     with pytest.raises(UsageError, match="did you mean slurm"):
-        command.main(["slrum", "train.py"], {})
+        ELAUNCH.invoke(ELAUNCH.make_context("elaunch", ["submit", "slrum", "train.py"], obj=Reading()))

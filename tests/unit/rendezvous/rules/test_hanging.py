@@ -36,8 +36,8 @@ def node(node_id: str, *groups: StillGroup, ready: bool = True, exited: str = ""
     return StillNode(node_id, 63.2 if node_id == A else 90.0, ready, groups, exited, exited_rank)
 
 
-def verdict(*nodes: StillNode, done: frozenset[str] = NOBODY) -> Hang | None:
-    return verdict_on({each.node_id: each for each in nodes}, TABLE, done)
+def verdict(*nodes: StillNode, done: frozenset[str] = NOBODY, has_limit: bool = False) -> Hang | None:
+    return verdict_on({each.node_id: each for each in nodes}, TABLE, done, has_limit=has_limit)
 
 
 BOTH = node(A, waits("ranks 0, 1", 0, 2)), node(B, waits("ranks 2, 3", 2, 2))
@@ -183,10 +183,13 @@ def test_a_rank_that_exited_with_0_is_named_if_all_others_wait(
 
 
 @pytest.mark.parametrize("kind", [StillKind.STUCK, StillKind.ELSEWHERE, StillKind.RUNS, StillKind.STOPPED])
-def test_programs_that_do_not_wait_for_each_other_do_not_hang(kind: StillKind) -> None:
+def test_programs_that_do_not_wait_for_each_other_hang_only_by_a_limit_of_the_user(kind: StillKind) -> None:
     alike = (group(kind, "ranks 0, 1", "serves", 0, 2), group(kind, "ranks 2, 3", "serves", 2, 2))
 
     assert verdict(node(A, alike[0]), node(B, alike[1])) is None
+    hang = verdict(node(A, alike[0]), node(B, alike[1]), has_limit=True)
+    assert hang
+    assert (hang.rank, hang.message) == (0, "hung: it serves (as do 3 more), for 63 s,")
 
 
 @pytest.mark.parametrize("kind", [StillKind.STUCK, StillKind.ELSEWHERE, StillKind.UNKNOWN])

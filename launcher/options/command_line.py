@@ -1,0 +1,331 @@
+"""Options and commands of elaunch for click, with the habits of torchrun that click does not have.
+
+A long option may have `_` for `-`, and may be shortened while that is unambiguous. Its value may come from given
+variables and a job file. What is wrong is one sentence. Pure.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+
+from elaunch.launcher.errors import NoSuchOption, UsageError
+from elaunch.launcher.options import values
+
+# Every user of the host can read a command line (/proc, ps), and often also a job file.
+TOKEN_IS_SECRET = "{} would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
+# Characters of an option and its value in a message.
+_SHOWN_MAX = 200
+_SECRET = "--token"
+# Where click's context has the words of the command line.
+_ARGV = "elaunch.argv"
+_PLACES = {"FILE": "file", "PATH": "file", "DIR": "dir"}
+
+
+class Group(Enum):
+    """The headings of --help, in its order."""
+
+    SIZE = "Job size"
+    RESTARTS = "Restarts"
+    OUTPUT = "Output"
+    WORKERS = "Workers"
+    RENDEZVOUS = "Rendezvous"
+    OTHER = "Other"
+    ACCEPTED = "Accepted from torchrun, without effect"
+
+
+class Source(IntEnum):
+    """Where an option's value was given; the larger wins."""
+
+    FILE = 1
+    ENVIRONMENT = 2
+    COMMAND_LINE = 3
+
+
+class HelpRequested(Exception):
+    """The command line asks for a text (--help, --version), and for nothing else."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value before its check, and how a message names it."""
+
+    raw: values.Raw
+    source: Source
+    words: str
+
+
+@dataclass
+class Reading:
+    """click's `obj`: what a command line is read with, and which options were given, in their order."""
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    read_job_file: Callable[[str], Any] = lambda _: None
+    job_file: Any = None
+    given: dict[str, Given] = field(default_factory=dict)
+
+
+class _Checked(click.ParamType):  # type: ignore[type-arg]  # Not generic before click 8.4.
+    """Checks a value by a function of `values`."""
+
+    name = "value"
+
+    def __init__(self, convert: values.Convert) -> None:
+        self._convert = convert
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert isinstance(param, Option)
+        assert ctx
+        if ctx.get_parameter_source(param.name) is ParameterSource.DEFAULT:
+            return value
+        given = value if isinstance(value, Given) else param.typed(value, ctx)
+        ctx.obj.given[param.name] = given
+        try:
+            return self._convert(given.raw)
+        except ValueError as error:
+            shown = given.words if len(given.words) <= _SHOWN_MAX else f"{given.words[:_SHOWN_MAX]}…"
+            raise UsageError(f"{shown} {error}") from None
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if place := _PLACES.get(str(param.metavar)):
+            return [CompletionItem(incomplete, type=place)]
+        words = getattr(self._convert, "words", ())
+        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
+class Option(click.Option):
+    """One option. Those of a job have a `group`, and can come from variables and the job file.
+
+    `metavar` is empty for a switch. `peer` is the option's name in torchrun, None where torchrun has none; `differs`
+    says how its meaning there differs. `no_effect` is why the option changes nothing here, in a few words.
+    `environment` are variables read after the `PET_` ones. `name` is click's: with underscores.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: Group | None,
+        metavar: str,
+        help: str,
+        convert: values.Convert | None = None,
+        *,
+        default: Any = None,
+        default_text: str = "",
+        short: str = "",
+        peer: str | None = None,
+        differs: str = "",
+        no_effect: str = "",
+        environment: tuple[str, ...] = (),
+        **more: Any,
+    ) -> None:
+        self.long, self.short, self.group, self.peer = name, short, group, peer
+        self.default_text, self.differs, self.no_effect, self.environment = (
+            default_text,
+            differs,
+            no_effect,
+            environment,
+        )
+        self.names = (name,) if peer in (None, name) else (name, str(peer))
+        self.variables = tuple(f"PET_{each.replace('-', '_').upper()}" for each in self.names) + environment
+        super().__init__(
+            [name.replace("-", "_"), *(f"--{each}" for each in self.names), *([f"-{short}"] if short else [])],
+            metavar=metavar or None,
+            is_flag=True if not metavar else None,
+            default=False if default is None and not metavar else default,
+            type=_Checked(convert or (values.text if metavar else values.switch)),
+            help=help,
+            **more,
+        )
+
+    def get_default(self, ctx: click.Context, call: bool = True) -> Any:
+        # Before click 8.2 a switch with a type of its own has none.
+        return self.default
+
+    @property
+    def usage(self) -> str:
+        """As --help shows it."""
+        short = f"-{self.short}, " if self.short else ""
+        return f"{short}--{self.long} {self.metavar or ''}".rstrip()
+
+    def typed(self, value: Any, ctx: click.Context) -> Given:
+        """A value of the command line. Raises UsageError for an option that was taken as one: `--log-dir --module`."""
+        if self.is_flag:
+            return Given("on", Source.COMMAND_LINE, f"--{self.long}")
+        # click leaves the = of -r=3.
+        value = value.removeprefix("=") if self.short else value
+        options = (param for param in ctx.command.params if isinstance(param, Option))
+        if not self.multiple and any(_dashed(value) in option.opts for option in options):
+            raise UsageError(self.lacks_value(f"--{self.long}"))
+        shown = value if value.isprintable() else repr(value)
+        return Given(value, Source.COMMAND_LINE, f"--{self.long} {shown}".rstrip())
+
+    def lacks_value(self, typed: str) -> str:
+        return f"{typed} needs a value ({self.metavar}: {self.help})"
+
+
+def own(name: str, metavar: str, help: str, convert: values.Convert | None = None, **more: Any) -> Option:
+    """An option of one command."""
+    return Option(name, None, metavar, help, convert, **more)
+
+
+def _dashed(word: str) -> str:
+    return word.replace("_", "-")
+
+
+class Command(click.Command):
+    """A command whose `work` gets its context and returns the exit code, or, for a job, its options.
+
+    `usage` are the lines after its name. Its --help shows its options of no group, between `about` and `ending`. With
+    `is_elsewhere` the job is for other hosts: neither variables nor the job file of this one are for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[click.Context], Any],
+        params: Sequence[click.Parameter],
+        usage: Sequence[str],
+        about: str,
+        ending: str = "",
+        is_elsewhere: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            name,
+            params=list(params),
+            help=about,
+            epilog=ending,
+            add_help_option=False,
+            context_settings={"token_normalize_func": _dashed, "allow_extra_args": True, **settings},
+        )
+        self._work, self._usage, self.is_elsewhere = work, usage, is_elsewhere
+        self.options = [param for param in params if isinstance(param, Option)]
+
+    def read(self, argv: Sequence[str], reading: Reading) -> click.Context:
+        """The context of a command line. Raises UsageError, and HelpRequested where a text is asked for."""
+        return self.make_context(f"elaunch {self.name}", list(argv), obj=reading)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return self._work(ctx)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_ARGV] = tuple(args)
+        valued = (option for option in self.options if option.group and option.expose_value)
+        of_job = () if self.is_elsewhere else valued
+        ctx.default_map = {option.name: given for option in of_job if (given := _variable(option, ctx.obj.environ))}
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise self._sentence(error, ctx) from None
+        if rest and not ctx.resilient_parsing:
+            raise UsageError(
+                f"{self.name} takes no program, and {rest[0]} looks like one; start a script called {self.name} with"
+                f" elaunch ./{self.name}"
+            )
+        return rest
+
+    def make_parser(self, ctx: click.Context) -> Any:
+        """click's parser, which also knows the abbreviations that were typed."""
+        parser = super().make_parser(ctx)
+        typed = {_dashed(word.partition("=")[0]) for word in ctx.meta[_ARGV] if word.startswith("--")}
+        for word in typed - {"--", _SECRET}.union(*(option.opts for option in self.options)):
+            if len(meant := self.meant(word)) == 1:
+                short = copy.copy(meant[0])
+                short.opts = [word]
+                short.add_to_parser(parser, ctx)
+        return parser
+
+    def meant(self, word: str) -> list[Option]:
+        """The options whose names begin like `word`.
+
+        The command's own come first, then torchrun's, so that its abbreviations stay unambiguous beside elaunch's.
+        """
+        name = word.removeprefix("--")
+        shown = (option for option in self.options if not option.hidden)
+        fitting = [option for option in shown if any(each.startswith(name) for each in option.names)]
+        own = [option for option in fitting if option.group is None]
+        return own or [option for option in fitting if option.peer and option.peer.startswith(name)] or fitting
+
+    def _sentence(self, error: click.UsageError, ctx: click.Context) -> UsageError:
+        """What click says about the command line, in elaunch's words."""
+        command = ctx.command_path.removesuffix(" run")
+        if not isinstance(error, click.NoSuchOption | click.BadOptionUsage):
+            return UsageError(f"{self.name}: {error.format_message().rstrip('.')}; see {command} --help")
+        name = error.option_name
+        # As it was typed; of `-mx` click names the -x alone.
+        word = next(
+            word
+            for word in ctx.meta[_ARGV]
+            if _dashed(word.partition("=")[0]) == name
+            or (word[:1] == "-" and word[1:2] != "-" and name[1:] in word[1:])
+        )
+        typed, _, value = word.partition("=")
+        if isinstance(error, click.NoSuchOption):
+            return self._unknown(typed, command)
+        option = next((each for each in self.options if name in each.opts), None) or self.meant(name)[0]
+        if not option.is_flag:
+            return UsageError(option.lacks_value(name))
+        other = f"; set {option.environment[0]}={value} in its place" if option.environment else ""
+        return UsageError(f"--{option.long} is a switch and takes no value; {word} gives it {value!r}{other}")
+
+    def _unknown(self, typed: str, command: str) -> UsageError:
+        name = _dashed(typed)
+        if name == _SECRET:
+            return UsageError(TOKEN_IS_SECRET.format(typed))
+        if typed.startswith("--") and (meant := self.meant(name)):
+            names = (f"--{each}" for option in meant for each in option.names if f"--{each}".startswith(name))
+            return UsageError(f"{typed} could be {', '.join(names)}; write it out")
+        if name == "--use-env":
+            return UsageError(
+                f"{typed} is no option of elaunch, which always does that: leave it out. A script reads LOCAL_RANK"
+                " from its environment; one that parses --local-rank gets '--local-rank=${local_rank}' behind its name"
+            )
+        return NoSuchOption(typed, (each for option in self.options for each in option.names), command)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        path = ctx.command_path.removesuffix(" run")
+        usage = "\n       ".join(f"{path} {line}".rstrip() for line in self._usage)
+        formatter.write(f"Usage: {usage}\n\n{self.help}\n")
+        own = [option for option in self.options if option.group is None]
+        width = max((len(option.usage) for option in own), default=0)
+        lines = "".join(f"  {option.usage:{width}}  {option.help}\n" for option in own)
+        formatter.write(f"\n{lines}" if lines else "")
+        ending = [self.epilog] if self.epilog else []
+        if ctx.parent and not ctx.parent.parent:
+            ending.append(f"Start a script called {self.name} with elaunch ./{self.name}.")
+        formatter.write("\n" + "\n".join([*ending, ""]) if ending else "")
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # What follows the program is the program's own.
+        if ctx.params.get("program"):
+            return [CompletionItem(incomplete, type="file")]
+        return super().shell_complete(ctx, incomplete)
+
+
+def _variable(option: Option, environ: Mapping[str, str]) -> Given | None:
+    """The option's value from the first of its variables that is set and not empty."""
+    name = next((name for name in option.variables if environ.get(name)), None)
+    return Given(environ[name], Source.ENVIRONMENT, f"{name}={environ[name]}") if name else None
+
+
+def typed_words(options: Mapping[str, Option], typed: Iterable[tuple[str, str]]) -> list[str]:
+    """The words of a command line that give these options these values."""
+    words: list[str] = []
+    for name, value in typed:
+        option = options[name]
+        if option.is_flag:
+            words.append(f"--{option.long}")
+        else:
+            words += [f"--{option.long}={value}"] if value.startswith("-") else [f"--{option.long}", value]
+    return words
