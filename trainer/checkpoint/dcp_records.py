@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from elaunch.trainer.checkpoint.manifest import is_file_name
-from elaunch.trainer.state.pickles import Record, name_of, parse
+from elaunch.trainer.state.pickles import Pickled, name_of, parse
 
 _METADATA, _ENCODING = records.__name__, records._MEM_FORMAT_ENCODING
 _LAYOUTS = {str(torch.strided): torch.strided}
@@ -59,7 +59,7 @@ def _as(kind: type) -> _Read:
     """A function that returns the record of this kind for what a pickle holds; made once, however often it is there."""
 
     def read(value: Any) -> Any:
-        if not isinstance(value, Record):
+        if not isinstance(value, Pickled):
             _refuse(value, f"a {kind.__name__}")
         if value.origin not in _MAKERS:
             raise pickle.UnpicklingError(f"it names {name_of(value)}, which has no place in a checkpoint")
@@ -95,7 +95,7 @@ def _dict_of(key: _Read, item: _Read) -> _Read:
     return lambda value: {key(name): item(its) for name, its in _is(dict)(value).items()}
 
 
-def _fields(record: Record, **readers: _Read) -> dict[str, Any]:
+def _fields(record: Pickled, **readers: _Read) -> dict[str, Any]:
     """These fields of a record, each as its reader returns it, None where there is none."""
     if record.args or type(record.state) is not dict:
         _refuse(record.state if not record.args else record.args[0], f"the fields of a {name_of(record)}")
@@ -104,14 +104,14 @@ def _fields(record: Record, **readers: _Read) -> dict[str, Any]:
     return {name: read(record.state.get(name)) for name, read in readers.items()}
 
 
-def _call(record: Record, count: int = 1) -> tuple[Any, ...]:
+def _call(record: Pickled, count: int = 1) -> tuple[Any, ...]:
     """The arguments of a call."""
     if record.state is not None or len(record.args) != count:
         _refuse(record.state, f"the arguments of a {name_of(record)}")
     return record.args
 
 
-def _metadata(record: Record) -> records.Metadata:
+def _metadata(record: Pickled) -> records.Metadata:
     fields = _fields(
         record,
         state_dict_metadata=_dict_of(_is(str), _as(records.TensorStorageMetadata)),
@@ -129,7 +129,7 @@ def _path(value: Any) -> tuple[str | int, ...]:
     return value
 
 
-def _tensor(record: Record) -> records.TensorStorageMetadata:
+def _tensor(record: Pickled) -> records.TensorStorageMetadata:
     found = records.TensorStorageMetadata(
         **_fields(
             record,
@@ -145,7 +145,7 @@ def _tensor(record: Record) -> records.TensorStorageMetadata:
     return found
 
 
-def _properties(record: Record) -> records.TensorProperties:
+def _properties(record: Pickled) -> records.TensorProperties:
     if record.args or type(record.state) is not tuple or len(record.state) != 5:
         _refuse(record.state, "a tensor's properties")
     dtype, layout, requires_grad, encoding, pin_memory = record.state
@@ -159,19 +159,19 @@ def _properties(record: Record) -> records.TensorProperties:
     )
 
 
-def _chunk(record: Record) -> records.ChunkStorageMetadata:
+def _chunk(record: Pickled) -> records.ChunkStorageMetadata:
     found = records.ChunkStorageMetadata(**_fields(record, offsets=_as(torch.Size), sizes=_as(torch.Size)))
     if len(found.offsets) != len(found.sizes):
         raise pickle.UnpicklingError("it has a chunk whose offsets and sizes differ in number")
     return found
 
 
-def _index(record: Record) -> records.MetadataIndex:
+def _index(record: Pickled) -> records.MetadataIndex:
     readers = {"fqn": _is(str), "offset": _or_none(_as(torch.Size)), "index": _or_none(_is(int))}
     return records.MetadataIndex(**_fields(record, **readers))
 
 
-def _place(record: Record) -> _StorageInfo:
+def _place(record: Pickled) -> _StorageInfo:
     fields = _fields(
         record, relative_path=_is(str), offset=_is(int), length=_is(int), transform_descriptors=lambda value: value
     )
@@ -183,28 +183,28 @@ def _place(record: Record) -> _StorageInfo:
     return _StorageInfo(**fields)
 
 
-def _size(record: Record) -> torch.Size:
+def _size(record: Pickled) -> torch.Size:
     (shape,) = _call(record)
     if type(shape) is not tuple or len(shape) > _DIMENSIONS_MAX:
         _refuse(shape, "a shape")
     return torch.Size(map(_is(int), shape))
 
 
-def _layout(record: Record) -> torch.layout:
+def _layout(record: Pickled) -> torch.layout:
     (name,) = _call(record)
     if _is(str)(name) not in _LAYOUTS:
         _refuse(name, "a layout of dense tensors")
     return _LAYOUTS[name]
 
 
-def _encoding(record: Record) -> Enum:
+def _encoding(record: Pickled) -> Enum:
     (value,) = _call(record)
     if type(value) is not int or value not in [member.value for member in _ENCODING]:
         _refuse(value, f"a member of {_ENCODING.__name__}")
     return _ENCODING(value)
 
 
-def _member(record: Record) -> Enum:
+def _member(record: Pickled) -> Enum:
     """By which Python 3.11.0 to 3.11.3 pickle an enum's member, with `getattr` itself; of nothing else is it read."""
     owner, name = _call(record, 2)
     if name_of(owner) != f"{_METADATA}.{_ENCODING.__name__}" or _is(str)(name) not in _ENCODING.__members__:
@@ -221,7 +221,7 @@ def _dtype(named: Any) -> torch.dtype:
 
 
 # For each name: the type of its record, and the function that makes it.
-_MAKERS: dict[tuple[str, str], tuple[type, Callable[[Record], Any]]] = {
+_MAKERS: dict[tuple[str, str], tuple[type, Callable[[Pickled], Any]]] = {
     (_METADATA, "Metadata"): (records.Metadata, _metadata),
     (_METADATA, "TensorStorageMetadata"): (records.TensorStorageMetadata, _tensor),
     (_METADATA, "TensorProperties"): (records.TensorProperties, _properties),

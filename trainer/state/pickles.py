@@ -32,7 +32,7 @@ _KNOWN = """
 _Nested = tuple[int, int]
 
 
-class Record:
+class Pickled:
     """What a pickle makes of the class or function `origin`: `args` are those of the call, `state` what came after.
 
     `made` is for the reader's use.
@@ -40,7 +40,7 @@ class Record:
 
     origin = ("", "")
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: Any) -> Pickled:
         """Keep the arguments."""
         record = super().__new__(cls)
         record.args, record.state, record.made = args, None, None
@@ -59,12 +59,12 @@ class Record:
 
 def name_of(value: object) -> str:
     """What a pickle calls a record or its class, or the type of another value."""
-    is_named = isinstance(value, Record) or (isinstance(value, type) and issubclass(value, Record))
+    is_named = isinstance(value, Pickled) or (isinstance(value, type) and issubclass(value, Pickled))
     return ".".join(value.origin) if is_named else type(value).__name__  # type: ignore[attr-defined]
 
 
 def parse(content: bytes) -> Any:
-    """The value that the pickle describes, with a Record of its own class for whatever the pickle would import.
+    """The value that the pickle describes, with a Pickled of its own class for whatever the pickle would import.
 
     Raises pickle.UnpicklingError for what is no pickle, or nests too deeply.
     """
@@ -79,11 +79,11 @@ def parse(content: bytes) -> Any:
 class _Inert(pickle.Unpickler):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
-        self._classes: dict[tuple[str, str], type[Record]] = {}
+        self._classes: dict[tuple[str, str], type[Pickled]] = {}
 
-    def find_class(self, module: str, name: str) -> type[Record]:
+    def find_class(self, module: str, name: str) -> type[Pickled]:
         origin = (module, name)
-        return self._classes.setdefault(origin, type("Named", (Record,), {"origin": origin}))
+        return self._classes.setdefault(origin, type("Named", (Pickled,), {"origin": origin}))
 
 
 def require_shallow(file: IO[bytes], *, old: bool = False) -> None:
