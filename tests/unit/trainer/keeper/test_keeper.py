@@ -654,13 +654,23 @@ def test_a_step_without_commit_is_refused() -> None:
             pass
 
 
-@pytest.mark.parametrize("option", ["snapshot_every", "copy_every", "stop_every"])
-def test_an_option_of_before_is_refused_with_what_has_its_place(option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "lose_at_most"), [("copy_every", 1, 0), ("snapshot_every", 5, 5), ("stop_every", 5, None)]
+)
+def test_an_option_of_before_is_read_as_what_has_its_place(option: str, value: int, lose_at_most: int | None) -> None:
     model = nn.Linear(1, 1)
-    options: dict[str, Any] = {option: 5}
 
-    with pytest.raises(TypeError, match=f"Keeper has no option '{option}'; lose_at_most=N is how many steps"):
-        Keeper(model, torch.optim.SGD(model.parameters()), **options)
+    with pytest.warns(FutureWarning, match=f"lose_at_most={lose_at_most} has the place of {option}={value}"):
+        keeper = Keeper(model, torch.optim.SGD(model.parameters()), **{option: value})
+
+    assert keeper._lose_at_most == lose_at_most
+
+
+def test_an_option_that_was_never_there_is_refused() -> None:
+    model = nn.Linear(1, 1)
+
+    with pytest.raises(TypeError, match="Keeper has no option 'copies'"):
+        Keeper(model, torch.optim.SGD(model.parameters()), copies=5)
 
 
 @pytest.mark.parametrize("options", [{"verify_every": 0}, {"lose_at_most": -1}, {"name": "a/b"}, {"hook_state": 3}])
