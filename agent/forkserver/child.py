@@ -40,12 +40,11 @@ def settle(agent_pid: int, template_pid: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def prepare(preloaded: Preloaded, written: list[int]) -> None:
-    """Do ahead of the order what does not depend on it. `written` are pages that a worker writes to."""
-    from elaunch.agent.forkserver import after_fork, written_pages
+def prepare(preloaded: Preloaded) -> None:
+    """Do ahead of the order what does not depend on it."""
+    from elaunch.agent.forkserver import after_fork
 
     after_fork.refresh(preloaded)
-    written_pages.copy(written)
     _own_cgroups()
 
 

@@ -19,7 +19,6 @@ from elaunch.agent.linux import read_signal, signal_fd
 from elaunch.rendezvous.codec import encode
 
 if TYPE_CHECKING:
-    from elaunch.agent.forkserver.huge_pages import SmallPages
     from elaunch.agent.forkserver.preload import Preloaded
 
 # A larger answer does not go into one packet. The next start finds it out again.
@@ -33,13 +32,10 @@ _ASKING = frozenset(
         *(signal.SIGUSR1, signal.SIGUSR2),
     )
 )
-# A third of a CPU for what is put into huge pages beside the training.
-_WAIT_PER_PAGE = 2.0
 
-# What a process does right after the fork, with the pid of the fork server, and what it does ahead of its order, with
-# the pages that a worker has written to.
+# What a process does right after the fork, with the pid of the fork server, and what it does ahead of its order.
 Settle = Callable[[int], None]
-Prepare = Callable[[list[int]], None]
+Prepare = Callable[[], None]
 # An order from the agent, the descriptors that came with it, the fork server's pid, and whether `Prepare` was done.
 Asked = tuple[dict[str, Any], tuple[int, ...], int, bool]
 
@@ -53,29 +49,16 @@ def tell(control: socket.socket, news: dict[str, Any], end: Callable[[], object]
 
 
 class ForkLoop:
-    """A fork server's service for its agent. Without `prepare` nothing is forked ahead.
+    """A fork server's service for its agent. Without `prepare` nothing is forked ahead."""
 
-    `small` is memory that is put into huge pages before anything is forked ahead.
-    """
-
-    def __init__(
-        self,
-        boot: Boot,
-        control: socket.socket,
-        settle: Settle,
-        prepare: Prepare | None = None,
-        small: SmallPages | None = None,
-    ) -> None:
+    def __init__(self, boot: Boot, control: socket.socket, settle: Settle, prepare: Prepare | None = None) -> None:
         self._boot = boot
         self._control = control
         self._settle = settle
         self._prepare = prepare
-        self._small = small
         self._pid = os.getpid()
         self._children = Children()
         self._standbys = Standbys()
-        self._written: list[int] = []
-        self._has_let_go = False
         self._asking = _ASKING
         self._signals = -1
         # Where the system has none (a sandbox), a signal to this process is ignored.
@@ -182,22 +165,11 @@ class ForkLoop:
         os._exit(0)
 
     def _begin_ahead(self, count: int) -> None:
-        """Have so many processes that wait. The workers run, and nobody waits for this one."""
-        # A bare fork server is ready sooner without them.
-        from elaunch.agent.forkserver import clean_pages, written_pages
-
+        """Have so many processes that wait."""
         self._standbys.want(count if self._prepare else 0)
-        if self._standbys.wait_s is not None and (worker := self._children.a_worker()):
-            self._written = written_pages.written_by(worker)
-        if not self._has_let_go:
-            clean_pages.let_go()
-            self._has_let_go = True
 
     def _work_ahead(self) -> Asked | None:
-        """Put a page into huge pages, or fork a process. Returns in that process the order that makes it a worker."""
-        if self._small and (took_s := self._small.collapse(0.0)) is not None:
-            self._standbys.put_off(_WAIT_PER_PAGE * took_s)
-            return None
+        """Fork a process that waits. Returns in that process the order that makes it a worker."""
         try:
             pid, end = self._standbys.fork()
         except OSError:
@@ -206,7 +178,7 @@ class ForkLoop:
         if end:
             self._become_child()
             assert self._prepare
-            self._prepare(self._written)
+            self._prepare()
             return *wait(end), self._pid, True
         self._children.add(pid, (_NO_GENERATION, _AHEAD))
         tell(self._control, {"event": "forked", "generation": _NO_GENERATION, "key": _AHEAD, "pid": pid})

@@ -34,7 +34,7 @@ _KNOWN = ("torch", "elaunch")
 _REASONS_MAX = 3
 _WORTH_SAYING_S = 0.05
 # Of one CPU, for imports while a job runs: they wait three times as long as they work.
-WAIT_PER_WORK = 3.0
+_WAIT_PER_WORK = 3.0
 _WORK_S_MIN = 0.01
 
 
@@ -194,7 +194,7 @@ def _paced() -> Iterator[None]:
         module = load_unlocked(spec)
         work_s = time.process_time() - waited_s
         if work_s > _WORK_S_MIN:
-            time.sleep(WAIT_PER_WORK * work_s)
+            time.sleep(_WAIT_PER_WORK * work_s)
             waited_s = time.process_time()
         return module
 

@@ -9,7 +9,6 @@ interpreter.
 from __future__ import annotations
 
 import gc
-import math
 import os
 import signal
 import socket
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 # Jobs that ask at the same time.
 _BACKLOG = 64
-# For so long the first worker of a job waits for huge pages: all of them on most hosts.
-_COLLAPSES_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -60,14 +57,8 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     # A bare fork server is ready sooner without them.
     from elaunch.agent.forkserver import after_fork
     from elaunch.agent.forkserver.fork_safety import bound_by
-    from elaunch.agent.forkserver.preload import WAIT_PER_WORK, Unfaithful, preload
+    from elaunch.agent.forkserver.preload import Unfaithful, preload
 
-    # Otherwise this process stays small.
-    imports = bool(boot.preload or boot.learned.program.entries)
-    if imports:
-        from elaunch.agent.forkserver import huge_pages
-
-        huge_pages.prepare_heap()
     environment, began_ns, cpus = dict(os.environ), time.time_ns(), os.sched_getaffinity(0)
     mask, control = _settle(boot)
     opened = _opened() if boot.warm_s else None
@@ -99,7 +90,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         )
     # Before any fork: otherwise each worker would have to import and make the same itself, or have other modules than
     # the next ones.
-    from elaunch.agent.forkserver import child, clean_pages, exit_report, written_pages  # noqa: F401
+    from elaunch.agent.forkserver import child, exit_report
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
@@ -107,11 +98,6 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
-    small = huge_pages.SmallPages() if imports else None
-    if small and boot.is_paced:
-        small.collapse_beside(WAIT_PER_WORK)
-    elif small:
-        small.collapse(math.inf if boot.warm_s else _COLLAPSES_S)
     gc.freeze()
     gc.enable()
     boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
@@ -122,7 +108,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
     settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
-    asked = ForkLoop(boot, control, settle, prepare, small).serve(preloaded)
+    asked = ForkLoop(boot, control, settle, prepare).serve(preloaded)
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
 
 
