@@ -90,11 +90,9 @@ def become(child: Child) -> None:
     after_fork.standard_streams()
     crash_stack.enable(crash_fd)
     link = exit_report.promise(crash_fd)
-    gloo = collectives.prepare(child.preloaded.module(collectives.C10D))
+    collectives.prepare(child.preloaded.module(collectives.C10D))
     if child.gate:
         child.gate.stand(link)
-    if child.quick_end:
-        child.quick_end.arm(link, child.preloaded, gloo)
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # The pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -28,7 +28,6 @@ from elaunch.records import dataclass, replace
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
-    from elaunch.agent.forkserver.quick_end import QuickEnd
     from elaunch.agent.forkserver.warm.opened import Opened
     from elaunch.agent.forkserver.warm.server import WarmServer
 
@@ -49,10 +48,9 @@ class Child:
     preloaded: Preloaded | None = None
     loaded_at_start: Collection[str] = ()
     gate: Gate | None = None
-    quick_end: QuickEnd | None = None
 
 
-def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
+def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     # A bare fork server is ready sooner without them.
     from elaunch.agent.forkserver import after_fork
@@ -94,7 +92,6 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
-    quick_end.know_libraries()
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
@@ -109,7 +106,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
     settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
     asked = ForkLoop(boot, control, settle, prepare).serve(preloaded)
-    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
+    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
 
 
 def _opened() -> Opened:

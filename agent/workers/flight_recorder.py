@@ -42,11 +42,10 @@ class FlightRecorder:
         end.setblocking(False)
         self._end = end
         self._lock = threading.Lock()
-        # Answers that nobody has taken yet, by question.
-        self._answers: dict[bytes, bytes] = {}
+        # The answer that nobody has taken yet.
+        self._newest: bytes | None = None
         # When the question was sent that has no answer yet.
         self._asked_s: float | None = None
-        self._has_asked_threads = False
         self._text = b""
         self._answered_s = 0.0
         self.counts: Counts = {}
@@ -78,7 +77,7 @@ class FlightRecorder:
 
     def _look(self, now_s: float) -> Counts | None:
         self._take_packets()
-        newest = self._answers.pop(b"n", None)
+        newest, self._newest = self._newest, None
         if newest is not None:
             self._answered_s = now_s
             if newest != self._text:
@@ -105,27 +104,6 @@ class FlightRecorder:
         finally:
             self._lock.release()
 
-    def look_at_threads(self) -> bytes | None:
-        """What the worker's threads did after the last call, if the answer has come; then ask again. It never waits."""
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            self._take_packets()
-            newest = self._answers.pop(b"t", None)
-            if newest is not None or not self._has_asked_threads:
-                self._has_asked_threads = True
-                self._end.send(b"t", socket.MSG_NOSIGNAL)
-            return newest
-        except OSError:
-            return None
-        finally:
-            self._lock.release()
-
-    def break_off(self, frame: int, instruction: int) -> None:
-        """Let the main thread, if it is still there, get the error of a collective that waits for a failed rank."""
-        with suppress(OSError):
-            self._end.send(b"b%d,%d" % (frame, instruction), socket.MSG_NOSIGNAL)
-
     def _take_packets(self) -> None:
         for _ in range(_PACKETS_MAX):
             packet = self._receive()
@@ -137,8 +115,8 @@ class FlightRecorder:
                 self._turns, self._imports_until_s = self._turns + 2, 0.0
                 continue
             _close(fds)
-            if answer[:1] in (b"n", b"t"):
-                self._answers[answer[:1]] = answer[1:]
+            if answer[:1] == b"n":
+                self._newest = answer[1:]
 
     def is_stalled(self, now_s: float) -> bool:
         """Whether since the last call a collective has not ended, and the worker has entered and ended none."""
@@ -187,8 +165,6 @@ class FlightRecorder:
             _close(fds)
             if kind[:1] == b"n":
                 self._asked_s = None
-            elif kind[:1] == b"t":
-                self._answers[b"t"] = kind[1:]
         return ()
 
     def _is_readable(self, within_s: float) -> bool:

@@ -54,7 +54,6 @@ class ForkServerMonitor:
         self._learner = learner
         self._told: set[str] = set()
         self._answer_due_s: float | None = None
-        self._questions = 0
         self._patience_until_s = time.monotonic() + _PATIENCE_S if server.preload else None
         self._selector.register(server, selectors.EVENT_READ, self._read)
 
@@ -63,11 +62,6 @@ class ForkServerMonitor:
         """When `tick` is due, on the monotonic clock."""
         timers_s = [at_s for at_s in (self._answer_due_s, self._patience_until_s) if at_s is not None]
         return min(timers_s, default=None)
-
-    @property
-    def awaits_answer(self) -> bool:
-        """Whether the fork server was asked something, and has not answered yet."""
-        return self._questions > 0
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
         """Say that an import takes long; replace a server that is silent, when nothing else is heard."""
@@ -86,7 +80,6 @@ class ForkServerMonitor:
             return
         with suppress(OSError):
             self._server.ping()
-            self._questions += 1
             # The fork server may have many workers to fork before it answers.
             wait_s = KILL_WAIT_S + _FORK_S * self._current.group.slots
             self._answer_due_s = self._answer_due_s or time.monotonic() + wait_s
@@ -104,8 +97,6 @@ class ForkServerMonitor:
                 self._selector.unregister(self._server)
             self._learner.take_successor()
             self._answer_due_s = self._patience_until_s = None
-            # What the earlier one was asked has no answer any more.
-            self._questions = 0
             self._selector.register(self._server, selectors.EVENT_READ, self._read)
             self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
             self.is_ready = True
@@ -159,7 +150,6 @@ class ForkServerMonitor:
                 self._ready(news["reason"], news["left_out"])
                 self._learner.ready(news)
             case "here":
-                self._questions -= 1
                 self._answer_due_s = None
             case "forked" | "unstarted" | "exited" if news["key"] in ("probe", "ahead"):
                 # The learner hears of a probe from its pipe. The client keeps who was forked ahead.
@@ -234,7 +224,6 @@ class ForkServerMonitor:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
         self.is_ready = False
         self._answer_due_s = None
-        self._questions = 0
         self._server.restart()
         self._selector.register(self._server, selectors.EVENT_READ, self._read)
         self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST, word)

@@ -25,7 +25,7 @@ from elaunch.agent.core.events import (
     WorkerStopped,
 )
 from elaunch.agent.core.failures import Raised
-from elaunch.agent.core.messages import GroupBroken, Message, PeerFailed, ShowStacks, StopAtStepBoundary
+from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtStepBoundary
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.peer_lost import is_peer_lost
@@ -244,8 +244,6 @@ def line_of(message: Message) -> bytes:
             said: dict[str, object] = {"event": "stop_at_step_boundary", "reason": reason.value}
         case PeerFailed(generation):
             said = {"event": "peer_failed", "generation": generation}
-        case GroupBroken(generation):
-            said = {"event": "group_broken", "generation": generation}
         case ShowStacks():
             said = {"event": "stacks"}
     return json.dumps(said).encode() + b"\n"

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from elaunch.agent.core.causes.cause import Facts
     from elaunch.agent.core.node_report import WorkersSeen
     from elaunch.agent.workers.leftovers import Leftovers
-    from elaunch.agent.workers.survivor_watch import SurvivorWatch
     from elaunch.rendezvous.rules.pace import SlowNode
 
 
@@ -81,7 +80,6 @@ class Workers:
         is_wanted = config.spec.max_restarts > 0
         self._ahead = ForksAhead(fork_server, self._guardian, self._learner, is_wanted=is_wanted)
         self._prompts = PromptWatch(reporter)
-        self._survivors: SurvivorWatch | None = None
         self._dead_builds = DeadBuilds({**config.environment, **config.worker_env}, reporter.warn)
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
@@ -97,9 +95,8 @@ class Workers:
         """When `tick` is due, on the monotonic clock."""
         # A look at the processes waits for the look at the links, which is due once a second.
         looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
-        survivors_s = self._survivors.due_s if self._survivors and not self._monitor.awaits_answer else None
         left_s = self._leftovers.due_s if self._leftovers else None
-        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, self._prompts.due_s, survivors_s, left_s)
+        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, self._prompts.due_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
@@ -110,9 +107,6 @@ class Workers:
         self._prompts.tick(now_s)
         self._learner.tick(now_s)
         self._ahead.tick(now_s)
-        # The fork server answers in order: the signal has been sent then.
-        if self._survivors and not self._monitor.awaits_answer:
-            self._survivors.tick(now_s)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
@@ -186,7 +180,7 @@ class Workers:
     def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server.
 
-        `is_broken` says that a rank has failed: posts `WorkersStuck` if workers can do nothing with their SIGTERM.
+        `is_broken` says that a rank has failed.
         """
         stage = "killing" if order.signum == signal.SIGKILL else "stopping"
         name, count = signal_name(-order.signum), len(order.local_ranks)
@@ -197,8 +191,6 @@ class Workers:
         if order.signum == signal.SIGINT:
             self._current.group.is_interrupted = True
             self._prompts.interrupt(self._current.group, order.local_ranks)
-        if is_broken and order.signum == signal.SIGTERM:
-            self._links.say_broken(self._current.group, order.local_ranks)
         self._guardian.note_folders(self._fork_server.pids)
         # Before the signal: who asks about a process that ends waits for a CPU, behind all of them.
         workers = self._readiness()
@@ -213,8 +205,6 @@ class Workers:
             return
         if order.signum != signal.SIGKILL:
             self._let_go_on(workers, order.local_ranks)
-        if is_broken and order.signum == signal.SIGTERM:
-            self._watch_survivors([rank for rank in order.local_ranks if workers[rank].catches(order.signum)])
 
     def _readiness(self) -> dict[int, linux.Readiness]:
         group = self._current.group
@@ -236,17 +226,6 @@ class Workers:
         if all(rank in local_ranks and worker.ends_by(signal.SIGTERM) for rank, worker in living.items()):
             self._spawner.end_store(group)
             group.store.is_killed = True
-
-    def _watch_survivors(self, watched: Collection[int]) -> None:
-        """Look at workers with a handler. Others end by SIGTERM itself, or ignore it on purpose."""
-        if not watched:
-            return
-        # Not imported before the first failure: see needed_later.py.
-        from elaunch.agent.workers.survivor_watch import SurvivorWatch
-
-        self._survivors = self._survivors or SurvivorWatch(self._current.group, self._reporter)
-        self._survivors.add(watched)
-        self._monitor.check()
 
     def tell(self, order: TellWorkers) -> None:
         """Send workers a message on their links."""
@@ -313,7 +292,6 @@ class Workers:
         self._links.end(group)
         self._learner.end(group)
         self._observers.end()
-        self._survivors = None
         group.close_crash_files()
         reached, progressed = group.reached_store, group.progressed or group.lasted
         if order.is_done and self._spare_leftovers(generation):
