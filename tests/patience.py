@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.harness import Job
 
 # A folder has this time to answer: what the agent remembers of a program, what killed builders have left.
-DISK = {"elaunch.agent.workers.dead_builds.DISK_S": 300.0, "elaunch.agent.workers.workers.DISK_S": 300.0}
+DISK = {"elaunch.agent.workers.dead_builds.DISK_S": 300.0}
 
 
 def command(limits: Mapping[str, float]) -> tuple[str, ...]:

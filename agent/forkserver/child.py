@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # The number of the crash file among the descriptors that came with the order.
 _CRASH_FD = 4
-# What a probe reads, and where it writes.
-_WANTED_FD, _ANSWER_FD = 3, 4
 # A program that takes descriptors by number, or closes them in a loop, takes low ones.
 _HIGH_FD = 1023
 
@@ -62,12 +60,6 @@ def become(child: Child) -> None:
         worker_store.serve(
             child.order["host"], child.order["port"], whole=child.order["whole"], store_class=store_class
         )
-    if child.order["op"] == "probe":
-        from elaunch.agent.forkserver.probe import probe_for_agent
-
-        if child.gate:
-            child.gate.lift()
-        probe_for_agent(_WANTED_FD, _ANSWER_FD, child.boot.program, child.loaded_at_start)
     if child.preloaded:
         from elaunch.agent.forkserver.preload import restore_environment
 

@@ -1,4 +1,4 @@
-"""Answers the agent's questions about a worker in a thread: its collectives (torch's flight recorder), its imports.
+"""Answers the agent's questions about a worker's collectives in a thread (torch's flight recorder).
 
 The thread runs while the program has a default process group, and sleeps until the agent asks. It also answers while
 the main thread waits in a collective. A fresh worker imports this before its program, so it imports as little as it
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 
-from elaunch.agent.forkserver import imported
 from elaunch.agent.forkserver.finders import LeavingFinder
 
 # `typing` itself is not imported: a fresh worker imports this before its program.
@@ -114,7 +113,6 @@ class _AnsweringThread:
         self._link = os.fstat(LINK_FD).st_ino
         self._end: Any = None
         self._closes_after_fork = False
-        self._environment = dict(os.environ)
 
     def follow(self, c10d: ModuleType) -> None:
         """Hear of every default process group from now on. torch has no public call for that."""
@@ -165,7 +163,7 @@ class _AnsweringThread:
         if not self._closes_after_fork:
             self._closes_after_fork = True
             os.register_at_fork(after_in_child=self._forked)
-        _thread.start_new_thread(_answer, (end, dumps, self._environment))
+        _thread.start_new_thread(_answer, (end, dumps))
 
     def _is_link(self) -> bool:
         try:
@@ -203,12 +201,11 @@ class _AnsweringThread:
             self._end = None
 
 
-def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
+def _answer(end: Any, dumps: list[Any]) -> None:
     """Answer until the agent, or the process group, is gone.
 
     The question `n` is for the numbers of each group's last collectives. `eMAX` is for the recorder's entries, if it
-    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python. `m` is for what the
-    program has imported, and is asked once.
+    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python.
     """
     import _signal  # type: ignore[import-not-found]
 
@@ -221,8 +218,6 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
                 end.send(question + (text if len(text) < _PACKET_BYTES_MAX else b""))
             elif question[:1] == b"e":
                 _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
-            elif question == b"m":
-                _send_file(end, b"m", (_imports(environment),))
     except Exception:
         # The agent is gone, or this torch has other functions under these names.
         return
@@ -233,14 +228,6 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str]) -> None:
 def _entries_kept() -> int:
     """As torch reads it (FlightRecorder.hpp)."""
     return int(os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or 2000)
-
-
-def _imports(environment: dict[str, str]) -> bytes:
-    try:
-        return imported.listed(environment)
-    except RuntimeError:
-        # The program has just set a variable. The agent then learns nothing, and nothing else is lost.
-        return b""
 
 
 def _send_entries(end: Any, dumps: list[Any]) -> None:

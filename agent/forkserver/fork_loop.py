@@ -8,21 +8,14 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot
-from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.forkserver.standbys import Standbys, wait
 from elaunch.agent.linux import read_signal, signal_fd
-from elaunch.rendezvous.codec import encode
 
-if TYPE_CHECKING:
-    from elaunch.agent.forkserver.preload import Preloaded
-
-# A larger answer does not go into one packet. The next start finds it out again.
-_NAMED_BYTES_MAX = 64 << 10
 # The key of processes that were forked ahead, and the generation that none of them has yet.
 _AHEAD, _NO_GENERATION = "ahead", -1
 # What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
@@ -67,12 +60,9 @@ class ForkLoop:
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
 
-    def serve(self, preloaded: Preloaded | None = None) -> Asked:
+    def serve(self) -> Asked:
         """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
         ready: dict[str, Any] = {"event": "ready", "reason": self._boot.fallback, "left_out": self._boot.left_out}
-        if preloaded:
-            named = Learned(preloaded.tried) if len(encode(Learned(preloaded.tried))) < _NAMED_BYTES_MAX else Learned()
-            ready |= {"tried": encode(named), "has_programs": preloaded.has_programs}
         tell(self._control, ready)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
@@ -137,7 +127,7 @@ class ForkLoop:
         """Make a process for the order. Returns the order in that process."""
         news = {"generation": order["generation"], "key": order["key"]}
         try:
-            pid = (order["op"] != "probe" and self._standbys.give(order, fds)) or self._forked()
+            pid = self._standbys.give(order, fds) or self._forked()
         except OSError as error:
             tell(self._control, {**news, "event": "unstarted", "why": error.strerror})
         else:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
-from elaunch.agent.forkserver.fork_loop import ForkLoop, tell
-from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.forkserver.fork_loop import ForkLoop
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.records import dataclass, replace
 
@@ -70,8 +69,6 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         why, rest = (bound, None) if bound else (str(error), error.rest)
         if bound:
             os.sched_setaffinity(0, cpus)
-        if boot.learned.is_used and (boot.is_paced or not bound):
-            _start_without_learned(boot, control, mask, environment, why)
         if boot.warm_s and not rest:
             _cannot_stay(control, why)
         told = (f"only {', '.join(rest)} can be preloaded: {why}",) if rest else ()
@@ -80,6 +77,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
             replace(
                 boot,
                 preload=rest or None,
+                packages=(),
                 fallback=fallback,
                 left_out=(*boot.left_out, *told),
                 mask=tuple(mask),
@@ -97,7 +95,6 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     gate = Gate(preloaded.brought)
     gc.freeze()
     gc.enable()
-    boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
     if server:
         # The server keeps what it needs of it.
         environment.clear()
@@ -105,7 +102,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
     settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
-    asked = ForkLoop(boot, control, settle, prepare).serve(preloaded)
+    asked = ForkLoop(boot, control, settle, prepare).serve()
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
 
 
@@ -171,18 +168,6 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
         set_command_line(("elaunch: fork server",), "elaunch-fork")
     control.set_inheritable(False)
     return mask, control
-
-
-def _start_without_learned(
-    boot: Boot, control: socket.socket, mask: Collection[int], environment: dict[str, str], why: str
-) -> NoReturn:
-    """What an earlier start has shown does not hold any more, so do as if there had been none."""
-    if boot.is_paced:
-        # The fork server that it was to replace stays.
-        tell(control, {"event": "refused", "why": why})
-        os._exit(1)
-    told = f"what the last start needed is not imported as it was remembered: {why}"
-    _start_anew(replace(boot, learned=Learned(), left_out=(told,), mask=tuple(mask)), environment)
 
 
 def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:

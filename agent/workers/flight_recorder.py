@@ -52,12 +52,8 @@ class FlightRecorder:
         self._sampled: Counts = {}
         # Questions since the last call of `take_asked`.
         self._asked = 0
-        # Begins and ends of answers with entries: odd while the worker writes one. The begin and the end of the answer
-        # with imports count two each. The second is the newest one told.
+        # Begins and ends of answers with entries: odd while the worker writes one. The second is the newest one told.
         self._turns, self._turns_told = 0, 0
-        self._has_asked_imports = False
-        self._imports_until_s = 0.0
-        self._imports: bytes | None = None
 
     def close(self) -> None:
         """The worker's thread ends."""
@@ -88,32 +84,12 @@ class FlightRecorder:
             self._end.send(b"n", socket.MSG_NOSIGNAL)
         return None if newest is None else self.counts
 
-    def imports(self) -> bytes | None:
-        """What the program has imported (`forkserver/imported.py`): asks at the first call, and never waits."""
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            if not self._has_asked_imports:
-                self._has_asked_imports = True
-                self._turns, self._imports_until_s = self._turns + 2, time.monotonic() + _ANSWER_S
-                self._end.send(b"m", socket.MSG_NOSIGNAL)
-            self._take_packets()
-            return self._imports
-        except OSError:
-            return None
-        finally:
-            self._lock.release()
-
     def _take_packets(self) -> None:
         for _ in range(_PACKETS_MAX):
             packet = self._receive()
             if packet is None:
                 return
             answer, fds = packet
-            if answer == b"m" and fds:
-                self._imports = _read(fds[0])
-                self._turns, self._imports_until_s = self._turns + 2, 0.0
-                continue
             _close(fds)
             if answer[:1] == b"n":
                 self._newest = answer[1:]
@@ -128,13 +104,13 @@ class FlightRecorder:
         asked, self._asked = self._asked, 0
         return asked
 
-    def take_disturbed(self, now_s: float) -> bool:
-        """Whether the worker wrote down entries or imports since the last call. That takes it up to 60 ms, and memory.
+    def take_disturbed(self) -> bool:
+        """Whether the worker wrote down entries since the last call. That takes it up to 60 ms, and memory.
 
         One that does not answer, since it lets no other thread run, does what it does for itself.
         """
         before, self._turns_told = self._turns_told, self._turns
-        return self._turns_told != before or self._turns_told % 2 == 1 or now_s < self._imports_until_s
+        return self._turns_told != before or self._turns_told % 2 == 1
 
     def entries(self, kept_max: int) -> tuple[Collective, ...]:
         """What the worker has entered, newest last, if its recorder keeps at most `kept_max`. Waits for the answer."""

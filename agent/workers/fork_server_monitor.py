@@ -16,7 +16,6 @@ from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
-from elaunch.agent.workers.preload_learner import PreloadLearner
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.records import replace
 from elaunch.rendezvous.types import FailureKind
@@ -42,7 +41,6 @@ class ForkServerMonitor:
         exits: ExitReader,
         reporter: Reporter,
         selector: selectors.BaseSelector,
-        learner: PreloadLearner,
     ) -> None:
         self.is_ready = False
         self._server = server
@@ -51,7 +49,6 @@ class ForkServerMonitor:
         self._reporter = reporter
         self._timeline = reporter.timeline
         self._selector = selector
-        self._learner = learner
         self._told: set[str] = set()
         self._answer_due_s: float | None = None
         self._patience_until_s = time.monotonic() + _PATIENCE_S if server.preload else None
@@ -89,17 +86,6 @@ class ForkServerMonitor:
         self._selector.unregister(self._server)
         self._server.stop()
         self._restart(generation, how)
-
-    def begin_generation(self) -> None:
-        """Before workers are ordered, when none lives: use the fork server that has imported more, if it is ready."""
-        if self._learner.has_successor:
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(self._server)
-            self._learner.take_successor()
-            self._answer_due_s = self._patience_until_s = None
-            self._selector.register(self._server, selectors.EVENT_READ, self._read)
-            self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
-            self.is_ready = True
 
     def abandon_import(self, generation: int) -> None:
         """End a fork server that still imports: no worker is there yet, so none has anything to save."""
@@ -148,11 +134,10 @@ class ForkServerMonitor:
         match news["event"]:
             case "ready":
                 self._ready(news["reason"], news["left_out"])
-                self._learner.ready(news)
             case "here":
                 self._answer_due_s = None
-            case "forked" | "unstarted" | "exited" if news["key"] in ("probe", "ahead"):
-                # The learner hears of a probe from its pipe. The client keeps who was forked ahead.
+            case "forked" | "unstarted" | "exited" if news["key"] == "ahead":
+                # The client keeps who was forked ahead.
                 pass
             case "forked" if group:
                 self._stamp_process(group, "forked", news)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
-from elaunch.agent.at_once import at_once
 from elaunch.agent.core.actions import (
     Blame,
     Clear,
@@ -29,7 +28,7 @@ from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReas
 from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
 from elaunch.agent.workers.ahead import ForksAhead
-from elaunch.agent.workers.dead_builds import DISK_S, DeadBuilds
+from elaunch.agent.workers.dead_builds import DeadBuilds
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
@@ -38,7 +37,6 @@ from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.master_port import MasterPort
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.oom import OutOfMemoryWatch, counter_files
-from elaunch.agent.workers.preload_learner import PreloadLearner
 from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.spawner import Spawner
@@ -74,11 +72,9 @@ class Workers:
         self._log, self._kill_counters = KernelLog(), counter_files()
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
         self._exits = ExitReader(node_host(socket.gethostname()), oom, keeps_files=run_dir.logs is not None)
-        text, file = config.text, config.imports_file
-        self._learner = PreloadLearner(fork_server, text, self._current, reporter, selector, file, _within_reason)
-        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
+        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         is_wanted = config.spec.max_restarts > 0
-        self._ahead = ForksAhead(fork_server, self._guardian, self._learner, is_wanted=is_wanted)
+        self._ahead = ForksAhead(fork_server, self._guardian, is_wanted=is_wanted)
         self._prompts = PromptWatch(reporter)
         self._dead_builds = DeadBuilds({**config.environment, **config.worker_env}, reporter.warn)
         hang_timeout_s = config.times.hang_timeout_s
@@ -105,7 +101,6 @@ class Workers:
         self._observers.tick(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
         self._prompts.tick(now_s)
-        self._learner.tick(now_s)
         self._ahead.tick(now_s)
 
     def read_links(self) -> None:
@@ -156,7 +151,6 @@ class Workers:
         )
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
         self._current.begin(group)
-        self._monitor.begin_generation()
         self._dead_builds.remove()
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
@@ -290,7 +284,6 @@ class Workers:
             is_used = group.has_used_store or group.store.is_killed
             group.reached_store, group.store = group.store.end(is_used=is_used), None
         self._links.end(group)
-        self._learner.end(group)
         self._observers.end()
         group.close_crash_files()
         reached, progressed = group.reached_store, group.progressed or group.lasted
@@ -390,8 +383,3 @@ def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:
     """A sentence about tracebacks that the console did not get; empty if it got all."""
     lines = {group.rank(rank): count for rank, count in folded.items()}
     return said_of_folded(lines, is_interrupted=group.is_interrupted) if lines else ""
-
-
-def _within_reason(work: Callable[[], object]) -> None:
-    """Do it in a thread of its own, since a home may be on a disk that hangs. Nobody waits for that one longer."""
-    at_once((work,), DISK_S, "elaunch-imports", 1)

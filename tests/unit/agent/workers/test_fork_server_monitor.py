@@ -43,11 +43,10 @@ def monitor(server: Server) -> Iterator[ForkServerMonitor]:
     group: Any = SimpleNamespace(slots=1)
     current: Any = SimpleNamespace(group=group, generation=1)
     reporter: Any = SimpleNamespace(timeline=SimpleNamespace(stamp=lambda *_args, **_fields: None))
-    learner: Any = SimpleNamespace(has_successor=True, take_successor=lambda: None)
     monitored: Any = server
     exits: Any = None
     with selectors.DefaultSelector() as selector:
-        yield ForkServerMonitor(monitored, current, exits, reporter, selector, learner)
+        yield ForkServerMonitor(monitored, current, exits, reporter, selector)
 
 
 def test_a_fork_server_that_imports_is_not_asked_about_links_of_its_predecessors_workers(
