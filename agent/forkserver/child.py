@@ -57,9 +57,7 @@ def become(child: Child) -> None:
         # The store's signals stay blocked: it ends when the agent says so, or with its parent.
         distributed = child.preloaded and child.preloaded.module("torch.distributed")
         store_class = getattr(distributed, "TCPStore", None)
-        worker_store.serve(
-            child.order["host"], child.order["port"], whole=child.order["whole"], store_class=store_class
-        )
+        worker_store.serve(child.order["host"], child.order["port"], store_class=store_class)
     if child.preloaded:
         from elaunch.agent.forkserver.preload import restore_environment
 

@@ -71,7 +71,6 @@ class ForkServer:
         self.warm_preload = warm_preload
         self.packages = packages
         self._has_forked = False
-        self._whole_store = False
         # Of processes that it has forked ahead, which wait for an order.
         self._ahead: set[int] = set()
         self.cold: Cold | None = None
@@ -86,10 +85,6 @@ class ForkServer:
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
         self.preload, self.warm_preload, self.packages = None, (), ()
-
-    def distrust_native_code(self) -> None:
-        """From now on a worker store imports the whole of torch, as programs do."""
-        self._whole_store = True
 
     def _borrow(
         self, warm_s: float, say: Callable[[str], None], meanwhile: Callable[[], None]
@@ -160,7 +155,7 @@ class ForkServer:
 
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
-        self._order("store", home, "store", {"host": host, "port": port, "whole": self._whole_store}, fds)
+        self._order("store", home, "store", {"host": host, "port": port}, fds)
 
     def fork_ahead(self, count: int) -> None:
         """Have so many processes wait for the orders of the next workers, forked one after the other. 0 ends them."""

@@ -182,9 +182,6 @@ class ForkServerMonitor:
         elif group.store and not (group.store.is_killed and code == -signal.SIGKILL):
             self.unwatch_store(group)
             group.store.read()
-            if code < 0 and group.store.is_starting:
-                # It crashed before it was up, perhaps since torch's native code needs the rest of torch.
-                self._server.distrust_native_code()
             error, group.store = group.store.last_error(), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
             word = self._exits.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
