@@ -94,14 +94,13 @@ _TIMES = Times()
 class ProgramText:
     """What the program's text shows of its imports, before it runs.
 
-    `unused` are the modules of DEFAULT_PRELOAD that it cannot use. `is_clear` says that all its imports are known.
-    `state` changes when its text or its arguments change; if it is empty, the last run does not count. `is_refused`
-    says that Python refuses the text.
+    `unused` are the modules of DEFAULT_PRELOAD that it cannot use. `packages` are what it imports of packages that are
+    known to suit: MODULE, or MODULE:NAME for a name that it imports from there. `is_refused` says that Python refuses
+    the text.
     """
 
     unused: tuple[str, ...] = ()
-    state: str = ""
-    is_clear: bool = True
+    packages: tuple[str, ...] = ()
     is_refused: bool = False
 
 
@@ -113,10 +112,9 @@ class AgentConfig:
     `store_prefix` is what all keys of the job in the store begin with.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter. It does not
-    import those that the program does not use by its `text`, or as its last run has shown.
+    import those that the program does not use by its `text`, and imports the packages that this names.
     `warm_s` is how long a fork server may stay idle after the job, for the next one; 0 if none is to stay.
     `shares_cores` says that the workers share the cores: OMP_NUM_THREADS in `environment` follows from their number.
-    `imports_file` remembers what the program imports, so that the fork server imports that too; without it nothing is.
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
@@ -147,7 +145,6 @@ class AgentConfig:
     text: ProgramText = ProgramText()
     warm_s: float = 0.0
     shares_cores: bool = False
-    imports_file: Path | None = None
     master_addr: str = "127.0.0.1"
     master_ports: tuple[int, ...] = ()
     numa_binding: NumaBinding | None = None

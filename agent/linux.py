@@ -95,10 +95,6 @@ class Readiness:
         """Whether it is there and no zombie."""
         return self.state not in ("", "Z", "X")
 
-    def catches(self, signum: int) -> bool:
-        """Whether it has a handler for the signal."""
-        return bool(self.caught >> (signum - 1) & 1)
-
     def ends_by(self, signum: int) -> bool:
         """Whether the signal ends it before anything of it runs again. A debugger may keep the signal from it."""
         return self.state != "t" and not (self.caught | self.others) >> (signum - 1) & 1
@@ -221,15 +217,6 @@ def thread_call(pid: int, tid: int) -> tuple[str, str]:
         return "", ""
     # A thread that runs has the one word "running".
     return (_CALLS.get(int(number), ""), rest) if rest else ("", "")
-
-
-def thread_ran_ns(pid: int, tid: int) -> int:
-    """How long that thread has run on a CPU, in nanoseconds. 0 where the kernel does not count it, or it is gone."""
-    try:
-        with open(f"/proc/{pid}/task/{tid}/schedstat", "rb", 0) as file:  # noqa: PTH123
-            return int(file.read(_LINE_BYTES_MAX).split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def waits_for_terminal(pid: int) -> bool:

@@ -158,7 +158,7 @@ class Loop:
             self._await_leftovers(outcome)
         finally:
             door.close()
-            self._fork_server.close()
+            self._fork_server.stop()
             self._session.close(_FAREWELL_S, _OUTLAST_S if self._served_pid is not None else 0.0)
         self._inbox.release()
         return outcome

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.forkserver.learned import first_imports
-from elaunch.agent.forkserver.learned_file import read
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.run_dir import Places, RunDir, new_places
 from elaunch.records import replace
@@ -62,7 +60,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         fork_server = _fork_server(config, environment)
         guardian.cgroup.move([fork_server.pid], 0)
         # Also after the loop, which stops it: that makes no difference then.
-        cleanup.callback(fork_server.close)
+        cleanup.callback(fork_server.stop)
 
         # From here on the fork server imports torch on another core.
         from elaunch.agent.output.pump import Pump
@@ -92,16 +90,19 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
 
 
 def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkServer:
-    first = first_imports(config.preload, config.text, read(config.imports_file))
+    preload, text = config.preload, config.text
+    if preload is not None:
+        preload = () if text.is_refused else tuple(name for name in preload if name not in text.unused)
+    warm_preload = config.preload if preload or text.is_refused else ()
     sharers = config.slots if config.shares_cores else 0
     say = partial(_say_now, config)
     return ForkServer(
         config.spec.program,
-        first.preload,
+        preload,
         environment,
         config.ignored,
-        first.learned,
-        warm_preload=first.warm_preload,
+        packages=text.packages,
+        warm_preload=warm_preload or (),
         warm_s=config.warm_s,
         sharers=sharers,
         say=say,

@@ -9,15 +9,12 @@ from pathlib import Path
 
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.forkserver.learned import NOTHING
-from elaunch.agent.forkserver.learned_file import read
-from elaunch.agent.forkserver.selection import together
 from elaunch.agent.forkserver.warm.client import Cold, WarmKind, why_useless
 from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, state, stop
 from elaunch.agent.forkserver.warm.place import NoPlace as NoPlace
 from elaunch.agent.forkserver.warm.place import folder
-from elaunch.records import dataclass, replace
+from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode_fields
 from elaunch.rendezvous.texts import plain
 
@@ -36,21 +33,18 @@ def leave(config: AgentConfig, fork_server: ForkServer) -> str:
     program, preload = config.spec.program, fork_server.warm_preload
     if not preload or why_useless(program, config.environment):
         return ""
-    learned = replace(read(config.imports_file), unused=(), unused_in="")
     cold, origin = fork_server.cold, fork_server.began_from
     if cold and not (cold.is_gone or cold.is_outdated or cold.is_stuck):
         # The one that is there serves other programs, or nobody could use one here.
         return ""
-    known = origin.learned if origin else cold.learned if cold else NOTHING
-    if origin and {*learned.program.entries} <= {*known.program.entries}:
+    known = origin.packages if origin else cold.packages if cold else ()
+    if origin:
         return ""
-    program_too = together(known.program, learned.program)
-    variables = tuple(sorted({*known.variables, *learned.variables}))
-    learned = replace(learned, program=program_too, variables=variables)
+    packages = tuple(dict.fromkeys((*known, *config.text.packages)))
     kind = WarmKind(program, preload)
     try:
         in_place = not (cold and cold.is_gone)
-        leave_behind(kind, config.environment, learned, config.warm_s, in_place=in_place, sharers=fork_server.sharers)
+        leave_behind(kind, config.environment, packages, config.warm_s, in_place=in_place, sharers=fork_server.sharers)
     except NoPlace as error:
         return f"no fork server stays: {error}"
     except OSError as error:

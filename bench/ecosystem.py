@@ -28,10 +28,7 @@ from tests.harness import Job, wait_for
 from tests.warm import own_place, stayed
 
 DEFAULT = "with_lightning,with_fabric,with_accelerate,with_transformers,without_torch"
-_LEARNED = "workers have them from the beginning"
 _LIMIT_S = 120.0
-# Nothing worth it was learned within this time, from the first step on.
-_LEARNING_S = 60.0
 _KILLS_PER_JOB = 5
 # Each generation makes them anew, in five minutes.
 _LONG = "10000"
@@ -131,7 +128,7 @@ def measure(
     found: Found,
     import_bare: Callable[[], None],
 ) -> None:
-    """One turn: a start, kills before and after learning, and a second start.
+    """One turn: a start, kills, and a second start.
 
     `import_bare` runs before each start. Its end leaves free memory that the host of a virtual machine has not taken
     back yet: the use of other memory may cost a start a second.
@@ -148,8 +145,6 @@ def measure(
             found.starts_s.append(ranks.first_step_s() - ranks.started_s)
             found.imported_s.append(_imported_s(job, ranks.started_s))
             try:
-                if launcher == "elaunch" and program.imports != "torch":
-                    _await_learning(job)
                 for number in range(kills):
                     (found.first_kill_s if number == 0 else found.kills_s).append(ranks.kill(dice))
             except AssertionError as error:
@@ -168,7 +163,7 @@ def measure(
 
 
 def _warm_s(place: Place) -> float:
-    """A job leaves a fork server, with what was learned of the program before; another one starts from it."""
+    """A job leaves a fork server; another one starts from it."""
     with own_place(place.temporary / "run"):
         with place.job("--warm", env={"PROGRAM_STEPS": _SHORT}, has_own_memory=False) as job:
             job.wait(_LIMIT_S)
@@ -178,12 +173,6 @@ def _warm_s(place: Place) -> float:
             ranks.first_step_s()
             assert "warm start" in job.stderr, job.stderr
             return _imported_s(job, ranks.started_s)
-
-
-def _await_learning(job: Job) -> None:
-    deadline_s = time.monotonic() + _LEARNING_S
-    while _LEARNED not in job.stderr and time.monotonic() < deadline_s:
-        time.sleep(0.1)
 
 
 def _shown(values: Sequence[float]) -> str:

@@ -15,7 +15,6 @@ from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import has_pidfd
 from elaunch.launcher.cluster.schedulers.registry import mark_of
 from elaunch.launcher.errors import UsageError, nearest, tidy
-from elaunch.launcher.imports_file import imports_file
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
@@ -68,7 +67,6 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     preload, text = _preload(options, interpreter, host)
     warm_s, cannot = warm_seconds(options, preload, cluster, environment)
     # Who names all modules gets these.
-    learns = preload is not None and options.preload_only is None
     return AgentConfig(
         spec=JobSpec(
             run_id=options.run_id,
@@ -100,7 +98,6 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         text=text,
         warm_s=warm_s,
         shares_cores=threads is not None,
-        imports_file=imports_file(options, environ, host) if learns else None,
         master_addr=planned.plan.own_addr or "127.0.0.1",
         master_ports=master_ports(options, planned),
         on_hang=options.on_hang,
@@ -300,9 +297,10 @@ def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[t
         return None, ProgramText()
     if options.preload_only is not None:
         return options.preload_only, ProgramText()
+    text = program_text(options.kind, options.target)
     if options.preload is None:
-        return DEFAULT_PRELOAD, program_text(options.kind, options.target, options.args)
-    return tuple(dict.fromkeys((*DEFAULT_PRELOAD, *options.preload))), ProgramText()
+        return DEFAULT_PRELOAD, text
+    return tuple(dict.fromkeys((*DEFAULT_PRELOAD, *options.preload))), ProgramText(packages=text.packages)
 
 
 def warm_seconds(

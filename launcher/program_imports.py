@@ -1,23 +1,22 @@
-"""What of the default preload a program does not use, from the text of the program: its workers do not wait for that.
+"""What a program imports, by its text: packages that are preloaded too, and what of the default preload it cannot use.
 
 Nothing is imported or run. A program that cannot be read, or that imports in a way that its text does not show, may
-use all of it. A wrong answer costs time, and nothing else: a worker imports what is not preloaded.
+use all of the default. A wrong answer costs time, and nothing else: a worker imports what is not preloaded.
 """
 
 from __future__ import annotations
 
 import _ast
-import json
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elaunch.agent.config import ProgramText
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
-from elaunch.digests import sha256
+from elaunch.agent.default_preload import DEFAULT_PRELOAD, PACKAGES
+from elaunch.records import replace
 from elaunch.rendezvous.job_spec import ProgramKind
 
 # These import modules by names that a text need not show.
@@ -38,18 +37,27 @@ _BYTES_MAX = 200_000
 
 _UNKNOWN = ProgramText()
 
+_IMPORT = re.compile(
+    rb"(?:^|;)[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n;]*)|import[ \t]+([^\n;]*))",
+    re.MULTILINE,
+)
+_COMMENT = re.compile(rb"#[^\n]*")
+# These read such variables when they are imported. A program that names one may set it before.
+_SETS = re.compile(rb"\b(?:ACCELERATE|DATASETS|HF|HUGGING_?FACE|HYDRA|LIGHTNING|PL|TRANSFORMERS|USE)_[A-Z]|dotenv")
 
-def program_text(kind: ProgramKind, target: str, args: tuple[str, ...]) -> ProgramText:
+
+def program_text(kind: ProgramKind, target: str) -> ProgramText:
     """What the texts of the program and of the modules beside it show."""
     try:
         files, root = _program_files(kind, target)
         if not files:
             # An installed module, or elaunch's own that runs a function: its text is not read.
-            return ProgramText(state=_digest([target, *args]), is_clear=False)
+            return _UNKNOWN
         if os.environ.get("PYTHONSAFEPATH"):
             # Modules beside the program are not found then, but elsewhere.
             return _UNKNOWN
-        return _shown(files, root, args, is_script=kind is ProgramKind.SCRIPT)
+        shown = _shown(files, root, is_script=kind is ProgramKind.SCRIPT)
+        return shown if shown.is_refused else replace(shown, packages=_packages(files, root))
     except (OSError, ValueError, RecursionError, MemoryError):
         return _UNKNOWN
 
@@ -63,10 +71,11 @@ def _program_files(kind: ProgramKind, target: str) -> tuple[list[Path], Path]:
     return ([script / "__main__.py"], script) if script.is_dir() else ([script], script.parent)
 
 
-def _shown(files: list[Path], root: Path, args: tuple[str, ...], *, is_script: bool) -> ProgramText:
+def _shown(files: Sequence[Path], root: Path, *, is_script: bool) -> ProgramText:
     uses_torch = uses_dynamo = False
     is_clear = True
     texts: dict[Path, bytes] = {}
+    files = [*files]
     while files:
         file = files.pop()
         if file in texts:
@@ -97,14 +106,44 @@ def _shown(files: list[Path], root: Path, args: tuple[str, ...], *, is_script: b
             is_clear = is_clear and (bool(own) or is_known)
     if uses_torch and uses_dynamo:
         return _UNKNOWN
-    state = _digest([*args, *(sha256(texts[file]).hexdigest() for file in sorted(texts))])
     if not is_clear:
-        return ProgramText(state=state, is_clear=False)
-    return ProgramText(_WITHOUT_DYNAMO if uses_torch else DEFAULT_PRELOAD, state)
+        return _UNKNOWN
+    return ProgramText(_WITHOUT_DYNAMO if uses_torch else DEFAULT_PRELOAD)
 
 
-def _digest(seen: list[str]) -> str:
-    return sha256(json.dumps(seen).encode()).hexdigest()
+def _packages(files: Sequence[Path], root: Path) -> tuple[str, ...]:
+    """What these files, and those beside them that they import, import of PACKAGES; nothing if they may set it up."""
+    found: dict[str, None] = {}
+    seen: set[Path] = set()
+    files, size = [*files], 0
+    while files and len(seen) < _FILES_MAX and size < _BYTES_MAX:
+        file = files.pop(0)
+        if file in seen or not file.is_file():
+            continue
+        text = file.read_bytes()
+        seen.add(file)
+        size += len(text)
+        if _SETS.search(text):
+            return ()
+        for module, names in _imported(text, file, root):
+            own = [each for name in (module, *(f"{module}.{name}" for name in names)) for each in _files(root, name)]
+            files += own
+            if not own and module.partition(".")[0] in PACKAGES:
+                found |= dict.fromkeys([f"{module}:{name}" for name in names] or [module])
+    return tuple(found)
+
+
+def _imported(text: bytes, file: Path, root: Path) -> Iterator[tuple[str, list[str]]]:
+    """The modules that a text imports, and the names that it imports from each."""
+    package = file.parent.relative_to(root).parts
+    for dots, base, names, modules in _IMPORT.findall(text.replace(b"\\\n", b" ")):
+        items = [item.split() for item in _COMMENT.sub(b"", names or modules).strip(b"() \t\r").split(b",")]
+        words = [item[0].decode() for item in items if item and item[0].isascii()]
+        if modules:
+            yield from ((word, []) for word in words)
+        else:
+            above = package[: len(package) + 1 - len(dots)] if dots else ()
+            yield ".".join((*above, *filter(None, [base.decode()]))), [word for word in words if word.isidentifier()]
 
 
 def _parsed(text: bytes, file: Path) -> object:

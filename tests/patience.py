@@ -8,9 +8,6 @@ from pathlib import Path
 
 from tests.harness import Job
 
-# A folder has this time to answer: what the agent remembers of a program.
-DISK = {"elaunch.agent.workers.workers.DISK_S": 300.0}
-
 
 def command(limits: Mapping[str, float]) -> tuple[str, ...]:
     """elaunch with these limits (s), by their full names. A name that does not exist ends it."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.forkserver.learned import NOTHING
 from elaunch.agent.forkserver.warm.client import Cold, WarmKind, connected, greeted
 from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
 from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, stop
@@ -127,7 +126,7 @@ def shared_start(place: Path, *modules: str) -> Iterator[SharedStart]:
         kind = WarmKind(Program(ProgramKind.SCRIPT, "any.py", (), sys.executable), modules)
         # Without a place each job starts cold.
         with suppress(NoPlace, OSError):
-            leave_behind(kind, environment(env), NOTHING, _IDLE_S, in_place=False)
+            leave_behind(kind, environment(env), (), _IDLE_S, in_place=False)
         for path in servers():
             _wait_for_imports(path)
         # As long as a process of the run has this lock, no job leaves a fork server behind.

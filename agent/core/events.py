@@ -251,15 +251,6 @@ class WorkersAtPrompt:
 
 
 @dataclass(frozen=True)
-class WorkersStuck:
-    """Workers that got SIGTERM after a failure cannot act on it: they wait in `collective` for the failed rank."""
-
-    generation: int
-    local_ranks: frozenset[int]
-    collective: str
-
-
-@dataclass(frozen=True)
 class ServiceLost:
     """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
 
@@ -327,7 +318,6 @@ WorkerEvent = (
     | WorkersHung
     | WorkerAsked
     | WorkersAtPrompt
-    | WorkersStuck
     | ServiceLost
     | Cleared
 )

@@ -30,15 +30,8 @@ class PeerFailed:
 
 
 @dataclass(frozen=True)
-class GroupBroken:
-    """The group is broken; SIGTERM comes next. At its end a forked worker looks whether this was said."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
 class ShowStacks:
     """Write to stderr what all threads are doing."""
 
 
-Message = StopAtStepBoundary | PeerFailed | GroupBroken | ShowStacks
+Message = StopAtStepBoundary | PeerFailed | ShowStacks

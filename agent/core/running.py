@@ -37,7 +37,15 @@ from elaunch.agent.core.signals import (
     SIGUSR2,
 )
 from elaunch.agent.core.state import Agent, Step
-from elaunch.agent.core.stop_orders import NOTICE_S, clear_up, ranks, stop_at_boundary, stop_broken, wishes_of
+from elaunch.agent.core.stop_orders import (
+    NOTICE_S,
+    clear_up,
+    grace_of_failure,
+    ranks,
+    stop_at_boundary,
+    stop_broken,
+    wishes_of,
+)
 from elaunch.agent.core.stopping import STOPPED_CODES
 from elaunch.agent.core.store_outage import given_up, say_waits
 from elaunch.records import replace
@@ -295,7 +303,7 @@ def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: flo
 
 def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
     is_person = ended.kind is OutcomeKind.INTERRUPTED
-    grace_s = agent.times.stop_grace_s if is_person else agent.times.failure_grace_s
+    grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
     signum, at_s = _signal_for(agent, agent.snapshot.generation, running, now_s)
     # The time to save begins when they are told.
     stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
@@ -343,7 +351,7 @@ def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
 def _grace_s(agent: Agent, running: Running, now_s: float) -> float:
     """A failure's grace, and at least the time in which a rank on its way out exits by itself."""
     exit_s = EXIT_S if running.live & running.words.exiting(now_s) else 0.0
-    return max(agent.times.failure_grace_s, exit_s)
+    return max(grace_of_failure(agent, running), exit_s)
 
 
 def _look(agent: Agent, rest: Running, failure: Failure, now_s: float) -> Step | None:

@@ -12,6 +12,7 @@ from elaunch.agent.core.phases import (
     LinkWords,
     Mode,
     Noticed,
+    Running,
     Stopping,
     WorkersDone,
     WorkersStopped,
@@ -22,6 +23,8 @@ from elaunch.records import replace
 
 # From the first node of a job that has one to the last.
 NOTICE_S = 1.0
+# A worker that listens for failures has at least so long to report that it saves, or has saved.
+_LISTENER_S = 2.0
 
 
 def stop_at_boundary(
@@ -93,6 +96,11 @@ def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = 
     mode = Broken(stopping.reached | ended, SIGTERM, stopping.mode.notice, stopping.spent)
     message = PeerFailed(stopping.table.generation)
     return _tell(agent, replace(stopping, mode=mode), told, message, ended, SIGTERM, actions)
+
+
+def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
+    """How long this group's workers have after a failure."""
+    return max(agent.times.failure_grace_s, _LISTENER_S if group.live & group.words.to_failure else 0.0)
 
 
 def past_boundary(agent: Agent, stopping: Stopping, boundary: AtBoundary, now_s: float) -> Step:

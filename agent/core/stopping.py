@@ -18,7 +18,6 @@ from elaunch.agent.core.events import (
     WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
-    WorkersStuck,
     WorkerStopped,
 )
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
@@ -28,6 +27,7 @@ from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGPIPE, SIG
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import (
     go_on_stopping,
+    grace_of_failure,
     pass_notice_on,
     past_boundary,
     past_grace_of_failure,
@@ -55,7 +55,7 @@ def looked(agent: Agent, stopping: Stopping, _: Looked, now_s: float) -> Step:
     if not generation.kind.is_urgent or isinstance(stopping.mode, Killing):
         return agent, ()
     if stopping.then is None:
-        stopping = stopping.hurried(now_s, agent.times.failure_grace_s)
+        stopping = stopping.hurried(now_s, grace_of_failure(agent, stopping))
     if isinstance(stopping.mode, Broken):
         return replace(agent, phase=stopping), ()
     return stop_broken(agent, stopping)
@@ -114,7 +114,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
         return go_on_stopping(agent, stopping, actions)
     # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
     actions = (*actions, Commit(transactions.claim_full_record(agent.snapshot, agent.me, failure)))
-    return stop_broken(agent, stopping.hurried(now_s, agent.times.failure_grace_s), actions)
+    return stop_broken(agent, stopping.hurried(now_s, grace_of_failure(agent, stopping)), actions)
 
 
 def worker_asked(agent: Agent, stopping: Stopping, event: WorkerAsked, now_s: float) -> Step:
@@ -185,18 +185,6 @@ def workers_at_prompt(agent: Agent, stopping: Stopping, event: WorkersAtPrompt, 
         return agent, ()
     said = Say(f"local rank {ranks(waiting)} waits at a prompt; SIGTERM")
     return agent, (said, SignalWorkers(event.generation, waiting, SIGTERM))
-
-
-def workers_stuck(agent: Agent, stopping: Stopping, event: WorkersStuck, now_s: float) -> Step:
-    """Kill them, if no other worker of this node runs: one that saves may free its peers when it ends."""
-    left, mode = stopping.live - stopping.spent, stopping.mode
-    if not isinstance(mode, Broken) or not left or not left <= event.local_ranks & mode.signalled:
-        return agent, ()
-    text = (
-        f"local rank {ranks(left)} cannot act on SIGTERM: the main thread waits in a collective ({event.collective})"
-        f" for a rank that has failed; SIGKILL now, not after {stopping.grace_s:g} s"
-    )
-    return _kill(agent, stopping, now_s, Say(text))
 
 
 def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:

@@ -52,7 +52,6 @@ from elaunch.agent.core.events import (
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
-    WorkersStuck,
     WorkerStopped,
 )
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Mode, Phase, Running, Stopping
@@ -137,7 +136,6 @@ ROWS: tuple[Row[Any], ...] = (
     Row(WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
     Row(WorkerAsked, NO_WORKERS, running.worker_asked, stopping.worker_asked, NONE_LEFT, ALL_DONE),
     Row(WorkersAtPrompt, NO_WORKERS, NOT_STOPPING, stopping.workers_at_prompt, NONE_LEFT, ALL_DONE),
-    Row(WorkersStuck, NO_WORKERS, NOT_STOPPING, stopping.workers_stuck, NONE_LEFT, ALL_DONE),
     Row(ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
     Row(Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
     Row(Signalled,

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.linux import memory_file
 from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
@@ -28,14 +27,14 @@ HOOK_DIR = str(Path(__file__).with_name("hook"))
 class Boot:
     """The agent's first message to its fork server.
 
-    `preload` names the modules to import. None means that each worker execs a fresh interpreter; `fallback` is then
-    the reason, unless the user asked for it. `left_out` has sentences on what of `preload` workers import themselves,
-    for the log. `learned` is what earlier starts have shown. `is_paced` says that a job runs meanwhile: the imports
-    take a part of one CPU only. `pythonpath` is the user's PYTHONPATH. `ignored` are signals that workers ignore from
-    their start. `mask` is set in a fork server that has started anew: the signals that were blocked when the agent
-    started it. `warm_s` is set for a fork server that belongs to no job (see warm/server.py): for so long it may be
-    idle. Its `control_fd` is a listening socket. `sharers` is the number of workers that share the cores, from which
-    OMP_NUM_THREADS follows; 0 if the user has set that variable.
+    `preload` names the modules to import. None means that each worker execs a fresh interpreter; `fallback` is then the
+    reason, unless the user asked for it. `left_out` has sentences on what of `preload` workers import themselves, for
+    the log. `packages` are what else the program's text imports (`ProgramText.packages`). `pythonpath` is the user's
+    PYTHONPATH. `ignored` are signals that workers ignore from their start. `mask` is set in a fork server that has
+    started anew: the signals that were blocked when the agent started it. `warm_s` is set for a fork server that
+    belongs to no job (see warm/server.py): for so long it may be idle. Its `control_fd` is a listening socket.
+    `sharers` is the number of workers that share the cores, from which OMP_NUM_THREADS follows; 0 if the user has set
+    that variable.
     """
 
     agent_pid: int
@@ -46,8 +45,7 @@ class Boot:
     ignored: tuple[int, ...] = ()
     fallback: str = ""
     left_out: tuple[str, ...] = ()
-    learned: Learned = Learned()
-    is_paced: bool = False
+    packages: tuple[str, ...] = ()
     mask: tuple[int, ...] | None = None
     warm_s: float = 0.0
     sharers: int = 0

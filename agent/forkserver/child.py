@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # The number of the crash file among the descriptors that came with the order.
 _CRASH_FD = 4
-# What a probe reads, and where it writes.
-_WANTED_FD, _ANSWER_FD = 3, 4
 # A program that takes descriptors by number, or closes them in a loop, takes low ones.
 _HIGH_FD = 1023
 
@@ -40,12 +38,11 @@ def settle(agent_pid: int, template_pid: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def prepare(preloaded: Preloaded, written: list[int]) -> None:
-    """Do ahead of the order what does not depend on it. `written` are pages that a worker writes to."""
-    from elaunch.agent.forkserver import after_fork, written_pages
+def prepare(preloaded: Preloaded) -> None:
+    """Do ahead of the order what does not depend on it."""
+    from elaunch.agent.forkserver import after_fork
 
     after_fork.refresh(preloaded)
-    written_pages.copy(written)
     _own_cgroups()
 
 
@@ -60,15 +57,7 @@ def become(child: Child) -> None:
         # The store's signals stay blocked: it ends when the agent says so, or with its parent.
         distributed = child.preloaded and child.preloaded.module("torch.distributed")
         store_class = getattr(distributed, "TCPStore", None)
-        worker_store.serve(
-            child.order["host"], child.order["port"], whole=child.order["whole"], store_class=store_class
-        )
-    if child.order["op"] == "probe":
-        from elaunch.agent.forkserver.probe import probe_for_agent
-
-        if child.gate:
-            child.gate.lift()
-        probe_for_agent(_WANTED_FD, _ANSWER_FD, child.boot.program, child.loaded_at_start)
+        worker_store.serve(child.order["host"], child.order["port"], store_class=store_class)
     if child.preloaded:
         from elaunch.agent.forkserver.preload import restore_environment
 
@@ -91,11 +80,9 @@ def become(child: Child) -> None:
     after_fork.standard_streams()
     crash_stack.enable(crash_fd)
     link = exit_report.promise(crash_fd)
-    gloo = collectives.prepare(child.preloaded.module(collectives.C10D))
+    collectives.prepare(child.preloaded.module(collectives.C10D))
     if child.gate:
         child.gate.stand(link)
-    if child.quick_end:
-        child.quick_end.arm(link, child.preloaded, gloo)
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # The pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
-from elaunch.agent.forkserver.learned import NOTHING, Learned
 from elaunch.agent.linux import is_stopped
 from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import Program
@@ -42,13 +41,12 @@ class Home:
 class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
-    `learned` is what earlier starts have shown. With `is_paced` it imports slowly and silently beside a job that runs.
-    With `warm_s` it is forked from a fork server that an earlier job has left behind and that has imported
-    `warm_preload`, if that fits; `preload` is that then. `cold` says why it was not, `began_from` which one it was. The
-    one that is left may be idle for so long. `sharers` as in `Boot`. `say` tells the user, while this object is made,
-    what takes its time; `meanwhile` is what can be done in the time that a warm one takes.
-    Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
-    wait in the socket. `fileno` is readable when `receive` has news.
+    `packages` as in `Boot`. With `warm_s` it is forked from a fork server that an earlier job has left behind and that
+    has imported `warm_preload`, if that fits; `preload` is that then. `cold` says why it was not, `began_from` which
+    one it was. The one that is left may be idle for so long. `sharers` as in `Boot`. `say` tells the user, while this
+    object is made, what takes its time; `meanwhile` is what can be done in the time that a warm one takes. Make it as
+    early as possible: it imports while the agent does its own work. Orders that come before it is ready wait in the
+    socket. `fileno` is readable when `receive` has news.
     """
 
     def __init__(
@@ -57,10 +55,9 @@ class ForkServer:
         preload: tuple[str, ...] | None,
         environment: Mapping[str, str],
         ignored: tuple[int, ...] = (),
-        learned: Learned = NOTHING,
         *,
+        packages: tuple[str, ...] = (),
         warm_preload: tuple[str, ...] = (),
-        is_paced: bool = False,
         warm_s: float = 0.0,
         sharers: int = 0,
         say: Callable[[str], None] = lambda _: None,
@@ -69,15 +66,11 @@ class ForkServer:
         self._program = program
         self._environment = environment
         self._ignored = ignored
-        self._is_paced = is_paced
         self.sharers = sharers
         self.preload = preload
         self.warm_preload = warm_preload
-        self.learned = learned
-        self._successor: ForkServer | None = None
-        self._ended_before: list[Process] = []
+        self.packages = packages
         self._has_forked = False
-        self._whole_store = False
         # Of processes that it has forked ahead, which wait for an order.
         self._ahead: set[int] = set()
         self.cold: Cold | None = None
@@ -89,37 +82,9 @@ class ForkServer:
         self._socket, self._process = self._start()
         self._ahead, self._has_forked = set(), False
 
-    def prepare_successor(self, learned: Learned) -> ForkServer:
-        """Start another fork server beside this one, to take its place between two generations. Raises OSError."""
-        self.drop_successor()
-        environment, ignored = self._environment, self._ignored
-        self._successor = ForkServer(self._program, self.preload, environment, ignored, learned, is_paced=True)
-        return self._successor
-
-    def drop_successor(self) -> None:
-        """End the other fork server, if there is one."""
-        successor, self._successor = self._successor, None
-        if successor:
-            successor.stop()
-
-    def succeed(self) -> None:
-        """End this fork server, none of whose workers lives, and be the successor."""
-        successor, self._successor = self._successor, None
-        assert successor is not None
-        # It ends by that. The user waits for a restart, so the end of this process, which has much memory, is not
-        # waited for.
-        self._socket.close()
-        self._ended_before.append(self._process)
-        self._socket, self._process, self.learned = successor._socket, successor._process, successor.learned
-        self._ahead, self._has_forked = successor._ahead, successor._has_forked
-
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
-        self.preload, self.warm_preload = None, ()
-
-    def distrust_native_code(self) -> None:
-        """From now on a worker store imports the whole of torch, as programs do."""
-        self._whole_store = True
+        self.preload, self.warm_preload, self.packages = None, (), ()
 
     def _borrow(
         self, warm_s: float, say: Callable[[str], None], meanwhile: Callable[[], None]
@@ -148,8 +113,7 @@ class ForkServer:
             preload,
             self._environment.get("PYTHONPATH"),
             self._ignored,
-            learned=self.learned,
-            is_paced=self._is_paced,
+            packages=self.packages,
             sharers=self.sharers,
         )
 
@@ -162,10 +126,8 @@ class ForkServer:
                 bare_command("server", "bare", str(boot_fd)) if preload is None else self._program.argv,
                 env=dict(environment) if preload is None else pausing(environment, boot_fd),
                 stdin=subprocess.DEVNULL,
-                # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data. Of what a
-                # program imports it has all been printed already.
-                stdout=subprocess.DEVNULL if self._is_paced else 2,
-                stderr=subprocess.DEVNULL if self._is_paced else None,
+                # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data.
+                stdout=2,
                 pass_fds=(boot_fd, theirs.fileno()),
                 start_new_session=True,
             )
@@ -180,14 +142,9 @@ class ForkServer:
         return self._process.pid
 
     @property
-    def server_pids(self) -> tuple[int, ...]:
-        """With that of the successor."""
-        return (self.pid, *(self._successor.server_pids if self._successor else ()))
-
-    @property
     def pids(self) -> tuple[int, ...]:
-        """With those of processes that it has forked ahead, and of the successor."""
-        return (self.pid, *self._ahead, *(self._successor.pids if self._successor else ()))
+        """With those of processes that it has forked ahead."""
+        return (self.pid, *self._ahead)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -198,24 +155,11 @@ class ForkServer:
 
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
-        self._order("store", home, "store", {"host": host, "port": port, "whole": self._whole_store}, fds)
+        self._order("store", home, "store", {"host": host, "port": port}, fds)
 
     def fork_ahead(self, count: int) -> None:
         """Have so many processes wait for the orders of the next workers, forked one after the other. 0 ends them."""
         self._send({"op": "ahead", "count": count})
-
-    def fork_ahead_in_successor(self, count: int) -> None:
-        """The same in the successor, which takes this one's place before the next workers. Raises OSError."""
-        assert self._successor is not None
-        self._successor.fork_ahead(count)
-        self.fork_ahead(0)
-
-    def probe(self, generation: int, fds: Fds) -> None:
-        """Order a process that imports what a program has imported, to see what of it can be preloaded.
-
-        `fds` become its fds 0 to 4: from 3 it reads a `Wanted`, and to 4 it writes a `ProbeAnswer` (see probe.py).
-        """
-        self._order("probe", Home(generation), "probe", {}, fds)
 
     def _order(self, op: str, home: Home, key: int | str, details: dict[str, Any], fds: Fds) -> None:
         order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
@@ -257,9 +201,8 @@ class ForkServer:
         """End the fork server and, by the kernel, all its children."""
         if self._has_forked and not is_stopped(self.pid):
             self._let_reap()
-        for process in (self._process, *self._ended_before):
-            process.kill()
-            process.wait()
+        self._process.kill()
+        self._process.wait()
         self._socket.close()
 
     def _let_reap(self) -> None:
@@ -270,11 +213,6 @@ class ForkServer:
             while select.select([self._socket], [], [], max(until_s - time.monotonic(), 0.0))[0]:
                 if self.receive() is None:
                     return
-
-    def close(self) -> None:
-        """`stop`, and the same for the successor."""
-        self.drop_successor()
-        self.stop()
 
     def lost(self) -> str:
         """Words that say how a lost fork server has ended."""

@@ -1,4 +1,4 @@
-"""Answers the agent's questions about a worker in a thread: its collectives (torch's flight recorder), its imports.
+"""Answers the agent's questions about a worker's collectives in a thread (torch's flight recorder).
 
 The thread runs while the program has a default process group, and sleeps until the agent asks. It also answers while
 the main thread waits in a collective. A fresh worker imports this before its program, so it imports as little as it
@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from elaunch.agent.forkserver import imported
 from elaunch.agent.forkserver.finders import LeavingFinder
-from elaunch.agent.forkserver.gloo_threads import GlooThreads
 
 # `typing` itself is not imported: a fresh worker imports this before its program.
 TYPE_CHECKING = False
@@ -31,16 +29,11 @@ _ERROR_MAX = 1000
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _QUESTION_BYTES_MAX = 32
 _PACKET_BYTES_MAX = 64 << 10
-_FRAMES_MAX = 12
 
 
-def prepare(c10d: ModuleType | None) -> GlooThreads:
-    """Have the thread run while this process has a default process group. `c10d` is torch's module if it is loaded.
-
-    Returns gloo's threads, which that thread looks for.
-    """
-    gloo = GlooThreads()
-    thread, own_port = _AnsweringThread(gloo), os.environ.get("MASTER_PORT", "")
+def prepare(c10d: ModuleType | None) -> None:
+    """Have the thread run while this process has a default process group. `c10d` is torch's module if it is loaded."""
+    thread, own_port = _AnsweringThread(), os.environ.get("MASTER_PORT", "")
     generation = os.environ.get("ELAUNCH_GENERATION", "0")
 
     def found(c10d: ModuleType) -> None:
@@ -54,7 +47,6 @@ def prepare(c10d: ModuleType | None) -> GlooThreads:
         sys.meta_path.insert(-1, _Finder(found))
     else:
         found(c10d)
-    return gloo
 
 
 def _use_agents_store_at(own_port: str, c10d: ModuleType) -> None:
@@ -115,14 +107,12 @@ class _AnsweringThread:
     threads, and the kernel allows `unshare` only to a process with one. Process groups bring threads of their own.
     """
 
-    def __init__(self, gloo: GlooThreads) -> None:
+    def __init__(self) -> None:
         self._pid = os.getpid()
-        self._gloo = gloo
         # The program may reuse the fd for another file. The inode identifies the socket.
         self._link = os.fstat(LINK_FD).st_ino
         self._end: Any = None
         self._closes_after_fork = False
-        self._environment = dict(os.environ)
 
     def follow(self, c10d: ModuleType) -> None:
         """Hear of every default process group from now on. torch has no public call for that."""
@@ -173,7 +163,7 @@ class _AnsweringThread:
         if not self._closes_after_fork:
             self._closes_after_fork = True
             os.register_at_fork(after_in_child=self._forked)
-        _thread.start_new_thread(_answer, (end, dumps, self._environment, self._gloo))
+        _thread.start_new_thread(_answer, (end, dumps))
 
     def _is_link(self) -> bool:
         try:
@@ -211,32 +201,23 @@ class _AnsweringThread:
             self._end = None
 
 
-def _answer(end: Any, dumps: list[Any], environment: dict[str, str], gloo: GlooThreads) -> None:
+def _answer(end: Any, dumps: list[Any]) -> None:
     """Answer until the agent, or the process group, is gone.
 
-    The question `n` is for the numbers of each group's last collectives, `t` also for what the threads do. `eMAX` is
-    for the recorder's entries, if it keeps at most MAX: to write them takes 30 µs for each, in which no other thread
-    runs Python. `m` is for what the program has imported, and is asked once. `bFRAME,INSTRUCTION` has no answer: a rank
-    has failed, and the main thread, if it is still there, waits for it in vain.
+    The question `n` is for the numbers of each group's last collectives. `eMAX` is for the recorder's entries, if it
+    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python.
     """
     import _signal  # type: ignore[import-not-found]
 
     try:
         # Signals are the program's.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
-        gloo.look()
         while question := end.recv(_QUESTION_BYTES_MAX):
-            if question in (b"n", b"t"):
-                gloo.look()
-                texts = [_threads(sorted(gloo.tids))] if question == b"t" else []
-                text = b"\n".join((*texts, *(dump(False, False) for dump in dumps)))
+            if question == b"n":
+                text = b"\n".join(dump(False, False) for dump in dumps)
                 end.send(question + (text if len(text) < _PACKET_BYTES_MAX else b""))
             elif question[:1] == b"e":
                 _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
-            elif question == b"m":
-                _send_file(end, b"m", (_imports(environment),))
-            elif question[:1] == b"b" and _has_one_group() and _is_at(question[1:]):
-                gloo.break_off()
     except Exception:
         # The agent is gone, or this torch has other functions under these names.
         return
@@ -244,28 +225,9 @@ def _answer(end: Any, dumps: list[Any], environment: dict[str, str], gloo: GlooT
         end.close()
 
 
-def _has_one_group() -> bool:
-    """Whether torch has made no process group but the default one. A thread of another one may not be known yet."""
-    return len(getattr(getattr(sys.modules[C10D], "_world", None), "pg_map", ())) == 1
-
-
-def _is_at(place: bytes) -> bool:
-    """Whether the main thread is at that instruction of that frame."""
-    main = sys._current_frames().get(sys.modules["threading"].main_thread().ident)
-    return main is not None and place == b"%d,%d" % (id(main), main.f_lasti)
-
-
 def _entries_kept() -> int:
     """As torch reads it (FlightRecorder.hpp)."""
     return int(os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or 2000)
-
-
-def _imports(environment: dict[str, str]) -> bytes:
-    try:
-        return imported.listed(environment)
-    except RuntimeError:
-        # The program has just set a variable. The agent then learns nothing, and nothing else is lost.
-        return b""
 
 
 def _send_entries(end: Any, dumps: list[Any]) -> None:
@@ -284,43 +246,3 @@ def _send_file(end: Any, kind: bytes, texts: Iterable[bytes]) -> None:
         end.sendmsg([kind], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
     finally:
         os.close(fd)
-
-
-def _threads(loops: list[int]) -> bytes:
-    """What Python's threads do, and what else tells whether the main thread waits in vain, as one line of JSON.
-
-    `loops` are gloo's threads.
-
-    To be in the same frame at the same instruction twice means that no Python ran between. Raises an exception if this
-    torch has other functions under these names.
-    """
-    import _thread
-
-    modules: Any = sys.modules
-    main, mine = modules["threading"].main_thread().ident, _thread.get_ident()
-    found = sys._current_frames()
-    group = modules[C10D].GroupMember.WORLD
-    # A process of Python's own, which waits for this one to end.
-    tracker = getattr(modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
-    timeout = group._get_backend(modules["torch"].device("cpu")).options._timeout
-    told = {
-        "at": [id(found[main]), found[main].f_lasti],
-        "main": _calls(found[main]),
-        "others": [_calls(frame) for ident, frame in found.items() if ident not in (main, mine)],
-        "answers": _thread.get_native_id(),
-        "loops": loops,
-        "tracker": getattr(tracker, "_pid", None),
-        "ranks": group.size(),
-        "timeout_s": timeout.total_seconds(),
-    }
-    text: str = modules["json"].dumps(told)
-    return text.encode()
-
-
-def _calls(frame: Any) -> list[list[str]]:
-    """The function and the file of each frame, innermost first."""
-    calls: list[list[str]] = []
-    while frame is not None and len(calls) < _FRAMES_MAX:
-        calls.append([frame.f_code.co_name, frame.f_code.co_filename])
-        frame = frame.f_back
-    return calls

@@ -12,7 +12,6 @@ import threading
 import time
 from _frozen_importlib_external import PathFinder
 
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.forkserver.crash_stack import EXIT_CODE
 from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
 
@@ -87,9 +86,8 @@ def _report(link: int) -> None:
         if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
             _record(error)
         raised, reached = ("true" if is_so else "false" for is_so in (error is not None, _reached_store()))
-        unused = ", ".join(f'"{name}"' for name in DEFAULT_PRELOAD if name not in sys.modules)
         threads = _threads()
-        rest = f'"unused": [{unused}], "monotonic_s": {time.monotonic()!r}{threads}'
+        rest = f'"monotonic_s": {time.monotonic()!r}{threads}'
         said = f'{{"event": "ended", "raised": {raised}, "reached_store": {reached}, {rest}}}'
         _send(link, said, last=True)
 

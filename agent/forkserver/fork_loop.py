@@ -8,22 +8,14 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot
-from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.reaper import Children
 from elaunch.agent.forkserver.standbys import Standbys, wait
 from elaunch.agent.linux import read_signal, signal_fd
-from elaunch.rendezvous.codec import encode
 
-if TYPE_CHECKING:
-    from elaunch.agent.forkserver.huge_pages import SmallPages
-    from elaunch.agent.forkserver.preload import Preloaded
-
-# A larger answer does not go into one packet. The next start finds it out again.
-_NAMED_BYTES_MAX = 64 << 10
 # The key of processes that were forked ahead, and the generation that none of them has yet.
 _AHEAD, _NO_GENERATION = "ahead", -1
 # What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
@@ -33,13 +25,10 @@ _ASKING = frozenset(
         *(signal.SIGUSR1, signal.SIGUSR2),
     )
 )
-# A third of a CPU for what is put into huge pages beside the training.
-_WAIT_PER_PAGE = 2.0
 
-# What a process does right after the fork, with the pid of the fork server, and what it does ahead of its order, with
-# the pages that a worker has written to.
+# What a process does right after the fork, with the pid of the fork server, and what it does ahead of its order.
 Settle = Callable[[int], None]
-Prepare = Callable[[list[int]], None]
+Prepare = Callable[[], None]
 # An order from the agent, the descriptors that came with it, the fork server's pid, and whether `Prepare` was done.
 Asked = tuple[dict[str, Any], tuple[int, ...], int, bool]
 
@@ -53,29 +42,16 @@ def tell(control: socket.socket, news: dict[str, Any], end: Callable[[], object]
 
 
 class ForkLoop:
-    """A fork server's service for its agent. Without `prepare` nothing is forked ahead.
+    """A fork server's service for its agent. Without `prepare` nothing is forked ahead."""
 
-    `small` is memory that is put into huge pages before anything is forked ahead.
-    """
-
-    def __init__(
-        self,
-        boot: Boot,
-        control: socket.socket,
-        settle: Settle,
-        prepare: Prepare | None = None,
-        small: SmallPages | None = None,
-    ) -> None:
+    def __init__(self, boot: Boot, control: socket.socket, settle: Settle, prepare: Prepare | None = None) -> None:
         self._boot = boot
         self._control = control
         self._settle = settle
         self._prepare = prepare
-        self._small = small
         self._pid = os.getpid()
         self._children = Children()
         self._standbys = Standbys()
-        self._written: list[int] = []
-        self._has_let_go = False
         self._asking = _ASKING
         self._signals = -1
         # Where the system has none (a sandbox), a signal to this process is ignored.
@@ -84,12 +60,9 @@ class ForkLoop:
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector = selectors.DefaultSelector()
 
-    def serve(self, preloaded: Preloaded | None = None) -> Asked:
+    def serve(self) -> Asked:
         """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
         ready: dict[str, Any] = {"event": "ready", "reason": self._boot.fallback, "left_out": self._boot.left_out}
-        if preloaded:
-            named = Learned(preloaded.tried) if len(encode(Learned(preloaded.tried))) < _NAMED_BYTES_MAX else Learned()
-            ready |= {"tried": encode(named), "has_programs": preloaded.has_programs}
         tell(self._control, ready)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
@@ -154,7 +127,7 @@ class ForkLoop:
         """Make a process for the order. Returns the order in that process."""
         news = {"generation": order["generation"], "key": order["key"]}
         try:
-            pid = (order["op"] != "probe" and self._standbys.give(order, fds)) or self._forked()
+            pid = self._standbys.give(order, fds) or self._forked()
         except OSError as error:
             tell(self._control, {**news, "event": "unstarted", "why": error.strerror})
         else:
@@ -182,22 +155,11 @@ class ForkLoop:
         os._exit(0)
 
     def _begin_ahead(self, count: int) -> None:
-        """Have so many processes that wait. The workers run, and nobody waits for this one."""
-        # A bare fork server is ready sooner without them.
-        from elaunch.agent.forkserver import clean_pages, written_pages
-
+        """Have so many processes that wait."""
         self._standbys.want(count if self._prepare else 0)
-        if self._standbys.wait_s is not None and (worker := self._children.a_worker()):
-            self._written = written_pages.written_by(worker)
-        if not self._has_let_go:
-            clean_pages.let_go()
-            self._has_let_go = True
 
     def _work_ahead(self) -> Asked | None:
-        """Put a page into huge pages, or fork a process. Returns in that process the order that makes it a worker."""
-        if self._small and (took_s := self._small.collapse(0.0)) is not None:
-            self._standbys.put_off(_WAIT_PER_PAGE * took_s)
-            return None
+        """Fork a process that waits. Returns in that process the order that makes it a worker."""
         try:
             pid, end = self._standbys.fork()
         except OSError:
@@ -206,7 +168,7 @@ class ForkLoop:
         if end:
             self._become_child()
             assert self._prepare
-            self._prepare(self._written)
+            self._prepare()
             return *wait(end), self._pid, True
         self._children.add(pid, (_NO_GENERATION, _AHEAD))
         tell(self._control, {"event": "forked", "generation": _NO_GENERATION, "key": _AHEAD, "pid": pid})

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from elaunch.agent.forkserver import after_fork, exit_report
+from elaunch.agent.forkserver import after_fork, exit_report, fixups
 from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
 from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
@@ -38,7 +38,7 @@ class Gate(LeavingFinder):
     """
 
     def __init__(self, brought: Sequence[Brought]) -> None:
-        packages = hidden_packages([*(each.name for each in brought), *(n for each in brought for n in each.ranks)])
+        packages = hidden_packages([each.name for each in brought])
         where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
         self._hidden = [_Hidden(b, {n: b.modules[n] for n, each in where.items() if each is b}) for b in brought]
         # What other threads were importing when its package came back: they will put it back.
@@ -46,16 +46,14 @@ class Gate(LeavingFinder):
         # When the program imports one of these packages, all modules that came with its preload come back too.
         self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
         # In the order of their imports: what one of them has imported comes before it.
-        self._learned = [each for each in self._hidden if each.brought.is_learned]
+        self._packages = [each for each in self._hidden if each.brought.is_package]
         self._environment = dict(os.environ)
         self._link = 0
         self._is_moved = False
         self._told: set[str] = set()
         if not where:
             return
-        for each in brought:
-            for statement in each.ranks.values():
-                statement.forget(each.modules[statement.module])
+        fixups.forget({name: each.modules[name] for name, each in where.items()})
         for name, each in where.items():
             _unbind(name, each.modules[name])
         for name in where:
@@ -63,17 +61,6 @@ class Gate(LeavingFinder):
         added = [f for each in brought for f in each.filters]
         _set_filters([f for f in warnings.filters if f not in added])
         sys.meta_path.insert(0, self)
-
-    def lift(self) -> None:
-        """Hide nothing any more, and apply nothing: this process imports more, and is not going to run the program."""
-        for hidden in self._hidden:
-            for name, module in hidden.modules.items():
-                sys.modules[name] = module
-                _bind(name, module)
-                _find_out_again(name, hidden.brought)
-        self._hidden = []
-        with ImportLock():
-            self._leave()
 
     def move(self) -> None:
         """The fork server is in another folder now than at its imports (see warm/server.py)."""
@@ -112,15 +99,14 @@ class Gate(LeavingFinder):
             if self._comes_whole(name, each):
                 _register(each)
             self._set_own(each, changed)
-            for known in back if each.ranks or each.handlers else ():
-                _find_out_again(known, each)
+            fixups.find_out_again(back)
         modules = opened[0][1] if len(opened) == 1 else {n: module for _, back in opened for n, module in back.items()}
         after_fork.set_threads(changed, modules)
         for each, back in opened:
             moved = {FOLDER} & each.readers.keys() if self._is_moved else set()
             whose = name if each is hidden.brought else each.name
             self._tell(whose, replay(changed | moved, each.readers, back) - {FOLDER})
-        if hidden.brought.is_learned and any(map(_has_torch, modules.values())):
+        if hidden.brought.is_package and any(map(_has_torch, modules.values())):
             # The program may never import it by itself.
             for of_torch in _OF_TORCH:
                 self.open(of_torch)
@@ -129,11 +115,11 @@ class Gate(LeavingFinder):
         return next((each for each in self._hidden if name in each.modules), None)
 
     def _taken(self, hidden: _Hidden) -> list[_Hidden]:
-        """What comes back with it, which is itself the last one. Of learned ones each comes back once, and whole."""
-        if not hidden.brought.is_learned:
+        """What comes back with it, which is itself the last one. Of packages each comes back once, and whole."""
+        if not hidden.brought.is_package:
             return [hidden]
-        count = next(number for number, each in enumerate(self._learned, 1) if each is hidden)
-        taken, self._learned = self._learned[:count], self._learned[count:]
+        count = next(number for number, each in enumerate(self._packages, 1) if each is hidden)
+        taken, self._packages = self._packages[:count], self._packages[count:]
         return taken
 
     def _set_own(self, brought: Brought, changed: Collection[str]) -> None:
@@ -143,7 +129,7 @@ class Gate(LeavingFinder):
         self._environment |= {n: value for n, value in own.items() if value is not None}
 
     def _comes_whole(self, name: str, brought: Brought) -> bool:
-        return brought.is_learned or name.partition(".")[0] in self._named
+        return brought.is_package or name.partition(".")[0] in self._named
 
     def _put_back(self, name: str, hidden: _Hidden) -> dict[str, ModuleType]:
         if self._comes_whole(name, hidden.brought):
@@ -227,15 +213,6 @@ def _register(brought: Brought) -> None:
         atexit.register(call, *args, **kwargs)
 
 
-def _find_out_again(name: str, brought: Brought) -> None:
-    """Have a module find out what it has found out about another process."""
-    if statement := brought.ranks.get(name):
-        statement.run(brought.modules[name])
-    for each in brought.handlers:
-        if each.module == name:
-            each.forget_if_too_many()
-
-
 def _has_torch(module: ModuleType) -> bool:
     return isinstance(vars(module).get("torch"), ModuleType)
 
@@ -246,13 +223,6 @@ def _unbind(name: str, module: ModuleType) -> None:
     parent = sys.modules.get(package)
     if _imports_lazily(parent, child) and vars(parent).get(child) is module:
         delattr(parent, child)
-
-
-def _bind(name: str, module: ModuleType) -> None:
-    package, _, child = name.rpartition(".")
-    parent = sys.modules.get(package)
-    if _imports_lazily(parent, child):
-        setattr(parent, child, module)
 
 
 def _imports_lazily(package: object, child: str) -> bool:

@@ -13,14 +13,11 @@ from collections.abc import Collection
 from typing import Any
 
 from elaunch.agent.forkserver.boot import BOOT_VARIABLE, HOOK_DIR, Boot
-from elaunch.agent.forkserver.quick_end import QuickEnd
 from elaunch.agent.forkserver.server import main
 
 
 def pause(loaded_at_start: Collection[str]) -> None:
     """Be the fork server. Returns only in a forked worker, where nothing is left of the pause."""
-    # Python calls the exit function that was registered first as the last one.
-    quick_end = QuickEnd()
     boot = Boot.read(int(os.environ.pop(BOOT_VARIABLE)))
     sys.path.remove(HOOK_DIR)
     sys.path_importer_cache.pop(HOOK_DIR, None)
@@ -29,7 +26,7 @@ def pause(loaded_at_start: Collection[str]) -> None:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = boot.pythonpath
-    main(boot, loaded_at_start, _customise, quick_end)
+    main(boot, loaded_at_start, _customise)
 
 
 def _customise() -> None:

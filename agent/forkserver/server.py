@@ -9,7 +9,6 @@ interpreter.
 from __future__ import annotations
 
 import gc
-import math
 import os
 import signal
 import socket
@@ -21,22 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
-from elaunch.agent.forkserver.fork_loop import ForkLoop, tell
-from elaunch.agent.forkserver.learned import Learned
+from elaunch.agent.forkserver.fork_loop import ForkLoop
 from elaunch.agent.linux import die_with_parent, set_command_line
 from elaunch.records import dataclass, replace
 
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
-    from elaunch.agent.forkserver.quick_end import QuickEnd
     from elaunch.agent.forkserver.warm.opened import Opened
     from elaunch.agent.forkserver.warm.server import WarmServer
 
 # Jobs that ask at the same time.
 _BACKLOG = 64
-# For so long the first worker of a job waits for huge pages: all of them on most hosts.
-_COLLAPSES_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -52,22 +47,15 @@ class Child:
     preloaded: Preloaded | None = None
     loaded_at_start: Collection[str] = ()
     gate: Gate | None = None
-    quick_end: QuickEnd | None = None
 
 
-def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None], quick_end: QuickEnd) -> None:
+def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
     """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
     # A bare fork server is ready sooner without them.
     from elaunch.agent.forkserver import after_fork
     from elaunch.agent.forkserver.fork_safety import bound_by
-    from elaunch.agent.forkserver.preload import WAIT_PER_WORK, Unfaithful, preload
+    from elaunch.agent.forkserver.preload import Unfaithful, preload
 
-    # Otherwise this process stays small.
-    imports = bool(boot.preload or boot.learned.program.entries)
-    if imports:
-        from elaunch.agent.forkserver import huge_pages
-
-        huge_pages.prepare_heap()
     environment, began_ns, cpus = dict(os.environ), time.time_ns(), os.sched_getaffinity(0)
     mask, control = _settle(boot)
     opened = _opened() if boot.warm_s else None
@@ -81,8 +69,6 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         why, rest = (bound, None) if bound else (str(error), error.rest)
         if bound:
             os.sched_setaffinity(0, cpus)
-        if boot.learned.is_used and (boot.is_paced or not bound):
-            _start_without_learned(boot, control, mask, environment, why)
         if boot.warm_s and not rest:
             _cannot_stay(control, why)
         told = (f"only {', '.join(rest)} can be preloaded: {why}",) if rest else ()
@@ -91,6 +77,7 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
             replace(
                 boot,
                 preload=rest or None,
+                packages=(),
                 fallback=fallback,
                 left_out=(*boot.left_out, *told),
                 mask=tuple(mask),
@@ -99,22 +86,15 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         )
     # Before any fork: otherwise each worker would have to import and make the same itself, or have other modules than
     # the next ones.
-    from elaunch.agent.forkserver import child, clean_pages, exit_report, written_pages  # noqa: F401
+    from elaunch.agent.forkserver import child, exit_report
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
-    quick_end.know_libraries()
     files = opened.end() if opened else ()
     server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
     gate = Gate(preloaded.brought)
-    small = huge_pages.SmallPages() if imports else None
-    if small and boot.is_paced:
-        small.collapse_beside(WAIT_PER_WORK)
-    elif small:
-        small.collapse(math.inf if boot.warm_s else _COLLAPSES_S)
     gc.freeze()
     gc.enable()
-    boot = replace(boot, left_out=(*boot.left_out, *preloaded.left_out))
     if server:
         # The server keeps what it needs of it.
         environment.clear()
@@ -122,8 +102,8 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         gate.move()
         boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
     settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
-    asked = ForkLoop(boot, control, settle, prepare, small).serve(preloaded)
-    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate, quick_end))
+    asked = ForkLoop(boot, control, settle, prepare).serve()
+    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
 
 
 def _opened() -> Opened:
@@ -188,18 +168,6 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
         set_command_line(("elaunch: fork server",), "elaunch-fork")
     control.set_inheritable(False)
     return mask, control
-
-
-def _start_without_learned(
-    boot: Boot, control: socket.socket, mask: Collection[int], environment: dict[str, str], why: str
-) -> NoReturn:
-    """What an earlier start has shown does not hold any more, so do as if there had been none."""
-    if boot.is_paced:
-        # The fork server that it was to replace stays.
-        tell(control, {"event": "refused", "why": why})
-        os._exit(1)
-    told = f"what the last start needed is not imported as it was remembered: {why}"
-    _start_anew(replace(boot, learned=Learned(), left_out=(told,), mask=tuple(mask)), environment)
 
 
 def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:

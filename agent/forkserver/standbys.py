@@ -41,10 +41,6 @@ class Standbys:
             self._end(pid)
         self._missing = count - len(self._waiting)
 
-    def put_off(self, for_s: float) -> None:
-        """Fork the next one later."""
-        self._next_s = time.monotonic() + for_s
-
     def fork(self) -> tuple[int, socket.socket | None]:
         """Fork one. Returns 0 and the socket for its order in the new process, its pid in this one.
 

@@ -6,6 +6,7 @@ store, so that no key of an older generation is read again.
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import site
@@ -14,38 +15,29 @@ import sys
 from typing import Any, NoReturn
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import bare_command
-from elaunch.agent.forkserver.tcp_store import Unlike, has_torch, tcp_store, whole_tcp_store
 from elaunch.agent.linux import set_command_line
 
 LISTEN_FD = 3
 CONTROL_FD = 4
-# Torch's native code takes 0.3 s of CPU, and many programs never connect. Those that do first import torch themselves,
-# which takes longer than this.
+# `import torch` takes 2 s of CPU, and many programs never connect. Those that do first import torch themselves, which
+# takes longer than this.
 _IDLE_S = 0.8
 
 
-def serve_whole(host: str, port: str) -> NoReturn:
-    """`serve`, in a process that has just been started."""
-    serve(host, int(port), whole=True)
+def serve(host: str, port: int, *, store_class: Any = None) -> NoReturn:
+    """Host the store until the agent asks for the number of its keys, or is gone.
 
-
-def serve(host: str, port: int, *, whole: bool, store_class: Any = None) -> NoReturn:
-    """Host the store until the agent asks for the number of its keys, or is gone. `whole`: import all of torch.
-
-    `store_class` is torch's TCPStore, if this process has it. To import it as a program does would also start the
-    threads of OpenBLAS, which spin for 0.1 s.
+    `store_class` is torch's TCPStore, if this process has it.
     """
     set_command_line(("elaunch: worker store",), "elaunch-store")
     control = socket.socket(fileno=CONTROL_FD)
     try:
-        # A bare fork server has not looked for installed packages.
-        is_bare = sys.flags.no_site
-        if not whole and not store_class and (is_bare or not has_torch()):
+        if not store_class:
             _wait_for_a_rank(control)
-        if is_bare:
+        if sys.flags.no_site:
+            # A bare fork server has not looked for installed packages.
             site.main()
-        made = store_class or _class(host, port, whole=whole)
+        made = store_class or _class()
         store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
     except Exception as error:
         wire.send(control, {"error": f"{type(error).__name__}: {error}"})
@@ -71,13 +63,5 @@ def _wait_for_a_rank(control: socket.socket) -> None:
     wire.send(control, {"idle": False})
 
 
-def _class(host: str, port: int, *, whole: bool) -> Any:
-    if whole:
-        return whole_tcp_store()
-    try:
-        return tcp_store()
-    except Unlike:
-        for fd in (LISTEN_FD, CONTROL_FD):
-            os.set_inheritable(fd, True)
-        command = bare_command("worker_store", "serve_whole", host, str(port))
-        os.execv(command[0], command)
+def _class() -> Any:
+    return importlib.import_module("torch.distributed").TCPStore

@@ -7,7 +7,6 @@ from contextlib import suppress
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.agent.workers.preload_learner import PreloadLearner
 
 # A fork server moves to another cgroup within this time, on most hosts.
 _MOVE_S = 0.05
@@ -24,16 +23,13 @@ class ForksAhead:
     CPUs. Without `is_wanted` there is no next generation to wait for, and the order is that none is to wait.
     """
 
-    def __init__(
-        self, server: ForkServer, guardian: GuardianClient, learner: PreloadLearner, *, is_wanted: bool
-    ) -> None:
+    def __init__(self, server: ForkServer, guardian: GuardianClient, *, is_wanted: bool) -> None:
         self._server = server
         self._guardian = guardian
-        self._learner = learner
         self._is_wanted = is_wanted
         self._group: WorkerGroup | None = None
         self._due_s: float | None = None
-        self._is_told = self._is_successor_asked = False
+        self._is_told = False
 
     @property
     def due_s(self) -> float | None:
@@ -42,7 +38,7 @@ class ForksAhead:
 
     def begin(self, group: WorkerGroup, now_s: float) -> None:
         """A generation begins. Its workers take the processes that wait."""
-        self._group, self._is_told, self._is_successor_asked = group, False, False
+        self._group, self._is_told = group, False
         self._due_s = now_s + _AFTER_S
 
     def tick(self, now_s: float) -> None:
@@ -61,26 +57,18 @@ class ForksAhead:
             self._due_s = None if is_forked else now_s + _AFTER_S
             if is_forked:
                 self._order(group, now_s)
-        elif self._due_s is None and self._learner.has_successor and not self._is_successor_asked:
-            self._order(group, now_s)
 
     def _order(self, group: WorkerGroup, now_s: float) -> None:
-        # A successor is still in the agent's cgroup. What it forks ahead is to be born in the next generation's.
-        self._move(group)
         if self._guardian.cgroup.is_moving:
             self._due_s = now_s + _MOVE_S
             return
         count = self._count(group)
         # A fork server that is gone is replaced, and the workers are forked when they are needed.
         with suppress(OSError):
-            if self._learner.has_successor:
-                self._is_successor_asked = True
-                self._server.fork_ahead_in_successor(count)
-            else:
-                self._server.fork_ahead(count)
+            self._server.fork_ahead(count)
 
     def _move(self, group: WorkerGroup) -> None:
-        self._guardian.cgroup.move(self._server.server_pids, group.generation + 1)
+        self._guardian.cgroup.move((self._server.pid,), group.generation + 1)
 
     def _count(self, group: WorkerGroup) -> int:
         """One for each worker, and one for the worker store, which is likely to stay on this node."""

@@ -42,23 +42,18 @@ class FlightRecorder:
         end.setblocking(False)
         self._end = end
         self._lock = threading.Lock()
-        # Answers that nobody has taken yet, by question.
-        self._answers: dict[bytes, bytes] = {}
+        # The answer that nobody has taken yet.
+        self._newest: bytes | None = None
         # When the question was sent that has no answer yet.
         self._asked_s: float | None = None
-        self._has_asked_threads = False
         self._text = b""
         self._answered_s = 0.0
         self.counts: Counts = {}
         self._sampled: Counts = {}
         # Questions since the last call of `take_asked`.
         self._asked = 0
-        # Begins and ends of answers with entries: odd while the worker writes one. The begin and the end of the answer
-        # with imports count two each. The second is the newest one told.
+        # Begins and ends of answers with entries: odd while the worker writes one. The second is the newest one told.
         self._turns, self._turns_told = 0, 0
-        self._has_asked_imports = False
-        self._imports_until_s = 0.0
-        self._imports: bytes | None = None
 
     def close(self) -> None:
         """The worker's thread ends."""
@@ -78,7 +73,7 @@ class FlightRecorder:
 
     def _look(self, now_s: float) -> Counts | None:
         self._take_packets()
-        newest = self._answers.pop(b"n", None)
+        newest, self._newest = self._newest, None
         if newest is not None:
             self._answered_s = now_s
             if newest != self._text:
@@ -89,56 +84,15 @@ class FlightRecorder:
             self._end.send(b"n", socket.MSG_NOSIGNAL)
         return None if newest is None else self.counts
 
-    def imports(self) -> bytes | None:
-        """What the program has imported (`forkserver/imported.py`): asks at the first call, and never waits."""
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            if not self._has_asked_imports:
-                self._has_asked_imports = True
-                self._turns, self._imports_until_s = self._turns + 2, time.monotonic() + _ANSWER_S
-                self._end.send(b"m", socket.MSG_NOSIGNAL)
-            self._take_packets()
-            return self._imports
-        except OSError:
-            return None
-        finally:
-            self._lock.release()
-
-    def look_at_threads(self) -> bytes | None:
-        """What the worker's threads did after the last call, if the answer has come; then ask again. It never waits."""
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            self._take_packets()
-            newest = self._answers.pop(b"t", None)
-            if newest is not None or not self._has_asked_threads:
-                self._has_asked_threads = True
-                self._end.send(b"t", socket.MSG_NOSIGNAL)
-            return newest
-        except OSError:
-            return None
-        finally:
-            self._lock.release()
-
-    def break_off(self, frame: int, instruction: int) -> None:
-        """Let the main thread, if it is still there, get the error of a collective that waits for a failed rank."""
-        with suppress(OSError):
-            self._end.send(b"b%d,%d" % (frame, instruction), socket.MSG_NOSIGNAL)
-
     def _take_packets(self) -> None:
         for _ in range(_PACKETS_MAX):
             packet = self._receive()
             if packet is None:
                 return
             answer, fds = packet
-            if answer == b"m" and fds:
-                self._imports = _read(fds[0])
-                self._turns, self._imports_until_s = self._turns + 2, 0.0
-                continue
             _close(fds)
-            if answer[:1] in (b"n", b"t"):
-                self._answers[answer[:1]] = answer[1:]
+            if answer[:1] == b"n":
+                self._newest = answer[1:]
 
     def is_stalled(self, now_s: float) -> bool:
         """Whether since the last call a collective has not ended, and the worker has entered and ended none."""
@@ -150,13 +104,13 @@ class FlightRecorder:
         asked, self._asked = self._asked, 0
         return asked
 
-    def take_disturbed(self, now_s: float) -> bool:
-        """Whether the worker wrote down entries or imports since the last call. That takes it up to 60 ms, and memory.
+    def take_disturbed(self) -> bool:
+        """Whether the worker wrote down entries since the last call. That takes it up to 60 ms, and memory.
 
         One that does not answer, since it lets no other thread run, does what it does for itself.
         """
         before, self._turns_told = self._turns_told, self._turns
-        return self._turns_told != before or self._turns_told % 2 == 1 or now_s < self._imports_until_s
+        return self._turns_told != before or self._turns_told % 2 == 1
 
     def entries(self, kept_max: int) -> tuple[Collective, ...]:
         """What the worker has entered, newest last, if its recorder keeps at most `kept_max`. Waits for the answer."""
@@ -187,8 +141,6 @@ class FlightRecorder:
             _close(fds)
             if kind[:1] == b"n":
                 self._asked_s = None
-            elif kind[:1] == b"t":
-                self._answers[b"t"] = kind[1:]
         return ()
 
     def _is_readable(self, within_s: float) -> bool:

@@ -16,7 +16,6 @@ from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
-from elaunch.agent.workers.preload_learner import PreloadLearner
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.records import replace
 from elaunch.rendezvous.types import FailureKind
@@ -42,7 +41,6 @@ class ForkServerMonitor:
         exits: ExitReader,
         reporter: Reporter,
         selector: selectors.BaseSelector,
-        learner: PreloadLearner,
     ) -> None:
         self.is_ready = False
         self._server = server
@@ -51,10 +49,8 @@ class ForkServerMonitor:
         self._reporter = reporter
         self._timeline = reporter.timeline
         self._selector = selector
-        self._learner = learner
         self._told: set[str] = set()
         self._answer_due_s: float | None = None
-        self._questions = 0
         self._patience_until_s = time.monotonic() + _PATIENCE_S if server.preload else None
         self._selector.register(server, selectors.EVENT_READ, self._read)
 
@@ -63,11 +59,6 @@ class ForkServerMonitor:
         """When `tick` is due, on the monotonic clock."""
         timers_s = [at_s for at_s in (self._answer_due_s, self._patience_until_s) if at_s is not None]
         return min(timers_s, default=None)
-
-    @property
-    def awaits_answer(self) -> bool:
-        """Whether the fork server was asked something, and has not answered yet."""
-        return self._questions > 0
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
         """Say that an import takes long; replace a server that is silent, when nothing else is heard."""
@@ -86,7 +77,6 @@ class ForkServerMonitor:
             return
         with suppress(OSError):
             self._server.ping()
-            self._questions += 1
             # The fork server may have many workers to fork before it answers.
             wait_s = KILL_WAIT_S + _FORK_S * self._current.group.slots
             self._answer_due_s = self._answer_due_s or time.monotonic() + wait_s
@@ -96,19 +86,6 @@ class ForkServerMonitor:
         self._selector.unregister(self._server)
         self._server.stop()
         self._restart(generation, how)
-
-    def begin_generation(self) -> None:
-        """Before workers are ordered, when none lives: use the fork server that has imported more, if it is ready."""
-        if self._learner.has_successor:
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(self._server)
-            self._learner.take_successor()
-            self._answer_due_s = self._patience_until_s = None
-            # What the earlier one was asked has no answer any more.
-            self._questions = 0
-            self._selector.register(self._server, selectors.EVENT_READ, self._read)
-            self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
-            self.is_ready = True
 
     def abandon_import(self, generation: int) -> None:
         """End a fork server that still imports: no worker is there yet, so none has anything to save."""
@@ -157,12 +134,10 @@ class ForkServerMonitor:
         match news["event"]:
             case "ready":
                 self._ready(news["reason"], news["left_out"])
-                self._learner.ready(news)
             case "here":
-                self._questions -= 1
                 self._answer_due_s = None
-            case "forked" | "unstarted" | "exited" if news["key"] in ("probe", "ahead"):
-                # The learner hears of a probe from its pipe. The client keeps who was forked ahead.
+            case "forked" | "unstarted" | "exited" if news["key"] == "ahead":
+                # The client keeps who was forked ahead.
                 pass
             case "forked" if group:
                 self._stamp_process(group, "forked", news)
@@ -207,9 +182,6 @@ class ForkServerMonitor:
         elif group.store and not (group.store.is_killed and code == -signal.SIGKILL):
             self.unwatch_store(group)
             group.store.read()
-            if code < 0 and group.store.is_starting:
-                # It crashed before it was up, perhaps since torch's native code needs the rest of torch.
-                self._server.distrust_native_code()
             error, group.store = group.store.last_error(), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
             word = self._exits.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
@@ -234,7 +206,6 @@ class ForkServerMonitor:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
         self.is_ready = False
         self._answer_due_s = None
-        self._questions = 0
         self._server.restart()
         self._selector.register(self._server, selectors.EVENT_READ, self._read)
         self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST, word)

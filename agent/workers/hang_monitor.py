@@ -83,7 +83,7 @@ class HangMonitor:
         group = self._current.group
         if not self._vitals.is_due(now_s):
             return None
-        disturbed = frozenset(rank for rank, recorder in group.recorders.items() if recorder.take_disturbed(now_s))
+        disturbed = frozenset(rank for rank, recorder in group.recorders.items() if recorder.take_disturbed())
         windows = self._vitals.look(group.pids, now_s, disturbed)
         for rank, recorder in group.recorders.items():
             answers, is_outstanding = recorder.take_asked(), recorder.is_stalled(now_s)

@@ -25,8 +25,7 @@ from elaunch.agent.core.events import (
     WorkerStopped,
 )
 from elaunch.agent.core.failures import Raised
-from elaunch.agent.core.messages import GroupBroken, Message, PeerFailed, ShowStacks, StopAtStepBoundary
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtStepBoundary
 from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.agent.workers.step_times import StepTimes
@@ -64,13 +63,12 @@ class Link:
 
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
-    ended by an exception. `reached_store` says whether its program had made its process group, `unused` are the modules
-    of DEFAULT_PRELOAD that it has not imported; both are None until the program has ended. `threads` are the names of
-    its threads that were no daemons then. `left_s` is when it has left its newest process group, `lost` the error by
-    which it has lost a peer of that group, at `lost_s`, and `ended_s` when its program has ended (0 if that is not
-    known). `refused` is why it cannot do what is asked of it, if it has said so. `notes` are sentences for the log,
-    `marks` are for the timeline, of which `marks_left` are still taken. `news` are events for the agent's core.
-    `recorder` asks the worker about its collectives, while it has a process group.
+    ended by an exception. `reached_store` says whether its program had made its process group; None until the program
+    has ended. `threads` are the names of its threads that were no daemons then. `left_s` is when it has left its newest
+    process group, `lost` the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its
+    program has ended (0 if that is not known). `refused` is why it cannot do what is asked of it, if it has said so.
+    `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still taken. `news` are
+    events for the agent's core. `recorder` asks the worker about its collectives, while it has a process group.
     """
 
     generation: int
@@ -83,7 +81,6 @@ class Link:
     step_times: StepTimes = field(default_factory=StepTimes)
     raised: bool = False
     reached_store: bool | None = None
-    unused: frozenset[str] | None = None
     threads: tuple[str, ...] = ()
     left_s: float = 0.0
     lost: Raised | None = None
@@ -193,10 +190,8 @@ class Link:
                     over_s = self.left_s or self.ended_s
                     self.news.append(WorkerRaised(*where, over_s) if raised else WorkerReturned(*where, over_s))
                 self.raised, self.reached_store = raised, reached_store
-                unused = message.get("unused")
                 names = message.get("threads")
                 self.threads = tuple(map(plain, filter(_is_text, names))) if isinstance(names, list) else ()
-                self.unused = frozenset(name for name in DEFAULT_PRELOAD if isinstance(unused, list) and name in unused)
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
@@ -244,8 +239,6 @@ def line_of(message: Message) -> bytes:
             said: dict[str, object] = {"event": "stop_at_step_boundary", "reason": reason.value}
         case PeerFailed(generation):
             said = {"event": "peer_failed", "generation": generation}
-        case GroupBroken(generation):
-            said = {"event": "group_broken", "generation": generation}
         case ShowStacks():
             said = {"event": "stacks"}
     return json.dumps(said).encode() + b"\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
@@ -17,7 +17,6 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.core.messages import GroupBroken
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link, Links
@@ -146,12 +145,6 @@ class LinkMonitor:
         self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))
         for local_rank in order.local_ranks:
             self._links.tell(self._current.group.links[local_rank], order.message)
-
-    def say_broken(self, group: WorkerGroup, local_ranks: Iterable[int]) -> None:
-        """Say to workers that get SIGTERM why. No answer is expected."""
-        for local_rank in local_ranks:
-            if local_rank in group.links:
-                group.links[local_rank].tell(GroupBroken(group.generation))
 
     def _read(self, link: Link) -> list[LinkEvent]:
         """Read one link: the events for the agent's core. A note goes to the log at once."""

@@ -33,11 +33,6 @@ class StoreControl:
         """Whether nothing more is to be read before the end: it is up, or it failed, or it is gone."""
         return self._is_up or self._is_gone or bool(self._error)
 
-    @property
-    def is_starting(self) -> bool:
-        """Whether it has begun to import torch and is not up, as far as was read."""
-        return not self._is_idle and not self._is_up
-
     def read(self) -> bool:
         """Read the store's reports that have come. Returns whether the store is up."""
         with suppress(OSError):

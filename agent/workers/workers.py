@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
-from elaunch.agent.at_once import at_once
 from elaunch.agent.core.actions import (
     Blame,
     Clear,
@@ -38,7 +37,6 @@ from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.master_port import MasterPort
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.oom import OutOfMemoryWatch, counter_files
-from elaunch.agent.workers.preload_learner import PreloadLearner
 from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.spawner import Spawner
@@ -50,10 +48,6 @@ if TYPE_CHECKING:
     from elaunch.agent.core.causes.cause import Facts
     from elaunch.agent.core.node_report import WorkersSeen
     from elaunch.agent.workers.leftovers import Leftovers
-    from elaunch.agent.workers.survivor_watch import SurvivorWatch
-
-# The loop waits no longer for a folder that is not the job's own: the lease has to be renewed.
-DISK_S = 0.5
 
 
 class Workers:
@@ -77,13 +71,10 @@ class Workers:
         self._log, self._kill_counters = KernelLog(), counter_files()
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
         self._exits = ExitReader(node_host(socket.gethostname()), oom, keeps_files=run_dir.logs is not None)
-        text, file = config.text, config.imports_file
-        self._learner = PreloadLearner(fork_server, text, self._current, reporter, selector, file, _within_reason)
-        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector, self._learner)
+        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         is_wanted = config.spec.max_restarts > 0
-        self._ahead = ForksAhead(fork_server, self._guardian, self._learner, is_wanted=is_wanted)
+        self._ahead = ForksAhead(fork_server, self._guardian, is_wanted=is_wanted)
         self._prompts = PromptWatch(reporter)
-        self._survivors: SurvivorWatch | None = None
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
@@ -99,9 +90,8 @@ class Workers:
         """When `tick` is due, on the monotonic clock."""
         # A look at the processes waits for the look at the links, which is due once a second.
         looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
-        survivors_s = self._survivors.due_s if self._survivors and not self._monitor.awaits_answer else None
         left_s = self._leftovers.due_s if self._leftovers else None
-        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, self._prompts.due_s, survivors_s, left_s)
+        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, self._prompts.due_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
@@ -110,11 +100,7 @@ class Workers:
         self._observers.tick(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
         self._prompts.tick(now_s)
-        self._learner.tick(now_s)
         self._ahead.tick(now_s)
-        # The fork server answers in order: the signal has been sent then.
-        if self._survivors and not self._monitor.awaits_answer:
-            self._survivors.tick(now_s)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
@@ -164,7 +150,6 @@ class Workers:
         )
         group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
         self._current.begin(group)
-        self._monitor.begin_generation()
         warn_of_locks(self._environ, self._warn)
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
@@ -188,7 +173,7 @@ class Workers:
     def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server.
 
-        `is_broken` says that a rank has failed: posts `WorkersStuck` if workers can do nothing with their SIGTERM.
+        `is_broken` says that a rank has failed.
         """
         stage = "killing" if order.signum == signal.SIGKILL else "stopping"
         name, count = signal_name(-order.signum), len(order.local_ranks)
@@ -199,8 +184,6 @@ class Workers:
         if order.signum == signal.SIGINT:
             self._current.group.is_interrupted = True
             self._prompts.interrupt(self._current.group, order.local_ranks)
-        if is_broken and order.signum == signal.SIGTERM:
-            self._links.say_broken(self._current.group, order.local_ranks)
         self._guardian.note_folders(self._fork_server.pids)
         # Before the signal: who asks about a process that ends waits for a CPU, behind all of them.
         workers = self._readiness()
@@ -215,8 +198,6 @@ class Workers:
             return
         if order.signum != signal.SIGKILL:
             self._let_go_on(workers, order.local_ranks)
-        if is_broken and order.signum == signal.SIGTERM:
-            self._watch_survivors([rank for rank in order.local_ranks if workers[rank].catches(order.signum)])
 
     def _readiness(self) -> dict[int, linux.Readiness]:
         group = self._current.group
@@ -238,17 +219,6 @@ class Workers:
         if all(rank in local_ranks and worker.ends_by(signal.SIGTERM) for rank, worker in living.items()):
             self._spawner.end_store(group)
             group.store.is_killed = True
-
-    def _watch_survivors(self, watched: Collection[int]) -> None:
-        """Look at workers with a handler. Others end by SIGTERM itself, or ignore it on purpose."""
-        if not watched:
-            return
-        # Not imported before the first failure: see needed_later.py.
-        from elaunch.agent.workers.survivor_watch import SurvivorWatch
-
-        self._survivors = self._survivors or SurvivorWatch(self._current.group, self._reporter)
-        self._survivors.add(watched)
-        self._monitor.check()
 
     def tell(self, order: TellWorkers) -> None:
         """Send workers a message on their links."""
@@ -309,9 +279,7 @@ class Workers:
             is_used = group.has_used_store or group.store.is_killed
             group.reached_store, group.store = group.store.end(is_used=is_used), None
         self._links.end(group)
-        self._learner.end(group)
         self._observers.end()
-        self._survivors = None
         group.close_crash_files()
         reached, progressed = group.reached_store, group.progressed or group.lasted
         if order.is_done and self._spare_leftovers(generation):
@@ -410,8 +378,3 @@ def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:
     """A sentence about tracebacks that the console did not get; empty if it got all."""
     lines = {group.rank(rank): count for rank, count in folded.items()}
     return said_of_folded(lines, is_interrupted=group.is_interrupted) if lines else ""
-
-
-def _within_reason(work: Callable[[], object]) -> None:
-    """Do it in a thread of its own, since a home may be on a disk that hangs. Nobody waits for that one longer."""
-    at_once((work,), DISK_S, "elaunch-imports", 1)

@@ -27,13 +27,14 @@ from elaunch.agent.linux import die_with_parent
 from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.functions.worker import VARIABLE
-from elaunch.launcher.imports_file import FUNCTIONS_PROGRAM
 from elaunch.records import replace
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
     from elaunch.agent.run import AgentRun
     from elaunch.rendezvous.types import Outcome
+
+_PROGRAM = "elaunch.launcher.functions.worker"
 
 
 def main(parent: str, name: str, answer: str, call: str, results: str, *words: str) -> NoReturn:
@@ -49,7 +50,7 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
     if call:
         places = f"/proc/{os.getpid()}/fd,{call},{results}"
         # Nodes compare their programs and arguments, so places of this node are not among them.
-        words = (*words, "--module", FUNCTIONS_PROGRAM, name, "${local_rank}")
+        words = (*words, "--module", _PROGRAM, name, "${local_rank}")
     as_command(partial(_run, words, places, int(answer), name))
 
 

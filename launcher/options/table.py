@@ -81,7 +81,7 @@ _RESTARTS = (
     ),
     Option(
         "failure-grace", Group.RESTARTS, "SECONDS", "time that other workers have after a failure",
-        values.seconds, default=2.0, default_text="2",
+        values.seconds, default=0.5, default_text="0.5",
     ),
     Option(
         "children-grace", Group.RESTARTS, "SECONDS", "after success, end children that are idle so long",

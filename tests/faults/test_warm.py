@@ -20,8 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import is_alive
-from tests.faults.test_preload_learned import LEARNED, installed
+from tests.faults.processes import is_alive, library
 from tests.harness import COMMAND, DEADLINE_S, RUN_LIMIT_S, Job, environment, script, wait_for
 from tests.standin import with_dynamo
 from tests.warm import command, leave_one, own_place, run, states, stayed
@@ -556,25 +555,22 @@ def test_one_that_finds_out_that_it_cannot_stay_tells_the_next_job_why(tmp_path:
 
 
 @pytest.mark.slow
-def test_what_was_learned_of_a_program_is_warm_for_every_program(tmp_path: Path, place: Path) -> None:
-    program = tmp_path / "program"
-    env = {**installed(program), **options()}
-    with Job(program, "--warm", "train.py", env=env) as job:
-        job.wait_for_output(LEARNED)
-        (program / "end").touch()
-        assert job.wait() == 0, job.output
-    stayed_with = stayed(env)["packages"]
-    other = tmp_path / "other"
-    other.mkdir()
-    script(other, "import os, heavy, torch\nprint('forked', heavy.BY == os.getppid(), heavy.BY)")
+def test_the_packages_of_a_program_are_warm_for_every_program(tmp_path: Path, place: Path) -> None:
+    env = {**library(tmp_path, "hydra", "import os\nBY = os.getpid()\n"), **options()}
+    program, other = tmp_path / "program", tmp_path / "other"
+    for folder, text in ((program, "import hydra, torch"), (other, "import os, hydra, torch\nprint('by', hydra.BY)")):
+        folder.mkdir()
+        script(folder, text)
+    first = run(program, "--warm", "train.py", env=env)
+    assert "a fork server stays" in first.stderr, first.stderr
+    server = stayed(env)
 
     ended = run(other, "--warm", "train.py", env=env)
 
-    assert "heavy" in stayed_with, stayed_with
+    assert "hydra" in server["packages"]
     assert "warm start:" in ended.stderr, ended.stderr
     # It was imported by the fork server that stayed, before the job's own was forked.
-    assert "forked False" in ended.stdout
-    assert str(stayed(env)["pid"]) in ended.stdout
+    assert f"by {server['pid']}\n" in ended.stdout
 
 
 def test_nothing_of_a_job_holds_the_output_open(tmp_path: Path, place: Path) -> None:

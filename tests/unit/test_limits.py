@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 # Programs that tests run with a limit. Their own children and waits are a part of what is tested.
-PROGRAMS = {"rank_forker.py", "e2e/fidelity/probe.py", "faults/surviving.py", "ecosystem/programs/dcp.py"}
+PROGRAMS = {"rank_forker.py", "e2e/fidelity/probe.py", "ecosystem/programs/dcp.py"}
 RUN = {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 # Methods that wait without a limit if they get no argument.
 WAITS = {"get", "join", "result"}

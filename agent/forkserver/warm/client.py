@@ -15,7 +15,6 @@ from typing import Any
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot
-from elaunch.agent.forkserver.learned import NOTHING, Learned
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.interpreter import without_program
@@ -28,7 +27,6 @@ from elaunch.agent.forkserver.warm.place import (
 )
 from elaunch.agent.linux import credentials, is_stopped
 from elaunch.records import dataclass
-from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.texts import plain
 
@@ -56,15 +54,15 @@ class WarmKind:
 class Cold(Exception):
     """The job starts cold; the text says why, empty where no fork server is there.
 
-    `is_outdated` says that a fork server that is there is of no use to the next job like this one. `learned` is what
-    that fork server has imported beyond the usual, if the job's program needs more. `is_gone` says that there was none,
+    `is_outdated` says that a fork server that is there is of no use to the next job like this one. `packages` are
+    those of that fork server, if the job's program needs more. `is_gone` says that there was none,
     or that it did not answer, `is_stuck` that it does not even take a connection.
     """
 
     def __init__(
         self,
         why: str,
-        learned: Learned = NOTHING,
+        packages: tuple[str, ...] = (),
         *,
         is_outdated: bool = False,
         is_gone: bool = False,
@@ -74,16 +72,16 @@ class Cold(Exception):
         self.is_outdated = is_outdated
         self.is_gone = is_gone
         self.is_stuck = is_stuck
-        self.learned = learned
+        self.packages = packages
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A warm fork server: its pid, since when it is there (time.time), and what it has imported beyond the usual."""
+    """A warm fork server: its pid, since when it is there (time.time), and its packages."""
 
     pid: int
     since: float
-    learned: Learned
+    packages: tuple[str, ...]
 
 
 class Borrowed:
@@ -240,9 +238,9 @@ def _answered(connection: socket.socket) -> Borrowed:
                     pidfd = fds[0]
                     until_s += _CHECKS_S
                 case {"event": "warm", "since": float(since), "server": int(server)}:
-                    origin = Origin(server, since, _learned(said.get("learned")))
+                    origin = Origin(server, since, _names(said.get("packages")))
                 case {"event": "cold", "why": str(why), "outdated": bool(is_outdated)}:
-                    raise Cold(plain(why), _learned(said.get("learned")), is_outdated=is_outdated)
+                    raise Cold(plain(why), _names(said.get("packages")), is_outdated=is_outdated)
                 case _:
                     raise Cold("the warm fork server ended, or said nothing that can be read", is_outdated=True)
         borrowed = Borrowed(pid, pidfd, connection.dup(), origin)
@@ -281,8 +279,5 @@ def next_packet(connection: socket.socket, until_s: float) -> tuple[dict[str, An
     return wire.receive(connection) or ({}, ())
 
 
-def _learned(text: object) -> Learned:
-    with suppress(ValueError):
-        if isinstance(text, str) and text:
-            return decode(Learned, text)
-    return Learned()
+def _names(said: object) -> tuple[str, ...]:
+    return tuple(map(str, said)) if isinstance(said, list) else ()

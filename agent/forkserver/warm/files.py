@@ -12,10 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from elaunch.agent.forkserver.learned_file import state_of_packages
 from elaunch.records import dataclass
 
 _FUTURE_NS = 3600 * 10**9
+# The installer's record of a package; its version is in the name.
+_RECORDS = (".dist-info", ".egg-info")
 # Names of environment variables, as C code has them for getenv.
 _NAME = re.compile(rb"\0([A-Z][A-Z0-9_]{2,63})(?=\0)")
 
@@ -31,7 +32,7 @@ class Loaded:
     stamps: dict[str, tuple[int, int, int] | None]
     names: frozenset[str]
     beside: dict[str, tuple[str, ...]]
-    packages: str
+    packages: tuple[tuple[str, ...], ...]
     pth: str
 
     @classmethod
@@ -149,3 +150,14 @@ def _pth_files() -> dict[str, str]:
 def _settings() -> list[str]:
     """The file that makes an environment of this interpreter (PEP 405)."""
     return [os.path.join(place, "pyvenv.cfg") for place in {sys.prefix, os.path.dirname(sys.executable)}]  # noqa: PTH118, PTH120
+
+
+def state_of_packages() -> tuple[tuple[str, ...], ...]:
+    """The records of installed packages: others when packages have been installed, upgraded or removed."""
+    places = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    found = []
+    for place in places:
+        with suppress(OSError):
+            # Not the folder's time: Python's own caches change that.
+            found.append(tuple(sorted(name for name in os.listdir(place) if name.endswith(_RECORDS))))  # noqa: PTH208
+    return tuple(found)

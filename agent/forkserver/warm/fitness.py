@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 
 from elaunch.agent.forkserver.fork_safety import shadows
-from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought
 from elaunch.agent.forkserver.warm.condition import condition, difference, jobs
 from elaunch.agent.forkserver.warm.files import Loaded
@@ -24,8 +23,8 @@ class Known:
     """What a warm fork server knows of itself since its imports.
 
     `folder` is where it imported, `environment` was there then, without what nothing can have `read`. `modules` are all
-    loaded ones, whether hidden or not. `in_folder` are files that they looked for in the current folder. `sharers` as
-    in `Boot`.
+    loaded ones, whether hidden or not. `in_folder` are files that they looked for in the current folder. `packages` and
+    `sharers` as in `Boot`.
     """
 
     folder: str
@@ -36,6 +35,7 @@ class Known:
     loaded: Loaded
     in_folder: frozenset[str]
     loaded_at_start: Collection[str]
+    packages: tuple[str, ...]
     sharers: int = 0
 
 
@@ -82,23 +82,13 @@ def _workers(number: int) -> str:
 
 
 def _of_program(known: Known, handover: Handover) -> Unfit | None:
-    program, learned = handover.boot.program, handover.boot.learned
+    program = handover.boot.program
     if shadow := next(shadows(program, known.loaded_at_start, known.modules), None):
         return Unfit(f"{shadow[1]} has the name of a module that is loaded", is_outdated=False)
-    if own := sorted(known.modules.keys() & {*learned.program.left_out}):
-        return Unfit(f"{program.target} has to import {own[0]} itself", is_outdated=False)
     for name in keepers(known.brought, known.modules):
         if not names_of_folder(known.modules[name], known.folder):
             return Unfit(f"{name} looked at the current folder while it was imported", is_outdated=False)
-    kept = {
-        variable for each in known.brought if not _is_default(each) for variable in each.readers if variable != FOLDER
-    }
-    if late := sorted(kept & {*learned.variables}):
-        return Unfit(f"{program.target} sets {late[0]}, which was read while importing", is_outdated=False)
-    if missing := [name for name in learned.program.entries if name not in known.modules]:
-        return Unfit(f"{missing[0]} is not imported yet, which {program.target} imports", lacks=True)
+    if missing := [name for name in handover.boot.packages if name not in known.packages]:
+        text = f"{missing[0].replace(':', '.')} is not imported yet, which {program.target} imports"
+        return Unfit(text, lacks=True)
     return None
-
-
-def _is_default(brought: Brought) -> bool:
-    return brought.name.partition(".")[0] in ("torch", "elaunch", "")

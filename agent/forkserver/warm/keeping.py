@@ -16,7 +16,6 @@ from typing import Any
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, pausing
-from elaunch.agent.forkserver.learned import Learned
 from elaunch.agent.forkserver.warm.client import ANSWER_S, LOOK_S, Cold, WarmKind, connected, greeted, next_packet
 from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
 from elaunch.agent.forkserver.warm.holders import holders
@@ -34,13 +33,19 @@ _BACKLOG = 64
 
 
 def leave_behind(
-    kind: WarmKind, environment: Mapping[str, str], learned: Learned, idle_s: float, *, in_place: bool, sharers: int = 0
+    kind: WarmKind,
+    environment: Mapping[str, str],
+    packages: tuple[str, ...],
+    idle_s: float,
+    *,
+    in_place: bool,
+    sharers: int = 0,
 ) -> None:
     """Start a fork server that outlives this process. Raises NoPlace, OSError.
 
     One that is there it ends; without `in_place` only if that does not answer: it came while this job ran.
-    The new one has not imported yet when this returns. `environment` is without the job's marker. `sharers` as in
-    `Boot`.
+    The new one has not imported yet when this returns. `environment` is without the job's marker. `packages`
+    and `sharers` as in `Boot`.
     """
     program = without_program(kind.program)
     path = socket_path(made(folder(os.environ)), program, kind.preload)
@@ -66,7 +71,7 @@ def leave_behind(
                         program,
                         kind.preload,
                         environment.get("PYTHONPATH"),
-                        learned=learned,
+                        packages=packages,
                         warm_s=idle_s,
                         sharers=sharers,
                     ),

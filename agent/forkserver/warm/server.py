@@ -32,7 +32,6 @@ from elaunch.agent.forkserver.warm.interpreter import places, set_program
 from elaunch.agent.forkserver.warm.variables import Read, of_no_use
 from elaunch.agent.linux import credentials
 from elaunch.records import dataclass, replace
-from elaunch.rendezvous.codec import encode
 
 # Connections that have not asked yet. The oldest goes when another one comes.
 _WAITING_MAX = 64
@@ -40,7 +39,6 @@ _LOOK_S = 30.0
 _LOCALE = "LC_CTYPE"
 # Below this share of the host's memory that is free, the server ends.
 _FREE_MIN = 0.05
-_LEARNED_BYTES_MAX = 64 << 10
 # What comes with an order: a Handover, the job's folder, stdin, stderr, and the fork server's end of its socket.
 _FDS = 5
 # In the fork, after the standard streams: the socket to the agent, and the connection on which it asked.
@@ -95,7 +93,16 @@ class WarmServer:
         kept = {name: value for name, value in environment.items() if name not in useless}
         here = os.getcwd()  # noqa: PTH109
         self._known = Known(
-            here, kept, preloaded.brought, modules, read, loaded, in_folder, loaded_at_start, boot.sharers
+            here,
+            kept,
+            preloaded.brought,
+            modules,
+            read,
+            loaded,
+            in_folder,
+            loaded_at_start,
+            boot.packages,
+            boot.sharers,
         )
         if file := self._known.loaded.newer_than(began_ns):
             raise ChangedMeanwhile(file)
@@ -226,13 +233,13 @@ class WarmServer:
             stdin, stderr, control_fd = fds[2:]
             take_fds((stdin, stderr, stderr, control_fd, answer_fd))
             with socket.socket(fileno=_ANSWER_FD) as answer:
-                warm = {"event": "warm", "since": self._since, "server": os.getppid(), "learned": self._learned()}
+                warm = {"event": "warm", "since": self._since, "server": os.getppid(), "packages": self._boot.packages}
                 wire.send(answer, warm)
         except Exception as error:
             _answer(connection, {"event": "cold", "why": f"{type(error).__name__}: {error}", "outdated": True})
             os._exit(1)
         boot = replace(handover.boot, control_fd=_CONTROL_FD, left_out=self._boot.left_out)
-        preloaded = replace(self._preloaded, restore={}, has_programs=bool(boot.learned.program.entries))
+        preloaded = replace(self._preloaded, restore={})
         control = socket.socket(fileno=_CONTROL_FD)
         control.set_inheritable(False)
         return Taken(boot, control, frozenset(handover.blocked), preloaded)
@@ -240,14 +247,9 @@ class WarmServer:
     def _refuse(self, connection: socket.socket, found: Unfit) -> None:
         said: dict[str, Any] = {"event": "cold", "why": found.why, "outdated": found.is_outdated}
         if found.lacks:
-            said["learned"] = self._learned()
+            said["packages"] = self._boot.packages
         _answer(connection, said)
         os._exit(0)
-
-    def _learned(self) -> str:
-        """What this process has imported beyond the usual; empty if that is too long for a packet."""
-        text = encode(self._boot.learned)
-        return text if len(text) < _LEARNED_BYTES_MAX else ""
 
     def _reap(self) -> None:
         while self._jobs:

@@ -97,8 +97,8 @@ BEHAVIOURS = (
         number=50,
         fact="`--shutdown-timeout` or `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` is the time from SIGTERM to SIGKILL; 0 is"
         " allowed, less is not",
-        differs="also fractions of a second. A failure gives siblings `--failure-grace` (2 s), or this time while they"
-        " save; torchrun gives them 30 s whatever is typed. A negative value has exit code 2",
+        differs="also fractions of a second. A failure gives siblings `--failure-grace` (0.5 s), or this time while"
+        " they save; torchrun gives them 30 s whatever is typed. A negative value has exit code 2",
         trials=(
             GRACE,
             Trial(

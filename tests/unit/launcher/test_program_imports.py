@@ -1,4 +1,4 @@
-"""What of the default preload a program cannot use, from its text."""
+"""Which packages a program imports, and what of the default preload it cannot use, from its text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tree(folder: Path, files: dict[str, str]) -> None:
 
 
 def unused(kind: ProgramKind, target: str) -> tuple[str, ...]:
-    return program_text(kind, target, ()).unused
+    return program_text(kind, target).unused
 
 
 @pytest.mark.parametrize(
@@ -129,53 +129,52 @@ def test_a_package_is_searched_as_a_module_and_as_a_folder(
 def test_a_text_that_python_refuses(tmp_path: Path, text: str) -> None:
     tree(tmp_path, {"t.py": text, "works.py": "import t", "app/__init__.py": "import torch", "app/__main__.py": text})
 
-    assert program_text(ProgramKind.SCRIPT, str(tmp_path / "t.py"), ()).is_refused
-    assert not program_text(ProgramKind.SCRIPT, str(tmp_path / "works.py"), ()).is_refused
+    assert program_text(ProgramKind.SCRIPT, str(tmp_path / "t.py")).is_refused
+    assert not program_text(ProgramKind.SCRIPT, str(tmp_path / "works.py")).is_refused
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(tmp_path)
         # The package runs before it.
-        assert not program_text(ProgramKind.MODULE, "app", ()).is_refused
+        assert not program_text(ProgramKind.MODULE, "app").is_refused
 
 
 def test_a_zip_file_is_no_text(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "t.pyz", "w") as file:
         file.writestr("__main__.py", "print(1)")
 
-    assert not program_text(ProgramKind.SCRIPT, str(tmp_path / "t.pyz"), ()).is_refused
+    assert not program_text(ProgramKind.SCRIPT, str(tmp_path / "t.pyz")).is_refused
 
 
-def test_a_state_changes_with_the_arguments_and_with_each_module_beside_the_program(tmp_path: Path) -> None:
-    tree(tmp_path, {"t.py": "import lightning, helper", "helper.py": "", "other.py": ""})
-    target = str(tmp_path / "t.py")
+@pytest.mark.parametrize(
+    ("text", "packages"),
+    [
+        ("import torch, numpy as np", ()),
+        ("import lightning as L, os", ("lightning",)),
+        ("from lightning.pytorch import Trainer", ("lightning.pytorch:Trainer",)),
+        (
+            "from transformers import (  # all of it\n    Trainer as T,\n    AutoModel,\n)",
+            ("transformers:Trainer", "transformers:AutoModel"),
+        ),
+        ("from transformers import A, \\\n    B", ("transformers:A", "transformers:B")),
+        ("try:\n    import peft; import trl\nexcept ImportError: pass", ("peft", "trl")),
+        ("from timm import *", ("timm",)),
+        ("import torch\ntorch.optim\nimport helper", ("accelerate",)),
+        ("from package.sub import part", ("datasets",)),
+        ("import ignite", ()),
+        ("import package", ()),
+        ("import lightning_of_mine, wandb", ()),
+        ("import os\nos.environ['HF_HOME'] = 'cache'\nimport transformers", ()),
+        ("from dotenv import load_dotenv\nload_dotenv()\nimport transformers", ()),
+        ("import torch, sets_variables, lightning", ()),
+    ],
+)
+def test_packages_that_the_text_imports(tmp_path: Path, text: str, packages: tuple[str, ...]) -> None:
+    files = {"t.py": text, "helper.py": "import accelerate", "sets_variables.py": "HF_TOKEN = 1", "ignite.py": ""}
+    inner = {"package/__init__.py": "", "package/part.py": "import datasets\nimport t"}
+    tree(tmp_path, {**files, **inner})
+    (tmp_path / "package/sub").mkdir()
+    tree(tmp_path, {"package/sub/__init__.py": "from .. import part", "package/sub/part.py": ""})
 
-    def state(*args: str) -> str:
-        return program_text(ProgramKind.SCRIPT, target, args).state
-
-    first = state("prepare")
-    tree(tmp_path, {"other.py": "changed"})
-    again, of_other_arguments = state("prepare"), state("train")
-    tree(tmp_path, {"helper.py": "import math"})
-
-    assert first == again
-    assert len({first, of_other_arguments, state("prepare"), ""}) == 4
-
-
-def test_the_last_run_is_asked_of_programs_whose_text_does_not_show_all(tmp_path: Path) -> None:
-    texts = {
-        "hidden": "import lightning",
-        "known": "import torch",
-        "all": "import torch\ntorch.optim.SGD",
-        "all hidden": "import os, torch, lightning\ntorch.optim.SGD",
-    }
-    tree(tmp_path, {f"{name}.py": text for name, text in texts.items()})
-    shown = {name: program_text(ProgramKind.SCRIPT, str(tmp_path / f"{name}.py"), ()) for name in texts}
-
-    assert {name: (bool(text.state), text.is_clear) for name, text in shown.items()} == {
-        "hidden": (True, False),
-        "known": (True, True),
-        "all": (False, True),
-        "all hidden": (False, True),
-    }
+    assert program_text(ProgramKind.SCRIPT, str(tmp_path / "t.py")).packages == packages
 
 
 # Imports each of torch's public modules in a process of its own, and says which of them ask for torch._dynamo.

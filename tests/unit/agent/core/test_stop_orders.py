@@ -742,3 +742,13 @@ def test_killed_workers_are_told_of_no_failure() -> None:
     told = driver.exits(0, 1, FailureKind.EXCEPTION)
 
     assert told == []
+
+
+def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handlers_have_less() -> None:
+    deaf, hearing = started(), listening(started(), 0)
+    for driver in (deaf, hearing):
+        driver.agent = replace(driver.agent, times=replace(TIMES, failure_grace_s=0.5))
+
+        driver.exits(1, 3)
+
+    assert [deadline_s(driver.agent) for driver in (deaf, hearing)] == [START_S + 0.5, START_S + 2.0]

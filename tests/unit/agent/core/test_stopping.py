@@ -16,9 +16,7 @@ from elaunch.agent.core.events import (
     StoreAway,
     Tick,
     WorkerAsked,
-    WorkerListens,
     WorkersAtPrompt,
-    WorkersStuck,
 )
 from elaunch.agent.core.phases import Finished
 from elaunch.agent.core.signals import SIGPIPE as PIPE
@@ -108,59 +106,6 @@ def test_a_worker_that_signals_its_parent_ends_the_job_whatever_it_does_then(
     assert driver.outcome.failure
     assert driver.outcome.failure.message == asking.message
     assert driver.outcome.reason == "a signal from a rank to its parent process ends the job"
-
-
-def stuck(*ranks: int) -> WorkersStuck:
-    return WorkersStuck(0, frozenset(ranks), "broadcast")
-
-
-def test_survivors_that_can_do_nothing_with_their_signal_are_killed_before_the_grace_is_over() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.now_s += 0.1
-
-    done = driver.happen(stuck(0, 2))
-    said = driver.said
-    again = driver.happen(stuck(0, 2))
-    ends = driver.exits(0, -KILL, FailureKind.SIGNAL) + driver.exits(2, -KILL, FailureKind.SIGNAL)
-
-    assert done == [SignalWorkers(0, frozenset({0, 2}), KILL)]
-    assert said == (
-        "local rank 0, 2 cannot act on SIGTERM: the main thread waits in a collective (broadcast) for a rank that has"
-        " failed; SIGKILL now, not after 2 s"
-    )
-    assert again == []
-    assert ends == [Clear(0)]
-    # That we killed them is no failure of theirs.
-    assert [failure.local_rank for failure in driver.snapshot.failures[0]] == [1]
-
-
-def test_they_have_the_whole_grace_while_another_worker_of_the_node_may_save() -> None:
-    driver = started()
-    driver.exits(1, 3)
-
-    early = driver.happen(stuck(2))
-    driver.exits(0, 0)
-    late = driver.happen(stuck(2))
-
-    assert early == []
-    assert late == [SignalWorkers(0, frozenset({2}), KILL)]
-
-
-def test_one_that_is_told_of_the_failure_on_its_link_is_never_taken_for_stuck() -> None:
-    driver = started()
-    driver.happen(WorkerListens(0, 0, to_stop=False, to_failure=True))
-    driver.exits(1, 3)
-
-    assert driver.happen(stuck(0, 2)) == []
-
-
-def test_without_a_failure_no_collective_waits_in_vain() -> None:
-    running, leaving = started(), started()
-    leaving.happen(Signalled(TERM, "SIGTERM"))
-
-    for driver in (running, leaving):
-        assert driver.happen(stuck(0, 1, 2)) == []
 
 
 def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None:

@@ -38,7 +38,6 @@ from elaunch.agent.core.events import (
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
-    WorkersStuck,
     WorkerStopped,
 )
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Phase, Running, Stopping
@@ -108,7 +107,6 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         WorkersHung(0, failure(0, 0, None, FailureKind.HANG)),
         WorkerAsked(0, failure(0, 0, None, FailureKind.REFUSED)),
         WorkersAtPrompt(0, frozenset({0})),
-        WorkersStuck(0, frozenset({0}), "broadcast"),
         lost(0, workers_too=True),
         cleared(0),
         Signalled(TERM, "SIGTERM"),

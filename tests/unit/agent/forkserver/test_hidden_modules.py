@@ -22,12 +22,12 @@ def brought(name: str) -> Brought:
     loader: Any = None
     module.__spec__ = ModuleSpec(name, loader)
     sys.modules[name] = module
-    return Brought(name, {name: module}, is_learned=True)
+    return Brought(name, {name: module}, is_package=True)
 
 
 @pytest.fixture
-def learned() -> Iterator[None]:
-    """A gate that hides three modules which an earlier run has imported, in this order."""
+def packages() -> Iterator[None]:
+    """A gate that hides three packages that were imported in this order."""
     finders = [*sys.meta_path]
     Gate([brought(name) for name in NAMES])
     yield
@@ -36,8 +36,8 @@ def learned() -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.usefixtures("learned")
-def test_what_a_learned_module_has_imported_comes_back_with_it_and_what_came_later_does_not() -> None:
+@pytest.mark.usefixtures("packages")
+def test_what_a_package_has_imported_comes_back_with_it_and_what_came_later_does_not() -> None:
     """`typing.get_type_hints` looks into sys.modules for the module of each base class."""
     assert not {*NAMES} & sys.modules.keys()
 
@@ -58,7 +58,7 @@ def test_a_package_that_answers_each_name_is_hidden_and_comes_back(
     for module in (package, child):
         module.__spec__ = ModuleSpec(module.__name__, loader)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    Gate([Brought("answers", {"answers": package, "answers.child": child}, is_learned=True)])
+    Gate([Brought("answers", {"answers": package, "answers.child": child}, is_package=True)])
     assert "answers.child" not in sys.modules
 
     assert importlib.import_module("answers.child") is child

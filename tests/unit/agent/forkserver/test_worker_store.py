@@ -25,7 +25,7 @@ for fd, number in zip(map(int, sys.argv[1:]), (worker_store.LISTEN_FD, worker_st
     os.dup2(fd, number)
 worker_store._IDLE_S = 600.0
 worker_store._class = lambda *_, **__: os._exit(7)
-worker_store.serve("127.0.0.1", 0, whole=False, store_class=STORE_CLASS)
+worker_store.serve("127.0.0.1", 0, store_class=STORE_CLASS)
 """
 CLASS = "(lambda *_, **__: type('Store', (), {'num_keys': lambda _: 3})())"
 

@@ -11,7 +11,6 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.workers.ahead import ForksAhead
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.agent.workers.preload_learner import PreloadLearner
 from elaunch.rendezvous.types import RankTable, Seat
 
 
@@ -19,13 +18,10 @@ from elaunch.rendezvous.types import RankTable, Seat
 class Server:
     preload: tuple[str, ...] | None = ("torch",)
     said: list[tuple[str, int]] = field(default_factory=list)
-    server_pids: tuple[int, ...] = (5,)
+    pid: int = 5
 
     def fork_ahead(self, count: int) -> None:
         self.said.append(("first", count))
-
-    def fork_ahead_in_successor(self, count: int) -> None:
-        self.said.append(("successor", count))
 
 
 @dataclass
@@ -46,24 +42,19 @@ class Guardian:
         self.said.append((pids, generation))
 
 
-@dataclass
-class Learner:
-    has_successor: bool = False
-
-
 def group(slots: int = 3) -> WorkerGroup:
     """Workers that were not forked yet."""
     return WorkerGroup(RankTable(0, (Seat("a-00000001", slots, 0),), "127.0.0.1", 1, "the job starts"), 0)
 
 
-def ahead(server: Server, learner: Learner, *, is_wanted: bool = True, guardian: Guardian | None = None) -> ForksAhead:
+def ahead(server: Server, *, is_wanted: bool = True, guardian: Guardian | None = None) -> ForksAhead:
     told = cast(GuardianClient, guardian or Guardian())
-    return ForksAhead(cast(ForkServer, server), told, cast(PreloadLearner, learner), is_wanted=is_wanted)
+    return ForksAhead(cast(ForkServer, server), told, is_wanted=is_wanted)
 
 
 def test_they_are_ordered_some_time_after_the_last_worker_was_forked() -> None:
     server, workers = Server(), group()
-    forks = ahead(server, Learner())
+    forks = ahead(server)
 
     forks.begin(workers, 10.0)
     forks.tick(10.5)
@@ -80,28 +71,11 @@ def test_they_are_ordered_some_time_after_the_last_worker_was_forked() -> None:
     assert forks.due_s is None
 
 
-def test_a_fork_server_that_has_imported_more_forks_them_once_it_is_ready() -> None:
-    server, learner, workers = Server(), Learner(), group()
-    workers.pids.update({0: 71, 1: 72, 2: 73})
-    forks = ahead(server, learner)
-
-    forks.begin(workers, 10.0)
-    forks.tick(11.0)
-    learner.has_successor = True
-    forks.tick(12.0)
-    forks.tick(13.0)
-    learner.has_successor = False
-    forks.begin(workers, 20.0)
-    forks.tick(21.0)
-
-    assert server.said == [("first", 3), ("successor", 3), ("first", 3)]
-
-
 @pytest.mark.parametrize(("slots", "is_wanted"), [(1, True), (2, True), (3, False)])
 def test_few_workers_and_those_that_are_not_restarted_have_none_that_wait(slots: int, is_wanted: bool) -> None:
     server, workers = Server(), group(slots)
     workers.pids.update({rank: 71 + rank for rank in range(slots)})
-    forks = ahead(server, Learner(), is_wanted=is_wanted)
+    forks = ahead(server, is_wanted=is_wanted)
 
     forks.begin(workers, 10.0)
     forks.tick(12.0)
@@ -113,7 +87,7 @@ def test_few_workers_and_those_that_are_not_restarted_have_none_that_wait(slots:
 def test_a_fork_server_that_has_imported_nothing_is_told_nothing() -> None:
     server, workers = Server(preload=None), group()
     workers.pids.update({0: 71, 1: 72, 2: 73})
-    forks = ahead(server, Learner())
+    forks = ahead(server)
 
     forks.begin(workers, 10.0)
     forks.tick(12.0)
@@ -123,7 +97,7 @@ def test_a_fork_server_that_has_imported_nothing_is_told_nothing() -> None:
 
 def test_at_the_last_fork_the_guardian_is_woken_and_the_fork_server_moves() -> None:
     server, workers, guardian = Server(), group(), Guardian()
-    forks = ahead(server, Learner(), guardian=guardian)
+    forks = ahead(server, guardian=guardian)
 
     forks.begin(workers, 10.0)
     workers.pids.update({0: 71, 1: 72})
@@ -138,7 +112,7 @@ def test_at_the_last_fork_the_guardian_is_woken_and_the_fork_server_moves() -> N
 
 def test_a_fork_server_that_is_on_its_way_forks_ahead_when_it_is_there() -> None:
     server, workers, guardian = Server(), group(), Guardian(is_moving=True)
-    forks = ahead(server, Learner(), guardian=guardian)
+    forks = ahead(server, guardian=guardian)
 
     forks.begin(workers, 10.0)
     workers.pids.update({0: 71, 1: 72, 2: 73})
@@ -155,7 +129,7 @@ def test_a_fork_server_that_is_on_its_way_forks_ahead_when_it_is_there() -> None
 
 def test_the_last_fork_of_a_server_without_preloads_is_told_too() -> None:
     workers, guardian = group(), Guardian()
-    forks = ahead(Server(preload=None), Learner(), guardian=guardian)
+    forks = ahead(Server(preload=None), guardian=guardian)
 
     forks.begin(workers, 10.0)
     workers.pids.update({0: 71, 1: 72, 2: 73})

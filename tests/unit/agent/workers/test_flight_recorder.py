@@ -303,23 +303,3 @@ def test_a_worker_that_floods_its_agent_is_read_in_order_and_only_in_part_at_eac
     seen = [counts[0, 0].entered if counts else -1 for counts in looked]
     assert sent > 32, "the flood is longer than what a look reads"
     assert seen == [15, 31, 47, 63]
-
-
-def test_a_worker_that_is_asked_what_it_has_imported_is_disturbed_until_it_has_answered() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    recorder, answer = FlightRecorder(ours.detach()), os.memfd_create("answer")
-    os.write(answer, b"torch")
-    with theirs:
-        now_s = time.monotonic()
-        before = recorder.take_disturbed(now_s)
-        assert recorder.imports() is None
-        begun = [recorder.take_disturbed(now_s) for _ in range(2)]
-        # One that has not answered for so long lets no other thread run.
-        late = recorder.take_disturbed(now_s + 3600.0)
-        socket.send_fds(theirs, [b"m"], [answer])
-        assert recorder.imports() == b"torch"
-        ended = [recorder.take_disturbed(now_s) for _ in range(2)]
-
-    assert (before, begun, late, ended) == (False, [True, True], False, [True, False])
-    recorder.close()
-    os.close(answer)

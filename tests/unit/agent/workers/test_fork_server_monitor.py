@@ -43,25 +43,10 @@ def monitor(server: Server) -> Iterator[ForkServerMonitor]:
     group: Any = SimpleNamespace(slots=1)
     current: Any = SimpleNamespace(group=group, generation=1)
     reporter: Any = SimpleNamespace(timeline=SimpleNamespace(stamp=lambda *_args, **_fields: None))
-    learner: Any = SimpleNamespace(has_successor=True, take_successor=lambda: None)
     monitored: Any = server
     exits: Any = None
     with selectors.DefaultSelector() as selector:
-        yield ForkServerMonitor(monitored, current, exits, reporter, selector, learner)
-
-
-def test_nobody_waits_for_the_answer_of_a_fork_server_that_was_replaced(
-    server: Server, monitor: ForkServerMonitor
-) -> None:
-    """Survivors of a failure are looked at only when no answer is awaited."""
-    monitor.is_ready = True
-    monitor.check()
-    assert monitor.awaits_answer
-
-    monitor.begin_generation()
-
-    assert server.asked == 1
-    assert not monitor.awaits_answer
+        yield ForkServerMonitor(monitored, current, exits, reporter, selector)
 
 
 def test_a_fork_server_that_imports_is_not_asked_about_links_of_its_predecessors_workers(

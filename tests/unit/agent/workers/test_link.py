@@ -19,7 +19,7 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.core.messages import GroupBroken, PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
+from elaunch.agent.core.messages import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.workers.link import Link, Links
 
 
@@ -282,13 +282,12 @@ def test_the_caught_error_of_a_lost_peer_does_not_explain_an_end_long_after_it(
     [
         (StopAtStepBoundary(StopReason.JOIN), {"event": "stop_at_step_boundary", "reason": "join"}),
         (PeerFailed(3), {"event": "peer_failed", "generation": 3}),
-        (GroupBroken(3), {"event": "group_broken", "generation": 3}),
         (ShowStacks(), {"event": "stacks"}),
     ],
 )
 def test_who_is_told_something_is_heard_at_once_from_then_on(
     pair: tuple[Link, socket.socket],
-    message: StopAtStepBoundary | PeerFailed | GroupBroken | ShowStacks,
+    message: StopAtStepBoundary | PeerFailed | ShowStacks,
     line: dict[str, object],
 ) -> None:
     link, worker = pair

@@ -92,7 +92,7 @@ def test_a_store_that_a_rank_is_known_to_have_used_is_not_waited_for(
     assert wire.receive(process) is None, "the agent's end is closed, by which the store ends"
 
 
-def test_a_store_settles_once_it_is_up_and_starts_once_it_is_no_longer_idle(
+def test_a_store_settles_once_it_is_up(
     store: tuple[StoreControl, socket.socket],
 ) -> None:
     control, process = store
@@ -100,9 +100,9 @@ def test_a_store_settles_once_it_is_up_and_starts_once_it_is_no_longer_idle(
 
     for report in ({"idle": True}, {"idle": False}, {"up": True}):
         wire.send(process, report)
-        stages.append((control.read(), control.is_settled, control.is_starting))
+        stages.append((control.read(), control.is_settled))
 
-    assert stages == [(False, False, False), (False, False, True), (True, True, False)]
+    assert stages == [(False, False), (False, False), (True, True)]
 
 
 def test_a_store_that_died_after_it_was_up_leaves_no_answer(store: tuple[StoreControl, socket.socket]) -> None:

@@ -25,7 +25,7 @@ def test_the_command_line_wins_over_the_environment_over_the_file_over_the_defau
     options = options_with(text, tmp_path, "--max-restarts", "1", PET_MAX_RESTARTS="2", PET_ROLE="exported")
 
     assert (options.max_restarts, options.role, options.stop_grace) == (1, "exported", 5.0)
-    assert options.failure_grace == 2.0
+    assert options.failure_grace == 0.5
     assert options.given["stop_grace"] is Source.FILE
     assert options.given["role"] is Source.ENVIRONMENT
 
