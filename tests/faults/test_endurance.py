@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from tests.faults.census import Census, alive, cgroups_named, shared_memory_of
 from tests.faults.processes import Watched
 from tests.faults.storm import Moment, Storm, seeded
@@ -41,9 +40,6 @@ def train(folder: Path, out: str, workers: int, steps: int, *options: str) -> Wa
     text.mkdir(exist_ok=True)
     (text / "alphabet.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
     shape = ["--steps", str(steps), *SHAPE]
-    # The names of the default, so that nothing is learned: in a generation of some seconds a learner starts another
-    # fork server.
-    options = ("--preload-only", ",".join(DEFAULT_PRELOAD), *options)
     return Watched(folder, *options, "--nproc-per-node", str(workers), "-m", "elaunch.trainer", "--out", out, *shape)
 
 
