@@ -556,7 +556,9 @@ def test_one_that_finds_out_that_it_cannot_stay_tells_the_next_job_why(tmp_path:
 
 @pytest.mark.slow
 def test_the_packages_of_a_program_are_warm_for_every_program(tmp_path: Path, place: Path) -> None:
-    env = {**library(tmp_path, "hydra", "import os\nBY = os.getpid()\n"), **options()}
+    library(tmp_path, "hydra", "import os\nBY = os.getpid()\n")
+    with_dynamo(tmp_path / "lib")
+    env = {"PYTHONPATH": os.fspath(tmp_path / "lib"), **options()}
     program, other = tmp_path / "program", tmp_path / "other"
     for folder, text in ((program, "import hydra, torch"), (other, "import os, hydra, torch\nprint('by', hydra.BY)")):
         folder.mkdir()
