@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, IntFlag
 from pathlib import Path
 from typing import Literal
 
-from elaunch.records import dataclass, field
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.times import Times

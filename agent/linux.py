@@ -9,11 +9,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from elaunch.records import dataclass
 
 if TYPE_CHECKING:
     from socket import socket

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,6 @@ from elaunch.agent.workers.exits import signal_name
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.workers import Workers
 from elaunch.process_identity import this_process
-from elaunch.records import replace
 from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elaunch.agent.config import AgentConfig
@@ -9,7 +10,6 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.records import dataclass
 
 if TYPE_CHECKING:
     from socket import socket

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.config import AgentConfig
@@ -14,7 +15,6 @@ from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.keeping import leave_behind, servers, state, stop
 from elaunch.agent.forkserver.warm.place import NoPlace as NoPlace
 from elaunch.agent.forkserver.warm.place import folder
-from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode_fields
 from elaunch.rendezvous.texts import plain
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,6 @@ from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import program_text
 from elaunch.launcher.resources import HostResources
 from elaunch.launcher.store.rendezvous_plan import Planned
-from elaunch.records import replace
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 
 if TYPE_CHECKING:

@@ -245,6 +245,8 @@ def _prepared(
     options: Options, environ: Mapping[str, str], cluster: Cluster | None
 ) -> tuple[Options, Planned, AgentConfig]:
     """All that is decided before anything is started; the job has a name then. Raises UsageError."""
+    from dataclasses import replace
+
     from elaunch.launcher.agent_config import agent_config
     from elaunch.launcher.options.secret_file import read_secret
     from elaunch.launcher.preflight import (
@@ -257,7 +259,6 @@ def _prepared(
     )
     from elaunch.launcher.resources import detect
     from elaunch.launcher.store.plan import plan
-    from elaunch.records import replace
     from elaunch.rendezvous.job_spec import UNNAMED
 
     check_program(options, environ)
@@ -304,9 +305,10 @@ def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:
 
 def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: AgentRun) -> Outcome:
     """Take part in the job until its outcome is known. Raises UsageError, SiteError and CannotRun."""
+    from dataclasses import replace
+
     from elaunch.launcher.agent_config import with_network
     from elaunch.launcher.store.connect import reach
-    from elaunch.records import replace
 
     try:
         # What is left with --quiet are warnings, and the line without which no other node could join.

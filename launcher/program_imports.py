@@ -12,11 +12,11 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from elaunch.agent.config import ProgramText
 from elaunch.agent.default_preload import DEFAULT_PRELOAD, PACKAGES
-from elaunch.records import replace
 from elaunch.rendezvous.job_spec import ProgramKind
 
 # These import modules by names that a text need not show.

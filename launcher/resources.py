@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.terminal import can_move_cursor, is_one_terminal, terminal_size
 from elaunch.agent.workers.gpus import read_gpus, visible
-from elaunch.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
 from enum import Enum
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from elaunch.records import asdict, is_record
 from elaunch.strict_json import ANY, no_constant, parse_with
 
 Decoded = TypeVar("Decoded")
@@ -96,7 +96,7 @@ def _build(kind: Any, value: Any) -> Any:
         if not isinstance(value, list):
             raise TypeError(f"{shown(value)} is no list")
         return tuple(_build(get_args(kind)[0], item) for item in value)
-    if is_record(kind) and isinstance(kind, type):
+    if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
             raise TypeError(f"{shown(value)} is no {kind.__name__}")
         hints = _hints(kind)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
-
-from elaunch.records import dataclass, field
 
 if TYPE_CHECKING:
     # Importing ssl takes ten milliseconds, and only TLS needs it.

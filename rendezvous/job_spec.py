@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from elaunch.records import dataclass
 from elaunch.rendezvous.texts import plain
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class JobSpec:
         words = [program.kind.value, program.target, *program.args]
         # Imported here: the fork server has no use for them.
 
-        from elaunch.digests import sha256
+        from hashlib import sha256
+
         from elaunch.rendezvous.types import Terms
 
         digest = sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import get_type_hints
 
-from elaunch.records import dataclass
 from elaunch.rendezvous.texts import plain
 
 # Names that the command line gives. It refuses longer ones: a cut name could be the name of another job.

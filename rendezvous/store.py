@@ -7,9 +7,8 @@ and etcd behave alike. Every call blocks until it is answered, or until the stor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
-
-from elaunch.records import dataclass
 
 # The end of the version of a store that `elaunch store` serves: its host need not be a node of the job.
 SHARED = "+shared"

@@ -5,7 +5,7 @@ All times are durations on one host's monotonic clock. docs/protocol.md tells wh
 
 from __future__ import annotations
 
-from elaunch.records import dataclass, replace
+from dataclasses import dataclass, replace
 
 # etcd's shortest lease. A change of etcd's leader takes a little longer than this.
 LEASE_TTL_MIN_S = 2

@@ -8,10 +8,10 @@ go to the store are `Bounded`: no text of a user or a program can make a transac
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, NamedTuple
 
-from elaunch.records import dataclass, field, replace
 from elaunch.rendezvous.limits import (
     HOST_BYTES_MAX,
     ROLE_BYTES_MAX,

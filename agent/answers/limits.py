@@ -6,7 +6,8 @@ mistake or on purpose, loads neither the agent nor the store.
 
 from __future__ import annotations
 
-from elaunch.records import dataclass, replace
+from dataclasses import dataclass, replace
+
 from elaunch.rendezvous.rules.questions import ANSWERS_PER_S, Question
 
 # To this host's processes: in a burst, and per second.

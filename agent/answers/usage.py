@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 
-from elaunch.records import replace
 from elaunch.rendezvous.rules.reports import NodeReport, RankReport
 
 

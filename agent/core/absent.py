@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, Say
 from elaunch.agent.core.collectives import DEFAULT_GROUP
@@ -17,7 +18,6 @@ from elaunch.agent.core.stack_groups import Stack, full_text, group_words, group
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.waits import Doing, does_where, doing
 from elaunch.agent.peer_lost import TIMED_OUT
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.types import Failure
 
 # The stacks of a node are taken in a tenth of that.

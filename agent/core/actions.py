@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elaunch.agent.config import Level
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.messages import Message
-from elaunch.records import dataclass
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, RankTable
 

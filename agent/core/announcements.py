@@ -7,6 +7,7 @@ moment, nobody tells, or its successor tells again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,7 +15,6 @@ from elaunch.agent.core.entries import of_failure, of_failures
 from elaunch.agent.core.phases import Clearing, Exited, Stopping
 from elaunch.agent.core.signals import SIGINT
 from elaunch.agent.core.state import Agent
-from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.hang_records import Hang, hang_words
 from elaunch.rendezvous.rules.verdict import decisive_failure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.early_ends import report_ends
@@ -14,7 +16,6 @@ from elaunch.agent.core.phases import Clearing, Finished, WorkersDone, WorkersSt
 from elaunch.agent.core.signals import SIGINT
 from elaunch.agent.core.state import Agent, Step, exit_with, say_after_cause
 from elaunch.agent.core.store_outage import note_idle, say_waits
-from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug, killed_together
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind

@@ -8,9 +8,9 @@ The form is that of `dump_json` in torch's FlightRecorderDetail.hpp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from elaunch.records import dataclass
 from elaunch.strict_json import parse_json
 
 DEFAULT_GROUP = "the default group"

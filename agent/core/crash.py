@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from elaunch.records import dataclass
 from elaunch.threads import only_listens
 
 # faulthandler's names of the signals that it handles (CPython, Modules/faulthandler.c).

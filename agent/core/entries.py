@@ -7,12 +7,12 @@ only as the difference between its states before and after a step, and is here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from elaunch.agent.core.events import Committed, Event, Signalled, Tag
 from elaunch.agent.core.phases import Clearing, Exited, Joining, Phase, Running, Stopping, WorkersStopped
 from elaunch.agent.core.state import Agent
-from elaunch.records import dataclass
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, OpenKind, Outcome, OutcomeKind, RankTable, host_of
 

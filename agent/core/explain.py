@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from elaunch.agent.core import crash
 from elaunch.agent.core.causes.cause import NO_FACTS, Evidence, Facts, Question
@@ -11,7 +12,6 @@ from elaunch.agent.core.causes.system import SOCKET_PATH
 from elaunch.agent.core.causes.table import questions, recognise
 from elaunch.agent.core.failures import parse_traceback
 from elaunch.agent.peer_lost import ends
-from elaunch.records import replace
 from elaunch.rendezvous.types import Failure, FailureKind
 
 _SIGABRT, _SIGKILL = -6, -9

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elaunch.agent.core import crash
 from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 from elaunch.strict_json import parse_json

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Commit, Say
 from elaunch.agent.core.early_ends import report_ends
 from elaunch.agent.core.events import Looked, StoreLost
 from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
 from elaunch.agent.core.phases import Finished
 from elaunch.agent.core.state import Agent, Step, exit_with
-from elaunch.records import replace
 from elaunch.rendezvous.rules.transactions import report_done
 from elaunch.rendezvous.types import OutcomeKind
 

@@ -6,10 +6,11 @@ a lost peer waits a moment for the cause, which the node of the failed rank writ
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.phases import Exited, Running
 from elaunch.agent.core.state import Agent, Step, Unsaid
-from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, OpenKind
 

@@ -7,9 +7,8 @@ anything for `hang_timeout_s`; one that never reports, since only another does, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-
-from elaunch.records import dataclass, replace
 
 if TYPE_CHECKING:
     from elaunch.agent.core.stack_groups import Stack

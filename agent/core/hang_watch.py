@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core import standstill
 from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, NameLingering, Say, TellWorkers
 from elaunch.agent.core.events import Sampled, StacksTaken
@@ -10,7 +12,6 @@ from elaunch.agent.core.phases import Running
 from elaunch.agent.core.stack_groups import full_text, group_words, grouped
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.still import Standstill
-from elaunch.records import replace
 from elaunch.rendezvous.rules.hang_records import Hang, StillNode, hang_words
 from elaunch.rendezvous.rules.hanging import confirm_s, tell_still
 from elaunch.rendezvous.types import host_of

@@ -6,8 +6,7 @@ Pure: the caller reads what they have used.
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from elaunch.records import dataclass
+from dataclasses import dataclass
 
 # A process works if it uses this share of a core, or moves this many bytes a second. An upload that reads its file
 # does; a monitor that looks now and then (tensorboard, `nvidia-smi -l`) does not.

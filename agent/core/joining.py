@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Say, Spawn
 from elaunch.agent.core.events import Leased, LeaseLost, Looked, StoreLost, StoreRefuses
 from elaunch.agent.core.membership import belongs_to_run, loss_of_keys, with_own_id
@@ -9,7 +11,6 @@ from elaunch.agent.core.own_lease import lease_lost, leased
 from elaunch.agent.core.phases import Joining, Running
 from elaunch.agent.core.state import Agent, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
-from elaunch.records import replace
 from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.excluding import exclusion_of

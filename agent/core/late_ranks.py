@@ -8,9 +8,9 @@ it entered each collective, all on one host's clock.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from elaunch.agent.core.collectives import DEFAULT_GROUP, Collective, Counts
-from elaunch.records import dataclass, field, replace
 
 # There is a look each second. A rank is a suspect that was behind in so many windows in a row: two minutes.
 LOOKS = 60

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.phases import Finished, Joining
 from elaunch.agent.core.signals import ENDS_JOB, SIGINT, SIGPIPE
 from elaunch.agent.core.state import Agent, Step, exit_with
-from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 

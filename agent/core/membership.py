@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
 from elaunch.agent.core.events import Committed, Tag
 from elaunch.agent.core.own_lease import renew_when_due
 from elaunch.agent.core.phases import Finished, Joining, Phase, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Claim, Misfit, Step, Waiting, exit_with
-from elaunch.records import replace
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.rules.transactions import (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.agent.core.state import Agent
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.rules.reports import RANKS_MAX, NodeReport, RankReport
 
 

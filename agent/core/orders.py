@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elaunch.agent.core.actions import Commit
 from elaunch.agent.core.events import RestartOrdered, Signalled
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.agent.core.signals import SHELL_BASE, SIGINT
 from elaunch.agent.core.state import Agent, Step
-from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.questions import Topic

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Renew, Say
 from elaunch.agent.core.events import Leased, LeaseLost
 from elaunch.agent.core.phases import Finished, Joining, Phase
 from elaunch.agent.core.state import Agent, Claim, Step, exit_with
-from elaunch.records import replace
 from elaunch.rendezvous.types import OutcomeKind
 
 # A lease that ends early is told of again after this time.

@@ -7,11 +7,12 @@ this node's part of the job ends with its workers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Say
 from elaunch.agent.core.events import OwnStoreLost
 from elaunch.agent.core.phases import Clearing, Finished, Joining, Running, Stopping, WorkersStopped
 from elaunch.agent.core.state import Agent, Step, exit_with
-from elaunch.records import replace
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 

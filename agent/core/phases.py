@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.hang import Quiet
 from elaunch.agent.core.still import Standstill
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.types import Failure, Outcome, RankTable, Seat
 
 # A rank whose program is over closes its connections before it has an exit status. Its exit functions take a while.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Action, Commit, NameLingering, Say, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import (
     Looked,
@@ -48,7 +50,6 @@ from elaunch.agent.core.stop_orders import (
 )
 from elaunch.agent.core.stopping import STOPPED_CODES
 from elaunch.agent.core.store_outage import given_up, say_waits
-from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind

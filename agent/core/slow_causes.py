@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from elaunch.agent.core.slow_ranks import Slow, median
-from elaunch.records import dataclass
 
 
 @dataclass(frozen=True)

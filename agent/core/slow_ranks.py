@@ -7,9 +7,9 @@ time: it works, and the others wait for it. This needs no word of the program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from elaunch.agent.core.standstill import LOOK_S_MAX, Window
-from elaunch.records import dataclass, field, replace
 
 # A rank is named that was the slow one in so many windows in a row: two minutes.
 WINDOW_S = 20.0

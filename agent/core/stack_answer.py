@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from elaunch.agent.core.stack_groups import Stack, StackGroup, grouped
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX
 from elaunch.rendezvous.rules.reports import RANKS_MAX

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from elaunch.agent.core.failures import NOT_USER_CODE
-from elaunch.records import dataclass
 from elaunch.threads import OWN
 
 # States in /proc/PID/stat: held by a signal, or by a debugger.

@@ -10,12 +10,12 @@ stacks are taken, again and again, and each rank must be at the same place in al
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from elaunch.agent.core.stack_groups import Stack, place_words, ranks_words
 from elaunch.agent.core.still import Standstill
 from elaunch.agent.core.waits import Doing, does_where, doing, helpers_work, waits_for_ranks
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.rules.hang_records import GROUPS_MAX, StillGroup, StillKind, StillNode
 
 # The sampler looks this often. A longer time between two looks has passed without this agent: it was stopped, and so

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from elaunch.agent.core.actions import Action, Exit, Say
 from elaunch.agent.core.events import Tag
 from elaunch.agent.core.phases import NOT_JOINED, Clearing, Exited, Phase, Stopping
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core import clearing, running
 from elaunch.agent.core.actions import Say
 from elaunch.agent.core.events import Cleared, Committed, Event, Leased, Looked, Tick, WorkerEvent
@@ -13,7 +15,6 @@ from elaunch.agent.core.phases import Clearing, Exited, Phase, Running, Stopping
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.store_outage import gives_up_at_s
 from elaunch.agent.core.table import TABLE
-from elaunch.records import replace
 
 
 def step(agent: Agent, event: Event, now_s: float) -> Step:

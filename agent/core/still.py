@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from elaunch.records import dataclass, field
 
 if TYPE_CHECKING:
     from elaunch.agent.core.stack_groups import Stack

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Action, Clear, Say, SignalWorkers, TellWorkers
 from elaunch.agent.core.events import WorkerListens
 from elaunch.agent.core.messages import Message, PeerFailed, StopAtStepBoundary, StopReason
@@ -19,7 +21,6 @@ from elaunch.agent.core.phases import (
 )
 from elaunch.agent.core.signals import SIGKILL, SIGTERM
 from elaunch.agent.core.state import Agent, Step
-from elaunch.records import replace
 
 # From the first node of a job that has one to the last.
 NOTICE_S = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Commit, ReplaceForkServer, Say, SignalWorkers
 from elaunch.agent.core.clearing import LAST_WORDS_S
@@ -37,7 +38,6 @@ from elaunch.agent.core.stop_orders import (
     wishes_of,
 )
 from elaunch.agent.core.store_outage import say_waits
-from elaunch.records import replace
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elaunch.agent.core.actions import Action, Say
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tick, WatchRefused
 from elaunch.agent.core.membership import say_wait
 from elaunch.agent.core.phases import Finished, Joining, Phase, Running
 from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Reach, Step, Trouble, exit_with
-from elaunch.records import replace
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 
 # A refusal seldom passes by itself. One that passes within this time is not worth a line.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
 from elaunch.agent.core import (
@@ -56,7 +57,6 @@ from elaunch.agent.core.events import (
 )
 from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Mode, Phase, Running, Stopping
 from elaunch.agent.core.state import Agent, Step
-from elaunch.records import dataclass
 
 P = TypeVar("P")
 E = TypeVar("E")

@@ -7,9 +7,9 @@ less than all others is the one that they wait for.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from elaunch.agent.core.collectives import Count, Counts
-from elaunch.records import dataclass, field, replace
 
 # Four minutes. With so few looks as in one minute, two healthy ranks that wait for half of the time would often differ
 # by a tenth.

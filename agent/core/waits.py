@@ -8,10 +8,10 @@ by its system call alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 from elaunch.agent.core.stack_groups import Stack, ThreadStack, called_frame, place_words
-from elaunch.records import replace
 
 
 class Doing(Enum):

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -16,7 +17,6 @@ from elaunch.agent.environment import arguments
 from elaunch.agent.forkserver.boot import NEEDED, hooked
 from elaunch.agent.forkserver.server import Child
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
-from elaunch.records import replace
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 if TYPE_CHECKING:

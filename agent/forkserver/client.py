@@ -10,12 +10,12 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
 from elaunch.agent.linux import is_stopped
-from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import Program
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,6 @@ from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
 from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
-from elaunch.records import dataclass
 
 # What a module may have imported that has imported torch.
 _OF_TORCH = ("torch", "torch.distributed")

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,6 @@ from elaunch.agent.forkserver import fixups
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
 from elaunch.agent.forkserver.lookups import FOLDER, EnvironmentCopies, keeper, keeper_of_folder, walks
-from elaunch.records import dataclass, field
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
 # would open CUDA to see whether it is there; a process that forks must do neither. The children get the user's values.

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
 from elaunch.agent.forkserver.fork_loop import ForkLoop
 from elaunch.agent.linux import die_with_parent, set_command_line
-from elaunch.records import dataclass, replace
 
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate

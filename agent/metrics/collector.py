@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -11,7 +12,6 @@ from elaunch import __version__
 from elaunch.agent.core.phases import Finished, Running, Stopping
 from elaunch.agent.core.state import Agent
 from elaunch.agent.metrics.counters import Counts
-from elaunch.records import dataclass
 
 
 @dataclass(frozen=True)

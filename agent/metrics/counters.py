@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
-
-from elaunch.records import dataclass
 
 
 class TimeUse(Enum):

@@ -7,11 +7,11 @@ import select
 import stat
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.lines import LineSplitter, leaves_open, prefixed
 from elaunch.agent.output.live_rows import live_rows_of
-from elaunch.records import dataclass
 
 TAIL_BYTES_MAX = 64 << 10
 # A person at a terminal waits for a prompt. Elsewhere a line is to stay whole, also where its writer has to wait for a

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elaunch.process_identity import is_dead_here
-from elaunch.records import dataclass
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Store
 

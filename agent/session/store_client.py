@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import RetryQueue
 from elaunch.agent.session.store_view import StoreView
-from elaunch.records import replace
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease
 from elaunch.rendezvous.rules.trimming import content_bytes, trimmed

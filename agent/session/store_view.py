@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from elaunch.agent.core.events import Looked, StoreEvent, StoreLost, WatchRefused
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore
-from elaunch.records import replace
 from elaunch.rendezvous.rules.snapshot import SnapshotReader
 from elaunch.rendezvous.store import (
     Changes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 
 from elaunch.agent.core.crash import CODES
 from elaunch.agent.core.events import WorkerAsked, WorkerExited
@@ -12,7 +13,6 @@ from elaunch.agent.workers.error_file import read_error_file
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.oom import OutOfMemoryWatch, held_text, limit_text
-from elaunch.records import replace
 from elaunch.rendezvous.types import Failure, FailureKind
 
 # Python's exit code for an exception.

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from elaunch.agent.core.events import ServiceLost, WorkerExited
@@ -17,7 +18,6 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
-from elaunch.records import replace
 from elaunch.rendezvous.types import FailureKind
 
 _FORK_S = 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ from elaunch.agent.forkserver.client import Home
 from elaunch.agent.workers.crash_file import CrashFile
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.store_control import StoreControl
-from elaunch.records import dataclass, field
 from elaunch.rendezvous.types import Failure, RankTable
 
 if TYPE_CHECKING:

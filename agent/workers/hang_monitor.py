@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.vitals import Vitals
-from elaunch.records import replace
 from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, FailureKind
 

@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,6 @@ from elaunch.agent.core.explain import questions_about
 from elaunch.agent.linux import start_thread
 from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.oom import are_counted, limit_text
-from elaunch.records import replace
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.types import Failure

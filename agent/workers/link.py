@@ -13,6 +13,7 @@ import select
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from elaunch.agent.core.events import (
@@ -29,7 +30,6 @@ from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtS
 from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.agent.workers.step_times import StepTimes
-from elaunch.records import dataclass, field
 from elaunch.rendezvous.texts import plain
 from elaunch.strict_json import parse_json
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
@@ -22,7 +23,6 @@ from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link, Links
 from elaunch.agent.workers.progress import ProgressLog
 from elaunch.agent.workers.reporter import Reporter
-from elaunch.records import replace
 
 if TYPE_CHECKING:
     from elaunch.agent.core.node_report import WorkersSeen

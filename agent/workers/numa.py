@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from elaunch.agent.config import NumaBinding
 from elaunch.agent.workers.gpus import read_gpus, visible
-from elaunch.records import dataclass, field
 
 # Linux can be built for 8192 CPUs at most; this is eight times as many.
 _CPU_MAX = (1 << 16) - 1

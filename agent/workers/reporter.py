@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.events import Event
 from elaunch.agent.output.timeline import Timeline
-from elaunch.records import dataclass
 from elaunch.rendezvous.types import Failure, FailureKind
 
 

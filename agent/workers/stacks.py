@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from elaunch.agent import linux
 from elaunch.agent.at_once import at_once
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.tracing import tracing_advice
-from elaunch.records import replace
 from elaunch.rendezvous.texts import plain
 from elaunch.strict_json import parse_json
 from elaunch.threads import is_own, only_listens

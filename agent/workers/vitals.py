@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from elaunch.agent import linux
 from elaunch.agent.core.standstill import LOOK_EVERY_S, Window, may_stand_still
-from elaunch.records import dataclass, replace
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NS = 1e9

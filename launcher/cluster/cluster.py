@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from elaunch.launcher.options.values import NODES_MAX, WORKERS_MAX
-from elaunch.records import dataclass
 
 # Below the ports that Linux gives to outgoing connections (32768 and up), above those of well-known services.
 _PORT_FIRST, _PORT_PAIRS = 20_000, 5_000

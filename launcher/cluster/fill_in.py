@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.endpoints import PLACES
 from elaunch.launcher.options.options import Options, Source
-from elaunch.records import replace
 
 
 def settle(options: Options, cluster: Cluster) -> Options:

@@ -7,13 +7,13 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from elaunch.launcher.cluster.cluster import Cluster, HeadQuery
 from elaunch.launcher.cluster.schedulers.registry import detect
 from elaunch.launcher.network.reach import NoAddress, addresses
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.options.small_file import read_small
-from elaunch.records import replace
 
 _CALL_S = 10.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from elaunch.launcher.doctor.children import Task, Unfinished, run_all
@@ -14,7 +15,6 @@ from elaunch.launcher.doctor.reading import host as read_host
 from elaunch.launcher.doctor.reading import network as read_network
 from elaunch.launcher.doctor.reading import programs
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
-from elaunch.records import dataclass
 
 _SOON_S = 5.0
 _TORCH_S = 60.0

@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-
-from elaunch.records import dataclass
+from dataclasses import dataclass
 
 _READ_BYTES = 1 << 16
 _REAP_S = 0.5

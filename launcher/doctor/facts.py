@@ -5,7 +5,7 @@ None means that this node does not tell. Limits of -1 mean: no limit.
 
 from __future__ import annotations
 
-from elaunch.records import dataclass
+from dataclasses import dataclass
 
 NO_LIMIT = -1
 

@@ -20,6 +20,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,7 +28,6 @@ from elaunch.agent.linux import die_with_parent
 from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.functions.worker import VARIABLE
-from elaunch.records import replace
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from dataclasses import dataclass
 
 from elaunch.launcher.options.values import PORT_MAX, Raw, names
-from elaunch.records import dataclass
 
 # Variables with the store's address. The first one that is set wins.
 PLACES = ("ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS")

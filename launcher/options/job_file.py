@@ -7,6 +7,7 @@ word of the command line.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elaunch.launcher.errors import UsageError, nearest, tidy
@@ -14,7 +15,6 @@ from elaunch.launcher.options.command_line import TOKEN_IS_SECRET, Given, Source
 from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Raw
-from elaunch.records import dataclass
 
 if TYPE_CHECKING:
     import yaml

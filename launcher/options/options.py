@@ -6,6 +6,7 @@ Precedence: command line, then `PET_<NAME>` variables (torchrun's), then the job
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from elaunch.launcher.options.endpoints import Address
 from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.table import TABLE
-from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.rules.roles import counts_in
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options import values
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.endpoint import PREFIX, Transport
 
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Raw, whole
 from elaunch.launcher.preflight import check_program
 from elaunch.launcher.rehearse import compare
-from elaunch.records import asdict, dataclass, replace
 from elaunch.rendezvous.job_spec import ProgramKind
 
 _STEPS_MIN = 4

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from elaunch.launcher.report_page.history import PastGeneration
 from elaunch.launcher.report_page.metrics import Curve, Point
 from elaunch.launcher.report_page.wording import duration
-from elaunch.records import dataclass
 
 WIDTH, HEIGHT = 720, 220
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 30

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from elaunch.launcher.report_page.profiles import ShownProfile, read_profile
 from elaunch.launcher.report_page.render import render
 from elaunch.launcher.report_page.trace import trace
 from elaunch.launcher.watch.local import local_agents
-from elaunch.records import dataclass
 from elaunch.rendezvous.texts import node_host, plain
 
 PAGE = "report.html"

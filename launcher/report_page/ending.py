@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from elaunch.launcher.report_page.events import PastEvent
 from elaunch.launcher.report_page.node_log import NodeLog
-from elaunch.records import dataclass, replace
 
 # Clocks of two hosts that differ by less are taken as they are: a table reaches all nodes within a second or so.
 SKEW_S = 2.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from elaunch.records import dataclass
 from elaunch.strict_json import parse_json
 
 # The version of the events that this release knows, in the field `schema` of `started`.

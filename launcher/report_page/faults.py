@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elaunch.launcher.report_page.events import PastEvent, real
 from elaunch.launcher.report_page.node_log import Homes, NodeLog, Worker, homes_of
 from elaunch.launcher.report_page.wording import signal_words
-from elaunch.records import dataclass, replace
 
 # Kinds of failures that another failure explains.
 _SECONDARY = ("peer lost", "ended early")

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, takewhile
 from statistics import median
 
 from elaunch.launcher.report_page.history import History, PastGeneration, known_or
-from elaunch.records import dataclass
 
 
 class Stage(Enum):

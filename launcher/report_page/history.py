@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import median
 
@@ -14,7 +15,6 @@ from elaunch.launcher.report_page.metrics import StepMetrics, Stretch
 from elaunch.launcher.report_page.node_log import NodeLog, Visit, named, node_log
 from elaunch.launcher.report_page.warned import Warned, warned_of
 from elaunch.launcher.report_page.wording import duration
-from elaunch.records import dataclass, replace
 
 
 @dataclass(frozen=True)

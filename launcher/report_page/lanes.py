@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from elaunch.launcher.report_page.faults import Fault
@@ -12,7 +13,6 @@ from elaunch.launcher.report_page.history import History, PastGeneration, known_
 from elaunch.launcher.report_page.node_log import NodeLog, Visit, Worker
 from elaunch.launcher.report_page.warned import Warned
 from elaunch.launcher.report_page.wording import count, duration, offset, signal_words
-from elaunch.records import dataclass, replace
 
 # With more workers than this on the page, a node has one lane for all of its workers, and one for each that failed.
 _LANES_MAX = 24

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from elaunch.launcher.report_page.events import real
-from elaunch.records import dataclass, replace
 
 # A curve has at most twice as many points.
 POINTS = 600

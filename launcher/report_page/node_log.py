@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elaunch.launcher.report_page.events import PastEvent, text
-from elaunch.records import dataclass, replace
 
 # Events after which a worker's end is no news: the agent has asked for it.
 _ORDERS_TO_END = ("stopping", "killing", "told")

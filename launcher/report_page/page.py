@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from urllib.parse import quote
 
@@ -18,7 +19,6 @@ from elaunch.launcher.report_page.metrics import StepMetrics
 from elaunch.launcher.report_page.profiles import ShownProfile
 from elaunch.launcher.report_page.warned import Warned, WarnedKind
 from elaunch.launcher.report_page.wording import count, cut, duration, offset
-from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import UNNAMED
 
 # Causes that the page shows with all they have; of more the first and the last are shown.

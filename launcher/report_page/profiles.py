@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from elaunch.launcher.report_page.events import real, text
-from elaunch.records import dataclass
 from elaunch.strict_json import parse_json
 
 # The version of the record that this release knows.

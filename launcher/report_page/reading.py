@@ -11,13 +11,13 @@ import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.report_page.events import PastEvent, ReadLines, read_lines, text
 from elaunch.launcher.report_page.history import NodeFolder
 from elaunch.launcher.report_page.metrics import StepMetrics
-from elaunch.records import dataclass
 
 TIMELINE = "timeline.jsonl"
 STACKS = "stacks.txt"

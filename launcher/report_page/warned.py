@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from elaunch.agent.core.slow_ranks import WINDOW_S, WINDOWS
 from elaunch.launcher.report_page.events import PastEvent
 from elaunch.launcher.report_page.faults import Fault
 from elaunch.launcher.report_page.node_log import NodeLog, homes_of
-from elaunch.records import dataclass
 
 # All nodes tell of one hang within this time.
 _SAME_S = 10.0

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -22,7 +23,6 @@ from elaunch.launcher.store.join_command import NewToken
 from elaunch.launcher.store.open_files import agents_served
 from elaunch.launcher.store.rendezvous_plan import Serving
 from elaunch.launcher.store.store_address import ETCD_PORT
-from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -7,12 +7,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.launcher.store.way import way_of
-from elaunch.records import dataclass, field, replace
 from elaunch.rendezvous.endpoint import Access, Endpoint, Transport
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Store

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.launcher.errors import SiteError, UsageError
@@ -23,7 +24,6 @@ from elaunch.launcher.network.reach import NoAddress, Owner, addresses, owner_of
 from elaunch.launcher.store.keyring import KeptToken
 from elaunch.launcher.store.open_files import check_descriptors
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
-from elaunch.records import dataclass
 from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, new_token

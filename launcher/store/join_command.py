@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options, Source, words_of
 from elaunch.launcher.options.secret_file import TOKEN_LINE
@@ -11,7 +13,6 @@ from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.keyring import STORES
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
 from elaunch.launcher.store.store_address import MASTER_PORT
-from elaunch.records import dataclass, field
 from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.store.plan_times import with_hang_times
 from elaunch.launcher.store.rendezvous_plan import Planned, RendezvousPlan
 from elaunch.launcher.store.store_address import bare_host, static_master
-from elaunch.records import replace
 from elaunch.rendezvous.times import Times
 
 if TYPE_CHECKING:

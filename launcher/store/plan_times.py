@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
-from elaunch.records import replace
 from elaunch.rendezvous.times import Times
 
 if TYPE_CHECKING:

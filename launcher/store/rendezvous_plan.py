@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from elaunch.records import dataclass, field
 from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport
 from elaunch.rendezvous.times import Times
 

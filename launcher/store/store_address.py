@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import UsageError
@@ -10,7 +11,6 @@ from elaunch.launcher.options.endpoints import PLACES, Address, endpoints
 from elaunch.launcher.options.options import Options, words_of
 from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.values import PORT_MAX
-from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from elaunch.launcher.cluster.home_key import token_at_home
 from elaunch.launcher.errors import SiteError
@@ -23,7 +24,6 @@ from elaunch.launcher.options.secret_file import TOKEN_LINE
 from elaunch.launcher.options.values import PORT_MAX
 from elaunch.launcher.store.head import START_S, listen
 from elaunch.launcher.store.munge import MungeFailed, seal, unseal
-from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.discovery import speaks_http
 from elaunch.rendezvous.http.client import Deadline

@@ -5,10 +5,10 @@ An agent gives it to its own user's processes alone (docs/security.md): it holds
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
-from elaunch.records import replace
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.endpoint import Tls
 

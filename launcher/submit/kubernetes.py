@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 import click
@@ -21,7 +22,6 @@ from elaunch.launcher.options.endpoints import Address, endpoints
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
 from elaunch.launcher.submit.manifests import Object, PodJob, companions, job, labels, owned, suspended
-from elaunch.records import replace
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.secret import new_token
 

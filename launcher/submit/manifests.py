@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
-
-from elaunch.records import dataclass
 
 Object = dict[str, Any]
 

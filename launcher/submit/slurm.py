@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -19,7 +20,6 @@ from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
 from elaunch.launcher.options.shell_words import is_one_line, joined, quoted
 from elaunch.launcher.preflight import check_script
-from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import ProgramKind
 
 _CALL_S = 60.0

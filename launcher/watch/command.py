@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import click
 
@@ -21,7 +22,6 @@ from elaunch.launcher.watch.local import Found, LocalAgent, local_agents, user_n
 from elaunch.launcher.watch.record import VERSION, status_record
 from elaunch.launcher.watch.source import JobSource, LocalSource, StoreSource
 from elaunch.launcher.watch.words import span, text_of
-from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.texts import plain

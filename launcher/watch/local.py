@@ -11,6 +11,7 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,6 @@ from elaunch.agent.core.orders import OrderAnswer
 from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
 from elaunch.agent.linux import is_stopped
-from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from statistics import median
 from typing import Any
 
-from elaunch.records import asdict, dataclass
 from elaunch.rendezvous.rules.forming import counted_restarts
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport
 from elaunch.rendezvous.types import OpenKind, RankTable, host_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -28,7 +29,6 @@ from elaunch.launcher.watch.local import (
     way_to_store,
 )
 from elaunch.launcher.watch.record import Gathered, absence
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.questions import Topic

@@ -9,9 +9,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from elaunch.records import dataclass
 from elaunch.rendezvous.endpoint import Endpoint, Tls
 from elaunch.rendezvous.http.dial import dial
 from elaunch.rendezvous.http.resolve import resolve

@@ -7,8 +7,8 @@ leader decides as the old one would have. An excluded node stays a member, and s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from elaunch.records import dataclass
 from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, RankTable, Streak, Terms, host_of
 

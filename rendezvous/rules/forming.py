@@ -6,8 +6,8 @@ The rules and their numbers are those of docs/protocol.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.excluding import Suspicion, is_excluded, stand
 from elaunch.rendezvous.rules.seating import Seating, in_order_of_rank, seat

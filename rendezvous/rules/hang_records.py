@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
-from elaunch.records import dataclass
 from elaunch.rendezvous.limits import Bounded, keep_head
 
 # A node's ranks stand at a few places. More groups than this are not worth a larger record.

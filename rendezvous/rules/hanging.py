@@ -7,8 +7,8 @@ may work, and the others wait for it. So the job hangs when every seated node ha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, StillNode
 from elaunch.rendezvous.rules.snapshot import Snapshot

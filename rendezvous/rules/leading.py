@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elaunch.records import dataclass, replace
+from dataclasses import dataclass, replace
+
 from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
 from elaunch.rendezvous.rules.seating import newcomers_of

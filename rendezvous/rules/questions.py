@@ -9,10 +9,10 @@ failures would do. Nothing else of the protocol depends on a question or an answ
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.store import Absent, Present, Put, Txn
 

@@ -6,10 +6,10 @@ reads it may show it to a person, and decides nothing by it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated
 
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.limits import Bounded, keep_line
 from elaunch.rendezvous.rules.hang_records import hang_words

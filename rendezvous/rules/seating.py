@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 
-from elaunch.records import dataclass
 from elaunch.rendezvous.rules.roles import roles_of
 from elaunch.rendezvous.types import Node, RankTable
 

@@ -6,11 +6,11 @@ Keys begin with `<prefix><run_id>/`. Generations are padded to ten digits: else 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from elaunch.records import dataclass, field
 from elaunch.rendezvous.codec import Decoded, decode, shown, shown_text
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.credible import check, check_generation_of_key, check_node_id, is_generation_of_key

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import b64decode, b64encode
+from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, chain, groupby, repeat, starmap
 from typing import Any
 
-from elaunch.records import asdict
 from elaunch.rendezvous.codec import decode_fields, shown_text
 from elaunch.rendezvous.rules.credible import check_seats, check_table
 from elaunch.rendezvous.types import Exclusion, RankTable, Seat, Streak

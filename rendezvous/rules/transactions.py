@@ -6,7 +6,8 @@ docs/protocol.md has the table of transactions.
 
 from __future__ import annotations
 
-from elaunch.digests import sha256
+from hashlib import sha256
+
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.pruning import ending, outdated
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot

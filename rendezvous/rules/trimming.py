@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from elaunch.records import replace
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.limits import keep_ends, keep_head, keep_tail
 from elaunch.rendezvous.rules.table_codec import decode_table, encode_table

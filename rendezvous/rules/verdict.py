@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from elaunch.records import dataclass, replace
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
 # Generations in a row without progress that end a job whatever their kind (protocol, rule 9).

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
-
-from elaunch.records import dataclass, field
 
 SHARED_MEMORY = "/dev/shm"
 # Less than this is no room for a checkpoint.

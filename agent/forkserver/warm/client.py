@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from elaunch.agent.forkserver.warm.place import (
     why_it_could_not_stay,
 )
 from elaunch.agent.linux import credentials, is_stopped
-from elaunch.records import dataclass
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.texts import plain
 

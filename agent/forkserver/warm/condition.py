@@ -9,10 +9,10 @@ import ctypes
 import os
 import resource
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.guardian.guardian import JOB_VARIABLES
-from elaunch.records import dataclass
 
 _CREDENTIALS = (
     "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "CapInh", "CapPrm", "CapEff", "CapBnd",

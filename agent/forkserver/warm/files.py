@@ -8,11 +8,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from elaunch.records import dataclass
 
 _FUTURE_NS = 3600 * 10**9
 # The installer's record of a package; its version is in the name.

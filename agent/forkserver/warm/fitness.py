@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 
 from elaunch.agent.forkserver.fork_safety import shadows
@@ -13,7 +14,6 @@ from elaunch.agent.forkserver.warm.files import Loaded
 from elaunch.agent.forkserver.warm.folder import keepers, names_of_folder
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.variables import Read, read_before
-from elaunch.records import dataclass
 
 _THREADS = "OMP_NUM_THREADS"
 

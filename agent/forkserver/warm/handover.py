@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.warm.condition import Fact, condition
 from elaunch.agent.linux import memory_file
-from elaunch.records import dataclass
 from elaunch.rendezvous.codec import decode, encode
 
 # A fork server that stays begins with a marker of so many bytes, in place of which a job's can be written.

@@ -7,9 +7,9 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
-from elaunch.digests import sha256
 from elaunch.rendezvous.job_spec import Program
 from elaunch.rendezvous.texts import plain
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,6 @@ from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.interpreter import places, set_program
 from elaunch.agent.forkserver.warm.variables import Read, of_no_use
 from elaunch.agent.linux import credentials
-from elaunch.records import dataclass, replace
 
 # Connections that have not asked yet. The oldest goes when another one comes.
 _WAITING_MAX = 64

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE
-from elaunch.records import dataclass
 
 # Python, the dynamic linker, libc and BLAS read these when a process starts, or when they are loaded. Some names are
 # put together while the process runs, so they are in no library as a whole.

@@ -6,8 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-
-from elaunch.records import dataclass
+from dataclasses import dataclass
 
 # A few characters can stand for very many names.
 HOSTS_MAX = 100_000

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from elaunch.launcher.cluster.cluster import Cluster, number, port_of_name, used
 from elaunch.launcher.cluster.schedulers.hostlist import of_lines, of_lsf, of_slurm
-from elaunch.records import dataclass
 
 
 @dataclass(frozen=True)

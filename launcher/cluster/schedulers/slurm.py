@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from elaunch.launcher.cluster.cluster import Cluster, HeadQuery, number, port_of, used
 from elaunch.launcher.cluster.schedulers.hostlist import of_slurm
-from elaunch.records import replace
 
 # Larger numbers stand for a batch script or an interactive shell, which are not real steps.
 _STEP_MAX = 0xFFFF_FFF0

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from elaunch.agent.workers.unanswered import REFUSED, why_not
@@ -17,7 +18,6 @@ from elaunch.launcher.network.reach import AddressUnclear, NoAddress, addresses,
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.head import decide_head, listen
 from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
-from elaunch.records import replace
 from elaunch.rendezvous.addresses import is_address, is_loopback
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.discovery import unverified_context
