@@ -205,7 +205,8 @@ def stacks_taken(agent: Agent, running: Running, event: StacksTaken, now_s: floa
 
 def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:
     """Count it as a failure like any other, or only warn of it: their stacks are taken."""
-    if not agent.restarts_hung:
+    # A collective that timed out has ended the group: whom it waited for is the failure.
+    if not agent.restarts_hung and not running.held:
         way_out = f"to restart the workers: elaunch restart {agent.called}"
         return agent, (Say(f"the job seems to hang: {event.failure.sentence}\n  {way_out}", "warning"),)
     return _fail(agent, running, _cause(running, event.failure), now_s)

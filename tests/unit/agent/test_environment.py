@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import runpy
-import sys
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from elaunch.agent.environment import RANK_VARIABLES, arguments, inductor_root, one_gpu, outside, rank_variables
+from elaunch.agent.environment import RANK_VARIABLES, arguments, one_gpu, outside, rank_variables
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.types import RankTable
 
@@ -157,28 +150,3 @@ def test_a_job_that_is_handed_in_from_a_shell_inherits_all_of_it() -> None:
     shell = {"RANK": "7", "MASTER_ADDR": "node0", "PET_RUN_ID": "job"}
 
     assert outside(shell) == shell
-
-
-def torchs_default_cache_dir(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
-    """torch's own function. Its file needs one other file: `import torch` would cost three seconds of CPU."""
-    spec = importlib.util.find_spec("torch")
-    assert spec
-    assert spec.origin
-    folder = Path(spec.origin).parent
-    with monkeypatch.context() as patched:
-        environment = SimpleNamespace(**runpy.run_path(str(folder / "_environment.py")))
-        patched.setitem(sys.modules, "torch._environment", environment)
-        return runpy.run_path(str(folder / "_inductor" / "runtime" / "cache_dir_utils.py"))["default_cache_dir"]
-
-
-def test_the_cache_of_compiled_programs_is_found_where_torch_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    default_cache_dir = torchs_default_cache_dir(monkeypatch)
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.delenv(name, raising=False)
-    of_the_system = default_cache_dir()
-    monkeypatch.setenv("USER", "ada")
-
-    temporary = {"TMPDIR": tempfile.gettempdir()}
-    assert inductor_root(temporary) == of_the_system
-    assert inductor_root({**temporary, "USER": "ada"}) == default_cache_dir()
-    assert inductor_root({"TORCHINDUCTOR_CACHE_DIR": "/scratch/cache", "USER": "ada"}) == "/scratch/cache"
