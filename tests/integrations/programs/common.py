@@ -70,6 +70,7 @@ class Mixed(Sampler[int]):
 
     def __init__(self) -> None:
         self.own, self.drawn = random.Random(7), 0
+        random.seed(5 + RANK)
 
     def __len__(self) -> int:
         return 80
