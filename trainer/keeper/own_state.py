@@ -33,6 +33,8 @@ class OwnState:
 
     def put_down(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
         """Store the present state as that of `version`, `is_begun` before its commit. Returns whether that was done."""
+        if self._put[0] not in (None, version) and self._training.per_rank is not None:
+            self._training.per_rank.go_on()
         try:
             own, present = self._training.own(), self._training.buffers()
         except NotRestorable as error:

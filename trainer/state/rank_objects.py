@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from elaunch.trainer.state.tree import State
+from elaunch.trainer.state.tree import State, cloned
 
 
 class Stateful(Protocol):
@@ -45,6 +45,9 @@ class RankObjects:
         self._objects: list[Stateful] = [_stateful(one) for one in objects]
         self.kinds = [type(one).__qualname__ for one in self._objects]
         self.missed = ""
+        # What was loaded, until the first step after that: torchdata's loader makes an iterator when it is asked, and
+        # the program may still set its sampler's epoch.
+        self._loaded: State | None = None
 
     def begin_anew(self) -> None:
         """Until `load_state_dict`, the objects count as not restored."""
@@ -52,13 +55,20 @@ class RankObjects:
 
     def state_dict(self) -> State:
         """The states of all objects."""
+        if self._loaded is not None:
+            return self._loaded
         return {"world_size": _world_size(), "states": [one.state_dict() for one in self._objects]}
+
+    def go_on(self) -> None:
+        """A step has begun, so the objects may have changed."""
+        self._loaded = None
 
     def load_state_dict(self, state: State, *, is_older: bool = False) -> None:
         """Load them, if they were kept by as many ranks. The objects may keep the values: pass a copy."""
         if state["world_size"] != _world_size():
             self.missed = f"is that of {state['world_size']} ranks, and does not fit {_world_size()} ranks"
             return
+        self._loaded = cloned(state)
         for one, its in zip(self._objects, state["states"], strict=True):
             one.load_state_dict(its)
         self.missed = "is that of an earlier step" if is_older else ""
