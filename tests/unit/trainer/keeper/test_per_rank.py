@@ -153,3 +153,23 @@ def test_a_loader_with_an_order_or_with_per_rank_needs_no_warning(per_rank: obje
 def test_without_a_group_the_world_has_one_rank() -> None:
     assert not dist.is_initialized()
     assert RankObjects([]).state_dict()["world_size"] == 1
+
+
+def test_no_object_is_asked_between_a_restore_and_the_first_step() -> None:
+    class Loader:
+        asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            return {"asked": self.asked}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    per_rank = RankObjects([loader := Loader()])
+    state = per_rank.state_dict()
+    per_rank.load_state_dict(state)
+
+    assert (per_rank.state_dict(), loader.asked) == (state, 1)
+    per_rank.go_on()
+    assert per_rank.state_dict()["states"] == [{"asked": 2}]
