@@ -41,6 +41,7 @@ def test_a_hang_of_rank_0_is_blamed_on_it() -> None:
 def test_the_timeline_and_on_event_name_rank_0_and_no_rank_where_none_is_named() -> None:
     for rank, fields in ((0, {"rank": 0}), (-1, {})):
         driver = started()
+        driver.agent = replace(driver.agent, restarts_hung=False)
         driver.write(Put(KEYS.hang, encode(Hang(0, driver.node_id, rank, "hung: it sleeps,"))))
         driver.settle()
 
