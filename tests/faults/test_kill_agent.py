@@ -82,7 +82,8 @@ def test_the_guardian_reports_a_killed_agent_on_stderr_and_in_the_timeline(tmp_p
         who = f"elaunch itself (pid {job.process.pid}) died on {socket.gethostname()} in generation 0"
         died = f"{who}, by a signal such as kill -9, or a crash of its own; its 2 workers there were ended"
         job.assert_nothing_is_left()
-        assert job.said_by_agent()[-1] == died
+        # The line may still be in the pipe.
+        wait_for(lambda: job.said_by_agent()[-1] == died, "the guardian's line")
     event = json.loads(next((tmp_path / "logs").glob("*_*/timeline.jsonl")).read_text().splitlines()[-1])
     assert (event["event"], event["generation"], event["workers"], event["reason"]) == ("agent_died", 0, 2, died)
 
