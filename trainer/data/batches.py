@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -220,7 +221,7 @@ def _skipping(loader: DataLoader[Any]) -> SkippingOnce:
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
     if not isinstance(sampler, SkippingOnce):
-        sampler = SkippingOnce(sampler, partial(_roots, loader))
+        sampler = SkippingOnce(sampler, partial(_roots_of, weakref.ref(loader)))
         # DataLoader refuses another sampler, since its own length would be wrong. This one has the same length.
         object.__setattr__(loader, name, sampler)
         # Workers that stay have an iterator with the other sampler.
@@ -267,6 +268,11 @@ def own_of(states: dict[str, Any]) -> dict[str, Any]:
     places = ("generator", "synchronized_generator", "sampler.generator") if "loader" in states else ()
     own: dict[str, Any] = states.get("own", {})
     return own | dict.fromkeys(places, states.get("loader"))
+
+
+def _roots_of(loader: Callable[[], Any]) -> dict[str, Any]:
+    # A weak reference: the loader has the sampler that calls this, and a loader that is dropped is to be gone at once.
+    return _roots(loader())
 
 
 def _roots(loader: Any) -> dict[str, Any]:

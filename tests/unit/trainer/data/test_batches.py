@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -336,3 +337,13 @@ def test_another_order_than_before_is_refused_after_a_restart() -> None:
 
     with pytest.raises(RuntimeError, match="draws another order for epoch 0 than the process before"):
         next(second)
+
+
+def test_a_loader_that_is_dropped_is_gone_at_once() -> None:
+    batches = Batches(loader := shuffled())
+    next(batches)
+    dropped = weakref.ref(loader)
+
+    del batches, loader
+
+    assert dropped() is None
