@@ -36,11 +36,6 @@ def text(raw: Raw) -> str:
     return raw.strip()
 
 
-def as_typed(raw: Raw) -> Raw:
-    """Any word, with the blanks around it."""
-    return raw
-
-
 def name(bytes_max: int) -> Convert:
     """A converter for a name that is part of messages, keys, paths and the workers' environment."""
 

@@ -15,7 +15,6 @@ import torch
 from elaunch.trainer.state.tree import State
 
 # numpy's mt19937_state: 624 numbers of 32 bits, and the position among them as a C int.
-_KEYS_BYTES = 624 * 4
 _INT_BYTES = ctypes.sizeof(ctypes.c_int)
 
 
@@ -62,27 +61,6 @@ class RandomStates:
         apply(state, self._device)
 
 
-class _Watched:
-    """A generator's state as plain values: the same object while its bytes in memory are the same.
-
-    Asking a generator for its state takes more time than all else that a step looks at here.
-    """
-
-    def __init__(self) -> None:
-        self._state: Any = None
-        # Where its bytes are, 0 if that is not known; what is there, and what was there when the state was taken.
-        self._address, self._memory, self._raw = 0, ctypes.create_string_buffer(0), b""
-
-    def _note(self, state: Any, raw: bytes, address: int) -> Any:
-        """`raw` is what tells all of the state, and is at `address` unless that is another generator's."""
-        self._state = self._state if state == self._state else state
-        self._address, self._raw = address, raw
-        self._memory = (ctypes.c_char * len(raw)).from_address(address) if address else ctypes.create_string_buffer(0)
-        if self._memory.raw != raw:
-            self._address = 0
-        return self._state
-
-
 class _Python:
     """Python's global generator."""
 
@@ -99,11 +77,18 @@ class _Python:
         return self._state
 
 
-class _Numpy(_Watched):
-    """numpy's global generator."""
+class _Numpy:
+    """numpy's global generator, whose state is the same object while its bytes in memory are the same.
 
-    _generator: Any = None
-    _seeded = b""
+    Asking numpy for its state takes more time than all else that a step looks at here.
+    """
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._generator: Any = None
+        self._seeded = b""
+        # Where its bytes are, 0 if that is not known; what is there, and what was there when the state was taken.
+        self._address, self._memory, self._raw = 0, ctypes.create_string_buffer(0), b""
 
     def capture(self) -> Any:
         """Its state, the same object as before if it is the same as before; None if numpy is not imported."""
@@ -124,6 +109,15 @@ class _Numpy(_Watched):
         # only by drawing others, so the bytes tell everything while it has none.
         raw = state[1] + position.to_bytes(_INT_BYTES, sys.byteorder)
         return self._note(state, raw, 0 if has_gauss else address)
+
+    def _note(self, state: Any, raw: bytes, address: int) -> Any:
+        """`raw` is what tells all of the state, and is at `address` unless that is another generator's."""
+        self._state = self._state if state == self._state else state
+        self._address, self._raw = address, raw
+        self._memory = (ctypes.c_char * len(raw)).from_address(address) if address else ctypes.create_string_buffer(0)
+        if self._memory.raw != raw:
+            self._address = 0
+        return self._state
 
     def seed(self, number: int) -> None:
         """Seed it, for `goes_back_to`."""
