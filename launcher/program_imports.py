@@ -31,6 +31,8 @@ _USES_DYNAMO = re.compile(
     rb"|flex|attention.bias|varlen|sparse|nested|library|debug|composable|prims|dispatch|flop_counter|while_loop"
     rb"|\b(cond|fx|func|jit|ao|hub)\b"
 )
+# torch._dynamo reads such variables when it is imported. A program that names one sets it before its first optimizer.
+_SETS_DYNAMO = re.compile(rb"\b(?:TORCHDYNAMO|TORCHINDUCTOR|TORCH_COMPILE|TORCH_DYNAMO)_[A-Z]")
 # Reading and parsing more would itself delay the start.
 _FILES_MAX = 50
 _BYTES_MAX = 200_000
@@ -86,6 +88,8 @@ def _shown(files: Sequence[Path], root: Path, *, is_script: bool) -> ProgramText
         text = texts[file] = file.read_bytes()
         if len(texts) > _FILES_MAX or sum(map(len, texts.values())) > _BYTES_MAX:
             return _UNKNOWN
+        if _SETS_DYNAMO.search(text):
+            return ProgramText(_WITHOUT_DYNAMO)
         uses_torch = uses_torch or bool(_IMPORTS_TORCH.search(text))
         uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
         try:

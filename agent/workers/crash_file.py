@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from elaunch.agent.forkserver.crash_stack import EXIT_CODE
-
 # faulthandler writes at most 100 frames of each of 100 threads; the newest stack is at the end.
 _BYTES_MAX = 256 << 10
 
@@ -29,14 +27,6 @@ class CrashFile:
             size = os.fstat(self._fd).st_size
             return os.pread(self._fd, _BYTES_MAX, max(size - _BYTES_MAX, 0)).decode(errors="replace")
         return ""
-
-    def exit_code(self) -> int | None:
-        """The code with which the program ended, if the process crashed after that; None if that is not known."""
-        with suppress(OSError):
-            size = os.fstat(self._fd).st_size
-            end = os.pread(self._fd, len(EXIT_CODE) + 1, max(size - len(EXIT_CODE) - 1, 0))
-            return end[-1] if end[:-1] == EXIT_CODE else None
-        return None
 
     def close(self) -> None:
         os.close(self._fd)

@@ -136,9 +136,6 @@ class ForkServerMonitor:
                 self._ready(news["reason"], news["left_out"])
             case "here":
                 self._answer_due_s = None
-            case "forked" | "unstarted" | "exited" if news["key"] == "ahead":
-                # The client keeps who was forked ahead.
-                pass
             case "forked" if group:
                 self._stamp_process(group, "forked", news)
                 if news["key"] != "store":

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.interpreter import without_program
@@ -26,6 +25,7 @@ from elaunch.agent.forkserver.warm.place import (
     socket_path,
     why_it_could_not_stay,
 )
+from elaunch.agent.forkserver.wire import Boot
 from elaunch.agent.linux import credentials, is_stopped
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.texts import plain

@@ -7,11 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
-from elaunch.agent.forkserver.fork_safety import shadows
-from elaunch.agent.forkserver.preload import Brought
+from elaunch.agent.forkserver.preload import shadows
 from elaunch.agent.forkserver.warm.condition import condition, difference, jobs
 from elaunch.agent.forkserver.warm.files import Loaded
-from elaunch.agent.forkserver.warm.folder import keepers, names_of_folder
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.variables import Read, read_before
 
@@ -29,7 +27,6 @@ class Known:
 
     folder: str
     environment: Mapping[str, str]
-    brought: tuple[Brought, ...]
     modules: Mapping[str, ModuleType]
     read: Read
     loaded: Loaded
@@ -85,9 +82,6 @@ def _of_program(known: Known, handover: Handover) -> Unfit | None:
     program = handover.boot.program
     if shadow := next(shadows(program, known.loaded_at_start, known.modules), None):
         return Unfit(f"{shadow[1]} has the name of a module that is loaded", is_outdated=False)
-    for name in keepers(known.brought, known.modules):
-        if not names_of_folder(known.modules[name], known.folder):
-            return Unfit(f"{name} looked at the current folder while it was imported", is_outdated=False)
     if missing := [name for name in handover.boot.packages if name not in known.packages]:
         text = f"{missing[0].replace(':', '.')} is not imported yet, which {program.target} imports"
         return Unfit(text, lacks=True)

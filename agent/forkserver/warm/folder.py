@@ -6,20 +6,15 @@ A fork server that stays imports in a folder that nothing else names, so a text 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from elaunch.agent.forkserver.lookups import FOLDER
-from elaunch.agent.forkserver.preload import Brought
-from elaunch.agent.forkserver.replay_environment import is_config
 
-
-def keepers(brought: Iterable[Brought], modules: Mapping[str, ModuleType]) -> list[str]:
-    """The modules that asked for the current folder and may keep it; torch's settings are read again in the worker."""
-    asked = {name for each in brought for name in each.readers.get(FOLDER, ())} & modules.keys()
-    return sorted(name for name in asked if not is_config(modules[name]))
+def keepers(modules: Mapping[str, ModuleType], folder: str) -> list[str]:
+    """The modules that keep a path in `folder`."""
+    return sorted(name for name, module in modules.items() if names_of_folder(module, folder))
 
 
 def names_of_folder(module: ModuleType, folder: str) -> list[str]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.warm.condition import Fact, condition
+from elaunch.agent.forkserver.wire import Boot
 from elaunch.agent.linux import memory_file
 from elaunch.rendezvous.codec import decode, encode
 

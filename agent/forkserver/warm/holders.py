@@ -6,8 +6,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.agent.forkserver.boot import PROCESS_NAME
 from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
+from elaunch.agent.forkserver.wire import PROCESS_NAME
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import name
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, pausing
 from elaunch.agent.forkserver.warm.client import ANSWER_S, LOOK_S, Cold, WarmKind, connected, greeted, next_packet
 from elaunch.agent.forkserver.warm.handover import MARKER_ROOM
 from elaunch.agent.forkserver.warm.holders import holders
 from elaunch.agent.forkserver.warm.interpreter import without_program
 from elaunch.agent.forkserver.warm.place import NoPlace, checked, folder, made, reason_file, socket_path
+from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot, pausing
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import credentials, name
 from elaunch.agent.linux import state as process_state

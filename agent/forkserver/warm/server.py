@@ -20,9 +20,8 @@ from types import ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.child import take_fds
-from elaunch.agent.forkserver.preload import Preloaded, hidden_packages
+from elaunch.agent.forkserver.preload import Preloaded
 from elaunch.agent.forkserver.warm import adopting
 from elaunch.agent.forkserver.warm.files import Loaded, libraries, names_in
 from elaunch.agent.forkserver.warm.first_environment import at_start, forget
@@ -31,6 +30,7 @@ from elaunch.agent.forkserver.warm.folder import keepers, move
 from elaunch.agent.forkserver.warm.handover import Handover
 from elaunch.agent.forkserver.warm.interpreter import places, set_program
 from elaunch.agent.forkserver.warm.variables import Read, of_no_use
+from elaunch.agent.forkserver.wire import Boot
 from elaunch.agent.linux import credentials
 
 # Connections that have not asked yet. The oldest goes when another one comes.
@@ -51,7 +51,7 @@ class Taken:
 
     boot: Boot
     control: socket.socket
-    mask: frozenset[int]
+    mask: tuple[int, ...]
     preloaded: Preloaded
 
 
@@ -86,7 +86,7 @@ class WarmServer:
             environment |= {} if given is None else {_LOCALE: given}
         in_folder = frozenset(path for path in opened if not os.path.isabs(path))  # noqa: PTH117
         loaded = Loaded.now(modules, {*opened} - in_folder)
-        read = Read(preloaded.asked, frozenset(names_in(libraries())), loaded.pth, "tqdm" in modules)
+        read = Read(preloaded.looked_up, frozenset(names_in(libraries())), loaded.pth, "tqdm" in modules)
         # Such as the credentials of the job that has left this process behind.
         useless = of_no_use({*environment, *os.environ}, read)
         forget(useless)
@@ -95,7 +95,6 @@ class WarmServer:
         self._known = Known(
             here,
             kept,
-            preloaded.brought,
             modules,
             read,
             loaded,
@@ -221,7 +220,7 @@ class WarmServer:
             if found := misfit(self._known, handover):
                 self._refuse(connection, found)
             adopting.adopt(handover, folder, self._customised)
-            for name in keepers(self._known.brought, self._known.modules):
+            for name in keepers(self._known.modules, self._known.folder):
                 move(self._known.modules[name], self._known.folder, os.getcwd())  # noqa: PTH109
             set_program(handover.boot.program, self._places)
             signal.set_wakeup_fd(-1)
@@ -242,7 +241,7 @@ class WarmServer:
         preloaded = replace(self._preloaded, restore={})
         control = socket.socket(fileno=_CONTROL_FD)
         control.set_inheritable(False)
-        return Taken(boot, control, frozenset(handover.blocked), preloaded)
+        return Taken(boot, control, handover.blocked, preloaded)
 
     def _refuse(self, connection: socket.socket, found: Unfit) -> None:
         said: dict[str, Any] = {"event": "cold", "why": found.why, "outdated": found.is_outdated}
@@ -263,8 +262,7 @@ class WarmServer:
                 self._idle_since_s = time.monotonic()
 
     def _state(self) -> dict[str, Any]:
-        names = [each.name for each in self._preloaded.brought if each.modules]
-        packages = hidden_packages(names) & {name.partition(".")[0] for name in self._known.modules}
+        packages = {name.partition(".")[0] for name in self._preloaded.hidden}
         return {
             "event": "state",
             "pid": os.getpid(),

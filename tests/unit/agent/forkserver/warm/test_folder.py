@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
-from elaunch.agent.forkserver.lookups import FOLDER
-from elaunch.agent.forkserver.preload import Brought
-from elaunch.agent.forkserver.warm.folder import keepers, move, names_of_folder
+from elaunch.agent.forkserver.warm.folder import move, names_of_folder
 
 
 def test_paths_in_the_folder_are_moved_and_nothing_else() -> None:
@@ -21,9 +19,3 @@ def test_paths_in_the_folder_are_moved_and_nothing_else() -> None:
     assert names == ["CWD", "LOGS", "PATH"]
     assert [values[name] for name in names] == ["/home/me", "/home/me/logs", Path("/home/me/x")]
     assert (values["OTHER"], values["ROOT"], values["COUNT"]) == ("/a/bc", "/", 1)
-
-
-def test_only_a_module_that_asked_may_have_kept_it() -> None:
-    brought = Brought("heavy", readers={FOLDER: {"heavy", "gone"}, "HOME": {"other"}})
-
-    assert keepers([brought], {"heavy": ModuleType("heavy"), "other": ModuleType("other")}) == ["heavy"]
