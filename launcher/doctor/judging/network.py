@@ -73,7 +73,7 @@ def _peers_ports(facts: PortFacts) -> tuple[Finding, ...]:
     return (
         warn(
             f"{facts.peer} does not answer at ports {_listed(facts.silent)} ({facts.why})",
-            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--port-range"
+            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
             f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
         ),
     )
@@ -93,7 +93,7 @@ def _own_ports(facts: PortFacts, needs: Needs) -> tuple[Finding, ...]:
         return (
             bad(
                 f"{wanted} for MASTER_PORT: in use, or not allowed, on {facts.address}",
-                f"see who has it (ss -ltnp 'sport = :{first}'), or choose others with --port-range FIRST:LAST",
+                f"see who has it (ss -ltnp 'sport = :{first}'), or choose others with --master-port FIRST:LAST",
             ),
         )
     low, high = facts.ephemeral
