@@ -24,7 +24,6 @@ from elaunch.agent.core.actions import (
     Join,
     KeepStacks,
     LookAtStacks,
-    NameLingering,
     Renew,
     ReplaceForkServer,
     Say,
@@ -36,7 +35,7 @@ from elaunch.agent.core.actions import (
 )
 from elaunch.agent.core.entries import NO_GENERATION, SCHEMA_VERSION, Entry, entries
 from elaunch.agent.core.events import Event, OwnStoreLost, Signalled, Tag, Tick
-from elaunch.agent.core.phases import Broken, Clearing, Exited, Running, Stopping
+from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import Inbox, LookAgain
@@ -301,7 +300,7 @@ class Loop:
                 self._workers.end_leftovers("the workers start again", self._keep_session)
                 self._workers.spawn(table, group_rank)
             case SignalWorkers():
-                self._workers.signal(action, is_ending=self._is_ending, is_broken=self._is_broken)
+                self._workers.signal(action, is_ending=self._is_ending)
             case TellWorkers():
                 self._workers.tell(action)
             case TakeStacks():
@@ -312,8 +311,6 @@ class Loop:
                 self._workers.keep_stacks(action)
             case Blame():
                 self._workers.blame(action)
-            case NameLingering():
-                self._workers.name_lingering(action)
             case Clear():
                 self._workers.clear(action, self._keep_session)
             case ReplaceForkServer(generation):
@@ -343,10 +340,6 @@ class Loop:
     @property
     def _is_ending(self) -> bool:
         return isinstance(self._agent.phase, (Stopping, Clearing)) and self._agent.phase.then is not None
-
-    @property
-    def _is_broken(self) -> bool:
-        return isinstance(self._agent.phase, Stopping) and isinstance(self._agent.phase.mode, Broken)
 
     def _node_failure(self, kind: FailureKind, generation: int, message: str) -> Failure:
         me = self._agent.me

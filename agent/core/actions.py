@@ -113,16 +113,6 @@ class Blame:
 
 
 @dataclass(frozen=True)
-class NameLingering:
-    """Say what keeps the processes of these local ranks, whose programs ended `for_s` ago, in the job called `job`."""
-
-    generation: int
-    local_ranks: frozenset[int]
-    for_s: float
-    job: str
-
-
-@dataclass(frozen=True)
 class Clear:
     """End what is left of a generation on this node and collect its output; answered by `Cleared`.
 
@@ -155,5 +145,5 @@ class Exit:
     outcome: Outcome
 
 
-ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame | NameLingering
+ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

@@ -8,7 +8,7 @@ from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.early_ends import report_ends
 from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
-from elaunch.agent.core.failures import is_sigkill, with_tail
+from elaunch.agent.core.failures import with_tail
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
 from elaunch.agent.core.membership import join_again
 from elaunch.agent.core.own_store import end_if_store_is_gone, last_if_store_is_gone
@@ -147,7 +147,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     # Of an exit code alone. Its output may tell of an exception, which our signal did not make.
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
     cause = decisive_failure(known)
-    cause = with_cause(event.killer if event.killer and is_sigkill(cause) else cause)
+    cause = with_cause(cause)
     cause = replace(
         killed_together(cause, known), ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1
     )

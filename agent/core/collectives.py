@@ -1,4 +1,4 @@
-"""What torch's flight recorder says of the collectives of ranks; pure.
+"""What torch's flight recorder says of the collectives of ranks: who is behind, who waits for how long; pure.
 
 The recorder keeps an entry for each collective that a rank has entered, with its number in its process group. All ranks
 of a group enter the same collectives in the same order: the numbers tell who is behind, and the names who is elsewhere.
@@ -8,7 +8,7 @@ The form is that of `dump_json` in torch's FlightRecorderDetail.hpp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elaunch.strict_json import parse_json
@@ -17,6 +17,19 @@ DEFAULT_GROUP = "the default group"
 _DEFAULT = "default_pg"
 _NAME_MAX = 60
 _NS = 1e9
+
+
+# Four minutes. With so few looks as in one minute, two healthy ranks that wait for half of the time would often differ
+# by a tenth.
+_LOOKS = 240
+# Ranks that enter nothing for so many looks do something else: an evaluation, a checkpoint, a compilation.
+_PAUSE_LOOKS = 12
+# torch's recorder of the collectives on a CPU is the first one, and each recorder's default group, too.
+_CPU, _DEFAULT_GROUP = 0, 0
+
+
+# A rank is slow if it waits for so much less of the time than any other rank of its node.
+_SLOW_MIN = 0.15
 
 
 @dataclass(frozen=True)
@@ -156,3 +169,66 @@ def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:
 
 def _items(value: object) -> Iterator[tuple[str, Any]]:
     yield from value.items() if isinstance(value, dict) else ()
+
+
+@dataclass(frozen=True)
+class WaitShares:
+    """For which share of the time each rank waits, by looks once a second.
+
+    A share needs no clock that other hosts have too, so ranks of different nodes can be compared by it: a rank that
+    waits less than all others is the one that they wait for. This window has had `looks` looks; each rank waited at those in `waited`. `counts` are those of the last look.
+
+    At the last `paused` looks no rank had entered another collective.
+    """
+
+    looks: int = 0
+    counts: Mapping[int, Count] = field(default_factory=dict)
+    waited: Mapping[int, int] = field(default_factory=dict)
+    paused: int = 0
+
+    def after(self, counts: Mapping[int, Counts]) -> tuple[WaitShares, Mapping[int, float] | None]:
+        """The state after another look at all ranks, and each rank's share at the end of a window."""
+        known = {rank: count for rank, each in counts.items() if (count := _default_group(each)) is not None}
+        if len(known) < len(counts) or known.keys() != self.counts.keys():
+            return WaitShares(counts=known), None
+        has_moved = any(count.entered != self.counts[rank].entered for rank, count in known.items())
+        paused = 0 if has_moved else self.paused + 1
+        if paused > _PAUSE_LOOKS:
+            return WaitShares(counts=known), None
+        waited = {rank: self.waited.get(rank, 0) + _waits(count) for rank, count in known.items()}
+        state = replace(self, looks=self.looks + 1, counts=known, waited=waited, paused=paused)
+        if state.looks < _LOOKS:
+            return state, None
+        return WaitShares(counts=known), {rank: looks / _LOOKS for rank, looks in waited.items()}
+
+
+def _default_group(counts: Counts) -> Count | None:
+    """The count of the default group; None where it does not tell when the rank waits.
+
+    A GPU's collectives are entered long before the GPU comes to them: only their begin tells when it waits.
+    """
+    for (recorder, group), count in counts.items():
+        if group == _DEFAULT_GROUP and count.entered > 0 and count.ended >= 0:
+            return count if recorder == _CPU or count.begun >= 0 else None
+    return None
+
+
+def _waits(count: Count) -> bool:
+    return count.ended < (count.begun if count.begun >= 0 else count.entered)
+
+
+def slow_rank(shares: Mapping[int, float]) -> int:
+    """The rank that the others wait for: it waits less than all of them, by far; -1 if there is none."""
+    ordered = sorted(shares, key=lambda rank: shares[rank])
+    is_alone = len(ordered) > 1 and shares[ordered[1]] - shares[ordered[0]] >= _SLOW_MIN
+    return ordered[0] if is_alone else -1
+
+
+def slow_text(rank: int, local_rank: int, shares: Mapping[int, float]) -> tuple[str, float]:
+    """The sentence about a rank that was slow in two windows, and the least share for which the others wait."""
+    wait = min(share for other, share in shares.items() if other != local_rank)
+    return (
+        f"rank {rank} is slower than the other ranks of this node: they wait in collectives for {wait:.0%} of the time"
+        f" and more, and it for {shares[local_rank]:.0%}, for the last {2 * _LOOKS} s",
+        wait,
+    )

@@ -243,14 +243,6 @@ class WorkerAsked:
 
 
 @dataclass(frozen=True)
-class WorkersAtPrompt:
-    """Workers that a person has interrupted still wait for keys, as at a debugger's prompt."""
-
-    generation: int
-    local_ranks: frozenset[int]
-
-
-@dataclass(frozen=True)
 class ServiceLost:
     """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
 
@@ -289,8 +281,7 @@ class Cleared:
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
     where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out about the failures of local ranks. `hidden` is a line about output that the console did not get. `killer`
-    is a rank that had failed before a SIGKILL ended it or a peer.
+    found out about the failures of local ranks. `hidden` is a line about output that the console did not get.
     """
 
     generation: int
@@ -299,7 +290,6 @@ class Cleared:
     progressed: bool = False
     facts: Mapping[int, Facts] = field(default_factory=dict)
     hidden: str = ""
-    killer: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -310,15 +300,6 @@ class Tick:
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
 LinkEvent = WorkerRaised | WorkerReturned | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = (
-    LinkEvent
-    | WorkerExited
-    | Reported
-    | Sampled
-    | StacksTaken
-    | WorkersHung
-    | WorkerAsked
-    | WorkersAtPrompt
-    | ServiceLost
-    | Cleared
+    LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkerAsked | ServiceLost | Cleared
 )
 Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | RestartOrdered | Tick

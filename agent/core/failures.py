@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elaunch.agent.core import crash
@@ -67,9 +67,6 @@ _NO_EXIT = "look for what keeps the process from its exit: an exit function (ate
 _DEBUGGER_LEFT = "BdbQuit"
 # Words are looked for in this much of a message.
 _SAID_CHARACTERS_MAX = 64 << 10
-# An exception that was printed so long before a SIGKILL, with so few lines in all, has to do with it. Its output may be
-# read a moment later than that end.
-_LAST_S, _LAST_LINES, _AT_ONCE_S = 5.0, 8, 0.1
 # Two texts with the same last characters, this many, are the same traceback.
 _ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
@@ -222,49 +219,6 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
     whole = failure_of(place, remains, "", failure.failed_at)
     return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
-
-
-def is_sigkill(failure: Failure) -> bool:
-    """Whether SIGKILL ended it, of which nothing else is known."""
-    is_bare = failure.kind is FailureKind.SIGNAL and failure.message == "was killed by SIGKILL"
-    return is_bare or failure.is_killed_parent
-
-
-def killer_of(failures: Sequence[Failure], tails: Mapping[int, str], spoke_at: Mapping[int, float]) -> Failure | None:
-    """The rank that printed an exception just before a SIGKILL ended the first one of `failures`; None if none did.
-
-    Some frameworks end a rank that fails, and its peers, so that none hangs. `failures` are all of a node's, in the
-    order of their ends; `tails` and `spoke_at` say, by local rank, what came last on their stderr, and when.
-    """
-    if not failures or not is_sigkill(first := failures[0]):
-        return None
-    for each in failures:
-        tail, before_s = tails.get(each.local_rank, ""), first.failed_at - spoke_at.get(each.local_rank, 0.0)
-        # Whatever ended it then, as our own SIGTERM. An uncaught exception has a record: it may come of that SIGKILL.
-        is_bare = each.kind in (FailureKind.SIGNAL, FailureKind.EXIT_CODE)
-        raised = parse_traceback(tail) if is_bare and -_AT_ONCE_S < before_s < _LAST_S else None
-        lines = re.split("[\r\n]", raised.message) if raised else []
-        if raised is None or len(lines) > _LAST_LINES or _is_lost_peer(raised):
-            continue
-        whom = "it" if each is first else f"rank {first.rank}" if first.rank >= 0 else "the ranks' parent process"
-        return replace(
-            each,
-            kind=FailureKind.EXCEPTION,
-            code=None if each.code == -_SIGTERM else each.code,
-            message=f"printed {raised.exception}{_said(lines[0])} just before {whom} was killed by SIGKILL",
-            exception=raised.exception,
-            frame=raised.frame,
-            traceback=raised.traceback,
-            tail=_kept(tail, raised.traceback),
-        )
-    return None
-
-
-def last_lines(parent: Failure, tails: Mapping[int, str], spoke_at: Mapping[int, float], first_rank: int) -> str:
-    """The last line on stderr of each rank of a node that printed just before their `parent` was killed."""
-    lines = {rank: tail.rstrip().splitlines()[-1:] for rank, tail in sorted(tails.items())}
-    spoke = [rank for rank in lines if lines[rank] and -_AT_ONCE_S < parent.failed_at - spoke_at[rank] < _LAST_S]
-    return "".join(f"[{first_rank + rank}] {lines[rank][0]}\n" for rank in spoke)
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core import standstill
-from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, NameLingering, Say, TellWorkers
+from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, Say, TellWorkers
 from elaunch.agent.core.events import Sampled, StacksTaken
 from elaunch.agent.core.messages import ShowStacks
 from elaunch.agent.core.phases import Running
@@ -35,13 +35,10 @@ def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> St
 
 
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, _now_s: float) -> Step:
-    """Compare the stacks with those of the last look; tell the leader of a change; name programs that have ended."""
+    """Compare the stacks with those of the last look; tell the leader of a change."""
     seat = running.seat_of(agent.me.node_id)
     state = standstill.after_stacks(running.standstill, event.stacks, seat.first_rank)
-    named: tuple[Action, ...] = ()
-    if standstill.have_ended(state, seat.slots) and not standstill.have_ended(running.standstill, seat.slots):
-        named = (NameLingering(running.table.generation, running.live, state.spell_s, agent.called),)
-    return _tell(agent, replace(running, standstill=state), named)
+    return _tell(agent, replace(running, standstill=state), ())
 
 
 def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
@@ -79,8 +76,6 @@ def _limit(agent: Agent, running: Running) -> standstill.HangLimit:
 def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
     seat, state = running.seat_of(agent.me.node_id), running.standstill
     awaited, limit = _awaited(running), _limit(agent, running)
-    if standstill.have_ended(state, seat.slots):
-        awaited = frozenset()
     ended, is_lingering = frozenset(range(seat.slots)) - awaited, awaited != running.live
     if is_lingering and not awaited:
         record: StillNode | None = standstill.ended_record(seat.node_id, seat.first_rank, ended, limit)

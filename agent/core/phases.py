@@ -142,20 +142,6 @@ class AtBoundary:
 
 
 @dataclass(frozen=True)
-class Noticed:
-    """As `AtBoundary`, but the signal is a notice that another node had first, and this node waits for its own.
-
-    Those in `waiting` get `signum` with this node's own, or at `at_s`.
-    """
-
-    waiting: frozenset[int]
-    signum: int
-    notice: int
-    at_s: float
-    until_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Broken:
     """A rank failed, so no step ends any more; workers that listen save what only they hold, the others got a signal.
 
@@ -179,7 +165,7 @@ class Killing:
     notice: int = 0
 
 
-Mode = AtBoundary | Noticed | Broken | Killing
+Mode = AtBoundary | Broken | Killing
 UNTOLD = AtBoundary()
 
 
@@ -235,10 +221,9 @@ class Stopping:
     @property
     def on_the_way(self) -> frozenset[int]:
         """Those that were asked to stop at a step boundary, and have not come to it yet."""
-        match self.mode:
-            case AtBoundary(signalled=signalled) | Noticed(waiting=signalled):
-                return self.live - signalled - self.words.stopped
-        return frozenset()
+        if not isinstance(self.mode, AtBoundary):
+            return frozenset()
+        return self.live - self.mode.signalled - self.words.stopped
 
     @property
     def saving(self) -> frozenset[int]:
@@ -250,11 +235,8 @@ class Stopping:
     @property
     def next_s(self) -> float:
         """When something is to be done to the workers, if they do not end before."""
-        match self.mode:
-            case Noticed(at_s=at_s):
-                return min(self.due_s, at_s)
-            case AtBoundary(until_s=until_s) if until_s is not None:
-                return min(self.due_s, until_s)
+        if isinstance(self.mode, AtBoundary) and self.mode.until_s is not None:
+            return min(self.due_s, self.mode.until_s)
         return self.due_s
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Commit, NameLingering, Say, SignalWorkers, TakeStacks
+from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import (
     Looked,
     Reported,
@@ -40,7 +40,6 @@ from elaunch.agent.core.signals import (
 )
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import (
-    NOTICE_S,
     clear_up,
     grace_of_failure,
     ranks,
@@ -268,12 +267,16 @@ def _name_lingering(agent: Agent, running: Running, now_s: float) -> tuple[Agent
     if not any(now_s >= at_s for _, at_s in running.lingers_s):
         return agent, running, ()
     late = {rank: at_s for rank, at_s in running.lingers_s if now_s >= at_s - LINGER_TOGETHER_S}
-    for_s = agent.times.hang_after_s + AFTER_HANG_S - max(0.0, max(late.values()) - now_s)
     running = replace(running, lingers_s=tuple(each for each in running.lingers_s if each[0] not in late))
+    agent = replace(agent, phase=running)
     if running.standstill.said:
-        return replace(agent, phase=running), running, ()
-    named = NameLingering(running.table.generation, frozenset(late), for_s, agent.called)
-    return replace(agent, phase=running), running, (named,)
+        return agent, running, ()
+    said = (
+        f"the program of local rank {ranks(frozenset(late))} ended {agent.times.hang_after_s + AFTER_HANG_S:.0f} s ago,"
+        f" but its process has not exited: elaunch stacks {agent.called} shows what keeps it, elaunch stop"
+        f" {agent.called} ends the job"
+    )
+    return agent, running, (Say(said, "warning"),)
 
 
 def _kill_late(agent: Agent, running: Running, now_s: float) -> Step:
@@ -306,14 +309,13 @@ def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: flo
 def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
     is_person = ended.kind is OutcomeKind.INTERRUPTED
     grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
-    signum, at_s = _signal_for(agent, agent.snapshot.generation, running, now_s)
-    # The time to save begins when they are told.
-    stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
+    signum = _signal_for(agent, agent.snapshot.generation, running)
+    stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
     if running.has_lost_step:
         return stop_broken(agent, stopping, (said,))
-    return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
+    return stop_at_boundary(agent, stopping, reason, signum, (said,))
 
 
 def _why_stopping(running: Running, generation: Generation) -> Say:
@@ -337,8 +339,8 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    signum, at_s = _signal_for(agent, generation, running, now_s)
-    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, notice_at_s=at_s)
+    signum = _signal_for(agent, generation, running)
+    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s)
 
 
 def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
@@ -383,18 +385,14 @@ def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action
     return hear_of_hang(agent, running)
 
 
-def _signal_for(
-    agent: Agent, generation: Generation | None, running: Running, now_s: float
-) -> tuple[int, float | None]:
-    """What ends workers that do not listen, and when: SIGTERM now, or a notice by which another node leaves.
+def _signal_for(agent: Agent, generation: Generation | None, running: Running) -> int:
+    """What ends workers that do not listen: SIGTERM, or a scheduler's notice by which another node leaves.
 
-    A scheduler sends that to all nodes, and each hears of the first one's leave before the slowest has its own; where
-    the program has a handler for the notice, SIGTERM would end it unsaved. One sent to all processes of this node, too,
-    is not to be doubled: so its own is waited for.
+    Where the program has a handler for the notice, SIGTERM would end it unsaved.
     """
     if generation and generation.number > running.table.generation and generation.signum in agent.notices:
-        return generation.signum, now_s + NOTICE_S
-    return SIGTERM, None
+        return generation.signum
+    return SIGTERM
 
 
 def _cause(running: Running, failure: Failure) -> Failure:

@@ -176,15 +176,6 @@ def ended_record(node_id: str, first_rank: int, ended: frozenset[int], limit: Ha
     return StillNode(node_id, limit.still_s, True, (), ranks_words(gone), gone[0], is_lingering=True)
 
 
-def have_ended(state: Standstill, slots: int) -> bool:
-    """Whether the stacks of all `slots` workers show that their programs have ended, and join threads.
-
-    A program that was started with --no-python or by another interpreter does not report its end.
-    """
-    is_known = state.looks >= len(_LOOKS_AT) and len(state.stacks) == slots
-    return is_known and all(doing(stack) is Doing.END for stack in state.stacks)
-
-
 def is_news(told: StillNode | None, record: StillNode | None) -> bool:
     """Whether the store must learn of it. How long it lasts is no news."""
     if told is None or record is None:

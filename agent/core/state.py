@@ -53,8 +53,7 @@ class Membership:
     `claim` says whether this node may start the job's first run before all others.
     `misfit` is there where the job in the store is another one.
     `has_entered` says that this node was a member once, so the store's address and login are right.
-    Leases have ended too soon since `ends_early_since_s`, None while they last, and last at `ended_early_s`; the log
-    said so at `ends_early_said_s`. A node without a lease begins another at `renew_at_s`, if that is not None.
+    Its last lease began at `begun_s`. A node without one begins another at `renew_at_s`, if that is not None.
     """
 
     lease: int = 0
@@ -73,9 +72,7 @@ class Membership:
     misfit: Misfit | None = None
     has_entered: bool = False
     renew_at_s: float | None = None
-    ended_early_s: float = float("-inf")
-    ends_early_since_s: float | None = None
-    ends_early_said_s: float = float("-inf")
+    begun_s: float = float("-inf")
 
 
 class Trouble(Enum):

@@ -12,8 +12,6 @@ from elaunch.agent.core.phases import (
     Broken,
     Clearing,
     LinkWords,
-    Mode,
-    Noticed,
     Running,
     Stopping,
     WorkersDone,
@@ -22,8 +20,6 @@ from elaunch.agent.core.phases import (
 from elaunch.agent.core.signals import SIGKILL, SIGTERM
 from elaunch.agent.core.state import Agent, Step
 
-# From the first node of a job that has one to the last.
-NOTICE_S = 1.0
 # A worker that listens for failures has at least so long to report that it saves, or has saved.
 _LISTENER_S = 2.0
 
@@ -36,24 +32,17 @@ def stop_at_boundary(
     actions: tuple[Action, ...] = (),
     *,
     until_s: float | None = None,
-    notice_at_s: float | None = None,
 ) -> Step:
     """Ask workers that listen to stop after the same step as all ranks; the others get the signal.
 
-    They get it at `notice_at_s`, if that is given. A worker that has not come to its step's end by `until_s` gets
-    SIGTERM then. None has been told of anything before.
+    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None has been told of anything before.
     """
     live, words = stopping.live, stopping.words
     asked = live & words.to_stop
     ended = live - asked
-    boundary_until_s = until_s if asked - words.stopped else None
-    notice = signum if notice_at_s is not None else 0
-    mode: Mode = AtBoundary(ended, signum, notice, boundary_until_s)
-    if notice_at_s is not None and ended:
-        at_s = notice_at_s if boundary_until_s is None else min(notice_at_s, boundary_until_s)
-        mode = Noticed(ended, signum, notice, at_s, boundary_until_s)
-    now = mode.signalled if isinstance(mode, AtBoundary) else frozenset[int]()
-    return _tell(agent, replace(stopping, mode=mode), asked, StopAtStepBoundary(reason), now, signum, actions)
+    notice = signum if signum in agent.notices else 0
+    mode = AtBoundary(ended, signum, notice, until_s if asked - words.stopped else None)
+    return _tell(agent, replace(stopping, mode=mode), asked, StopAtStepBoundary(reason), ended, signum, actions)
 
 
 def stop_otherwise(
@@ -74,15 +63,6 @@ def stop_otherwise(
     else:
         stopping = replace(stopping, mode=AtBoundary(reached | ended, signum))
     return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, signum, actions)
-
-
-def pass_notice_on(agent: Agent, stopping: Stopping, noticed: Noticed, signum: int) -> Step:
-    """Give the workers what waits for them: this node's own notice has come, or its time is over."""
-    told = stopping.live & noticed.waiting
-    asked = told & stopping.words.to_stop
-    mode = AtBoundary(noticed.waiting - asked, signum, noticed.notice, noticed.until_s)
-    message = StopAtStepBoundary(StopReason.LEAVE)
-    return _tell(agent, replace(stopping, mode=mode), asked, message, told - asked, signum, ())
 
 
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:

@@ -16,20 +16,18 @@ from elaunch.agent.core.events import (
     WorkerAsked,
     WorkerExited,
     WorkerListens,
-    WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
     WorkerStopped,
 )
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.messages import StopReason
-from elaunch.agent.core.phases import AtBoundary, Broken, Killing, Noticed, Stopping
+from elaunch.agent.core.phases import AtBoundary, Broken, Killing, Stopping
 from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGPIPE, SIGTERM
 from elaunch.agent.core.state import Agent, Step
 from elaunch.agent.core.stop_orders import (
     go_on_stopping,
     grace_of_failure,
-    pass_notice_on,
     past_boundary,
     past_grace_of_failure,
     ranks,
@@ -94,7 +92,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
         # Two that were killed at once, or that one lack of memory has hit, are two failures.
         said = (Say(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
         return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), said)
-    is_asked = isinstance(stopping.mode, (AtBoundary, Noticed))
+    is_asked = isinstance(stopping.mode, AtBoundary)
     if stopping.then and is_asked and failure.local_rank not in stopping.words.stopped:
         # Those that were asked to stop after a step wait for this one in vain.
         return stop_broken(agent, stopping)
@@ -138,8 +136,6 @@ def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: fl
         case AtBoundary(signalled=signalled):
             now = rank - words.to_stop - words.stopped - signalled
             mode = replace(mode, signalled=signalled | now)
-        case Noticed(waiting=waiting):
-            mode = replace(mode, waiting=waiting | (rank - words.to_stop - words.stopped))
         case Broken(signalled=signalled, spent=spent):
             now = rank - words.to_failure - words.stopped - words.returned - signalled - spent
             mode = replace(mode, signalled=signalled | now)
@@ -172,19 +168,10 @@ def worker_stopped(agent: Agent, stopping: Stopping, event: WorkerStopped, now_s
     """Note that it has come to the step boundary; after the last one the time to save begins."""
     words, mode = stopping.words, stopping.mode
     stopping = replace(stopping, words=replace(words, stopped=words.stopped | {event.local_rank}))
-    if isinstance(mode, (AtBoundary, Noticed)) and mode.until_s is not None and not stopping.on_the_way:
+    if isinstance(mode, AtBoundary) and mode.until_s is not None and not stopping.on_the_way:
         # From here on they only save.
         stopping = replace(stopping, mode=replace(mode, until_s=None)).hurried(now_s, agent.times.stop_grace_s)
     return replace(agent, phase=stopping), ()
-
-
-def workers_at_prompt(agent: Agent, stopping: Stopping, event: WorkersAtPrompt, _: float) -> Step:
-    """Send them SIGTERM: a debugger takes SIGINT, and asks again."""
-    waiting = stopping.live & event.local_ranks
-    if not waiting or isinstance(stopping.mode, Killing):
-        return agent, ()
-    said = Say(f"local rank {ranks(waiting)} waits at a prompt; SIGTERM")
-    return agent, (said, SignalWorkers(event.generation, waiting, SIGTERM))
 
 
 def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:
@@ -202,9 +189,6 @@ def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) 
     agent, unheard = take_signal(agent, event)
     if stopping.then is None:
         agent, actions = _leave_after(agent, stopping, event, now_s)
-    elif isinstance(stopping.mode, Noticed) and event.signum != SIGINT:
-        # The job ends of what another node was told, and now this one is.
-        agent, actions = pass_notice_on(agent, stopping, stopping.mode, event.signum)
     elif event.signum == SIGINT:
         agent, actions = _end_too(agent, stopping, event, now_s)
     else:
@@ -222,8 +206,6 @@ def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
 def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     mode, live = stopping.mode, ranks(stopping.live)
     match mode:
-        case Noticed(at_s=at_s) if now_s >= at_s:
-            return pass_notice_on(agent, stopping, mode, mode.signum)
         case AtBoundary(until_s=until_s) if until_s is not None and now_s >= until_s:
             return past_boundary(agent, stopping, mode, now_s)
         case _ if now_s < stopping.due_s:

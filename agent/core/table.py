@@ -49,7 +49,6 @@ from elaunch.agent.core.events import (
     WorkerListens,
     WorkerRaised,
     WorkerReturned,
-    WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
@@ -81,7 +80,6 @@ ASKED_TO = Ignored("its signal may be the reason")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
 HAS_GRACE = Ignored("the stop's own deadline covers this worker")
 FORMING = Ignored("another generation is about to start, or the job ends")
-NOT_STOPPING = Ignored("nobody wants it to end")
 NOT_AWAITED = Ignored("workers that are to end need not report")
 KILLED_IN_TIME = Ignored("a worker that hangs gets SIGKILL at the stop's deadline")
 NOTHING_TO_CLEAR = Ignored("not possible: it answers `Clear`, and nothing is being cleared")
@@ -135,7 +133,6 @@ ROWS: tuple[Row[Any], ...] = (
     Row(StacksTaken, NO_WORKERS, running.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
     Row(WorkerAsked, NO_WORKERS, running.worker_asked, stopping.worker_asked, NONE_LEFT, ALL_DONE),
-    Row(WorkersAtPrompt, NO_WORKERS, NOT_STOPPING, stopping.workers_at_prompt, NONE_LEFT, ALL_DONE),
     Row(ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
     Row(Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
     Row(Signalled,

@@ -44,7 +44,7 @@ class ExitReader:
         return WorkerExited(group.generation, local_rank, code, failure, end, told)
 
     def parent_killed(self, group: WorkerGroup, parent: Failure) -> Failure:
-        """The failure of the workers' parent process, killed by SIGKILL. They were killed with it, and are noted so."""
+        """The failure of the workers' parent process, killed by SIGKILL."""
         for link in group.links.values():
             link.read()
         parent = replace(
@@ -55,9 +55,6 @@ class ExitReader:
             lived_s=max(map(group.lived_s, group.pids)),
         )
         group.failures[parent.local_rank] = parent
-        for local_rank, pid in group.pids.items():
-            if local_rank not in group.failures:
-                group.failures[local_rank] = self._failure(group, local_rank, pid, -signal.SIGKILL)
         return parent
 
     def asked(self, group: WorkerGroup, local_rank: int, sender: int, signum: int) -> WorkerAsked:

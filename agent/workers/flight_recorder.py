@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
-from elaunch.agent.at_once import at_once
 from elaunch.agent.core.collectives import Collective, Counts, is_stalled, read_counts, read_entries
 from elaunch.agent.forkserver.wire import descriptors
+from elaunch.agent.linux import in_threads
 
 # A worker that has not answered for this long says nothing about what it does now. It is asked once a second.
 _FRESH_S = 2.5
@@ -24,7 +24,6 @@ _PACKETS_MAX = 16
 _ANSWER_S = 3.0
 # A thread that has not answered for this long does not come to run: somebody holds the GIL, or all threads.
 _SILENT_S = 0.5
-_AT_ONCE = 8
 
 
 class FlightRecorder:
@@ -163,11 +162,10 @@ class FlightRecorder:
 
 def all_entries(recorders: Mapping[int, FlightRecorder], kept_max: int) -> dict[int, tuple[Collective, ...]]:
     """What each of these workers has entered. It waits for all of them, so it is called where nobody must not wait."""
-    works = [partial(recorder.entries, kept_max) for recorder in recorders.values()]
+    works = {rank: partial(recorder.entries, kept_max) for rank, recorder in recorders.items()}
     # Each may first wait for another thread's question to the same worker.
-    within_s = 2 * _ANSWER_S * -(-len(works) // _AT_ONCE)
-    found = at_once(works, within_s, "elaunch-recorder", _AT_ONCE)
-    return {rank: found.get(place, ()) for place, rank in enumerate(recorders)}
+    found = in_threads(works, 2 * _ANSWER_S, "elaunch-recorder")
+    return {rank: found.get(rank, ()) for rank in recorders}
 
 
 def _close(fds: Iterable[int]) -> None:

@@ -179,7 +179,7 @@ class ForkServerMonitor:
         pid, code = int(news["pid"]), int(news["code"])
         if news["key"] != "store":
             self._reporter.post(self._exits.exited(group, int(news["key"]), pid, code))
-        elif group.store and not (group.store.is_killed and code == -signal.SIGKILL):
+        elif group.store:
             self.unwatch_store(group)
             group.store.read()
             error, group.store = group.store.last_error(), None

@@ -28,7 +28,6 @@ class WorkerGroup:
     `store` controls the generation's worker store, if that is on this node and has not ended. `reached_store` says
     whether a rank has used that store. It is None if the store is on another node, or if that is not known yet.
     `mixed` are workers whose stdout and stderr are one pipe. `is_interrupted` says that workers have got SIGINT.
-    `unreached` says of ranks where they cannot connect to.
     """
 
     table: RankTable
@@ -43,7 +42,6 @@ class WorkerGroup:
     failures: dict[int, Failure] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
     is_interrupted: bool = False
-    unreached: dict[int, str] = field(default_factory=dict)
     store: StoreControl | None = None
     reached_store: bool | None = None
     started_s: float = field(default_factory=time.monotonic)

@@ -30,7 +30,6 @@ from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtS
 from elaunch.agent.forkserver.wire import descriptors
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.agent.workers.step_times import StepTimes
-from elaunch.rendezvous.texts import plain
 from elaunch.strict_json import parse_json
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Link:
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group; None until the program
-    has ended. `threads` are the names of its threads that were no daemons then. `left_s` is when it has left its newest
+    has ended. `left_s` is when it has left its newest
     process group, `lost` the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its
     program has ended (0 if that is not known). `refused` is why it cannot do what is asked of it, if it has said so.
     `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still taken. `news` are
@@ -81,7 +80,6 @@ class Link:
     step_times: StepTimes = field(default_factory=StepTimes)
     raised: bool = False
     reached_store: bool | None = None
-    threads: tuple[str, ...] = ()
     left_s: float = 0.0
     lost: Raised | None = None
     lost_s: float = 0.0
@@ -190,8 +188,6 @@ class Link:
                     over_s = self.left_s or self.ended_s
                     self.news.append(WorkerRaised(*where, over_s) if raised else WorkerReturned(*where, over_s))
                 self.raised, self.reached_store = raised, reached_store
-                names = message.get("threads")
-                self.threads = tuple(map(plain, filter(_is_text, names))) if isinstance(names, list) else ()
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
@@ -216,10 +212,6 @@ class Link:
         if self.marks_left:
             self.marks_left -= 1
             self.marks.append(StartMark(name, min(said_s, time.monotonic())))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _is_step(value: object) -> bool:

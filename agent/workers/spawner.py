@@ -70,10 +70,6 @@ class Spawner:
         if others:
             self._server.signal(group.generation, others, signum, group=self.signals_groups or signum == signal.SIGKILL)
 
-    def end_store(self, group: WorkerGroup) -> None:
-        """Have the worker store killed after the signals that were ordered before. Raises OSError as `signal` does."""
-        self._server.signal(group.generation, ("store",), signal.SIGKILL, group=False)
-
     def _start_store(self, group: WorkerGroup, listener: socket.socket) -> None:
         ours, theirs = wire.pair()
         ours.setblocking(False)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elaunch.agent import linux
-from elaunch.agent.at_once import at_once
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.core.tracing import tracing_advice
+from elaunch.agent.linux import in_threads
 from elaunch.rendezvous.texts import plain
 from elaunch.strict_json import parse_json
 from elaunch.threads import is_own, only_listens
@@ -35,7 +35,6 @@ _TAKE_S = 10.0
 _KILL_S = 0.5
 # A process that is just changing its stack may be read wrongly; the next try is right.
 _TRIES = 3
-_AT_ONCE = 8
 _CHILDREN_MAX = 16
 _THREADS_MAX = 256
 _FRAMES_MAX = 200
@@ -57,13 +56,12 @@ def take(pids: Mapping[int, int], *, within_s: float = _TAKE_S) -> tuple[Stack, 
     """
     if not pids:
         return ()
-    tool, until_s, processes = find_tool(), time.monotonic() + within_s, sorted(pids.items())
-    looks = [partial(_take_tree, tool, rank, pid, until_s) for rank, pid in processes]
+    tool, until_s = find_tool(), time.monotonic() + within_s
+    looks = {rank: partial(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())}
     # A py-spy that waits for a process in an uninterruptible sleep does not even end by SIGKILL.
-    found = at_once(looks, within_s + _KILL_S, "elaunch-stacks", _AT_ONCE)
+    found = in_threads(looks, within_s + _KILL_S, "elaunch-stacks")
     return tuple(
-        found.get(place) or Stack(rank, pid, state=linux.state(pid), trouble=_LATE)
-        for place, (rank, pid) in enumerate(processes)
+        found.get(rank) or Stack(rank, pids[rank], state=linux.state(pids[rank]), trouble=_LATE) for rank in looks
     )
 
 

@@ -14,7 +14,7 @@ _ANSWER_S = 0.5
 class StoreControl:
     """The worker store reports whether it is idle, since no rank has connected yet; then that it is up, or why not.
 
-    At its end it reports whether a rank used it. `is_killed` says that the agent has had it killed.
+    At its end it reports whether a rank used it.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -23,7 +23,6 @@ class StoreControl:
         self._is_up = False
         self._is_gone = False
         self._error = ""
-        self.is_killed = False
 
     def fileno(self) -> int:
         return self._socket.fileno()

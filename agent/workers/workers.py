@@ -6,9 +6,8 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from elaunch.agent import linux
 from elaunch.agent.core.actions import (
@@ -16,15 +15,16 @@ from elaunch.agent.core.actions import (
     Clear,
     KeepStacks,
     LookAtStacks,
-    NameLingering,
     SignalWorkers,
     TakeStacks,
     TellWorkers,
 )
+from elaunch.agent.core.causes.cause import Facts
 from elaunch.agent.core.entries import of_seats
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
-from elaunch.agent.core.failures import killer_of, last_lines, with_tail
-from elaunch.agent.core.messages import ShowStacks, StopAtStepBoundary, StopReason
+from elaunch.agent.core.failures import with_tail
+from elaunch.agent.core.messages import ShowStacks
+from elaunch.agent.core.node_report import WorkersSeen
 from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
 from elaunch.agent.workers.ahead import ForksAhead
@@ -32,22 +32,18 @@ from elaunch.agent.workers.build_locks import warn_of_locks
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
+from elaunch.agent.workers.investigator import Investigator
 from elaunch.agent.workers.kernel_log import KernelLog
+from elaunch.agent.workers.leftovers import Leftovers, named, of_workers
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.master_port import MasterPort
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.oom import OutOfMemoryWatch, counter_files
-from elaunch.agent.workers.prompts import PromptWatch
 from elaunch.agent.workers.reporter import Reporter
 from elaunch.agent.workers.spawner import Spawner
 from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, RankTable
-
-if TYPE_CHECKING:
-    from elaunch.agent.core.causes.cause import Facts
-    from elaunch.agent.core.node_report import WorkersSeen
-    from elaunch.agent.workers.leftovers import Leftovers
 
 
 class Workers:
@@ -74,7 +70,6 @@ class Workers:
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         is_wanted = config.spec.max_restarts > 0
         self._ahead = ForksAhead(fork_server, self._guardian, is_wanted=is_wanted)
-        self._prompts = PromptWatch(reporter)
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
@@ -91,7 +86,7 @@ class Workers:
         # A look at the processes waits for the look at the links, which is due once a second.
         looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
         left_s = self._leftovers.due_s if self._leftovers else None
-        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, self._prompts.due_s, left_s)
+        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
@@ -99,7 +94,6 @@ class Workers:
         self._links.tick(now_s)
         self._observers.tick(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
-        self._prompts.tick(now_s)
         self._ahead.tick(now_s)
 
     def read_links(self) -> None:
@@ -170,11 +164,8 @@ class Workers:
         self._observers.begin(has_store=self._spawner.has_store)
         self._monitor.watch_store(group)
 
-    def signal(self, order: SignalWorkers, *, is_ending: bool, is_broken: bool) -> None:
-        """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server.
-
-        `is_broken` says that a rank has failed.
-        """
+    def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
+        """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
         stage = "killing" if order.signum == signal.SIGKILL else "stopping"
         name, count = signal_name(-order.signum), len(order.local_ranks)
         self._timeline.stamp(order.generation, stage, signal=name, workers=count)
@@ -183,54 +174,27 @@ class Workers:
             return
         if order.signum == signal.SIGINT:
             self._current.group.is_interrupted = True
-            self._prompts.interrupt(self._current.group, order.local_ranks)
         self._guardian.note_folders(self._fork_server.pids)
-        # Before the signal: who asks about a process that ends waits for a CPU, behind all of them.
-        workers = self._readiness()
         # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
         signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
         try:
             for signum in signals:
                 self._spawner.signal(self._current.group, order.local_ranks, signum)
-            if is_broken and order.signum == signal.SIGTERM:
-                self._end_store_with(workers, order.local_ranks)
         except OSError:
             return
         if order.signum != signal.SIGKILL:
-            self._let_go_on(workers, order.local_ranks)
-
-    def _readiness(self) -> dict[int, linux.Readiness]:
-        group = self._current.group
-        return {rank: linux.Readiness.of(group.pids.get(rank, -1)) for rank in range(group.slots)}
-
-    def _end_store_with(self, workers: Mapping[int, linux.Readiness], local_ranks: Collection[int]) -> None:
-        """End the worker store now, if nobody can use it any more: a restart would wait for its end after theirs.
-
-        `local_ranks` have got SIGTERM, a moment after the look at `workers`. Raises OSError where the fork server is
-        gone.
-        """
-        group = self._current.group
-        if not group.store or not group.has_used_store or len(group.pids) < group.slots:
-            return
-        # Other nodes' workers use the store too, and so do the processes that a shell has started.
-        if len(group.table.seats) > 1 or self._spawner.signals_groups:
-            return
-        living = {rank: worker for rank, worker in workers.items() if worker.is_alive}
-        if all(rank in local_ranks and worker.ends_by(signal.SIGTERM) for rank, worker in living.items()):
-            self._spawner.end_store(group)
-            group.store.is_killed = True
+            self._let_go_on(order.local_ranks)
 
     def tell(self, order: TellWorkers) -> None:
         """Send workers a message on their links."""
-        if isinstance(order.message, StopAtStepBoundary) and order.message.reason is StopReason.INTERRUPT:
-            self._prompts.interrupt(self._current.group, order.local_ranks)
         self._links.tell(order)
         if not isinstance(order.message, ShowStacks):
-            self._let_go_on(self._readiness(), order.local_ranks)
+            self._let_go_on(order.local_ranks)
 
-    def _let_go_on(self, workers: Mapping[int, linux.Readiness], local_ranks: Iterable[int]) -> None:
+    def _let_go_on(self, local_ranks: Iterable[int]) -> None:
         """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor take a signal before."""
-        stopped = sorted(rank for rank in local_ranks if workers[rank].state == "T")
+        pids = self._current.group.pids
+        stopped = sorted(rank for rank in local_ranks if linux.state(pids.get(rank, -1)) == "T")
         if stopped:
             try:
                 self._spawner.signal(self._current.group, stopped, signal.SIGCONT)
@@ -242,23 +206,19 @@ class Workers:
     def take_stacks(self, order: TakeStacks) -> None:
         """Log what workers are doing. Posts `WorkersHung`."""
         self.tell(TellWorkers(order.generation, order.listening, ShowStacks()))
-        self._observers.hangs.take_stacks(order)
-
-    def name_lingering(self, order: NameLingering) -> None:
-        """Say what keeps processes whose programs have ended."""
-        self._observers.hangs.name_lingering(order)
+        self._observers.take_stacks(order)
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take workers' stacks. Posts `StacksTaken`."""
-        self._observers.hangs.look_at_stacks(order)
+        self._observers.look_at_stacks(order)
 
     def keep_stacks(self, order: KeepStacks) -> None:
         """Write stacks to a file, if the user keeps logs."""
-        self._observers.hangs.keep_stacks(order)
+        self._observers.keep_stacks(order)
 
     def blame(self, order: Blame) -> None:
         """Make a failure of a hang. Posts `WorkersHung`."""
-        self._observers.hangs.blame(order)
+        self._observers.blame(order)
 
     def replace_fork_server(self, generation: int) -> None:
         """End a fork server that does not answer, and start another; posts `ServiceLost`."""
@@ -275,9 +235,7 @@ class Workers:
         self._monitor.unwatch_store(group)
         if group.store:
             # A restart would wait for the store's answer, on the CPUs on which old workers end.
-            # Workers that are gone say no more of it.
-            is_used = group.has_used_store or group.store.is_killed
-            group.reached_store, group.store = group.store.end(is_used=is_used), None
+            group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
         self._links.end(group)
         self._observers.end()
         group.close_crash_files()
@@ -289,23 +247,16 @@ class Workers:
             return
         self._guardian.end_generation(generation, self._fork_server.pids, meanwhile)
 
-        def drained(tails: dict[int, str], folded: dict[int, int], spoke_at: dict[int, float]) -> None:
+        def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
             self._timeline.stamp(generation, "cleared")
             hidden = _said_of_folded(group, folded)
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
-                killer = killer_of([*group.failures.values()], tails, spoke_at)
-                if parent := next((f for f in group.failures.values() if f.is_killed_parent), None):
-                    tails[parent.local_rank] = last_lines(parent, tails, spoke_at, group.rank(0))
-                if killer:
-                    failures[killer.local_rank] = killer
                 # Those that lost a peer are explained only if there is no other.
                 causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
                 self._look_into(
                     causes,
-                    lambda facts: self._reporter.post(
-                        Cleared(generation, tails, reached, progressed, facts, hidden, killer)
-                    ),
+                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
                 )
             except Exception:
                 # Without this event the agent would wait for ever. A program's odd output must not do that.
@@ -326,14 +277,9 @@ class Workers:
         fork_servers = self._fork_server.pids
         if not (found := self._guardian.left_of(generation, fork_servers)):
             return []
-        # Imported here: most jobs leave nothing behind.
-        from elaunch.agent.workers.leftovers import of_workers
-
         return of_workers(found, fork_servers)
 
     def _name_leftovers(self, pids: list[int], why: str) -> None:
-        from elaunch.agent.workers.leftovers import named
-
         if pids:
             self._reporter.say(f"ending {named(pids)}: {why}")
 
@@ -342,8 +288,6 @@ class Workers:
         if not self._spares_leftovers:
             return False
         if not self._leftovers:
-            from elaunch.agent.workers.leftovers import Leftovers
-
             find = partial(self._find_leftovers, self._current.generation)
             self._leftovers = Leftovers(find, self._children_grace_s, now_s, self._reporter)
         self._leftovers.tick(now_s)
@@ -358,7 +302,7 @@ class Workers:
         self._spares_leftovers, self._leftovers = False, None
         self._guardian.end_generation(group.generation, self._fork_server.pids, meanwhile)
 
-        def drained(_: dict[int, str], folded: dict[int, int], _at: dict[int, float]) -> None:
+        def drained(_: dict[int, str], folded: dict[int, int]) -> None:
             if hidden := _said_of_folded(group, folded):
                 self._reporter.say(hidden)
 
@@ -368,9 +312,6 @@ class Workers:
         if not failures:
             found({})
             return
-        # Not imported before the first failure: see needed_later.py.
-        from elaunch.agent.workers.investigator import Investigator
-
         Investigator(self._log, self._kill_counters).look_into(failures, found)
 
 
