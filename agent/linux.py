@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import struct
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from socket import socket
+from socket import SCM_RIGHTS, SO_PEERCRED, SOL_SOCKET, socket
+from typing import Any, TypeVar
 
 Key = TypeVar("Key")
 Found = TypeVar("Found")
@@ -52,13 +52,18 @@ def allow_tracer(pid: int) -> None:
 
 def credentials(connection: socket) -> tuple[int, int]:
     """The pid and the user id at the other end of a Unix socket, as the kernel has them."""
-    # Imported here: most processes that import this module ask nobody.
-    import struct
-    from socket import SO_PEERCRED, SOL_SOCKET
-
     form = struct.Struct("3i")
     pid, uid, _ = form.unpack(connection.getsockopt(SOL_SOCKET, SO_PEERCRED, form.size))
     return pid, uid
+
+
+def descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
+    """The fds that came with a packet, from what `recvmsg` says of it. The caller has to close them."""
+    fds = array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (SOL_SOCKET, SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return tuple(fds)
 
 
 def ptrace_scope() -> int | None:

@@ -33,11 +33,10 @@ from elaunch.agent.core.actions import (
     TellWorkers,
     Widen,
 )
-from elaunch.agent.core.entries import NO_GENERATION, SCHEMA_VERSION, Entry, entries
 from elaunch.agent.core.events import Event, OwnStoreLost, Signalled, Tag, Tick
-from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
-from elaunch.agent.core.state import Agent
+from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
+from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, entries
 from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.linux import end_of
 from elaunch.agent.output.timeline import NAME as TIMELINE
@@ -46,8 +45,8 @@ from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
 from elaunch.agent.workers.exits import signal_name
-from elaunch.agent.workers.reporter import Reporter
-from elaunch.agent.workers.workers import Workers
+from elaunch.agent.workers.group import Reporter
+from elaunch.agent.workers.manager import Workers
 from elaunch.process_identity import this_process
 from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -57,7 +56,7 @@ from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome
 
 if TYPE_CHECKING:
     from elaunch.agent.answers.answers import Answers
-    from elaunch.agent.core.announcements import Announcement
+    from elaunch.agent.core.timeline import Announcement
 
 _GUARDIANS_MAX = 20
 # The store has this time to take the last writes; the user, who waits for the prompt, waits no longer.
@@ -211,7 +210,7 @@ class Loop:
             self._note(entry)
         if self._hook:
             # Imported here: only a job with --on-event needs it.
-            from elaunch.agent.core.announcements import announcements
+            from elaunch.agent.core.timeline import announcements
 
             for announcement in announcements(before, self._agent):
                 self._hook.tell(self._message(announcement))
@@ -333,7 +332,7 @@ class Loop:
         if self._config.spec.nodes_max == 1:
             return ""
         # Imported here: a job of one node compares nothing.
-        from elaunch.agent.workers.software import software
+        from elaunch.agent.workers.spawn import software
 
         return software(self._config.spec.program)
 

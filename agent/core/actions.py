@@ -1,14 +1,44 @@
-"""What an agent can do; its loop does it."""
+"""What an agent can do (its loop does it), and what it sends to its workers on their links."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.events import Tag
-from elaunch.agent.core.messages import Message
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, RankTable
+
+
+class StopReason(Enum):
+    """Why workers are to stop: nodes come, so that training goes on at once; a node goes; the job ends."""
+
+    JOIN = "join"
+    LEAVE = "leave"
+    INTERRUPT = "interrupt"
+
+
+@dataclass(frozen=True)
+class StopAtStepBoundary:
+    """All ranks have to stop after the same step. A worker that said `stopped` may take its time to save and exit."""
+
+    reason: StopReason
+
+
+@dataclass(frozen=True)
+class PeerFailed:
+    """The group is broken: save what only this worker holds, and say `saved`; SIGKILL is the answer to that."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class ShowStacks:
+    """Write to stderr what all threads are doing."""
+
+
+Message = StopAtStepBoundary | PeerFailed | ShowStacks
 
 
 @dataclass(frozen=True)

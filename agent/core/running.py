@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, TakeStacks
+from elaunch.agent.core import hangs
+from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason, TakeStacks
+from elaunch.agent.core.clearing import hold
 from elaunch.agent.core.events import (
+    SIGABRT,
+    SIGHUP,
+    SIGINT,
+    SIGKILL,
+    SIGPIPE,
+    SIGQUIT,
+    SIGTERM,
+    SIGUSR1,
+    SIGUSR2,
     Looked,
     Reported,
     Sampled,
@@ -23,23 +34,12 @@ from elaunch.agent.core.events import (
     WorkersHung,
     WorkerStopped,
 )
+from elaunch.agent.core.hangs import hear_of_hang
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
-from elaunch.agent.core.messages import StopReason
-from elaunch.agent.core.phases import EXIT_S, Clearing, HeldEnd, Running, Stopping, WorkersDone
-from elaunch.agent.core.signals import (
-    SIGABRT,
-    SIGHUP,
-    SIGINT,
-    SIGKILL,
-    SIGPIPE,
-    SIGQUIT,
-    SIGTERM,
-    SIGUSR1,
-    SIGUSR2,
-)
-from elaunch.agent.core.state import Agent, Step
-from elaunch.agent.core.stop_orders import (
+from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, Running, Step, Stopping, WorkersDone
+from elaunch.agent.core.stopping import (
+    STOPPED_CODES,
     clear_up,
     grace_of_failure,
     ranks,
@@ -47,7 +47,6 @@ from elaunch.agent.core.stop_orders import (
     stop_broken,
     wishes_of,
 )
-from elaunch.agent.core.stopping import STOPPED_CODES
 from elaunch.agent.core.store_outage import given_up, say_waits
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure
@@ -181,25 +180,18 @@ def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> S
 
 def sampled(agent: Agent, running: Running, event: Sampled, now_s: float) -> Step:
     """Count how long all workers have stood still; take their stacks now and then; tell the leader of a change."""
-    # No agent reads the rules of hangs before its first look at its workers: see needed_later.py.
-    from elaunch.agent.core import hang_watch
-
-    return hang_watch.sampled(agent, running, event, now_s)
+    return hangs.sampled(agent, running, event, now_s)
 
 
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, now_s: float) -> Step:
     """Compare the stacks with those of the last look; or name the worker that a collective waited for in vain."""
     if running.held and running.is_broken:
-        from elaunch.agent.core import absent
-
-        if named := absent.judged(agent, running, event.stacks):
+        if named := hangs.judged(agent, running, event.stacks):
             return named
-        shown = absent.shown(agent, running, event.stacks)
+        shown = hangs.shown(agent, running, event.stacks)
         agent, actions = _end_look(agent, running, running.held, now_s)
         return agent, (*shown, *actions)
-    from elaunch.agent.core import hang_watch
-
-    return hang_watch.stacks_taken(agent, running, event, now_s)
+    return hangs.stacks_taken(agent, running, event, now_s)
 
 
 def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:
@@ -366,10 +358,7 @@ def _look(agent: Agent, rest: Running, failure: Failure, now_s: float) -> Step |
 
 
 def _look_for(agent: Agent, running: Running, sentence: str, failure: Failure | None, now_s: float) -> Step | None:
-    # No agent reads these rules before a collective has failed: see needed_later.py.
-    from elaunch.agent.core import absent
-
-    return absent.look(agent, running, sentence, failure, now_s)
+    return hangs.look(agent, running, sentence, failure, now_s)
 
 
 def _end_look(agent: Agent, running: Running, held: HeldEnd, now_s: float) -> Step:
@@ -380,8 +369,6 @@ def _end_look(agent: Agent, running: Running, held: HeldEnd, now_s: float) -> St
 
 
 def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
-    from elaunch.agent.core.hang_watch import hear_of_hang
-
     return hear_of_hang(agent, running)
 
 
@@ -472,8 +459,6 @@ def _say(agent: Agent, running: Running, said: Say, now_s: float, *, is_secondar
     """Say it now, or after the cause: if it `is_secondary`, a rank of another node may be that."""
     if not is_secondary or len(running.table.seats) == 1:
         return agent, (said,)
-    from elaunch.agent.core.first_cause import hold
-
     return hold(agent, running.table.generation, said, now_s), ()
 
 

@@ -10,20 +10,18 @@ from dataclasses import replace
 from functools import partial
 
 from elaunch.agent import linux
-from elaunch.agent.core import hang
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
-from elaunch.agent.core.collectives import WaitShares, evidence, slow_rank, slow_text
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
-from elaunch.agent.core.stack_groups import Stack, full_text, group_words, grouped
-from elaunch.agent.core.standstill import LOOK_EVERY_S
+from elaunch.agent.diagnosis import hang, stacks
+from elaunch.agent.diagnosis.collectives import WaitShares, evidence, slow_rank, slow_text
+from elaunch.agent.diagnosis.flight_recorder import all_entries
+from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
+from elaunch.agent.diagnosis.proc_stats import Vitals
 from elaunch.agent.diagnosis.reach import unreachable_text, why_not
+from elaunch.agent.diagnosis.stack_groups import Stack, full_text, group_words, grouped
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.workers import stacks
-from elaunch.agent.workers.flight_recorder import all_entries
-from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
-from elaunch.agent.workers.reporter import Reporter
-from elaunch.agent.workers.vitals import Vitals
+from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.types import Failure, FailureKind
 

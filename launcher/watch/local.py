@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elaunch.agent.answers.local_socket import SOCKET_NAME, credentials
-from elaunch.agent.core.orders import OrderAnswer
-from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
 from elaunch.agent.linux import in_threads, is_stopped
 from elaunch.rendezvous.codec import decode, decode_fields
