@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from elaunch.agent.core.slow_ranks import WINDOW_S, WINDOWS
 from elaunch.launcher.report_page.events import PastEvent
 from elaunch.launcher.report_page.faults import Fault
 from elaunch.launcher.report_page.node_log import NodeLog, homes_of
@@ -16,6 +15,8 @@ from elaunch.launcher.report_page.node_log import NodeLog, homes_of
 # All nodes tell of one hang within this time.
 _SAME_S = 10.0
 _CAUSES_MAX = 8
+# For so long a rank was slow before it is named.
+_SLOW_S = 480
 
 
 class WarnedKind(Enum):
@@ -102,7 +103,7 @@ def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Warned]:
                 WarnedKind.SLOW,
                 event.generation,
                 at_s,
-                max(at_s - event.number("lasted_s", int(WINDOWS * WINDOW_S)), 0.0),
+                max(at_s - event.number("lasted_s", _SLOW_S), 0.0),
                 node.host,
                 rank,
                 _local_rank(node, event),

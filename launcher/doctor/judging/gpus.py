@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from elaunch.agent.core.sizes import bytes_text
 from elaunch.launcher.doctor.facts import (
     NO_LIMIT,
     GpuFacts,
@@ -15,6 +14,7 @@ from elaunch.launcher.doctor.facts import (
     TorchFacts,
 )
 from elaunch.launcher.doctor.findings import Finding, bad, ok, span, warn
+from elaunch.rendezvous.texts import bytes_text
 
 # Memory of a GPU that is in use though no process is seen: another container's, or a process that does not end.
 _MEMORY_USED_MAX = 1 << 30

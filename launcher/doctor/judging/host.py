@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from elaunch.agent.core.causes.cause import TEMPORARY_MAX
-from elaunch.agent.core.sizes import bytes_text
-from elaunch.agent.core.tracing import tracing_advice
+from elaunch.agent.diagnosis.causes.cause import TEMPORARY_MAX
+from elaunch.agent.diagnosis.stacks import tracing_advice
 from elaunch.launcher.doctor.facts import (
     NO_LIMIT,
     CgroupFacts,
@@ -19,6 +18,7 @@ from elaunch.launcher.doctor.facts import (
     SystemFacts,
 )
 from elaunch.launcher.doctor.findings import Finding, bad, ok, span, warn
+from elaunch.rendezvous.texts import bytes_text
 
 _MIB, _GIB = 1 << 20, 1 << 30
 

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from elaunch.agent.workers.unanswered import REFUSED, why_not
+from elaunch.agent.diagnosis.reach import REFUSED, why_not
 from elaunch.launcher.doctor.facts import AddressFacts, NameFacts, NamesFacts, PortFacts, StoreFacts
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.network.gloo import gloo_interface, interface_of
