@@ -40,7 +40,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from elaunch.trainer.checkpoint import catalog, dcp, local
+from elaunch.trainer.checkpoint import dcp, local, storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.local import LocalStorage
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
@@ -150,11 +150,11 @@ def at(moment: str, rank: int) -> None:
         return 0
 
     def empty(path: Path, *_: object, **__: object) -> None:
-        (path / catalog.MANIFEST).unlink()
+        (path / storage.MANIFEST).unlink()
         die()
 
     def unmarked(self: ObjectFolder, name: str, content: bytes) -> None:
-        if name == catalog.MANIFEST:
+        if name == storage.MANIFEST:
             die()
         write(self, name, content)
 

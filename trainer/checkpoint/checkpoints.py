@@ -23,11 +23,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from elaunch.trainer.checkpoint.catalog import Mark, fencing_generation, marks
 from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
-from elaunch.trainer.checkpoint.single_file import load_plain
-from elaunch.trainer.checkpoint.storage import Folder, Where, storage_at
-from elaunch.trainer.checkpoint.urls import StorageError
+from elaunch.trainer.checkpoint.plain_file import load_plain
+from elaunch.trainer.checkpoint.storage import Folder, Mark, StorageError, Where, fencing_generation, marks, storage_at
 from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
 

@@ -48,8 +48,8 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--tune-comm", "fast"], "'fast' is not one of 'neutral', 'lossy'"),
         (["--tune-comm", "--parallel", "fsdp2"], "--tune-comm measures DDP's buckets, and --parallel fsdp2 has none"),
         (["stray"], "stray"),
-        (["--checkpoints", "s33://bucket/run"], "s33://bucket/run begins with s33://, which fsspec does not know"),
-        (["--checkpoints", "gs://bucket/run"], "gs:// needs the package gcsfs: pip install gcsfs"),
+        (["--checkpoints", "s33://bucket/run"], "s33://bucket/run cannot be used: Protocol not known: s33"),
+        (["--checkpoints", "gs://bucket/run"], "gs://bucket/run cannot be used: Please install gcsfs"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_one_sentence_with_its_values(argv: list[str], sentence: str) -> None:
@@ -86,7 +86,7 @@ def test_with_auto_only_what_no_plan_can_do_is_refused_by_the_options() -> None:
 
     with pytest.raises(ConfigError, match="not divisible by --micro-batch"):
         parse(["--parallel", "auto", "--global-batch", "8", "--micro-batch", "3"], TWO)
-    with pytest.raises(ConfigError, match="s33://bucket/run begins with s33://"):
+    with pytest.raises(ConfigError, match="s33://bucket/run cannot be used"):
         parse(["--parallel", "auto", "--checkpoints", "s33://bucket/run"], TWO)
 
 
