@@ -35,7 +35,7 @@ from torch.futures import Future
 
 from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.storage import LAYOUT, Folder
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import tree
 from elaunch.trainer.state.pickles import require_shallow
 
@@ -63,7 +63,7 @@ class Plan:
     metadata: records.Metadata | None
 
 
-def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: Ranks | None) -> Plan:
+def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: Peers | None) -> Plan:
     """Share the writing among these ranks, which all call this. With None this process writes everything.
 
     If several ranks have the same data, one of them writes it.

@@ -27,7 +27,7 @@ from elaunch.trainer.checkpoint.storage import (
     read_verified,
     verify,
 )
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 from elaunch.trainer.state.tree import Path as Place
 
@@ -55,7 +55,7 @@ class _Whole:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
 
 
-def load_from_rank_0(storage: Storage, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+def load_from_rank_0(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:
     """Rank 0 reads and sends; see `Checkpoints.load_newest`."""
     mark, source, whole = None, "", None
     unread: list[str] = []
@@ -68,7 +68,7 @@ def load_from_rank_0(storage: Storage, state: State, ranks: Ranks, say: Callable
     return _send(mark, source, whole, state, ranks)
 
 
-def load_from_all(storage: Storage, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+def load_from_all(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:
     """Every rank reads its part; see `Checkpoints.load_newest`."""
     unread: list[str] = []
     candidates = iter(_newest_first(storage, unread) if ranks.leads else ())
@@ -135,7 +135,7 @@ def _tensor_files(manifest: Manifest) -> list[str]:
     return sorted(name for name in manifest.files if name not in (PLAIN, LAYOUT))
 
 
-def _open_share(folder: Folder, manifest: Manifest, ranks: Ranks) -> tuple[_Opened | None, Exception | None]:
+def _open_share(folder: Folder, manifest: Manifest, ranks: Peers) -> tuple[_Opened | None, Exception | None]:
     """The checkpoint, once this rank's share of the files is verified; or what is wrong with it."""
     try:
         if not folder.is_there():
@@ -168,7 +168,7 @@ def _read(folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
     return _Whole(plain, paths, tensors)
 
 
-def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ranks: Ranks) -> Mark | None:
+def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ranks: Peers) -> Mark | None:
     """Put what rank 0 has read into everybody's state."""
     head: Any = (mark, source, whole.plain, whole.paths, whole.kinds) if whole else None
     head = ranks.from_rank_0(head)
@@ -350,7 +350,7 @@ def _passing_over(storage: Storage, folder: Folder, say: Callable[[str], None], 
         say(f"skipping {folder}: it cannot be read ({_reason(error)}); trying the one before it")
 
 
-def _require_read(unread: list[str], ranks: Ranks) -> None:
+def _require_read(unread: list[str], ranks: Peers) -> None:
     """Raise Unreadable on all ranks where rank 0 has passed over what may be whole, and found nothing else."""
     if told := ranks.from_rank_0(unread):
         raise Unreadable(

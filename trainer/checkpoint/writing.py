@@ -26,7 +26,7 @@ from elaunch.trainer.checkpoint.storage import (
     keep_newest,
 )
 from elaunch.trainer.files import reason, require_size
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class WriteOrder:
     plan: dcp.Plan
     staging: dcp.Staging
     plain: bytes
-    ranks: Ranks | None
+    ranks: Peers | None
     keep: int
     require_ours: Callable[[], None] = lambda: None
 

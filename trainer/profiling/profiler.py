@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from elaunch.trainer.profiling.places import profile_folder, read_mark, write_mark
 from elaunch.trainer.profiling.steps import Before, StepWindow, parse_steps, plan
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Profiler:
     def _plan(self, number: int) -> None:
         """Decide which steps are profiled: rank 0 does, for it alone may know of an earlier generation. Collective."""
         self._planned = True
-        self._ranks = Ranks().apart("profile")
+        self._ranks = Peers().apart("profile")
         self._leads = self._ranks.leads
         found = None
         if self._leads:

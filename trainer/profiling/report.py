@@ -25,7 +25,7 @@ from elaunch.trainer.profiling.recording import Recording
 from elaunch.trainer.profiling.summary import summarize
 from elaunch.trainer.profiling.traces import packed, parsed, unpacked
 from elaunch.trainer.profiling.words import rank_record, record, sentences
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 
 # Rank 0 reads one trace after the other while all wait, a second for each MB: more is joined by the user, later.
 MERGED_BYTES_MAX = 32 << 20
@@ -72,7 +72,7 @@ def collect(recording: Recording, folder: Path, rank: int, first_step: int) -> C
 
 
 def report(
-    ranks: Ranks, mine: Collected, folder: Path, generation: int, *, flops_per_step: float, peak_flops: float
+    ranks: Peers, mine: Collected, folder: Path, generation: int, *, flops_per_step: float, peak_flops: float
 ) -> tuple[list[str], list[str]]:
     """Write the record and the joined trace on rank 0. Collective.
 
@@ -126,7 +126,7 @@ def _is_seen(each: Collected) -> bool:
         return False
 
 
-def _exchange_clocks(ranks: Ranks, rounds: int) -> list[list[ClockReading]]:
+def _exchange_clocks(ranks: Peers, rounds: int) -> list[list[ClockReading]]:
     """The clocks of all ranks, by round and rank, on rank 0. Collective."""
     readings = []
     for _ in range(rounds):

@@ -26,8 +26,8 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
 from elaunch.trainer.files import sweep
-from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.ranks.connections import PeerLost
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import PerRank
 from tests.forked import Child
 from tests.harness import DEADLINE_S
@@ -400,7 +400,7 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     assert said[1:] == ["the checkpoint of step 3 is written"]
 
 
-class Writers(Ranks):
+class Writers(Peers):
     """Three ranks whose messages the test makes."""
 
     def __init__(self, rank: int, collect: Callable[[Any], Any]) -> None:

@@ -21,7 +21,7 @@ from elaunch.trainer.checkpoint import dcp, storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain
 from elaunch.trainer.checkpoint.loading import load_from_all
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 from tests.fuzzing import bounded
 
 DCP = "torch.distributed.checkpoint.metadata"
@@ -134,7 +134,7 @@ def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(LocalFolder, "read", and_change)
 
     if of_all:
-        assert load_from_all(LocalStorage(tmp_path), state_of(0), Ranks(None), pytest.fail) == Mark(0, 1)
+        assert load_from_all(LocalStorage(tmp_path), state_of(0), Peers(None), pytest.fail) == Mark(0, 1)
     else:
         assert newest_step(tmp_path, []) == 1
     assert (folder / "tensors.json").read_bytes() == (folder / "plain.pt").read_bytes() == b"another"

@@ -18,7 +18,7 @@ from elaunch.trainer.profiling import report as reports
 from elaunch.trainer.profiling.activity import read_activity
 from elaunch.trainer.profiling.report import Collected, collect, report
 from elaunch.trainer.profiling.traces import packed, parsed, unpacked
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 from tests.unit.trainer.profiling.traces import gloo, kernel, ns, op, step, trace
 from tests.unit.trainer.ranks.test_agreement import forked
 
@@ -211,7 +211,7 @@ def test_ranks_of_two_hosts_are_joined_by_rank_0_with_their_clocks_put_right(
         )
         folder = tmp_path / str(rank)
         folder.mkdir()
-        said, troubles = report(Ranks(), mine, folder, 0, flops_per_step=0, peak_flops=0)
+        said, troubles = report(Peers(), mine, folder, 0, flops_per_step=0, peak_flops=0)
         if rank:
             return said == troubles == [] and not [*folder.iterdir()]
         made_of = json.loads((folder / "profile.json").read_text())
