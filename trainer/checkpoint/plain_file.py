@@ -1,10 +1,9 @@
-"""Checkpoints that are one file: those of earlier releases, and the plain `torch.save` of a user's old script."""
+"""The plain `torch.save` of a user's old script."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,42 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elaunch.trainer.checkpoint.catalog import Corrupt
 from elaunch.trainer.files import open_regular
 from elaunch.trainer.state.model_state import is_sharded, unwrap
 from elaunch.trainer.state.optimizer_state import exactly
 from elaunch.trainer.state.pickles import require_shallow, require_shallow_value
-from elaunch.trainer.state.tree import State, some, tensors_in, tensors_sha256
+from elaunch.trainer.state.tree import some
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 # DistributedDataParallel's, and torch.compile's.
 _WRAPPERS = ("module.", "_orig_mod.")
-# What reading a file without a checksum raises where its bytes are wrong.
-_TORN = (ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
-_ZIP_READER = "PytorchStreamReader"
-
-
-def read(path: Path, step: int) -> State:
-    """The state in `generation-G-step-S.pt`; raises Corrupt where it is not whole, and what else torch raises."""
-    try:
-        state: State = _read_file(path)
-        if not isinstance(state, dict):
-            raise ValueError(f"it holds a {type(state).__name__}, not a dictionary")
-        expected, held = state.pop("sha256"), state["step"]
-    except _TORN as error:
-        raise Corrupt(str(error)) from error
-    except RuntimeError as error:
-        # So torch names a bad zip file, and much that is not the file's fault.
-        if _ZIP_READER in str(error):
-            raise Corrupt(str(error)) from error
-        raise
-    found = tensors_sha256(tensors_in(state))
-    if expected != found:
-        raise Corrupt(f"its tensors have SHA-256 {found[:12]}…, not {expected[:12]}…")
-    if held != step:
-        raise Corrupt(f"it holds step {held}")
-    return state
 
 
 def load_plain(path: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -92,7 +65,7 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _read_file(path: Path) -> Any:
     """What torch.save has put there, a symbolic link too. Raises OSError where it is a pipe or a device."""
     with open_regular(path, follow=True) as file:
-        require_shallow(file, old=True)
+        require_shallow(file)
         file.seek(0)
         content = torch.load(file, map_location="cpu", weights_only=True)
         require_shallow_value(content, 4 * os.fstat(file.fileno()).st_size)

@@ -1,4 +1,10 @@
-"""The socket at which a rank listens: it lets higher ranks in, and closes the connections of strangers."""
+"""How two ranks prove to each other that they belong to the same channel, and the socket at which one listens.
+
+Each rank listens with a secret of its own, and puts it with its address into the process group's store. A rank that
+connects says hello, the rank that listens replies, and the first one confirms. Each of these messages proves that its
+sender knows the secret. Both choose a random number that the other one's proof has in it, so messages that somebody
+has seen on the way are of no use a second time.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +13,108 @@ import hmac
 import math
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from elaunch.trainer.ranks.greeting import CONFIRMATION_BYTES, HELLO_BYTES, NONCE_BYTES, Contact
-from elaunch.trainer.ranks.tcp import listening, tuned
+NONCE_BYTES = 16
+_SECRET_BYTES = 32
+_PROOF_BYTES = 32
+_HEAD = struct.Struct(f"<8sI{NONCE_BYTES}s")
+_MARK = b"elaunchR"
+
+HELLO_BYTES = _HEAD.size + _PROOF_BYTES
+REPLY_BYTES = NONCE_BYTES + _PROOF_BYTES
+CONFIRMATION_BYTES = _PROOF_BYTES
 
 # A rank says its hello at once. A connection without one by then is no rank's, or its host hangs.
 _HELLO_S = 5.0
 # Connections that have not said it yet; of more than these the oldest is closed.
 _UNKNOWN_MAX = 64
-# The kernel holds connections until this rank looks. All ranks that may connect have room, and some strangers.
+# The kernel holds connections until this rank polls. All ranks that may connect have a place, and some strangers.
 _BACKLOG_MAX = 1024
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+# A host that is gone answers no probe, and is noticed after 30 s while nothing is on its way to it. Without an agent
+# nobody else notices; an agent's lease ends long before.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+
+
+@dataclass(frozen=True)
+class Contact:
+    """Where rank `rank` listens for the ranks of `channel`, and its secret.
+
+    In a greeting `asked` is the random number of the rank that connects, `answered` that of this rank.
+    """
+
+    channel: str
+    rank: int
+    address: str
+    port: int
+    secret: bytes = field(repr=False)
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if ":" in self.address else socket.AF_INET
+
+    def to_bytes(self) -> bytes:
+        """Without channel and rank, which are in the key."""
+        return self.secret + f"{self.port} {self.address}".encode()
+
+    @classmethod
+    def from_bytes(cls, channel: str, rank: int, content: bytes) -> Contact:
+        secret, place = content[:_SECRET_BYTES], content[_SECRET_BYTES:].decode()
+        port, _, address = place.partition(" ")
+        return cls(channel, rank, address, int(port), secret)
+
+    def hello(self, sender: int, asked: bytes) -> bytes:
+        """The first words of rank `sender` to this rank."""
+        return _HEAD.pack(_MARK, sender, asked) + self._proof("hello", sender, asked)
+
+    def heard(self, hello: bytes) -> tuple[int, bytes] | None:
+        """`sender` and `asked` of a hello to this rank; None if no rank of the channel has said it."""
+        mark, sender, asked = _HEAD.unpack_from(hello)
+        is_right = hmac.compare_digest(hello[_HEAD.size :], self._proof("hello", sender, asked))
+        return (sender, asked) if mark == _MARK and is_right else None
+
+    def reply(self, sender: int, asked: bytes, answered: bytes) -> bytes:
+        """The answer of this rank."""
+        return answered + self._proof("reply", sender, asked + answered)
+
+    def confirmation(self, sender: int, asked: bytes, reply: bytes) -> bytes | None:
+        """The last words of `sender`; None if this rank has not said that reply."""
+        answered = reply[:NONCE_BYTES]
+        if not hmac.compare_digest(reply, self.reply(sender, asked, answered)):
+            return None
+        return self._proof("confirmed", sender, asked + answered)
+
+    def _proof(self, word: str, sender: int, numbers: bytes) -> bytes:
+        said = f"{word} {self.channel} {sender} {self.rank} ".encode() + numbers
+        return hmac.digest(self.secret, said, "sha256")
+
+
+class Contacts(Protocol):
+    """The place where each rank of a channel writes its contact, for all others to read."""
+
+    def own_address(self) -> str:
+        """The address at which the others reach this process. Raises OSError."""
+
+    def publish(self, rank: int, content: bytes) -> None:
+        """Write the contact of this rank, in place of an older one."""
+
+    def find(self, rank: int) -> bytes | None:
+        """The newest contact of this rank; None if there is none yet. Does not wait; may raise RuntimeError."""
+
+
+def tuned(made: socket.socket) -> socket.socket:
+    """The socket, which does not block from now on, sends at once, and notices that the other host is gone."""
+    made.setblocking(False)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 @dataclass(eq=False)
@@ -42,11 +136,20 @@ class RankListener:
 
     def __init__(self, channel: str, rank: int, world_size: int, address: str) -> None:
         self._missing = set(range(rank + 1, world_size))
-        self._socket = listening(address, min(len(self._missing) + _UNKNOWN_MAX, _BACKLOG_MAX))
-        self.contact = Contact(channel, rank, address, self._socket.getsockname()[1], secrets.token_bytes(32))
+        contact = Contact(channel, rank, address, 0, secrets.token_bytes(32))
+        self._socket = socket.socket(contact.family)
+        try:
+            self._socket.setblocking(False)
+            self._socket.bind((address, 0))
+            # For each the kernel keeps what a stranger sends, 128 kB or so.
+            self._socket.listen(min(len(self._missing) + _UNKNOWN_MAX, _BACKLOG_MAX))
+        except OSError as error:
+            self._socket.close()
+            # A link-local address of IPv6, for example, which is nothing without an interface.
+            why = f"this rank cannot listen at {address} ({error.strerror}), so the other ranks cannot reach it"
+            raise OSError(f"{why}; GLOO_SOCKET_IFNAME=… names the interface to use") from error
+        self.contact = replace(contact, port=self._socket.getsockname()[1])
         self._guests: list[_Guest] = []
-        # When a rank has left in the middle of its greeting, and has not begun another one.
-        self._left_s: dict[int, float] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -56,10 +159,6 @@ class RankListener:
     @property
     def descriptors(self) -> list[int]:
         return [self._socket.fileno(), *(guest.socket.fileno() for guest in self._guests)]
-
-    def left_before(self, at_s: float) -> list[int]:
-        """The ranks that had left by then, after their hello, and have not come again."""
-        return [rank for rank, left_s in self._left_s.items() if left_s < at_s]
 
     @property
     def until_s(self) -> float:
@@ -122,8 +221,6 @@ class RankListener:
             guest.heard = b""
         if guest.confirmation and hmac.compare_digest(guest.heard, guest.confirmation) and guest.rank in self._missing:
             return True
-        if guest.rank in self._missing:
-            self._left_s[guest.rank] = time.monotonic()
         self._turn_away(guest)
         return False
 
@@ -138,7 +235,6 @@ class RankListener:
         reply = self.contact.reply(rank, asked, secrets.token_bytes(NONCE_BYTES))
         if guest.socket.send(reply) < len(reply):
             raise ConnectionRefusedError
-        self._left_s.pop(rank, None)
         # It knows the secret, and has all the time it needs.
         guest.rank, guest.until_s, guest.heard = rank, math.inf, b""
         guest.confirmation = self.contact.confirmation(rank, asked, reply) or b""
