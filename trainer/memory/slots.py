@@ -133,13 +133,12 @@ class Slot:
     def write_again(self, piece: Piece, packed: Packed) -> None:
         """The same for a state whose tensors have not changed since `packed` was made.
 
-        If it was the last to be written here only the header is.
+        If it was the last to be written here only the header is: for files that this process alone writes.
         """
-        region = self.region()
         if self._written is None or self._written[0] is not packed:
             self._written = packed, self.write(piece, packed)
         else:
-            renew(region, self._written[1], piece)
+            renew(self._region, self._written[1], piece)
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
