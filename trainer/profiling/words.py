@@ -1,4 +1,4 @@
-"""The summary as sentences, and as the record that `elaunch report` reads (pure)."""
+"""The summary as sentences, and as the record of `profile.json` (pure)."""
 
 from __future__ import annotations
 
