@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from elaunch.launcher.report_page.events import read_lines
-from elaunch.launcher.report_page.history import NodeFolder
+from elaunch.launcher.inspect.node_log import NodeFolder, node_folder
 
 # The wall clock, and the host's monotonic clock, at the start of a job.
 BEGAN_AT, BEGAN_MONOTONIC_S = 1_800_000_000.0, 500.0
@@ -23,17 +22,16 @@ class Timeline:
         *,
         started_s: float = 0.0,
         ahead_s: float = 0.0,
-        schema: int = 1,
         node_id: str = "",
         seats: tuple[str, ...] = (),
     ) -> None:
         self.host, self.first_rank, self.workers = host, first_rank, workers
         self.ahead_s = ahead_s
-        # Its own name in the job, and those in the tables; older releases wrote none.
+        # Its own name in the job, and those in the tables.
         self.node_id, self.seats = node_id, seats
         self.rows: list[dict[str, Any]] = []
         run = {"run_id": "night", "host": host, "command": "train.py", "max_restarts": 3, "workers": workers}
-        self.add(started_s, -1, "started", **({"schema": schema, "version": "0.1.0", **run} if schema else {}))
+        self.add(started_s, -1, "started", schema=1, version="0.1.0", **run)
 
     def add(self, at: float, generation: int, event: str, **fields: Any) -> Timeline:
         times = {"at": BEGAN_AT + at + self.ahead_s, "monotonic_s": BEGAN_MONOTONIC_S + at}
@@ -70,12 +68,10 @@ class Timeline:
             self.add(at + 0.3, generation, "marked", name=name, said_s=BEGAN_MONOTONIC_S + at, **place)
         return self
 
-    def steps(self, at: float, generation: int, step: int, first: int | None = None, rate: float = 0.0) -> Timeline:
+    def steps(self, at: float, generation: int, step: int, first: int | None = None) -> Timeline:
         fields: dict[str, Any] = {"first_rank": self.first_rank, "steps": [step] * self.workers}
         if first is not None:
             fields["first_steps"] = [first] * self.workers
-        if rate:
-            fields["steps_per_s"] = rate
         return self.add(at, generation, "progress", **fields)
 
     def dies(self, at: float, generation: int, local_rank: int, code: int = -9, **failure: Any) -> Timeline:
@@ -107,16 +103,15 @@ class Timeline:
         return b"".join(json.dumps(row).encode() + b"\n" for row in self.rows)
 
     def folder(self, path: str = "") -> NodeFolder:
-        lines = self.text.splitlines(keepends=True)
-        return NodeFolder(path or f"/logs/{self.host}", "this node", "night", read_lines(lines))
+        return node_folder(path or f"/logs/{self.host}", "night", self.text.splitlines(keepends=True))
 
 
 def restarted() -> Timeline:
-    """One node, two workers: rank 1 dies at 20 s, after step 17; generation 1 goes on after step 14, and ends at 60 s.
+    """One node, two workers: rank 1 dies at 20 s, after step 17; generation 1 resumes after step 14, and ends at 60 s.
 
-    Generation 0 makes a step a second from 3 s on, generation 1 from 25 s on, up to step 44 at 55 s.
+    Generation 0 makes a step a second from 3 s on, generation 1 from 25 s on.
     """
-    job = Timeline().opens(0, 0).steps(4.5, 0, 1, first=1).steps(14, 0, 11, rate=1.0).steps(19.9, 0, 17, rate=1.0)
+    job = Timeline().opens(0, 0).says("stepped", 4, 0).steps(4.5, 0, 1, first=1).steps(19, 0, 16).steps(20, 0, 17)
     job.dies(20, 0, 1).stops(21, 0, (0,))
-    job.opens(21, 1, "fail").restores(24, 25, 1).steps(26.2, 1, 15, first=15).steps(50, 1, 39, rate=1.0)
-    return job.steps(58, 1, 44, rate=1.0).succeeds(60, 1)
+    job.opens(21, 1, "fail").restores(24, 25, 1).says("stepped", 26, 1).steps(26.2, 1, 15, first=15).steps(55, 1, 44)
+    return job.succeeds(60, 1)
