@@ -55,9 +55,9 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
 
 
 def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
+    from elaunch.launcher.host import as_started
     from elaunch.launcher.options.command_line import HelpRequested
     from elaunch.launcher.options.options import parse
-    from elaunch.launcher.resources import as_started
 
     # A failure is the caller's to report to a launcher above it, if it does not handle it.
     environ = {key: value for key, value in as_started(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}

@@ -20,7 +20,7 @@ from typing import IO, Any
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.functions import carried, errors
 from elaunch.launcher.functions.config import LaunchConfig, as_ours, option_words
-from elaunch.launcher.resources import interpreter_options
+from elaunch.launcher.host import interpreter_options
 
 
 class launch:
