@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.launcher.functions.carried import read_call, read_value, write_call, write_start, write_value
+from elaunch.launcher.functions.worker import read_call, read_value, write_call, write_start, write_value
 
 
 def add(a: int, b: int) -> int:
@@ -41,7 +41,7 @@ def test_a_function_of_a_module_is_sent_by_its_name() -> None:
 
     write_call(file, add, (1,), {"b": 2})
 
-    assert b"test_carried" in file.getvalue()
+    assert b"test_worker" in file.getvalue()
     # Nothing of the main module is in it, so it is not run again.
     assert b"init_main" not in file.getvalue()
     file.seek(0)
@@ -76,17 +76,8 @@ def test_a_value_that_cannot_be_pickled_is_an_error_for_the_caller_and_not_for_t
         value(threading.Lock())
 
 
-def test_what_is_half_pickled_leaves_no_half() -> None:
-    with pytest.raises(pickle.PicklingError, match="a list, which"):
-        value([b"." * (1 << 20), threading.Lock()])
-
-
 def test_the_value_of_another_generation_is_none_of_this_one() -> None:
     assert value(1, generation=1) is None
-
-
-def test_a_rank_that_never_began_here_has_no_value() -> None:
-    assert read_value(io.BytesIO(), 0, "train") is None
 
 
 def test_a_rank_that_ended_without_returning_is_named() -> None:
