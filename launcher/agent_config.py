@@ -14,18 +14,18 @@ from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import has_pidfd
-from elaunch.launcher.cluster.schedulers.registry import mark_of
 from elaunch.launcher.errors import UsageError, nearest, tidy
+from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import program_text
-from elaunch.launcher.resources import HostResources
-from elaunch.launcher.store.rendezvous_plan import Planned
+from elaunch.launcher.schedulers.detect import mark_of
+from elaunch.launcher.store.locate import Planned
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 
 if TYPE_CHECKING:
-    from elaunch.launcher.cluster.cluster import Cluster
+    from elaunch.launcher.schedulers.facts import Cluster
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
@@ -348,7 +348,7 @@ def _chosen_for_you(options: Options, cluster: Cluster | None, counted: str, thr
     """What a scheduler has filled in, and one sentence for all defaults that differ from torchrun's."""
     facts = []
     if cluster:
-        from elaunch.launcher.cluster.cluster import line
+        from elaunch.launcher.schedulers.facts import line
 
         facts = [line(cluster)]
     parts = [counted] if counted else []

@@ -12,6 +12,7 @@ from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import Command, Group, HelpRequested, Option
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.signal_names import signal_names
+from elaunch.launcher.schedulers.detect import SCHEDULERS
 from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
@@ -43,9 +44,6 @@ def _job_file(ctx: click.Context, _: click.Parameter, path: str | None) -> str |
 
 
 def _scheduler(raw: values.Raw) -> object:
-    # Imported here: only a command line with this option pays for reading the schedulers' modules.
-    from elaunch.launcher.cluster.schedulers.registry import SCHEDULERS
-
     return values.one_of("auto", "none", *SCHEDULERS)(raw)
 
 

@@ -151,7 +151,7 @@ ELSEWHERE = {
     "srun --nodes=4 --ntasks-per-node=1 elaunch train.py": (
         "test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes"
     ),
-    "elaunch doctor --nnodes 2 --rdzv-endpoint node0:2379 --token-file ~/job.token --log-dir logs": (
+    "elaunch doctor --nnodes 2 --rdzv-endpoint node0:2379 --token-file ~/job.token": (
         "test_a_store_is_timed_and_refuses_a_wrong_token"
     ),
     'srun --ntasks-per-node=1 elaunch doctor | grep ": bad"': (

@@ -18,6 +18,7 @@ import pytest
 from elaunch.agent.config import AgentConfig, NumaBinding, OnHang, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
+from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.command_line import Group, HelpRequested
 from elaunch.launcher.options.help import help_text, markdown
 from elaunch.launcher.options.options import Options, UsageError, parse
@@ -25,8 +26,7 @@ from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.preflight import check_log_dir, check_program
-from elaunch.launcher.resources import HostResources
-from elaunch.launcher.store.plan import plan
+from elaunch.launcher.store.locate import plan
 from elaunch.rendezvous.job_spec import ProgramKind
 from tests.forked import Child
 from tests.harness import REPOSITORY, RUN_LIMIT_S
