@@ -7,12 +7,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elaunch.agent.linux import memory_file
+from elaunch.agent.linux import descriptors, memory_file
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
 from elaunch.strict_json import parse_json
@@ -133,12 +133,3 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None
             os.close(fd)
         return None
     return message, found
-
-
-def descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
-    """The fds that came with a packet, from what `recvmsg` says of it. The caller has to close them."""
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return tuple(fds)

@@ -14,10 +14,11 @@ from functools import partial
 
 from elaunch.agent.core.events import ServiceLost, WorkerExited
 from elaunch.agent.core.stopping import KILL_WAIT_S
+from elaunch.agent.diagnosis.causes.hardware import MORE_MEMORY
+from elaunch.agent.diagnosis.causes.system import MORE_PROCESSES
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.workers.exits import ExitReader, signal_name
-from elaunch.agent.workers.group import CurrentGroup, WorkerGroup
-from elaunch.agent.workers.reporter import Reporter
+from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.rendezvous.types import FailureKind
 
 _FORK_S = 0.05
@@ -176,7 +177,7 @@ class ForkServerMonitor:
         pid, code = int(news["pid"]), int(news["code"])
         if news["key"] != "store":
             self._reporter.post(self._exits.exited(group, int(news["key"]), pid, code))
-        elif group.store and not (group.store.is_killed and code == -signal.SIGKILL):
+        elif group.store:
             self.unwatch_store(group)
             group.store.read()
             error, group.store = group.store.last_error(), None
@@ -190,9 +191,6 @@ class ForkServerMonitor:
         message = f"{what} could not be started ({why})"
         failure = self._reporter.node_failure(FailureKind.SPAWN, group.generation, message)
         if why == os.strerror(errno.EAGAIN):
-            # Imported here: a healthy job never needs the rules.
-            from elaunch.agent.core.causes.system import MORE_PROCESSES
-
             failure = replace(failure, advice=MORE_PROCESSES)
         if key == "store":
             self._reporter.post(ServiceLost(group.generation, failure, workers_too=False))
@@ -214,9 +212,6 @@ class ForkServerMonitor:
         """
         failure = self._reporter.node_failure(kind, generation, f"{message} ({word})" if word else message)
         if word:
-            # Imported here: a healthy job never needs the rules.
-            from elaunch.agent.core.causes.memory import MORE_MEMORY
-
             failure = replace(failure, advice=MORE_MEMORY.format(limit=""))
         elif kind is FailureKind.TEMPLATE_LOST and message.endswith(signal.SIGKILL.name):
             failure = replace(failure, advice=_KILLED_PARENT)
