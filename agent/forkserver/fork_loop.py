@@ -61,7 +61,10 @@ class ForkLoop:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> Asked:
-        """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
+        """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it.
+
+        In this process it returns with the order "stay", which comes when the job is over.
+        """
         ready: dict[str, Any] = {"event": "ready", "reason": self._boot.fallback, "left_out": self._boot.left_out}
         tell(self._control, ready)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -100,6 +103,10 @@ class ForkLoop:
             case "signal":
                 names = {(order["generation"], key) for key in order["keys"]}
                 self._children.signal(names, order["signum"], order["group"])
+            case "stay":
+                self._children.kill()
+                self._release()
+                return order, fds, self._pid, False
             case _:
                 return self._fork(order, fds)
         return None
@@ -176,9 +183,13 @@ class ForkLoop:
 
     def _become_child(self) -> None:
         """Have nothing of the fork server's but its memory."""
-        self._selector.close()
-        for fd in (self._wake_r, self._wake_w, *([self._signals] if self._signals >= 0 else [])):
-            os.close(fd)
+        self._release()
         # The program may use this fd again. If the socket object closed it, it would close the program's file.
         os.close(self._control.detach())
         self._settle(self._pid)
+
+    def _release(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        for fd in (self._wake_r, self._wake_w, *([self._signals] if self._signals >= 0 else [])):
+            os.close(fd)

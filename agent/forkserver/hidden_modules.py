@@ -21,7 +21,6 @@ from typing import Any
 
 from elaunch.agent.forkserver import after_fork, exit_report, fixups
 from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
-from elaunch.agent.forkserver.lookups import FOLDER
 from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
 from elaunch.agent.forkserver.replay_environment import replay
 
@@ -49,7 +48,6 @@ class Gate(LeavingFinder):
         self._packages = [each for each in self._hidden if each.brought.is_package]
         self._environment = dict(os.environ)
         self._link = 0
-        self._is_moved = False
         self._told: set[str] = set()
         if not where:
             return
@@ -61,10 +59,6 @@ class Gate(LeavingFinder):
         added = [f for each in brought for f in each.filters]
         _set_filters([f for f in warnings.filters if f not in added])
         sys.meta_path.insert(0, self)
-
-    def move(self) -> None:
-        """The fork server is in another folder now than at its imports (see warm/server.py)."""
-        self._is_moved = True
 
     def stand(self, link: int) -> None:
         """Begin in a worker that has this link. Only later changes of its environment are applied again."""
@@ -103,9 +97,8 @@ class Gate(LeavingFinder):
         modules = opened[0][1] if len(opened) == 1 else {n: module for _, back in opened for n, module in back.items()}
         after_fork.set_threads(changed, modules)
         for each, back in opened:
-            moved = {FOLDER} & each.readers.keys() if self._is_moved else set()
             whose = name if each is hidden.brought else each.name
-            self._tell(whose, replay(changed | moved, each.readers, back) - {FOLDER})
+            self._tell(whose, replay(changed, each.readers, back))
         if hidden.brought.is_package and any(map(_has_torch, modules.values())):
             # The program may never import it by itself.
             for of_torch in _OF_TORCH:

@@ -11,13 +11,6 @@ from typing import Any
 
 from elaunch.agent.forkserver.replay_environment import LOGGING
 
-# In place of a variable's name: a module has kept something that depends on the current folder.
-FOLDER = "the current folder"
-
-# `inspect` looks for a module's file. `tempfile` is told to look again in each worker (after_fork.py), and so is the
-# module that starts processes (warm/adopting.py).
-_FORGETFUL = {"inspect", "tempfile", "multiprocessing.process"}
-
 # What goes through the whole environment, as tqdm does when it is imported, looks for names that it knows by itself.
 _GO_THROUGH_ALL = {each.__code__ for each in (ItemsView.__iter__, ValuesView.__iter__, type(os.environ).copy)}
 
@@ -52,19 +45,6 @@ def _place(frame: FrameType) -> tuple[int, int]:
 def walks(frame: FrameType) -> bool:
     """Whether a lookup in `frame` is a part of a walk through the whole environment."""
     return frame.f_code in _GO_THROUGH_ALL
-
-
-def keeper_of_folder(frame: FrameType) -> str | None:
-    """The module that may keep the answer to a question for the current folder in `frame`; None if none keeps it."""
-    each: FrameType | None = frame
-    while each is not None:
-        name = _module(each)
-        if name in _FORGETFUL:
-            return None
-        if each.f_code.co_name == "<module>" or name.partition(".")[0] not in sys.stdlib_module_names:
-            return name
-        each = each.f_back
-    return None
 
 
 def keeper(variable: str, frame: FrameType) -> str | None:

@@ -20,7 +20,7 @@ from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver import fixups
 from elaunch.agent.forkserver.boot import Boot
 from elaunch.agent.forkserver.fork_safety import why_not
-from elaunch.agent.forkserver.lookups import FOLDER, EnvironmentCopies, keeper, keeper_of_folder, walks
+from elaunch.agent.forkserver.lookups import EnvironmentCopies, keeper, walks
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
 # would open CUDA to see whether it is there; a process that forks must do neither. The children get the user's values.
@@ -183,12 +183,12 @@ def _no_cache_folder() -> Iterator[None]:
 
 @contextmanager
 def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
-    """Note who looks up which variable in os.environ, and who asks for the current folder.
+    """Note who looks up which variable in os.environ.
 
     What `hidden` packages register for Python's end is kept.
     """
     environ: Any = type(os.environ)
-    lookup, register, all_names, getcwd = environ.__getitem__, atexit.register, environ.keys, os.getcwd
+    lookup, register, all_names = environ.__getitem__, atexit.register, environ.keys
     is_on = True
     copies = EnvironmentCopies()
 
@@ -212,19 +212,13 @@ def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
             return call
         return register(call, *args, **kwargs)
 
-    def recorded_getcwd() -> str:
-        if is_on and (reader := keeper_of_folder(sys._getframe(1))):
-            brought.readers.setdefault(FOLDER, set()).add(reader)
-        return getcwd()
-
-    os.getcwd = recorded_getcwd
     environ.__getitem__, atexit.register = recorded_lookup, recorded_register
     environ.keys = copies.watched(all_names)
     try:
         yield
     finally:
         is_on = False
-        environ.__getitem__, atexit.register, os.getcwd = lookup, register, getcwd
+        environ.__getitem__, atexit.register = lookup, register
         del environ.keys
 
 

@@ -116,6 +116,12 @@ class Children:
             with suppress(PermissionError):
                 _signal_group(pid, signum)
 
+    def kill(self) -> None:
+        """Kill and reap all children that are left."""
+        names = {*self._names.values()}
+        self.signal(names, signal.SIGKILL, group=False)
+        self.finish(names)
+
     def finish(self, names: Collection[Name]) -> None:
         """Wait a moment for the ends of these children, which were killed, and reap all that have ended."""
         until_s = time.monotonic() + _KILLED_S

@@ -12,26 +12,18 @@ import gc
 import os
 import signal
 import socket
-import sys
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
+from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
 from elaunch.agent.forkserver.fork_loop import ForkLoop
 from elaunch.agent.linux import die_with_parent, set_command_line
 
 if TYPE_CHECKING:
     from elaunch.agent.forkserver.hidden_modules import Gate
     from elaunch.agent.forkserver.preload import Preloaded
-    from elaunch.agent.forkserver.warm.opened import Opened
-    from elaunch.agent.forkserver.warm.server import WarmServer
-
-# Jobs that ask at the same time.
-_BACKLOG = 64
 
 
 @dataclass(frozen=True)
@@ -56,9 +48,13 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.fork_safety import bound_by
     from elaunch.agent.forkserver.preload import Unfaithful, preload
 
-    environment, began_ns, cpus = dict(os.environ), time.time_ns(), os.sched_getaffinity(0)
+    environment, cpus = dict(os.environ), os.sched_getaffinity(0)
     mask, control = _settle(boot)
-    opened = _opened() if boot.warm_s else None
+    imports = None
+    if boot.facts:
+        from elaunch.agent.forkserver import warm
+
+        imports = warm.Imports(boot.program.target)
     try:
         preloaded = preload(boot, loaded_at_start, customise)
         after_fork.know_threads(preloaded)
@@ -69,8 +65,6 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
         why, rest = (bound, None) if bound else (str(error), error.rest)
         if bound:
             os.sched_setaffinity(0, cpus)
-        if boot.warm_s and not rest:
-            _cannot_stay(control, why)
         told = (f"only {', '.join(rest)} can be preloaded: {why}",) if rest else ()
         fallback = "" if rest else why
         _start_anew(
@@ -90,54 +84,23 @@ def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], N
     from elaunch.agent.forkserver.hidden_modules import Gate
 
     exit_report.load()
-    files = opened.end() if opened else ()
-    server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
+    if imports:
+        imports.finish()
     gate = Gate(preloaded.brought)
     gc.freeze()
     gc.enable()
-    if server:
-        # The server keeps what it needs of it.
-        environment.clear()
-        taken = server.serve()
-        gate.move()
-        boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
-    settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
-    asked = ForkLoop(boot, control, settle, prepare).serve()
+    while True:
+        settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
+        asked = ForkLoop(boot, control, settle, prepare).serve()
+        if not imports or asked[0]["op"] != "stay":
+            break
+        server = warm.WarmServer(boot, imports, loaded_at_start)
+        server.stay(asked[0], control)
+        boot, control = server.serve()
+        # In a fork, for another run.
+        given = dict(boot.environment)
+        preloaded = replace(preloaded, restore={name: given.get(name) for name in preloaded.restore})
     child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
-
-
-def _opened() -> Opened:
-    from elaunch.agent.forkserver.warm.opened import Opened
-
-    return Opened()
-
-
-def _warm(
-    boot: Boot,
-    listener: socket.socket,
-    preloaded: Preloaded,
-    environment: dict[str, str],
-    loaded_at_start: Collection[str],
-    opened: Collection[str],
-    began_ns: int,
-) -> WarmServer:
-    """The warm fork server in this process, before modules are hidden. Ends the process if there can be none."""
-    from elaunch.agent.forkserver.warm import interpreter, server
-
-    try:
-        modules = dict(sys.modules)
-        return server.WarmServer(boot, listener, preloaded, environment, modules, loaded_at_start, opened, began_ns)
-    except interpreter.Unknown as error:
-        _cannot_stay(listener, f"{sys.executable} cannot be given another program: {error}")
-    except server.ChangedMeanwhile as error:
-        _cannot_stay(listener, f"{error} was written while it was imported")
-
-
-def _cannot_stay(listener: socket.socket, why: str) -> NoReturn:
-    from elaunch.agent.forkserver.warm.place import cannot_stay
-
-    cannot_stay(Path(listener.getsockname()), why)
-    os._exit(1)
 
 
 def bare(boot_fd: str) -> None:
@@ -159,13 +122,8 @@ def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
     for signum in boot.ignored:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=boot.control_fd)
-    if boot.warm_s:
-        set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
-        # The peer of a connection sees the pid of the process that called listen.
-        control.listen(_BACKLOG)
-    else:
-        die_with_parent(boot.agent_pid, signal.SIGKILL)
-        set_command_line(("elaunch: fork server",), "elaunch-fork")
+    die_with_parent(boot.agent_pid, signal.SIGKILL)
+    set_command_line(("elaunch: fork server",), "elaunch-fork")
     control.set_inheritable(False)
     return mask, control
 

@@ -29,7 +29,6 @@ AT_ONCE = (
     "elaunch.agent.forkserver",
     "elaunch.agent.metrics",
     "elaunch.agent.output.event_hook",
-    "elaunch.agent.warm",
     "elaunch.rendezvous.etcd.grpc_transport",
 )
 PROGRAM = """
