@@ -32,7 +32,6 @@ _LIMIT_S = 120.0
 _KILLS_PER_JOB = 5
 # Each generation makes them anew, in five minutes.
 _LONG = "10000"
-_SHORT = "30"
 _COLUMNS = (
     *("program", "launcher", "bare import", "start → imported", "start → step", "second start → step"),
     *("warm start → imported", "kill → step", "the first kill", "ended"),

@@ -11,9 +11,9 @@ import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot
@@ -45,7 +45,9 @@ def facts(program: Program, ignored: tuple[int, ...]) -> dict[str, str]:
     limits = {line[:26].strip(): line[26:] for line in _text("limits").splitlines()[1:]}
     here, root = os.stat("."), os.stat("/")  # noqa: PTH116
     return {
-        "Python": " ".join((program.interpreter, *program.interpreter_options)),
+        "the program": " ".join(
+            (program.interpreter, *program.interpreter_options, program.kind.value, program.target)
+        ),
         "elaunch": __file__,
         "the current folder": f"{here.st_dev}:{here.st_ino}",
         "the root folder": f"{root.st_dev}:{root.st_ino}",
@@ -97,7 +99,7 @@ def socket_path(program: Program) -> Path:
     """Where the fork server for this program, in this folder, listens. Raises Cold if the path is too long."""
     # Containers may share the folder: a server of another one can be neither used nor ended.
     parts = (os.readlink("/proc/self/ns/pid"), os.getcwd(), program.interpreter, program.kind.value, program.target)  # noqa: PTH109, PTH115
-    path = folder(os.environ) / sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    path = folder(os.environ) / f"{crc32(json.dumps(parts).encode()):08x}"
     # With the pid that its name ends in at first.
     if len(os.fsencode(path)) + len(".4194304") > _ADDRESS_BYTES_MAX:
         raise Cold(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
