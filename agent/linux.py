@@ -42,6 +42,11 @@ def die_with_parent(parent: int, signum: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Take back `die_with_parent`."""
+    _libc().prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def allow_tracer(pid: int) -> None:
     """Let that process and its children look into this one, where the kernel lets only ancestors (Yama).
 

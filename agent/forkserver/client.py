@@ -11,19 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver import warm_client, wire
+from elaunch.agent.forkserver.warm_client import Borrowed, Cold
 from elaunch.agent.linux import is_stopped
 from elaunch.rendezvous.job_spec import Program
 
-if TYPE_CHECKING:
-    from elaunch.agent.forkserver.warm.client import Borrowed, Cold, Origin
-
-    Process = subprocess.Popen[bytes] | Borrowed
-
 _ORDER_WAIT_S = 60.0
 _REAPS_S = 1.0
+_STAYS_S = 5.0
 
 
 Fds = tuple[int, ...]
@@ -40,12 +37,10 @@ class Home:
 class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
-    `packages` as in `Boot`. With `warm_s` it is forked from a fork server that an earlier job has left behind and that
-    has imported `warm_preload`, if that fits; `preload` is that then. `cold` says why it was not, `began_from` which
-    one it was. The one that is left may be idle for so long. `sharers` as in `Boot`. `say` tells the user, while this
-    object is made, what takes its time; `meanwhile` is what can be done in the time that a warm one takes. Make it as
-    early as possible: it imports while the agent does its own work. Orders that come before it is ready wait in the
-    socket. `fileno` is readable when `receive` has news.
+    `packages` as in `Boot`. With `warm_s` it is forked from one that an earlier run has left behind, if that fits, and
+    may be left behind itself (`stay`), idle for so long. `is_warm` says whether it was forked, `how` is a sentence on
+    that. Make it as early as possible: it imports while the agent does its own work. Orders that come before it is
+    ready wait in the socket. `fileno` is readable when `receive` has news.
     """
 
     def __init__(
@@ -56,53 +51,69 @@ class ForkServer:
         ignored: tuple[int, ...] = (),
         *,
         packages: tuple[str, ...] = (),
-        warm_preload: tuple[str, ...] = (),
         warm_s: float = 0.0,
-        sharers: int = 0,
-        say: Callable[[str], None] = lambda _: None,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._program = program
         self._environment = environment
         self._ignored = ignored
-        self.sharers = sharers
         self.preload = preload
-        self.warm_preload = warm_preload
         self.packages = packages
-        self._has_forked = False
-        self.cold: Cold | None = None
-        self.began_from: Origin | None = None
-        self._socket, self._process = self._borrow(warm_s, say, meanwhile) if warm_s and warm_preload else self._start()
+        self.is_warm, self.how = False, ""
+        self._warm_s = warm_s if preload is not None else 0.0
+        self._has_forked = self._has_imported = self._is_left = False
+        self._socket, self._process = self._borrow() if self._warm_s else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
         self._socket, self._process = self._start()
-        self._has_forked = False
+        self._has_forked = self._has_imported = self.is_warm = False
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
-        self.preload, self.warm_preload, self.packages = None, (), ()
+        self.preload, self.packages = None, ()
 
-    def _borrow(
-        self, warm_s: float, say: Callable[[str], None], meanwhile: Callable[[], None]
-    ) -> tuple[socket.socket, Process]:
-        # Imported here: most jobs have no use for it.
-        from elaunch.agent.forkserver.warm.client import Cold, borrow
-
+    def _borrow(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
         ours, theirs = wire.pair()
         try:
-            process = borrow(self._boot(theirs, self.warm_preload), self._environment, theirs, warm_s, say, meanwhile)
+            process = warm_client.borrow(self._boot(theirs, self.preload), theirs, self._warm_s)
         except Cold as error:
-            self.cold = error
+            self.how = f"cold start: {error}" if str(error) else ""
             ours.close()
             return self._start()
         finally:
             theirs.close()
-        self.began_from, self.preload = process.origin, self.warm_preload
+        clock = time.strftime("%H:%M", time.localtime(float(process.server["since"])))
+        self.how = f"warm start: from the fork server that stayed since {clock} (pid {process.server['pid']})"
+        self.is_warm = True
         ours.setblocking(False)
         return ours, process
 
+    def stay(self, release: Callable[[int], None]) -> str:
+        """After the job: leave it behind for later runs, if that is wanted. Returns a sentence for the log, if any.
+
+        `release` is called with its pid before.
+        """
+        if not self._warm_s or not self.preload or not self._has_imported or self.is_warm:
+            return ""
+        try:
+            path = warm_client.place_for(self._program)
+            release(self.pid)
+            self._socket.settimeout(_STAYS_S)
+            self._send({"op": "stay", "path": os.fspath(path), "idle_s": self._warm_s})
+            while (news := self.receive()) and news["event"] != "left":
+                pass
+            why = news["why"] if news else "it has ended"
+        except (Cold, OSError) as error:
+            why = str(error)
+        if why:
+            return f"no fork server stays: {why}"
+        self._is_left = True
+        self._socket.close()
+        minutes = f"{self._warm_s / 60:g} min"
+        return f"a fork server stays for {minutes}, so that the next start needs no import; elaunch warm --stop ends it"
+
     def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> wire.Boot:
+        facts = warm_client.facts(self._program, self._ignored) if self._warm_s else {}
         return wire.Boot(
             os.getpid(),
             control.fileno(),
@@ -111,10 +122,11 @@ class ForkServer:
             self._environment.get("PYTHONPATH"),
             self._ignored,
             packages=self.packages,
-            sharers=self.sharers,
+            facts=tuple(facts.items()),
+            environment=tuple(self._environment.items()) if self._warm_s else (),
         )
 
-    def _start(self) -> tuple[socket.socket, Process]:
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
         ours, theirs = wire.pair()
         boot = self._boot(theirs, self.preload)
         boot_fd = boot.memfd()
@@ -178,11 +190,15 @@ class ForkServer:
         packet = wire.receive(self._socket)
         if packet is None:
             return None
-        self._has_forked |= packet[0]["event"] == "forked"
-        return packet[0]
+        news = packet[0]
+        self._has_forked |= news["event"] == "forked"
+        self._has_imported |= news["event"] == "ready" and not news["reason"]
+        return news
 
     def stop(self) -> None:
-        """End the fork server and, by the kernel, all its children."""
+        """End the fork server and, by the kernel, all its children. One that stays goes on."""
+        if self._is_left:
+            return
         if self._has_forked and not is_stopped(self.pid):
             self._let_reap()
         self._process.kill()

@@ -24,10 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elaunch.agent.forkserver import after_fork, child, wire
+from elaunch.agent.forkserver import after_fork, child, warm, wire
 from elaunch.agent.forkserver.hidden_modules import HiddenModules
-from elaunch.agent.forkserver.preload import Preloaded, Unfaithful, default_of, open_files, preload
-from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, PROCESS_NAME, Boot
+from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
+from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, Boot
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import die_with_parent, parent, read_signal, set_command_line, signal_fd, stat_fields
 
@@ -40,8 +40,8 @@ _FROM_PROGRAMS = frozenset(
 )
 _GROUP_POLL_S = 0.02
 _NO_RANK = -1
-# Of the warm fork server's socket.
-_BACKLOG = 64
+# One that waits for a disk exits later.
+_KILLED_S = 1.0
 
 # A generation, and a local rank or "store".
 Name = tuple[int, int | str]
@@ -61,9 +61,9 @@ def main(loaded_at_start: Collection[str]) -> None:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = boot.pythonpath
-    environment, began_ns, cpus = dict(os.environ), time.time_ns(), os.sched_getaffinity(0)
+    environment, cpus = dict(os.environ), os.sched_getaffinity(0)
     mask, control = _settle(boot)
-    opened = _opened() if boot.warm_s else None
+    imports = warm.Imports(boot.program.target) if boot.facts else None
     try:
         preloaded = preload(boot, loaded_at_start, cpus)
     except Unfaithful as error:
@@ -71,18 +71,23 @@ def main(loaded_at_start: Collection[str]) -> None:
     # Before any fork: otherwise each worker would have to find the same.
     if preloaded.module("numpy"):
         after_fork.openblas()
-    files = opened.end() if opened else ()
-    warm = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
+    if imports:
+        imports.finish()
     hidden = HiddenModules(preloaded)
     gc.freeze()
     gc.enable()
-    if warm:
-        # The server keeps what it needs of it.
-        environment.clear()
-        taken = warm.serve()
-        boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
-    template = child.Template(boot.program, boot.agent_pid, os.getpid(), mask, preloaded, hidden)
-    child.become(template, *Server(boot, control).serve())
+    while True:
+        template = child.Template(boot.program, boot.agent_pid, os.getpid(), mask, preloaded, hidden)
+        order, fds = Server(boot, control).serve()
+        if not imports or order["op"] != "stay":
+            break
+        server = warm.WarmServer(boot, imports, loaded_at_start)
+        server.stay(order, control)
+        boot, control = server.serve()
+        # In a fork, for another run.
+        given = dict(boot.environment)
+        preloaded = replace(preloaded, restore={name: given.get(name) for name in preloaded.restore})
+    child.become(template, order, fds)
 
 
 def bare(boot_fd: str) -> None:
@@ -91,41 +96,6 @@ def bare(boot_fd: str) -> None:
     mask, control = _settle(boot)
     template = child.Template(boot.program, boot.agent_pid, os.getpid(), mask)
     child.become(template, *Server(boot, control).serve())
-
-
-def _opened() -> Any:
-    from elaunch.agent.forkserver.warm.opened import Opened
-
-    return Opened()
-
-
-def _warm(
-    boot: Boot,
-    listener: socket.socket,
-    preloaded: Preloaded,
-    environment: dict[str, str],
-    loaded_at_start: Collection[str],
-    opened: Collection[str],
-    began_ns: int,
-) -> Any:
-    """The warm fork server in this process, before modules are hidden. Ends the process if there can be none."""
-    from elaunch.agent.forkserver.warm import interpreter, server
-
-    try:
-        modules = dict(sys.modules)
-        return server.WarmServer(boot, listener, preloaded, environment, modules, loaded_at_start, opened, began_ns)
-    except interpreter.Unknown as error:
-        _cannot_stay(boot, f"{sys.executable} cannot be given another program: {error}")
-    except server.ChangedMeanwhile as error:
-        _cannot_stay(boot, f"{error} was written while it was imported")
-
-
-def _cannot_stay(boot: Boot, why: str) -> NoReturn:
-    from elaunch.agent.forkserver.warm.place import cannot_stay
-
-    with socket.socket(fileno=boot.control_fd) as listener:
-        cannot_stay(Path(listener.getsockname()), why)
-    os._exit(1)
 
 
 def _settle(boot: Boot) -> tuple[Collection[int], socket.socket]:
@@ -138,13 +108,8 @@ def _settle(boot: Boot) -> tuple[Collection[int], socket.socket]:
     for signum in boot.ignored:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=boot.control_fd)
-    if boot.warm_s:
-        set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
-        # The peer of a connection sees the pid of the process that called listen.
-        control.listen(_BACKLOG)
-    else:
-        die_with_parent(boot.agent_pid, signal.SIGKILL)
-        set_command_line(("elaunch: fork server",), "elaunch-fork")
+    die_with_parent(boot.agent_pid, signal.SIGKILL)
+    set_command_line(("elaunch: fork server",), "elaunch-fork")
     control.set_inheritable(False)
     return mask, control
 
@@ -154,8 +119,6 @@ def _start_again(
 ) -> NoReturn:
     """Exec a fork server that imports torch alone, or one that imports nothing. The signals stay blocked meanwhile."""
     rest = default_of(boot)
-    if boot.warm_s and not rest:
-        _cannot_stay(boot, why)
     # The imports may have bound this process to fewer.
     os.sched_setaffinity(0, cpus)
     left_out = (f"only {', '.join(rest)} can be preloaded: {why}",) if rest else ()
@@ -190,7 +153,10 @@ class Server:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> Order:
-        """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it."""
+        """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it.
+
+        In this process it returns with the order "stay", which comes when the job is over.
+        """
         self._report({"event": "ready", "reason": self._boot.fallback, "left_out": self._boot.left_out})
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
@@ -227,6 +193,10 @@ class Server:
             case "signal":
                 names = {(order["generation"], key) for key in order["keys"]}
                 self._children.signal(names, order["signum"], order["group"])
+            case "stay":
+                self._children.kill()
+                self._release()
+                return order, fds
             case _:
                 return self._fork(order, fds)
         return None
@@ -260,13 +230,20 @@ class Server:
             if pid == 0:
                 # The program may use this fd again. If the socket object closed it, it would close the program's file.
                 os.close(self._control.detach())
-                self._selector.close()
+                self._release()
                 return order, fds
             self._children.add(pid, (order["generation"], order["key"]))
             self._report({**name, "event": "forked", "pid": pid})
         for fd in fds:
             os.close(fd)
         return None
+
+    def _release(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        for fd in (self._wake_r, self._wake_w, self._signals):
+            if fd >= 0:
+                os.close(fd)
 
 
 class Children:
@@ -326,6 +303,15 @@ class Children:
             # The pid remains the group's number as long as the group has members.
             with suppress(PermissionError):
                 _signal_group(pid, signum)
+
+    def kill(self) -> None:
+        """Kill and reap all children that are left."""
+        until_s = time.monotonic() + _KILLED_S
+        for pid in self._names:
+            os.kill(pid, signal.SIGKILL)
+        while self._names and time.monotonic() < until_s:
+            list(self.reap())
+            time.sleep(0.001)
 
     def whose(self, pid: int) -> Name | None:
         """The name of the child which that process is or descends from; None if there is none, or it is gone."""

@@ -22,7 +22,7 @@ BOOT_VARIABLE = "ELAUNCH_BOOT"
 HOOK_DIR = str(Path(__file__).with_name("hook"))
 # The first word of the variable in a fresh worker, which is not to pause.
 FRESH = "fresh"
-# The name of a fork server that belongs to no job, as `ps -o comm` shows it.
+# The name of a fork server that stays, as `ps -o comm` shows it.
 PROCESS_NAME = "elaunch-warm"
 _PACKET_BYTES_MAX = 128 << 10
 _FDS_MAX = 8
@@ -36,9 +36,8 @@ class Boot:
     reason, unless the user asked for it. `left_out` has sentences on what of `preload` workers import themselves, for
     the log. `packages` are what else the program's text imports (`ProgramText.packages`). `pythonpath` is the user's
     PYTHONPATH. `ignored` are signals that workers ignore from their start. `mask` is set in a fork server that has
-    started again: the signals that were blocked when the agent started it. `warm_s` is set for a fork server that
-    belongs to no job: for so many seconds it may be idle. Its `control_fd` is a listening socket. `sharers` is the
-    number of workers that share the cores, from which OMP_NUM_THREADS follows; 0 if the user has set that variable.
+    started again: the signals that were blocked when the agent started it. `facts` and `environment` are set if the
+    fork server may stay for later runs (see warm.py): what must be equal in these, as names and values.
     """
 
     agent_pid: int
@@ -51,8 +50,8 @@ class Boot:
     left_out: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     mask: tuple[int, ...] | None = None
-    warm_s: float = 0.0
-    sharers: int = 0
+    facts: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def memfd(self) -> int:
         """A new descriptor from which this process, or one that inherits it, can `read` the message."""
