@@ -89,12 +89,6 @@ def is_pending(pid: int, signum: int) -> bool:
     return _is_in(pid, "ShdPnd", signum)
 
 
-def is_as_forked(pid: int) -> bool:
-    """Whether that process runs or sleeps, and no signal waits for it; not, where it is gone."""
-    fields = _fields(pid)
-    return fields.get("State", "")[:1] in ("R", "S") and not int(fields.get("ShdPnd") or "1", 16)
-
-
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread | None:
     """Run `work` in a daemon thread. None if the system gives no other thread (`pids.max`, `ulimit -u`)."""
     thread = threading.Thread(target=work, name=name, daemon=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from elaunch.agent.forkserver import warm_client, wire
-from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
 from elaunch.agent.forkserver.warm_client import Borrowed, Cold
 from elaunch.agent.linux import is_stopped
 from elaunch.rendezvous.job_spec import Program
@@ -62,14 +61,12 @@ class ForkServer:
         self.is_warm, self.how = False, ""
         self._warm_s = warm_s if preload is not None else 0.0
         self._has_forked = self._has_imported = self._is_left = False
-        # Of processes that it has forked ahead, which wait for an order.
-        self._ahead: set[int] = set()
         self._socket, self._process = self._borrow() if self._warm_s else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
         self._socket, self._process = self._start()
-        self._ahead, self._has_forked, self._has_imported, self.is_warm = set(), False, False, False
+        self._has_forked = self._has_imported = self.is_warm = False
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
@@ -115,9 +112,9 @@ class ForkServer:
         minutes = f"{self._warm_s / 60:g} min"
         return f"a fork server stays for {minutes}, so that the next start needs no import; elaunch warm --stop ends it"
 
-    def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> Boot:
+    def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> wire.Boot:
         facts = warm_client.facts(self._program, self._ignored) if self._warm_s else {}
-        return Boot(
+        return wire.Boot(
             os.getpid(),
             control.fileno(),
             self._program,
@@ -130,13 +127,14 @@ class ForkServer:
         )
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
-        environment, preload = self._environment, self.preload
         ours, theirs = wire.pair()
-        boot_fd = self._boot(theirs, preload).memfd()
+        boot = self._boot(theirs, self.preload)
+        boot_fd = boot.memfd()
+        command, environment = boot.command(self._environment, boot_fd)
         try:
             process = subprocess.Popen(
-                bare_command("server", "bare", str(boot_fd)) if preload is None else self._program.argv,
-                env=dict(environment) if preload is None else pausing(environment, boot_fd),
+                command,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data.
                 stdout=2,
@@ -153,11 +151,6 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """With those of processes that it has forked ahead."""
-        return (self.pid, *self._ahead)
-
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -168,10 +161,6 @@ class ForkServer:
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
         self._order("store", home, "store", {"host": host, "port": port}, fds)
-
-    def fork_ahead(self, count: int) -> None:
-        """Have so many processes wait for the orders of the next workers, forked one after the other. 0 ends them."""
-        self._send({"op": "ahead", "count": count})
 
     def _order(self, op: str, home: Home, key: int | str, details: dict[str, Any], fds: Fds) -> None:
         order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
@@ -201,14 +190,9 @@ class ForkServer:
         packet = wire.receive(self._socket)
         if packet is None:
             return None
-        news = packet[0]
-        if news["event"] == "forked" and news["key"] == "ahead":
-            self._ahead.add(news["pid"])
-        elif news["event"] in ("forked", "exited"):
-            self._ahead.discard(news["pid"])
-        self._has_forked |= news["event"] == "forked"
-        self._has_imported |= news["event"] == "ready" and not news["reason"]
-        return news
+        self._has_forked |= packet[0]["event"] == "forked"
+        self._has_imported |= packet[0]["event"] == "ready" and not packet[0]["reason"]
+        return packet[0]
 
     def stop(self) -> None:
         """End the fork server and, by the kernel, all its children. One that stays goes on."""
@@ -221,7 +205,7 @@ class ForkServer:
         self._socket.close()
 
     def _let_reap(self) -> None:
-        """Let it reap its dead, and what it has forked ahead, and end."""
+        """Let it reap its dead, and end."""
         until_s = time.monotonic() + _REAPS_S
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)

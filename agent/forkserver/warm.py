@@ -24,10 +24,9 @@ from typing import Any, NoReturn
 
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot
 from elaunch.agent.forkserver.child import take_fds
-from elaunch.agent.forkserver.fork_safety import shadows
-from elaunch.agent.forkserver.preload import restore_environment
+from elaunch.agent.forkserver.preload import restore_environment, shadows
+from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import credentials, outlive_parent, set_command_line, signal_fd, stat_fields
 

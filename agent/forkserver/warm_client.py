@@ -16,7 +16,7 @@ from typing import Any
 from zlib import crc32
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot
+from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot
 from elaunch.agent.linux import credentials, name
 from elaunch.rendezvous.job_spec import Program
 from elaunch.rendezvous.texts import plain
