@@ -70,7 +70,7 @@ def _program_files(kind: ProgramKind, target: str) -> tuple[list[Path], Path]:
 
 def _read(files: list[Path], root: Path) -> ProgramText:
     """What these files, and those beside them that they import, show."""
-    uses_torch = uses_dynamo = sets_dynamo = may_set = False
+    uses_torch = uses_dynamo = may_set = sets_dynamo = False
     is_clear = True
     packages: dict[str, None] = {}
     seen: set[Path] = set()
@@ -86,9 +86,9 @@ def _read(files: list[Path], root: Path) -> ProgramText:
         text = _COMMENT.sub(b"", file.read_bytes())
         size += len(text)
         uses_torch = uses_torch or b"torch" in text
-        sets_dynamo = sets_dynamo or bool(_SETS_DYNAMO.search(text))
         uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
         may_set = may_set or bool(_SETS.search(text))
+        sets_dynamo = sets_dynamo or bool(_SETS_DYNAMO.search(text))
         is_clear = is_clear and b"\0" not in text and not _HIDING.search(text)
         for module, names in _imported(text, file, root):
             own = [each for name in (module, *(f"{module}.{name}" for name in names)) for each in _files(root, name)]
@@ -99,7 +99,7 @@ def _read(files: list[Path], root: Path) -> ProgramText:
             is_known = first in _KNOWN or (first in sys.stdlib_module_names and first not in _HIDING_MODULES)
             is_clear = is_clear and (bool(own) or is_known)
     unused: tuple[str, ...] = _WITHOUT_DYNAMO if sets_dynamo else ()
-    if not sets_dynamo and is_clear and not files and size < _BYTES_MAX and not (uses_torch and uses_dynamo):
+    if is_clear and not files and size < _BYTES_MAX and not (uses_torch and uses_dynamo):
         unused = _WITHOUT_DYNAMO if uses_torch else DEFAULT_PRELOAD
     return ProgramText(unused, packages=() if may_set else tuple(packages))
 

@@ -7,12 +7,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elaunch.agent.linux import memory_file
+from elaunch.agent.linux import descriptors, memory_file
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
 from elaunch.strict_json import parse_json
