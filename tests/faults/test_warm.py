@@ -131,8 +131,10 @@ def test_each_thing_that_differs_makes_the_start_cold_and_the_one_after_it_warm(
         assert job.wait() == 0, job.output
     assert re.match("the limit Max core file size is 4096 .*, and was ", cold(job.output))
     changed("the limit Max core file size is", "two")
-    script(tmp_path, "", "json.py")
-    assert cold(again(tmp_path).stderr) == f"{tmp_path}/json.py has the name of a module that is loaded"
+    script(tmp_path, "WORD = 'mine'", "heavy.py")
+    ended = again(tmp_path)
+    assert cold(ended.stderr) == f"{tmp_path}/heavy.py has the name of a module that is loaded"
+    assert told(ended)[0] == "mine"
 
 
 def test_a_module_that_is_written_while_it_is_imported_stays_nowhere(tmp_path: Path, place: Path) -> None:
