@@ -60,7 +60,6 @@ class LookAround:
         step = self._state.version.step
         if self._looks.steps:
             self._pace.step_took(self._looks.step_s, self._looks.steps)
-            self._copies.disk.step_done()
         is_due = self._is_due(step)
         snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
         wanted = self._looks.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))

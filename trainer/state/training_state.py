@@ -181,12 +181,6 @@ class Training:
         """Whether more than the model and the optimizers changes in a step, and is the same on every rank."""
         return any(self._rest[name] is not None for name in ("scheduler", "extra"))
 
-    def frozen(self) -> list[Tensor]:
-        """The parameters that training does not change: without a gradient, and in no optimizer (LoRA's base)."""
-        groups = [group for one in self._optimizers for group in getattr(one, "param_groups", ())]
-        stepped = {id(parameter) for group in groups for parameter in group["params"]}
-        return [p.detach() for p in self.model.parameters() if not p.requires_grad and id(p) not in stepped]
-
     def layout(self) -> bytes:
         """A digest of the state's structure: names and shapes of the model, classes of the other parts."""
         digest = hashlib.sha256(repr(self._names_of_all).encode() if self._names_of_all else b"")
