@@ -14,8 +14,16 @@ from functools import partial
 from typing import Any
 
 from elaunch.trainer.memory.mirror import mirrors
-from elaunch.trainer.memory.recovery_plan import Holding, Inventory, Record, decide, pieces_on_nodes
-from elaunch.trainer.memory.shard_choice import Held, choose, digest_of
+from elaunch.trainer.memory.recovery_plan import (
+    Held,
+    Holding,
+    Inventory,
+    Record,
+    choose,
+    decide,
+    digest_of,
+    pieces_on_nodes,
+)
 from elaunch.trainer.state.version import Piece, Version
 
 SIZES = (1024, 4096, 16_384)

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "marks", "tensors_sha256"]
 
 KEPT = 3
-# A checkpoint that takes a larger share of the time between two is worth a sentence, if it takes a while at all.
-BUDGET = 0.5
-_SLOW_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,6 @@ class Checkpoints:
         self._plan: tuple[list[str], Plan] | None = None
         self._staging: Staging | None = None
         self._writing: Writing | None = None
-        self._begun_s = 0.0
-        self._slow_said = False
         self._is_seen = self._is_prepared = False
         if self._ranks.leads:
             # If the storage does not answer, the first save asks again. A load reports the error.
@@ -146,7 +141,6 @@ class Checkpoints:
         self._staging = self._staging or dcp.Staging()
         self._staging.copy(plan.items, parts.tensors)
 
-        interval_s, self._begun_s = begun_s - self._begun_s if self._begun_s else 0.0, begun_s
         waited_s = time.monotonic() - begun_s
         order = writing.WriteOrder(
             mark=mark,
@@ -165,7 +159,6 @@ class Checkpoints:
             if self._said:
                 self._said = ""
                 self._say(f"the checkpoint of step {step} is written")
-            self._judge(self.last, interval_s)
 
         self._writing = writing.Writing(order, published)
 
@@ -287,14 +280,3 @@ class Checkpoints:
             # A disk may take any time.
             self._writers.meet(patient=True)
         return self._writers
-
-    def _judge(self, written: Written, interval_s: float) -> None:
-        """Say once that checkpoints take too long for how often they are asked for."""
-        if self._slow_said or not interval_s or written.took_s <= max(_SLOW_S, BUDGET * interval_s):
-            return
-        self._slow_said = True
-        self._say(
-            f"the checkpoint of step {written.mark.step} ({written.size / 1e6:,.1f} MB) took {written.took_s:.2f} s, "
-            f"{written.took_s / interval_s:.0%} of the {interval_s:.2f} s since the one before; training stood still "
-            f"for {written.waited_s:.2f} s of it; with more steps between two it costs less"
-        )

@@ -1,4 +1,4 @@
-"""Datasets for torch's DataLoader, beside `Order.batches`: streams that are read by index, and seeded datasets."""
+"""An `Order` at work: streams that are read by index, seeded datasets, and a step's micro-batches one by one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from elaunch.trainer.data.order import BatchSampler, Order, Samples
+from elaunch.trainer.data.order import BatchSampler, Micro, Order, Samples
 
 Sample = TypeVar("Sample")
 
@@ -160,3 +162,63 @@ def _seeded(key: int) -> Iterator[None]:
         torch.default_generator.set_state(before[1])
         if numpy:
             numpy.random.set_state(before[2])
+
+
+def accumulate(
+    model: nn.Module, order: Order, step: int, rank: int | None = None, world_size: int | None = None
+) -> Iterator[Micro]:
+    """This rank's micro-batches of `step`, one after the other, for forward and backward of each in the loop's body:
+
+        for micro in accumulate(model, order, step):
+            (loss(model(inputs), targets) * micro.weight).backward()
+
+    `loss` must be a mean over the micro-batch's samples. torch's generators on CPU and CUDA are seeded with the
+    micro-batch's key, so dropout masks do not depend on the world size. Only the last backward sums gradients over the
+    ranks: it uses `no_sync()` of DDP and FSDP, or `set_requires_gradient_sync` of FSDP2. `rank` and `world_size`
+    default to those of the process group; without a group the process is alone. Raises ValueError if the ranks of FSDP
+    would run different numbers of forward passes, since they would wait for each other forever.
+    """
+    if rank is None or world_size is None:
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    if _is_sharded(model) and not order.even and order.micro_batches % world_size:
+        raise ValueError(
+            f"{world_size} workers cannot share {order.micro_batches} micro-batches evenly, and each forward pass of "
+            "FSDP needs all of them; give Order even=True"
+        )
+    for micro in order.parts(step, rank, world_size):
+        seed_torch(micro.key)
+        with contextlib.nullcontext() if micro.is_last else _without_sync(model):
+            yield micro
+
+
+def seed_torch(key: int) -> None:
+    """Seed torch's generators, as `torch.manual_seed` does.
+
+    That one takes a stack for each kind of device that is not there, which is most of its time.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.default_generator.manual_seed(key)
+        torch.cuda.manual_seed_all(key)
+    elif torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(key)
+    else:
+        torch.manual_seed(key)
+
+
+@contextlib.contextmanager
+def _without_sync(model: Any) -> Iterator[None]:
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+            yield
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    # FSDP2's modules have the method. FSDP1 is recognised by name, since importing it would take long.
+    return hasattr(model, "set_requires_gradient_sync") or type(model).__name__ == "FullyShardedDataParallel"

@@ -54,7 +54,7 @@ class StepTuner:
         # more passes than another, what all ranks exchange must come in the same order.
         self._sums = self._ddp.require_backward_grad_sync
         if self._ddp._join_config.enable:
-            # Peers without data left make no forward pass, and so could not agree.
+            # Ranks without data left make no forward pass, and so could not agree.
             self._end(None)
             return
         if self._begun_s is not None and not self._is_complete:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pickle
 import re
@@ -25,7 +24,6 @@ from elaunch.trainer.checkpoint import dcp, local, storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain, marks, tensors_sha256
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
-from elaunch.trainer.files import sweep
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import PerRank
@@ -234,16 +232,6 @@ def test_what_cannot_be_read_now_is_passed_over_and_keeps_its_name(
     assert newest_step(tmp_path) == 2
 
 
-def test_a_newer_releases_checkpoint_keeps_its_name(tmp_path: Path) -> None:
-    folder = save(tmp_path, 0, 1)
-    (folder / "manifest.json").write_text(json.dumps({"format": 2, "parts": []}))
-
-    with pytest.raises(Unreadable, match=r"cannot be read \(its format is 2, this release reads 1\)"):
-        newest_step(tmp_path, [])
-
-    assert marks(tmp_path) == [Mark(0, 1)]
-
-
 def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [save(tmp_path, 0, 1), save(tmp_path, 0, 2)]
     fails(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), *paths)
@@ -254,16 +242,6 @@ def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, mon
 
     assert list(state) == ["w"]
     assert marks(tmp_path) == [Mark(0, 1), Mark(0, 2)]
-
-
-def test_newer_ones_that_could_not_be_read_do_not_cost_the_one_just_written(tmp_path: Path) -> None:
-    # Another process, which could read the newer checkpoints, has gone on from an older one.
-    for step in (7, 8, 9):
-        save(tmp_path, 0, step)
-
-    save(tmp_path, 0, 5)
-
-    assert Mark(0, 5) in marks(tmp_path)
 
 
 def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(tmp_path: Path) -> None:
@@ -288,18 +266,6 @@ def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(
     assert newest_step(tmp_path) == 1
 
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
-
-
-def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> None:
-    save(tmp_path, 0, 1)
-
-    # The first of the two renames succeeds, the second finds nothing to rename.
-    with pytest.raises(FileNotFoundError):
-        local.publish(local.hidden(tmp_path, Mark(0, 1), "ab"), Mark(0, 1))
-
-    # The checkpoint has its name back at once, not only at the next start.
-    assert marks(tmp_path) == [Mark(0, 1)]
-    assert newest_step(tmp_path) == 1
 
 
 @pytest.mark.parametrize(
@@ -349,30 +315,6 @@ def test_what_changes_after_save_async_is_not_in_the_checkpoint(
 
     checkpoints.load_newest({"w": weights})
     assert weights.tolist() == [1, 1, 1]
-
-
-def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    go = threading.Event()
-    real = local.publish
-
-    def publish(folder: Path, mark: Mark) -> Path:
-        go.wait(DEADLINE_S)
-        events.append(f"published {mark.step}")
-        return real(folder, mark)
-
-    monkeypatch.setattr(local, "publish", publish)
-    checkpoints = Checkpoints(tmp_path, generation=0, say=pytest.fail)
-
-    checkpoints.save_async(1, state_of(1))
-    events.append("training")
-    go.set()
-    checkpoints.save_async(2, state_of(2))
-    events.append("training on")
-    checkpoints.wait()
-
-    assert events.index("training") < events.index("published 1") < events.index("training on")
-    assert events[-1] == "published 2" or events[-2:] == ["published 2", "training on"]
 
 
 def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
@@ -438,17 +380,6 @@ def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_fails_tells_rank_0_and_leaves_no_file(tmp_path: Path) -> None:
-    told: list[object] = []
-
-    failed = begun(tmp_path / "hidden", Writers(1, told.append), dcp.Staging())
-    failed.wait()
-
-    assert failed.own_part()
-    assert told == [None]
-    assert list((tmp_path / "hidden").iterdir()) == []
-
-
 def test_a_rank_that_dies_while_it_writes_ends_the_checkpoint(tmp_path: Path) -> None:
     def collect(part: dcp.Part | None) -> list[dcp.Part | None]:
         raise PeerLost("rank 2 is gone or has failed: connection closed by peer")
@@ -460,29 +391,6 @@ def test_a_rank_that_dies_while_it_writes_ends_the_checkpoint(tmp_path: Path) ->
     ended.wait()
 
     assert ended.failure == "rank 2 is gone or has failed: connection closed by peer"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_comes_while_the_folder_is_deleted_goes_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = LocalStorage(tmp_path)
-    folder = storage.begin(Mark(0, 1), "ab", shared=True)
-    folder.write("__0_0.distcp", b"content")
-    late, rmdir = ["__2_0.distcp", "__1_0.distcp"], os.rmdir
-    # Another rank has opened the folder before it is renamed, and makes its files after it was emptied.
-    there = os.open(folder.path, os.O_PATH)
-
-    def after_a_file_came(path: Any, *, dir_fd: int | None = None) -> None:
-        if late:
-            os.close(os.open(late.pop(), os.O_CREAT | os.O_WRONLY, dir_fd=there))
-        rmdir(path, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "rmdir", after_a_file_came)
-    storage.abandon(folder)
-    os.close(there)
-
-    assert not late
     assert list(tmp_path.iterdir()) == []
 
 
@@ -598,13 +506,3 @@ def test_a_plain_file_of_another_kind_is_one_sentence(
 
     with pytest.raises(ValueError, match=reason):
         load_plain(tmp_path / "old.pt", model, optimizer if with_optimizer else None)
-
-
-def test_what_a_killed_writer_left_is_ignored_and_swept(tmp_path: Path) -> None:
-    save(tmp_path, 0, 1)
-    (tmp_path / f".{Mark(0, 2).folder_name}.4711.tmp").write_bytes(b"half")
-
-    assert newest_step(tmp_path) == 1
-    sweep(tmp_path)
-
-    assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]

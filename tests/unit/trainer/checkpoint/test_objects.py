@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage, Url, connect, parse, plain_errors
-from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, Mark, StorageError, marks, read_manifest, sums
+from elaunch.trainer.checkpoint.storage import MANIFEST, Mark, StorageError, marks, sums
 from tests.s3 import S3, s3_server
 
 
@@ -168,30 +168,6 @@ def test_a_late_writer_whose_parts_were_swept_publishes_nothing(url: Url) -> Non
     assert "is not there after" in said[0]
     assert marks_at(url) == [Mark(1, 1)]
     assert loaded(url) == 1
-
-
-def test_what_others_write_and_delete_is_seen_in_spite_of_fsspecs_cache(
-    s3: S3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in s3.env.items():
-        monkeypatch.setenv(variable, value)
-    name = secrets.token_hex(4)
-    url = Url("s3", f"s3://bucket/{name}")
-    saved(url, 0, 1)
-    storage = ObjectStorage(url)
-    assert marks(storage) == [Mark(0, 1)]
-    assert storage.system.ls(f"bucket/{name}")
-
-    for key in s3.keys(name):
-        s3.put(key.replace("step-00000001", "step-00000002"), s3.get(key))
-
-    assert marks(storage) == [Mark(0, 1), Mark(0, 2)]
-    # The checkpoint's content is not that of its name: another one's mark was copied into it.
-    copied = storage.found()[-1][1]
-    with pytest.raises(Corrupt, match="is that of"):
-        read_manifest(copied)
-    s3.delete(*s3.keys(f"{name}/generation-0000-step-00000002"))
-    assert marks(storage) == [Mark(0, 1)]
 
 
 def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

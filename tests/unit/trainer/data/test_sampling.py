@@ -74,17 +74,6 @@ def taken(loader: DataLoader[Any], count: int) -> list[list[int]]:
     return [batch.tolist() for batch in itertools.islice(iter(loader), count)]
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_a_loader_gives_a_ranks_micro_batches_in_order(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Numbers(), batch_sampler=ORDER.batches(1, 4, after=3, until=9), **workers)
-
-    batches = [batch.tolist() for batch in loader]
-
-    assert len(loader) == len(batches)
-    assert batches == of_steps(ORDER, range(4, 10), 1, 4)
-    assert [batch.tolist() for batch in loader] == batches
-
-
 # Four processes that read ahead show it best.
 @pytest.mark.parametrize("workers", [*FEW, pytest.param(FOUR, id="four", marks=pytest.mark.slow)])
 def test_what_was_prefetched_when_a_run_was_cut_off_is_neither_lost_nor_repeated(workers: dict[str, Any]) -> None:
@@ -125,18 +114,6 @@ def test_a_stream_is_read_as_the_order_says_by_any_number_of_workers(
         assert [batch.tolist() for batch in loader] == of_steps(order, range(6, 15), rank, 4)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-def test_a_stream_fills_up_where_ranks_are_to_be_even(workers: dict[str, Any]) -> None:
-    order = Order(31, block=7, global_batch=12, micro_batch=2, even=True)
-
-    for rank in (0, 3):
-        loader: DataLoader[Any] = DataLoader(
-            Stream(Counting(31), order, rank, 4, after=5, until=14), batch_size=None, **workers
-        )
-
-        assert [batch.tolist() for batch in loader] == list(order.batches(rank, 4, after=5, until=14))
-
-
 def test_a_stream_that_can_seek_reads_nothing_that_it_does_not_need() -> None:
     order = Order(None, block=40, global_batch=8, micro_batch=2)
     past, seeking = Counting(), Seekable()
@@ -146,15 +123,6 @@ def test_a_stream_that_can_seek_reads_nothing_that_it_does_not_need() -> None:
 
     assert seeking.read == 5 * 2
     assert past.read > 7900
-
-
-def test_a_seekable_stream_hears_of_each_epoch() -> None:
-    order = Order(5, shuffle=False, global_batch=5, micro_batch=5)
-    source = Seekable(5)
-
-    told = [source.epoch for _ in Stream(source, order, 0, 1, after=2, until=5)]
-
-    assert told == [2, 3, 4]
 
 
 def test_a_stream_that_ends_too_soon_is_one_sentence_with_its_length() -> None:
@@ -202,20 +170,3 @@ def test_augmentation_is_the_same_at_any_world_size_and_after_a_restart(workers:
     assert noise_by_place(3, workers) == alone
     assert noise_by_place(2, workers, after=2) == {place: alone[place] for place in alone if place[0] > 2}
     assert len({row[1] for batch in alone.values() for row in batch}) == 4 * 12
-
-
-def test_reading_a_seeded_dataset_leaves_the_programs_own_randomness_alone() -> None:
-    def draw() -> list[float]:
-        return [random.random(), numpy.random.random(), torch.rand(()).item()]
-
-    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    wanted = draw()
-    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    Seeded(Noisy()).__getitems__(next(iter(ORDER.batches(0, 1))))
-
-    assert draw() == wanted
-
-
-def test_a_seeded_dataset_without_keys_is_one_sentence() -> None:
-    with pytest.raises(TypeError, match=r"needs the keys of Order\.batches\(\)"):
-        next(iter(DataLoader(Seeded(Noisy()), batch_size=3)))
