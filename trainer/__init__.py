@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elaunch.trainer.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from elaunch.trainer.checkpoint.plain_file import load_plain as load_plain
     from elaunch.trainer.data.batches import Batches as Batches
     from elaunch.trainer.data.order import Micro as Micro
     from elaunch.trainer.data.order import Order as Order
@@ -44,7 +43,6 @@ _HOMES = {
     "ShardedMemory": "memory.sharded",
     "Stream": "data.sampling",
     "accumulate": "data.sampling",
-    "load_plain": "checkpoint.plain_file",
     "profiled": "profiling.profiler",
     "restore": "state.model_state",
     "state_of": "state.model_state",

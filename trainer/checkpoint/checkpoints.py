@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
-from elaunch.trainer.checkpoint.plain_file import load_plain
-from elaunch.trainer.checkpoint.storage import Folder, Mark, StorageError, Where, fencing_generation, marks, storage_at
+from elaunch.trainer.checkpoint.storage import Folder, Mark, StorageError, Where, marks, storage_at
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from elaunch.trainer.checkpoint.dcp import Plan, Staging
     from elaunch.trainer.checkpoint.writing import Writing
 
-__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "marks", "tensors_sha256"]
+__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "marks", "tensors_sha256"]
 
 KEPT = 3
 
@@ -86,7 +85,9 @@ class Checkpoints:
         self._writers: Peers | None = None
         # On rank 0: those are of no use any more. A rank whose connections break tells rank 0 by that.
         self._is_cut_off = False
+        # The generation to save under, and the marks that are taken.
         self._fence = generation
+        self._taken: set[Mark] = set()
         self._plan: tuple[list[str], Plan] | None = None
         self._staging: Staging | None = None
         self._writing: Writing | None = None
@@ -97,9 +98,13 @@ class Checkpoints:
                 self._prepare()
 
     def _prepare(self) -> None:
-        """Look around before the first save, on rank 0; raises OSError."""
-        self.storage.restore()
-        self._fence = fencing_generation(self.storage, self._fence)
+        """Look around before the first save, on rank 0; raises OSError.
+
+        A job that is started anew on an old directory counts generations from the beginning again; its checkpoints
+        must still be the newest.
+        """
+        self._taken = set(marks(self.storage))
+        self._fence = max([self._fence, *(mark.generation for mark in self._taken)])
         self.storage.sweep(self._fence)
         self._is_prepared = True
 
@@ -155,6 +160,7 @@ class Checkpoints:
         )
 
         def published(size: int) -> None:
+            self._taken.add(mark)
             self.last = Written(mark, size, time.monotonic() - begun_s, waited_s)
             if self._said:
                 self._said = ""
@@ -229,6 +235,8 @@ class Checkpoints:
             try:
                 if not self._is_prepared:
                     self._prepare()
+                # The job was started anew, and reached this step again.
+                self._fence += Mark(self._fence, step) in self._taken
                 name = self.storage.begin(Mark(self._fence, step), secrets.token_hex(4), shared=shown).name
             except OSError as error:
                 failure = error.strerror or str(error)

@@ -6,8 +6,6 @@ import errno
 import os
 import pickle
 import re
-import shutil
-import signal
 import struct
 import threading
 from collections import Counter, OrderedDict
@@ -18,16 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elaunch.trainer.checkpoint import dcp, local, storage, writing
-from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain, marks, tensors_sha256
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, marks
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import PerRank
-from tests.forked import Child
 from tests.harness import DEADLINE_S
 
 
@@ -123,14 +119,14 @@ def test_a_job_started_anew_saves_under_a_generation_that_wins(tmp_path: Path) -
     assert marks(tmp_path) == [Mark(5, 50), Mark(5, 51)]
 
 
-def test_a_step_that_is_computed_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+def test_a_step_that_is_computed_again_has_a_newer_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 0, 1)
     save(tmp_path, 0, 1, {"step": 1, "again": True})
 
     state: dict[str, Any] = {}
     Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
     assert state == {"step": 1, "again": True}
-    assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
+    assert marks(tmp_path) == [Mark(0, 1), Mark(1, 1)]
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "tensors.json", "plain.pt", "manifest.json"])
@@ -242,30 +238,6 @@ def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, mon
 
     assert list(state) == ["w"]
     assert marks(tmp_path) == [Mark(0, 1), Mark(0, 2)]
-
-
-def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(tmp_path: Path) -> None:
-    first = save(tmp_path, 0, 1)
-    making = local.hidden(tmp_path, Mark(0, 1), "ab")
-    shutil.copytree(first, making)
-    real = Path.rename
-
-    def rename(self: Path, target: Path) -> Path:
-        if self == making:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, target)
-
-    def replaces() -> None:
-        Path.rename = rename  # type: ignore[assignment, method-assign]
-        local.publish(making, Mark(0, 1))
-
-    with Child(replaces) as child:
-        assert child.end() == -signal.SIGKILL
-    assert not first.exists()
-
-    assert newest_step(tmp_path) == 1
-
-    assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
 
 @pytest.mark.parametrize(
@@ -438,71 +410,3 @@ def test_what_killed_writers_left_is_swept_but_not_a_newer_groups(tmp_path: Path
         ".generation-0002-step-00000002.ab.writing",
         Mark(1, 1).folder_name,
     ]
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize(("key", "prefix"), [(None, "module."), ("model", ""), ("state_dict", "module._orig_mod.")])
-def test_a_state_dict_of_a_torchrun_script_is_loaded(tmp_path: Path, key: str | None, prefix: str) -> None:
-    model, optimizer = trained()
-    weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    rest = {"epoch": 3, "optimizer": optimizer.state_dict()}
-    torch.save(weights if key is None else {key: weights, **rest}, tmp_path / "old.pt")
-    new = network()
-    theirs = torch.optim.AdamW(new.parameters())
-
-    left = load_plain(tmp_path / "old.pt", new, None if key is None else theirs)
-
-    assert tensors_sha256(new.state_dict().values()) == tensors_sha256(model.state_dict().values())
-    if key is not None:
-        assert left == {"epoch": 3}
-        assert theirs.param_groups[0]["lr"] == 0.5
-        assert torch.equal(theirs.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
-
-
-def test_a_plain_file_that_does_not_fit_is_one_sentence_and_changes_nothing(tmp_path: Path) -> None:
-    weights = network().state_dict()
-    del weights["0.bias"]
-    weights["2.weight"] = torch.ones(1, 5)
-    weights["3.bias"] = torch.ones(1)
-    torch.save({"model": weights}, tmp_path / "old.pt")
-    model = network()
-    before = tensors_sha256(model.state_dict().values())
-
-    with pytest.raises(ValueError, match="does not fit") as refusal:
-        load_plain(tmp_path / "old.pt", model)
-
-    assert str(refusal.value) == (
-        f"{tmp_path / 'old.pt'} does not fit the model: it lacks 0.bias; it has, and the model has not, 3.bias; "
-        "it has another shape of 2.weight ((1, 5), not (1, 4))"
-    )
-    assert tensors_sha256(model.state_dict().values()) == before
-
-
-@pytest.mark.parametrize(
-    ("content", "with_optimizer", "reason"),
-    [
-        ({"epoch": 3}, False, "holds no model: its keys are epoch"),
-        ([1], False, "holds a list, not a dictionary"),
-        ({"model": network().state_dict()}, True, "holds no optimizer's state; leave the optimizer out"),
-        ({"model": Bomb(Path("ran"))}, False, "holds more than tensors and plain values"),
-    ],
-)
-def test_a_plain_file_of_another_kind_is_one_sentence(
-    tmp_path: Path, content: object, with_optimizer: bool, reason: str
-) -> None:
-    torch.save(content, tmp_path / "old.pt")
-    model, optimizer = trained()
-
-    with pytest.raises(ValueError, match=reason):
-        load_plain(tmp_path / "old.pt", model, optimizer if with_optimizer else None)
