@@ -10,12 +10,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Record
 from elaunch.trainer.memory.slots import Slot, Slots
 from elaunch.trainer.state.packing import pack
-from elaunch.trainer.state.region import Header, get, put
+from elaunch.trainer.state.region import Header, Packed, get, put
 from elaunch.trainer.state.version import Piece, Version
 
 _DONE = struct.Struct("<qq")
@@ -39,10 +40,19 @@ class Records:
         # Another node sends snapshots only.
         self.mirrored = Slots(path, layout, (2, 3))
         self._done = Slot(folder / f"{name}.done-{rank}", layout)
+        # What is mapped of it once this process has written it.
+        self._done_region = torch.empty(0, dtype=torch.uint8)
+        self._state: object = None
+        self._packed: Packed | None = None
 
     def stage(self, version: Version, state: object) -> None:
-        """Store the own state that belongs to `version` once its step completes. The two before stay."""
-        self._staged.slots[version.step % 3].write(self._piece(version), pack(state))
+        """Store the own state that belongs to `version` once its step completes. The two before stay.
+
+        If the same object comes again nothing in it has changed since.
+        """
+        if self._packed is None or state is not self._state:
+            self._state, self._packed = state, pack(state)
+        self._staged.slots[version.step % 3].write_again(self._piece(version), self._packed)
 
     def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
         """Store the own state of a snapshot or a copy; the newest ones and those in `spare` stay. Returns its region.
@@ -55,12 +65,11 @@ class Records:
 
     def done(self, version: Version) -> None:
         """Note that this rank has completed `version`."""
-        region = self._done.region()
-        if region.numel() < _DONE_BYTES:
+        if self._done_region.numel() < _DONE_BYTES:
             self._done.grow(_DONE_BYTES)
-            region = self._done.region()
+            self._done_region = self._done.region()
         content = _DONE.pack(version.generation, version.step)
-        put(region, 0, content + zlib.crc32(content).to_bytes(4, "little"))
+        put(self._done_region, 0, content + zlib.crc32(content).to_bytes(4, "little"))
 
     def completed(self) -> Version | None:
         """The newest completed step; None if there is none, or if its checksum is wrong."""

@@ -24,6 +24,7 @@ from elaunch.trainer.state.region import (
     header_of,
     is_intact,
     mark,
+    renew,
     tear,
     views,
 )
@@ -62,6 +63,8 @@ class Slot:
         self._is_blank = False
         self._is_settled = threading.Event()
         self._is_settled.set()
+        # What this object has written last, if it is whole and still there; and its first header.
+        self._written: tuple[Packed, Header] | None = None
 
     @property
     def size(self) -> int:
@@ -80,7 +83,7 @@ class Slot:
         """The whole file as uint8."""
         if self.size != self._region.numel():
             self._region = _mapped(self.path)
-            self._shape = ()
+            self._shape, self._written = (), None
         return self._region
 
     def grow(self, size: int) -> None:
@@ -119,6 +122,7 @@ class Slot:
     def _blank(self) -> None:
         """Nothing of the file is known any more."""
         self._region, self._views, self._shape = torch.empty(0, dtype=torch.uint8), [], ()
+        self._written = None
 
     def write(self, piece: Piece, packed: Packed, copy: Copy = copy_on_host) -> Header:
         """Write a state. The slot is torn until everything is written."""
@@ -126,11 +130,22 @@ class Slot:
         self.begin(packed, copy)
         return self.finish(piece, packed)
 
+    def write_again(self, piece: Piece, packed: Packed) -> None:
+        """The same for a state whose tensors have not changed since `packed` was made.
+
+        If it was the last to be written here only the header is: for files that this process alone writes.
+        """
+        if self._written is None or self._written[0] is not packed:
+            self._written = packed, self.write(piece, packed)
+        else:
+            renew(self._region, self._written[1], piece)
+
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
         self._is_settled.clear()
         try:
             region, shape = self.region(), self._shape_of(packed)
+            self._written = None
             tear(region)
             if shape != self._shape:
                 # The checksum also covers the gaps between the tensors.
@@ -174,7 +189,7 @@ class Slot:
 
     def raw(self, length: int) -> Tensor:
         """The first `length` bytes of the file, to send them, or to receive into them after `discard`."""
-        self._is_blank = False
+        self._is_blank, self._written = False, None
         return self.region()[:length]
 
     def discard(self) -> None:

@@ -276,10 +276,10 @@ class Training:
         if found:
             raise TypeError(found)
 
-    def refusal(self, *, is_copied: bool = False) -> str:
+    def refusal(self) -> str:
         """Why a restart could not bring back what the program has set on its models and optimizers; "" if it can."""
-        its = {"is_in_parts": self.is_in_parts, "has_zero": self.has_zero, "is_by_name": bool(self._names_of_all)}
-        return self.settings.refusal(**its, is_copied=is_copied)
+        is_by_name = bool(self._names_of_all)
+        return self.settings.refusal(is_in_parts=self.is_in_parts, has_zero=self.has_zero, is_by_name=is_by_name)
 
     def buffers(self) -> State:
         """This rank's buffers, as `Buffers.now` has them: the live tensors."""

@@ -40,6 +40,7 @@ class Rank:
             copies_each=False,
             may_be_copied=lambda: self.may_be_copied,
             snapshot=self.snapshot,
+            require_checked=lambda: None,
         )
         self.copies = copies = SimpleNamespace(
             copied_step=0,

@@ -249,6 +249,34 @@ def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
     assert versions(memory) == [Version(1, 53), Version(0, 50)]
 
 
+def test_a_state_that_comes_again_is_there_for_each_step(tmp_path: Path) -> None:
+    records, same, other = Records(tmp_path, "m", LAYOUT, 0), {"random": torch.arange(5)}, {"random": torch.ones(5)}
+    for step in range(1, 8):
+        records.stage(Version(0, step), other if step == 5 else same)
+
+    found = {step: records.find(Version(0, step)) for step in range(3, 8)}
+    assert found.pop(3) is None
+    assert found.pop(4) is None
+    assert [its["random"].tolist() for its in found.values()] == [[1] * 5, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    # After a step that was given up.
+    records.drop_newer(Version(0, 6))
+    records.stage(Version(1, 7), same)
+    assert records.find(Version(1, 7))["random"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_damage_is_not_declared_whole_with_a_state_that_comes_again(tmp_path: Path) -> None:
+    records, same = Records(tmp_path, "m", LAYOUT, 0), {"random": torch.arange(5)}
+    for step in range(1, 4):
+        records.stage(Version(0, step), same)
+    path = tmp_path / "m.rank-0-1"
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 4096)
+        file.write(b"\xff")
+    records.stage(Version(0, 4), same)
+
+    assert records.find(Version(0, 4)) is None
+
+
 def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elaunch.agent.core.failures import tells_of_lost_peer
+from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
 from elaunch.agent.peer_lost import TIMED_OUT
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
