@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from elaunch.trainer.data.order import Micro as Micro
     from elaunch.trainer.data.order import Order as Order
     from elaunch.trainer.data.sampling import Seeded as Seeded
-    from elaunch.trainer.data.sampling import Stream as Stream
     from elaunch.trainer.data.sampling import accumulate as accumulate
     from elaunch.trainer.keeper.keeper import Keeper as Keeper
     from elaunch.trainer.keeper.last_checkpoint import NotDurable as NotDurable
@@ -41,7 +40,6 @@ _HOMES = {
     "Profiler": "profiling.profiler",
     "Seeded": "data.sampling",
     "ShardedMemory": "memory.sharded",
-    "Stream": "data.sampling",
     "accumulate": "data.sampling",
     "profiled": "profiling.profiler",
     "restore": "state.model_state",
