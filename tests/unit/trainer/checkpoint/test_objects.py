@@ -150,26 +150,6 @@ def test_two_writers_of_one_mark_do_not_touch_each_others_objects(url: Url) -> N
     assert loaded(url) == 5
 
 
-def test_a_late_writer_whose_parts_were_swept_publishes_nothing(url: Url) -> None:
-    saved(url, 1, 1)
-    said: list[str] = []
-    late = opened(url, 1, said.append)
-    publish, storage = late.storage.publish, late.storage
-
-    def after_a_start(folder: Any, manifest: Any) -> None:
-        opened(url, 2)
-        publish(folder, manifest)
-
-    storage.publish = after_a_start  # type: ignore[method-assign]
-    late.save(2, state_of(2))
-
-    assert len(said) == 1
-    assert "could not be written: " in said[0]
-    assert "is not there after" in said[0]
-    assert marks_at(url) == [Mark(1, 1)]
-    assert loaded(url) == 1
-
-
 def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
     said: list[str] = []
@@ -233,11 +213,6 @@ def test_a_url_that_cannot_be_meant_is_one_sentence(text: str, sentence: str) ->
         Checkpoints(text, generation=0)
 
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("text", ["runs/x", "/runs/x", "runs/s3:/x", "a::b", "", "file:///runs/x", "local:///runs/x"])
-def test_a_path_is_a_path(text: str) -> None:
-    assert parse(text) == Path(text.partition("://")[2] or text)
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,6 @@ def lose_the_last_step_before_a_restart(files: Files) -> None:
             rows[:] = [row for row in rows if row.get("step", row.get("done", 0)) < 5]
 
 
-def lose_a_file(files: Files) -> None:
-    del files[1, 2]
-
-
 def compute_a_micro_batch_twice(files: Files) -> None:
     rows, place = at(files, 2, 12, 1)
     others, other = at(files, 2, 12, 5)
@@ -150,11 +146,6 @@ def compute_a_step_again_that_counts(files: Files) -> None:
         files[2, rank][0]["after"] = 9
 
 
-def repeat_a_sample(files: Files) -> None:
-    rows, place = at(files, 2, 10, 2)
-    rows[place]["samples"] = [rows[place]["samples"][0]] * 2
-
-
 def swap_two_samples(files: Files) -> None:
     rows, place = at(files, 0, 2, 2)
     others, other = at(files, 0, 3, 4)
@@ -162,44 +153,13 @@ def swap_two_samples(files: Files) -> None:
     a[0], b[0] = b[0], a[0]
 
 
-def swap_two_micro_batches(files: Files) -> None:
-    rows, place = at(files, 0, 2, 2)
-    others, other = at(files, 0, 2, 4)
-    rows[place]["micro"], others[other]["micro"] = 4, 2
-
-
 def say_something_else_in_the_lost_step(files: Files) -> None:
     rows, place = at(files, 1, 9, 2)
     rows[place]["samples"] = [0, 1]
 
 
-def disagree_where_to_begin(files: Files) -> None:
-    files[1, 2][0]["after"] = 4
-
-
-def begin_later_than_anything_was_done(files: Files) -> None:
-    for rank in range(4):
-        files[2, rank] = [{**files[2, rank][0], "after": 13}, *(r for r in files[2, rank] if r.get("step", 14) > 13)]
-
-
 def change_the_order(files: Files) -> None:
     files[2, 1][0]["order"]["seed"] = 8
-
-
-def go_back_within_a_generation(files: Files) -> None:
-    rows, place = at(files, 2, 9)
-    rows.append(rows.pop(place))
-
-
-def go_on_without_finishing(files: Files) -> None:
-    for (generation, _), rows in files.items():
-        if generation == 2:
-            rows[:] = [row for row in rows if row.get("done") != 11]
-
-
-def drop_a_sample(files: Files) -> None:
-    rows, place = at(files, 2, 14, 2)
-    rows[place]["samples"].pop()
 
 
 @pytest.mark.parametrize(
@@ -208,19 +168,11 @@ def drop_a_sample(files: Files) -> None:
         (lose_a_line, "micro-batch 3 of step 7 was computed by nobody"),
         (lose_a_step, "step 7 is missing; generation 1 went on with step 8"),
         (lose_the_last_step_before_a_restart, "generation 1 began after step 5, but steps from 5 on are nowhere"),
-        (lose_a_file, "micro-batch 4 of step 6 was computed by nobody"),
         (compute_a_micro_batch_twice, "micro-batch 1 of step 12 was computed twice in generation 2, by ranks 1 and 3"),
         (compute_a_step_again_that_counts, "generation 2 began after step 9 and computed step 9 again"),
-        (repeat_a_sample, "micro-batch 2 of step 10 had samples"),
         (swap_two_samples, "micro-batch 2 of step 2 had samples"),
-        (swap_two_micro_batches, "of step 2 had samples"),
         (say_something_else_in_the_lost_step, r"step 9 had samples \[0, 1\] in generation 1"),
-        (disagree_where_to_begin, "the ranks of generation 1 began after different steps, 4 and 5"),
-        (begin_later_than_anything_was_done, "micro-batch 1 of step 11 was computed by nobody"),
         (change_the_order, "rank 1 of generation 2 had Order.*seed=8"),
-        (go_back_within_a_generation, "rank 0 went back from step 14 to step 9 in generation 2"),
-        (go_on_without_finishing, "step 12 was computed in generation 2, but step 11 never done"),
-        (drop_a_sample, "micro-batch 2 of step 14 had samples"),
     ],
 )
 def test_a_planted_lie_is_found(tmp_path: Path, lie: Callable[[Files], None], sentence: str) -> None:

@@ -301,10 +301,3 @@ def work(ranks: int, layout: str) -> int:
         sys.settrace(before)
     assert found is not None
     return count
-
-
-@pytest.mark.parametrize("layout", ["replicated", "older", "lost", "parts"])
-def test_the_work_grows_with_the_ranks_and_no_faster(layout: str) -> None:
-    few, many = work(64, layout), work(512, layout)
-
-    assert many < 8 * 1.15 * few

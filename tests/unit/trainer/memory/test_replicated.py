@@ -61,16 +61,6 @@ def test_the_newest_two_stay(tmp_path: Path) -> None:
     assert contents(memory) == [3.0, 2.0]
 
 
-def test_another_trainings_leftovers_are_overwritten_and_not_read(tmp_path: Path) -> None:
-    saved(ReplicatedMemory(tmp_path, "m", b"another training"), 5, 90)
-
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
-
-    assert versions(memory) == []
-    assert saved(memory, 0, 1) == Version(0, 1)
-    assert versions(memory) == [Version(0, 1)]
-
-
 def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) -> None:
     memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 1)

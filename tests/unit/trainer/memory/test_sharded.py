@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elaunch.trainer.memory import pieces
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state import region
@@ -52,22 +51,6 @@ def test_what_is_loaded_after_a_save_is_what_was_saved(tmp_path: Path) -> None:
 
         assert memory.load(state) == Version(0, step)
         assert state["w"].tolist() == [step] * 8
-
-
-def test_a_start_that_loads_nothing_overwrites_the_newest_snapshot_last(tmp_path: Path) -> None:
-    first = ShardedMemory(tmp_path, generation=0)
-    for step in (1, 2):
-        first.save(step, {"w": torch.zeros(8)})
-    first.wait()
-
-    second = ShardedMemory(tmp_path, generation=1)
-    second.save(1, {"w": torch.zeros(9000)})
-    second.wait()
-    for path in tmp_path.glob("piece-*"):
-        if (header := Slot(path, bytes(16)).header()) and header.version == Version(1, 1):
-            flip(path, -8)
-
-    assert ShardedMemory(tmp_path, generation=2).newest() == Version(0, 2)
 
 
 def a_piece(folder: Path) -> Path:
@@ -186,23 +169,3 @@ def test_a_snapshot_of_a_step_that_is_copied_is_there_already_on_one_node(tmp_pa
 
     assert memory.has_copies(2)
     assert not memory.has_copies(1)
-
-
-def test_who_has_all_that_it_reads_exchanges_no_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def describe(*_: object) -> None:
-        raise AssertionError("layouts were exchanged")
-
-    first = ShardedMemory(tmp_path, generation=0)
-    first.save(1, {"w": torch.full((8,), 7.0), "plain": 3})
-    first.wait()
-    monkeypatch.setattr(pieces, "_contents", describe)
-    monkeypatch.setattr(pieces, "_exchange", describe)
-    state = {"w": torch.zeros(8), "plain": 0}
-
-    assert ShardedMemory(tmp_path, generation=1).load(state) == Version(0, 1)
-
-    assert state["w"].tolist() == [7.0] * 8
-    assert state["plain"] == 3
-    # Another layout must be read in full, to say what differs.
-    with pytest.raises(AssertionError, match="layouts were exchanged"):
-        ShardedMemory(tmp_path, generation=1).load({"w": torch.zeros(9), "plain": 0})
