@@ -38,6 +38,8 @@ _FROM_PROGRAMS = frozenset(
     )
 )
 _GROUP_POLL_S = 0.02
+# One that waits for a disk exits later.
+_KILLED_S = 1.0
 _NO_RANK = -1
 
 # A generation, and a local rank or "store".

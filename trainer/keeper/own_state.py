@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from elaunch.trainer import link
-from elaunch.trainer.data.skipping import NotRestorable
+from elaunch.trainer.data.batches import NotRestorable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
