@@ -40,7 +40,7 @@ from tests.forked import Child
 ROOT = Path(__file__).parents[1]
 SOURCES = ("agent/core", "rendezvous/rules")
 # What nodes report is tested beside what shows it.
-UNITS = ["tests/unit/agent/core", "tests/unit/rendezvous/rules", "tests/unit/launcher/watch/test_reports.py"]
+UNITS = ["tests/unit/agent/core", "tests/unit/rendezvous/rules", "tests/unit/launcher/inspect/test_reports.py"]
 TESTS = (UNITS, ["tests/sim"])
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not servers and not thorough")
 # Of each of the simulator's tests that have one. A mutant that waits for nothing is stopped after WALL_S.

@@ -19,6 +19,7 @@ import click
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.inspect import run_folder
+from elaunch.launcher.inspect.agents import local_agents
 from elaunch.launcher.inspect.curves import StepMetrics
 from elaunch.launcher.inspect.goodput import goodput
 from elaunch.launcher.inspect.history import Fault, PastGeneration, Present, Warned, history
@@ -27,7 +28,6 @@ from elaunch.launcher.inspect.page import LogLink, Report, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.table import HELP
-from elaunch.launcher.watch.local import local_agents
 from elaunch.rendezvous.texts import node_host, plain
 
 PAGE = "report.html"

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from elaunch.agent.answers.limits import Docket
-from elaunch.launcher.watch.asking import ask_nodes, patience_s, read_job
+from elaunch.launcher.inspect.job_source import patience_s, query_nodes, read_job
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
@@ -74,7 +74,7 @@ def test_a_thousand_nodes_answer_within_the_patience_and_leave_nothing() -> None
         before = psutil.Process(server.process.pid).cpu_times()
 
         began_s = time.monotonic()
-        answers = ask_nodes(asker, KEYS, Topic.STATUS, read_job(asker, KEYS).members, patience_s(NODES))
+        answers = query_nodes(asker, KEYS, Topic.STATUS, read_job(asker, KEYS).members, patience_s(NODES))
         took_s = time.monotonic() - began_s
 
         after = psutil.Process(server.process.pid).cpu_times()

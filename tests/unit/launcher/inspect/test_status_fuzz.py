@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from elaunch.agent.core.node_report import WorkersSeen, node_report
 from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer, stack_answer, stacks_in
 from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
-from elaunch.launcher.watch.record import Gathered, status_record
-from elaunch.launcher.watch.source import NodeStacks
-from elaunch.launcher.watch.stacks import stacks_text
-from elaunch.launcher.watch.words import text_of
+from elaunch.launcher.inspect.job_source import Gathered, NodeStacks
+from elaunch.launcher.inspect.stacks import stacks_text
+from elaunch.launcher.inspect.status import status_record, text_of
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.questions import Question, Topic, read_question
 from elaunch.rendezvous.rules.reports import NodeReport, RankReport, job_report, read_node_report
