@@ -11,17 +11,16 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from elaunch.agent.answers.local_socket import SOCKET_NAME, credentials
-from elaunch.agent.core.orders import OrderAnswer
-from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
-from elaunch.agent.linux import is_stopped
+from elaunch.agent.linux import in_threads, is_stopped
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
@@ -36,6 +35,8 @@ _FOLDER = re.compile(r"elaunch_[0-9a-f]{16}_socket")
 _ROOT = 0
 # Sockets of one other user that root queries, who may have made any number. Each takes a thread.
 _OF_ANOTHER_MAX = 64
+# A query that is late has its own message, which names the agent.
+_SPARE_S = 0.5
 
 Answer = TypeVar("Answer")
 
@@ -94,7 +95,7 @@ def local_agents() -> FoundAgents:
     return FoundAgents(tuple(agents), tuple(dict.fromkeys(troubles)), others)
 
 
-def query_all(queries: Sequence[Callable[[], Answer]]) -> list[Answer | NoAnswer]:
+def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = ANSWER_S) -> list[Answer | NoAnswer]:
     """The answers in order, each queried at the same time; NoAnswer for each agent that gives none."""
 
     def tried(query: Callable[[], Answer]) -> Answer | NoAnswer:
@@ -103,8 +104,10 @@ def query_all(queries: Sequence[Callable[[], Answer]]) -> list[Answer | NoAnswer
         except NoAnswer as error:
             return error
 
-    with ThreadPoolExecutor(max(len(queries), 1)) as pool:
-        return list(pool.map(tried, queries))
+    works = {number: partial(tried, query) for number, query in enumerate(queries)}
+    found = in_threads(works, wait_s + _SPARE_S, "elaunch-query")
+    late = NoAnswer(f"an elaunch of this host did not answer within {wait_s:g} s")
+    return [found.get(number, late) for number in range(len(queries))]
 
 
 def user_name(uid: int) -> str:

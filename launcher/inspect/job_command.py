@@ -18,8 +18,7 @@ from elaunch.launcher.options.command_line import Command, Option, Source, own
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.table import HELP, TABLE
-from elaunch.launcher.store.plan import plan
-from elaunch.launcher.store.store_address import given_addresses
+from elaunch.launcher.store.locate import given_addresses, plan
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.texts import plain

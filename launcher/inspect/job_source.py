@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from elaunch.agent.answers.answers import STACKS_S
-from elaunch.agent.core.orders import OrderAnswer
-from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer, stacks_in
-from elaunch.agent.core.stack_groups import Stack
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.inspect.agents import (
     ANSWER_S,
@@ -28,8 +27,7 @@ from elaunch.launcher.inspect.agents import (
     store_location,
 )
 from elaunch.launcher.store.connect import store_of
-from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
-from elaunch.launcher.store.way import plan_by
+from elaunch.launcher.store.locate import RendezvousPlan, plan_by
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX, ANSWERS_PER_S, Question, Topic, ask
@@ -279,7 +277,7 @@ class LocalSource:
     def stacks(self) -> NodeStacks:
         """The stacks of all workers, taken now. Raises SiteError."""
         wait_s = ANSWER_S + STACKS_S
-        found = query_all([partial(stacks_of, agent, wait_s) for agent in self._agents])
+        found = query_all([partial(stacks_of, agent, wait_s) for agent in self._agents], wait_s)
         answers = [answer for answer in found if isinstance(answer, StackAnswer)]
         silent = [str(why) for why in found if isinstance(why, NoAnswer)]
         notes: tuple[str, ...] = ()

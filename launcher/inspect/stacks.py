@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from elaunch.agent.core.stack_groups import full_text, group_words, grouped, place_words
+from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped, place_words
 from elaunch.launcher.inspect.job_command import JSON, VERSION, job_command
 from elaunch.launcher.inspect.job_source import JobSource, NodeStacks
 from elaunch.launcher.inspect.text import plural

@@ -28,8 +28,8 @@ COMMANDS = {
     "report": ("inspect.report:COMMAND", "make a page that shows what happened in a run"),
 }
 _SCHEDULERS = {
-    "slurm": ("submit.slurm:COMMAND", "write a batch script, and submit it with sbatch"),
-    "k8s": ("submit.kubernetes:COMMAND", "create a Job with kubectl"),
+    "slurm": ("schedulers.submit_slurm:COMMAND", "write a batch script, and submit it with sbatch"),
+    "k8s": ("schedulers.submit_kubernetes:COMMAND", "create a Job with kubectl"),
 }
 
 
