@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elaunch.agent.answers.local_socket import SOCKET_NAME, credentials
 from elaunch.agent.core.leaving import OrderAnswer
 from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
-from elaunch.agent.linux import in_threads, is_stopped
+from elaunch.agent.linux import credentials, in_threads, is_stopped
+from elaunch.agent.serve.status_server import SOCKET_NAME
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from elaunch.agent.answers.answers import STACKS_S
 from elaunch.agent.core.leaving import OrderAnswer
 from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
+from elaunch.agent.serve.status_server import STACKS_S
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.inspect.agents import (
     ANSWER_S,

@@ -12,7 +12,7 @@ import jinja2
 
 from elaunch.launcher.inspect.curves import StepMetrics, charts
 from elaunch.launcher.inspect.goodput import Goodput, Stage, StagePart
-from elaunch.launcher.inspect.history import KILLED, Fault, History, Life, PastGeneration, Warned
+from elaunch.launcher.inspect.history import KILLED, Fault, History, PastGeneration, Warned
 from elaunch.launcher.inspect.node_log import NodeLog, Visit, Worker, known_or, text
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, plural, sentence
 from elaunch.rendezvous.job_spec import UNNAMED
@@ -20,10 +20,8 @@ from elaunch.rendezvous.texts import plain
 
 # With more workers than this on the page, a node has one lane for all of them.
 LANES_MAX = 64
-# Of nodes, of causes and warnings, and of generations in the table the page shows so many.
-_NODES_MAX, CARDS_MAX, _GENERATIONS_MAX = 100, 60, 400
-# The timeline has about so many bars: of a job with more, the newest generations.
-_BARS_MAX, _BARS_OF_GENERATION, _GENERATIONS_MIN = 5000, 5, 5
+# Of nodes, of causes and warnings, and of generations in the table and in the timeline the page shows so many.
+_NODES_MAX, CARDS_MAX, _GENERATIONS_MAX, _GENERATIONS_DRAWN = 100, 60, 400, 50
 _PARTS_MAX = 1000
 _LANE_LABELS = {
     "waits": "waits for its start",
@@ -73,11 +71,8 @@ class Report:
             "interrupted": f"was stopped after {length}",
             "refused": f"was refused after {length}",
             KILLED: f"ended after {length}, since {end.reason.partition(',')[0]}",
+            "": f"has no end in its log, which stops {length} after the start",
         }.get(end.outcome, f"ended in an unknown way after {length}")
-        if end.life is Life.RUNS:
-            how = f"has been running for {length}"
-        elif end.life is Life.UNKNOWN:
-            how = f"has no end in its log, which stops {length} after the start"
         restarts = plural(end.restarts, "restart") if end.restarts else "no restart"
         if end.outcome == "failed" and end.max_restarts >= 0:
             restarts = f"{end.restarts} of {plural(end.max_restarts, 'restart')} used"
@@ -121,8 +116,6 @@ class Report:
             return f"The rank had been slow since {offset(shown.since_s)} at least.{causes}"
         if not math.isnan(shown.until_s):
             return f"The job resumed by itself {duration(shown.until_s - shown.at_s)} later."
-        if shown.generation == history.last_that_ran and history.end.life is Life.RUNS:
-            return f"The job has not resumed since: {duration(history.wall_s - shown.at_s)}."
         return ""
 
 
@@ -179,10 +172,9 @@ def timeline(report: Report) -> Timeline:
     places = [(node, rank) for node in nodes for rank in _local_ranks(node) or [-1]]
     if len(places) > LANES_MAX:
         places = [(node, -1) for node in nodes]
-    count = min(len(history.generations), max(_BARS_MAX // (_BARS_OF_GENERATION * len(places)), _GENERATIONS_MIN))
-    shown = {each.generation: each for each in history.generations[-count:]} if count else {}
-    is_cut = count < len(history.generations)
-    begin_s = known_or(history.generations[-count].opened_s, 0.0) if is_cut else 0.0
+    newest = history.generations[-_GENERATIONS_DRAWN:]
+    shown = {each.generation: each for each in newest}
+    begin_s = known_or(newest[0].opened_s, 0.0) if len(newest) < len(history.generations) else 0.0
     lost_s = {part.generation: part.begin_s for part in report.goodput.parts if part.stage is Stage.LOST}
     lanes = []
     for node, rank in places:
@@ -190,7 +182,7 @@ def timeline(report: Report) -> Timeline:
         mine = marks.pop((node.folder, -1), []) + marks.get((node.folder, rank), [])
         bars = tuple(_bars(report, node, rank, shown, lost_s, begin_s))
         lanes.append(Lane(node, rank, _lane_name(node, rank), bars, tuple(m for m in mine if m.at_s >= begin_s)))
-    return Timeline(tuple(lanes), begin_s, count, len(history.nodes) - len(nodes))
+    return Timeline(tuple(lanes), begin_s, len(newest), len(history.nodes) - len(nodes))
 
 
 def _local_ranks(node: NodeLog) -> list[int]:
@@ -230,12 +222,10 @@ def _bars(
 ) -> Iterator[Bar]:
     """The bars of a lane, without gaps and overlaps."""
     free_s = max(begin_s, 0.0 if node.visits and node.visits[0].generation == 0 else node.begin_s)
-    running = report.history.last_that_ran if report.history.end.life is Life.RUNS else -1
     for visit in node.visits:
         if generation := generations.get(visit.generation):
-            open_s = report.history.wall_s if visit.generation == running else node.end_s
             workers = [worker for worker in visit.workers if local_rank in (-1, worker.local_rank)]
-            for doing, until_s, what in _stretches(visit, workers, generation, lost_s, open_s):
+            for doing, until_s, what in _stretches(visit, workers, generation, lost_s, node.end_s):
                 if until_s > free_s:
                     note = f"generation {visit.generation}{what}: {_LANE_LABELS[doing]} ({duration(until_s - free_s)})"
                     yield Bar(doing, free_s, until_s, note)

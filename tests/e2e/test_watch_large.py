@@ -9,7 +9,7 @@ import zlib
 import psutil
 import pytest
 
-from elaunch.agent.answers.limits import Docket
+from elaunch.agent.serve.status_server import QueryQueue
 from elaunch.launcher.inspect.job_source import patience_s, query_nodes, read_job
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.endpoint import Access, Endpoint
@@ -38,7 +38,7 @@ def report_of(number: int) -> NodeReport:
 
 
 class Agents:
-    """All nodes of the job: each of them answers when its own docket says so."""
+    """All nodes of the job: each of them answers when its own queue says so."""
 
     def __init__(self, store: FoundStore) -> None:
         self._store = store
@@ -53,10 +53,10 @@ class Agents:
     def _answer(self, question: Question) -> None:
         now_s = time.monotonic()
         shares = {number: zlib.crc32(IDS[number].encode()) / (1 << 32) for number in range(NODES)}
-        dockets = {number: Docket().after(question, now_s, NODES, share) for number, share in shares.items()}
-        for number, docket in sorted(dockets.items(), key=lambda item: item[1].due_s or 0.0):
-            assert docket.due_s is not None
-            time.sleep(max(0.0, docket.due_s - time.monotonic()))
+        queues = {number: QueryQueue().after(question, now_s, NODES, share) for number, share in shares.items()}
+        for number, queue in sorted(queues.items(), key=lambda item: item[1].due_s or 0.0):
+            assert queue.due_s is not None
+            time.sleep(max(0.0, queue.due_s - time.monotonic()))
             self._store.commit(answer(KEYS, question, IDS[number], encode(report_of(number))))
 
 
