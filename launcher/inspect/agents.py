@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import re
 import socket
 import stat
@@ -63,27 +62,21 @@ class LocalAgent:
 
 @dataclass(frozen=True)
 class FoundAgents:
-    """The agents of this host that answer; `troubles` has a sentence for each one that does not.
-
-    `others` are the ids of users whose sockets this user may not use.
-    """
+    """The agents of this host that answer; `troubles` has a sentence for each one that does not."""
 
     agents: tuple[LocalAgent, ...]
     troubles: tuple[str, ...]
-    others: tuple[int, ...]
 
 
 def local_agents() -> FoundAgents:
     """Query the agents of this user (root's: of all users), all at the same time."""
-    by_user, troubles, others = _sockets()
+    by_user, troubles = _sockets()
     paths: list[Path] = []
     for uid, found in by_user.items():
         limit = len(found) if uid == os.geteuid() else _OF_ANOTHER_MAX
         paths += found[:limit]
         if found[limit:]:
-            troubles.append(
-                f"{len(found) - limit} more sockets of {user_name(uid)} were not queried: it takes too long"
-            )
+            troubles.append(f"{len(found) - limit} more sockets of user {uid} were not queried: it takes too long")
     agents: list[LocalAgent] = []
     for path, answer in zip(paths, query_all([partial(status_of, path) for path in paths]), strict=True):
         if isinstance(answer, LocalAgent):
@@ -92,7 +85,7 @@ def local_agents() -> FoundAgents:
             # One that has exited since it was listed is of no interest.
             troubles.append(str(answer))
     agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
-    return FoundAgents(tuple(agents), tuple(dict.fromkeys(troubles)), others)
+    return FoundAgents(tuple(agents), tuple(dict.fromkeys(troubles)))
 
 
 def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = ANSWER_S) -> list[Answer | NoAnswer]:
@@ -108,14 +101,6 @@ def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = ANSWER_S)
     found = in_threads(works, wait_s + _SPARE_S, "elaunch-query")
     late = NoAnswer(f"an elaunch of this host did not answer within {wait_s:g} s")
     return [found.get(number, late) for number in range(len(queries))]
-
-
-def user_name(uid: int) -> str:
-    """The user's name, or the id where the host has no name for it."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"the user with id {uid}"
 
 
 def status_of(path: Path) -> LocalAgent:
@@ -156,14 +141,13 @@ def order_to(agent: LocalAgent, topic: Topic) -> OrderAnswer:
         raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
 
 
-def _sockets() -> tuple[dict[int, list[Path]], list[str], tuple[int, ...]]:
+def _sockets() -> tuple[dict[int, list[Path]], list[str]]:
     """The sockets in folders that nobody but their owners can have made, by the owners' user ids.
 
-    Also a sentence for each folder that cannot be read, and the ids of users who do not let this one in.
+    Also a sentence for each folder that cannot be read.
     """
     found: defaultdict[int, list[Path]] = defaultdict(list)
     troubles: list[str] = []
-    others: set[int] = set()
     own = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     for parent in dict.fromkeys(folder for folder in (*SOCKET_FOLDERS, *own) if folder):
         try:
@@ -180,12 +164,12 @@ def _sockets() -> tuple[dict[int, list[Path]], list[str], tuple[int, ...]]:
             except OSError:
                 continue
             if os.geteuid() not in (status.st_uid, _ROOT):
-                others.add(status.st_uid)
-            elif stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
+                continue
+            if stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
                 found[status.st_uid].append(folder / SOCKET_NAME)
             elif status.st_uid == os.geteuid():
                 troubles.append(f"{folder} is open to other users, so its socket is not trusted")
-    return found, troubles, tuple(sorted(others))
+    return found, troubles
 
 
 def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, Any], int, int]:

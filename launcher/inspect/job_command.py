@@ -11,7 +11,7 @@ from functools import partial
 import click
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.inspect.agents import FoundAgents, LocalAgent, local_agents, user_name
+from elaunch.launcher.inspect.agents import FoundAgents, LocalAgent, local_agents
 from elaunch.launcher.inspect.job_source import JobSource, LocalSource, StoreSource
 from elaunch.launcher.inspect.text import span
 from elaunch.launcher.options.command_line import Command, Option, Source, own
@@ -183,9 +183,6 @@ def _by_store(target: Target, environ: Mapping[str, str]) -> JobSource:
 def _nothing_found(target: Target, found: FoundAgents) -> str:
     which = f"no job {plain(target.job)}" if target.job else "no job of yours"
     why = "".join(f"; {plain(trouble)}" for trouble in found.troubles)
-    if found.others:
-        users = [user_name(uid) for uid in found.others[:3]] + (["others"] if found.others[3:] else [])
-        why += f"; jobs of {', '.join(users)} may run here, which only their users and root can see"
     if found.agents:
         return f"{which} runs on this host; these run: {_names(_jobs(found.agents))}{why}"
     return f"{which} runs on this host{why}; for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
