@@ -1,4 +1,4 @@
-"""launcher.watch: what is known of a job as one object, and the object in words."""
+"""inspect.status and .top: what is known of a job as one object, and the object as text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 import re
 from dataclasses import replace
 
-import pytest
-
-from elaunch.launcher.watch.record import Gathered, status_record
-from elaunch.launcher.watch.words import RANKS_SHOWN, fine, one_line, rows_of, span, text_of
+from elaunch.launcher.inspect.job_source import Gathered
+from elaunch.launcher.inspect.status import RANKS_SHOWN, status_record, text_of
+from elaunch.launcher.inspect.text import duration, span
+from elaunch.launcher.inspect.top import screen
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, RankReport, SeatReport
-from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
 from tests.harness import REPOSITORY
 
@@ -56,7 +55,7 @@ def known(**changes: object) -> Gathered:
     return replace(Gathered(JOB, {**nodes, "node-c-00000003": spare}, silent), **changes)  # type: ignore[arg-type]
 
 
-def test_the_words_have_the_job_its_ranks_its_failure_and_who_did_not_answer() -> None:
+def test_the_text_has_the_job_its_ranks_its_failure_and_who_did_not_answer() -> None:
     assert (
         text_of(status_record(known(), NOW))
         == """\
@@ -85,16 +84,17 @@ def test_a_large_job_is_shown_by_node_unless_each_rank_is_asked_for() -> None:
     nodes = {f"n{i}-{i:08}": node(i, f"n{i}", range(8 * i, 8 * i + 8), step=100 + i) for i in range(8)}
     record = status_record(Gathered(replace(JOB, seats=seats, others=()), nodes, {}), NOW)
 
-    by_node, by_rank = rows_of(record), rows_of(record, every_rank=True)
+    by_node, by_rank = text_of(record), text_of(record, every_rank=True)
 
     assert len(record["ranks"]) > RANKS_SHOWN
-    assert by_node[0][0] == "host"
-    assert by_node[1:3] == [
-        ("n0", "0–7", "running", "100–107", "210 ms", "0 s ago", "6 GiB", "40 GiB", "2.0"),
-        ("n1", "8–15", "running", "101–108", "210 ms", "0 s ago", "6 GiB", "40 GiB", "2.0"),
-    ]
-    assert len(by_rank) == 65
-    assert "--ranks shows each rank" in text_of(record)
+    assert re.search(r"^n1 +8–15 +running +101–108 +210 ms +0 s ago +6 GiB +40 GiB +2.0$", by_node, re.MULTILINE)
+    assert by_node.endswith("--ranks shows each rank\n")
+    assert len(re.findall(r"^\d+ +n\d ", by_rank, re.MULTILINE)) == 64
+    # A screen has as many lines as fit, and counts the others.
+    lines = screen(record, "the store is away", 24, every_rank=True).splitlines()
+    assert len(lines) == 24
+    assert re.match(r"… \d+ more lines$", lines[-4])
+    assert lines[-2] == "no answer: the store is away"
 
 
 def test_the_budget_of_a_window_counts_what_is_still_in_it() -> None:
@@ -114,7 +114,7 @@ def test_ranks_of_an_older_generation_are_not_shown_as_those_of_the_newest() -> 
 
     assert record["ranks"] == []
     assert record["step"] is None
-    assert ("node-a", "0–1", "stopping", "–", "–", "–", "–", "40 GiB", "2.0") in rows_of(record)
+    assert re.search(r"^node-a +0–1 +stopping +– +– +– +– +40 GiB +2.0$", text_of(record), re.MULTILINE)
 
 
 def test_a_job_that_ended_or_forms_says_so() -> None:
@@ -178,53 +178,17 @@ def test_where_the_store_is_silent_nothing_is_said_of_members_that_are_not_known
     assert status_record(known(job=replace(JOB, is_whole=False, others=())), NOW)["spares"] is None
 
 
-def test_a_job_without_a_name_is_not_called_none() -> None:
-    assert text_of(status_record(known(job=replace(JOB, run_id=UNNAMED)), NOW)).startswith("unnamed job: running, ")
-
-
-def test_a_hang_is_said() -> None:
-    hangs = status_record(known(job=replace(JOB, hang="rank 1 is not where the others wait")), NOW)
-
-    assert "  hang      rank 1 is not where the others wait\n" in text_of(hangs)
-    assert status_record(known(), NOW)["hang"] is None
-
-
-def test_a_generation_that_no_failure_opened_says_why_it_was() -> None:
-    lost = replace(JOB, generation=Generation(2, OpenKind.LOSS, "node-d was lost"), failure=None)
-
-    assert "  why       this generation began because node-d was lost\n" in text_of(status_record(known(job=lost), NOW))
-
-
 def test_control_characters_of_others_reach_no_terminal() -> None:
     evil = replace(JOB, run_id="a\x1b]0;x\x07b", terms=Terms(2, 2, 3, None, "train.py\x1b[2J"))
     ranks = (RankReport(0, 0, 1, "run\x1bning", 3, "\x1b[31mred\n"),)
     nodes = {"node-a-00000001": replace(node(1, "node-a", range(0), waiting="\x9b31m"), ranks=ranks)}
 
     record = status_record(known(job=evil, nodes=nodes, silent={"node-b-00000002": "\x1b"}), NOW)
-    shown = text_of(record, every_rank=True) + one_line(record)
+    shown = text_of(record, every_rank=True)
 
     assert all(letter.isprintable() or letter == "\n" for letter in shown)
     assert "\\x1b" in shown
     assert "\x1b" not in json.dumps(record)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (59.9, "59 s"), (61, "1 min 1 s"), (3_725, "1 h 2 min"), (200_000, "2 d 7 h")],
-)
-def test_a_duration_has_two_units_at_most(seconds: float, words: str) -> None:
-    assert span(seconds) == words
-
-
-def test_a_steps_time_has_three_digits() -> None:
-    assert [fine(seconds) for seconds in (0.0123456, 0.21, 1.2345, 42.0, 4000.0)] == [
-        "12.3 ms",
-        "210 ms",
-        "1.23 s",
-        "42 s",
-        "1 h 6 min",
-    ]
-    assert plain("é–\t") == "é–\\x09"
 
 
 def test_the_page_has_each_field_of_the_object() -> None:
@@ -242,10 +206,21 @@ def test_the_page_has_each_field_of_the_object() -> None:
             assert [name for name in inner if f"`{name}`" not in meant[field]] == [], field
 
 
-def test_one_line_has_no_line_break_and_names_the_silent() -> None:
-    line = one_line(status_record(known(), NOW))
+def test_a_hang_and_the_cause_of_a_generation_are_facts_of_the_job() -> None:
+    lost = replace(JOB, generation=Generation(2, OpenKind.LOSS, "node-d was lost"), failure=None, run_id=UNNAMED)
+    hung = replace(lost, hang="rank 1 is not where the others wait")
 
-    assert line == (
-        "job night: running, generation 1 for 2 min 3 s; step 1200, 210 ms per step; 2 of 3 restarts left;"
-        " no answer from node-b"
-    )
+    text = text_of(status_record(known(job=hung), NOW))
+
+    assert text.startswith("unnamed job: running, ")
+    assert "  hang      rank 1 is not where the others wait\n" in text
+    assert "  why       this generation began because node-d was lost\n" in text
+
+
+def test_times_have_two_units_or_three_digits() -> None:
+    assert [span(seconds) for seconds in (0.4, 59.9, 61, 3_725, 200_000)] == [
+        "0 s", "59 s", "1 min 1 s", "1 h 2 min", "2 d 7 h"
+    ]  # fmt: skip
+    assert [duration(seconds) for seconds in (0.0123456, 0.21, 1.2345, 42.0, 4000.0)] == [
+        "12.3 ms", "210 ms", "1.23 s", "42 s", "1 h 6 min"
+    ]  # fmt: skip

@@ -1,10 +1,9 @@
-"""Finds the agents of this host by their sockets, and asks them."""
+"""Finds the agents of this host by their sockets, and queries them."""
 
 from __future__ import annotations
 
 import json
 import os
-import pwd
 import re
 import socket
 import stat
@@ -16,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elaunch.agent.answers.local_socket import SOCKET_NAME, credentials
 from elaunch.agent.core.leaving import OrderAnswer
 from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
-from elaunch.agent.linux import in_threads, is_stopped
+from elaunch.agent.linux import credentials, in_threads, is_stopped
+from elaunch.agent.serve.status_server import SOCKET_NAME
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
@@ -29,24 +28,24 @@ from elaunch.strict_json import parse_json
 
 # An agent that clears a generation away may be busy for a moment.
 ANSWER_S = 3.0
-_AGAIN_S = 0.05
+_RETRY_S = 0.05
 _ANSWER_BYTES_MAX = 4 << 20
 _FOLDER = re.compile(r"elaunch_[0-9a-f]{16}_socket")
 _ROOT = 0
-# Sockets of one other user that root asks. Each takes a thread.
+# Sockets of one other user that root queries, who may have made any number. Each takes a thread.
 _OF_ANOTHER_MAX = 64
-# An answer that is late has its own words, which name the agent.
+# A query that is late has its own message, which names the agent.
 _SPARE_S = 0.5
 
 Answer = TypeVar("Answer")
 
 
 class NoAnswer(Exception):
-    """An agent that was found said nothing, or nothing that can be read. The message has no full stop."""
+    """An agent that was found gave no answer, or none that can be read. The message has no full stop."""
 
 
 class AgentGone(NoAnswer):
-    """The agent has ended, or was killed."""
+    """The agent has exited, or was killed."""
 
 
 @dataclass(frozen=True)
@@ -62,90 +61,71 @@ class LocalAgent:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The agents of this host that answer.
-
-    `silent` has a sentence for each one that lives and does not, `troubles` for all else that could not be looked at.
-    `others` are the ids of users whose sockets this user may not look at.
-    """
+class FoundAgents:
+    """The agents of this host that answer; `troubles` has a sentence for each one that does not."""
 
     agents: tuple[LocalAgent, ...]
-    silent: tuple[str, ...]
     troubles: tuple[str, ...]
-    others: tuple[int, ...]
 
 
-def local_agents() -> Found:
-    """Ask the agents of this user (root's: of all users), all at the same time."""
-    sockets, troubles, others = _sockets()
-    of_user: defaultdict[int, list[Path]] = defaultdict(list)
-    for path, owner in sockets:
-        of_user[owner].append(path)
+def local_agents() -> FoundAgents:
+    """Query the agents of this user (root's: of all users), all at the same time."""
+    by_user, troubles = _sockets()
     paths: list[Path] = []
-    for owner, its in of_user.items():
-        # Another user's sockets may be any number.
-        most = len(its) if owner == os.geteuid() else _OF_ANOTHER_MAX
-        paths += its[:most]
-        if its[most:]:
-            troubles.append(f"{len(its[most:])} more sockets of {user_name(owner)} were not asked: it takes too long")
+    for uid, found in by_user.items():
+        limit = len(found) if uid == os.geteuid() else _OF_ANOTHER_MAX
+        paths += found[:limit]
+        if found[limit:]:
+            troubles.append(f"{len(found) - limit} more sockets of user {uid} were not queried: it takes too long")
     agents: list[LocalAgent] = []
-    silent: list[str] = []
-    for path, said in zip(paths, ask_all([partial(status_of, path) for path in paths]), strict=True):
-        if isinstance(said, LocalAgent):
-            agents.append(said)
+    for path, answer in zip(paths, query_all([partial(status_of, path) for path in paths]), strict=True):
+        if isinstance(answer, LocalAgent):
+            agents.append(answer)
         elif path.exists():
-            # One that has ended since it was listed is of no interest.
-            (troubles if isinstance(said, AgentGone) else silent).append(str(said))
+            # One that has exited since it was listed is of no interest.
+            troubles.append(str(answer))
     agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
-    return Found(tuple(agents), tuple(dict.fromkeys(silent)), tuple(dict.fromkeys(troubles)), others)
+    return FoundAgents(tuple(agents), tuple(dict.fromkeys(troubles)))
 
 
-def ask_all(asks: Sequence[Callable[[], Answer]], patience_s: float = ANSWER_S) -> list[Answer | NoAnswer]:
-    """The answers in order, each asked at the same time; NoAnswer for each agent that gives none by then."""
+def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = ANSWER_S) -> list[Answer | NoAnswer]:
+    """The answers in order, each queried at the same time; NoAnswer for each agent that gives none."""
 
-    def tried(ask: Callable[[], Answer]) -> Answer | NoAnswer:
+    def tried(query: Callable[[], Answer]) -> Answer | NoAnswer:
         try:
-            return ask()
+            return query()
         except NoAnswer as error:
             return error
 
-    works = {place: partial(tried, ask) for place, ask in enumerate(asks)}
-    said = in_threads(works, patience_s + _SPARE_S, "elaunch-ask")
-    late = NoAnswer(f"an elaunch of this host did not answer within {patience_s:g} s")
-    return [said.get(place, late) for place in range(len(asks))]
-
-
-def user_name(uid: int) -> str:
-    """The user's name, or words with the id where the host has no name for it."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"the user with id {uid}"
+    works = {number: partial(tried, query) for number, query in enumerate(queries)}
+    found = in_threads(works, wait_s + _SPARE_S, "elaunch-query")
+    late = NoAnswer(f"an elaunch of this host did not answer within {wait_s:g} s")
+    return [found.get(number, late) for number in range(len(queries))]
 
 
 def status_of(path: Path) -> LocalAgent:
-    """Ask the agent at that socket how its node is. Raises NoAnswer."""
-    fields, pid, uid = _ask(path, "status")
+    """The report of the agent at that socket. Raises NoAnswer."""
+    fields, pid, uid = _query(path, "status")
     try:
-        said = decode_fields({"is_remote": bool, "job": JobReport, "node": NodeReport}, fields)
+        report = decode_fields({"is_remote": bool, "job": JobReport, "node": NodeReport}, fields)
     except (KeyError, TypeError, ValueError, RecursionError):
         raise NoAnswer(f"the elaunch with pid {pid} is of another version: its answer cannot be read") from None
-    if not is_possible(said["node"]):
+    if not is_possible(report["node"]):
         raise NoAnswer(f"the elaunch with pid {pid} gave an answer that cannot be true")
-    return LocalAgent(path, pid, uid == os.geteuid(), **said)
+    return LocalAgent(path, pid, uid == os.geteuid(), **report)
 
 
-def way_to_store(agent: LocalAgent) -> str:
+def store_location(agent: LocalAgent) -> str:
     """How its agent reaches the job's store, as JSON (`store.way`). Raises NoAnswer."""
-    fields, pid, _ = _ask(agent.path, "store")
+    fields, pid, _ = _query(agent.path, "store")
     if not isinstance(fields.get("store"), dict):
-        raise NoAnswer(f"the elaunch with pid {pid} does not say where the job's store is")
+        raise NoAnswer(f"the elaunch with pid {pid} does not give the place of the job's store")
     return json.dumps(fields["store"])
 
 
 def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
     """The stacks of that agent's workers. Raises NoAnswer."""
-    fields, pid, _ = _ask(agent.path, "stacks", wait_s)
+    fields, pid, _ = _query(agent.path, "stacks", wait_s)
     answer = read_stack_answer(json.dumps(fields.get("stacks")), agent.node.node_id)
     if answer is None:
         raise NoAnswer(f"the elaunch with pid {pid} sent stacks that cannot be read")
@@ -154,21 +134,20 @@ def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
 
 def order_to(agent: LocalAgent, topic: Topic) -> OrderAnswer:
     """Give that agent an order for its whole job. Raises NoAnswer."""
-    fields, pid, _ = _ask(agent.path, topic.value)
+    fields, pid, _ = _query(agent.path, topic.value)
     try:
         return decode(OrderAnswer, json.dumps(fields.get("order")))
     except ValueError:
         raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
 
 
-def _sockets() -> tuple[list[tuple[Path, int]], list[str], tuple[int, ...]]:
-    """The sockets in folders that nobody but their owners can have made, with the owners' user ids.
+def _sockets() -> tuple[dict[int, list[Path]], list[str]]:
+    """The sockets in folders that nobody but their owners can have made, by the owners' user ids.
 
-    Also a sentence for each folder that cannot be looked at, and the ids of users who do not let this one look.
+    Also a sentence for each folder that cannot be read.
     """
-    found: list[tuple[Path, int]] = []
+    found: defaultdict[int, list[Path]] = defaultdict(list)
     troubles: list[str] = []
-    others: set[int] = set()
     own = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     for parent in dict.fromkeys(folder for folder in (*SOCKET_FOLDERS, *own) if folder):
         try:
@@ -185,24 +164,24 @@ def _sockets() -> tuple[list[tuple[Path, int]], list[str], tuple[int, ...]]:
             except OSError:
                 continue
             if os.geteuid() not in (status.st_uid, _ROOT):
-                others.add(status.st_uid)
-            elif stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
-                found.append((folder / SOCKET_NAME, status.st_uid))
+                continue
+            if stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
+                found[status.st_uid].append(folder / SOCKET_NAME)
             elif status.st_uid == os.geteuid():
-                troubles.append(f"{folder} is open to other users, so its socket is not believed")
-    return found, troubles, tuple(sorted(others))
+                troubles.append(f"{folder} is open to other users, so its socket is not trusted")
+    return found, troubles
 
 
-def _ask(path: Path, topic: str, patience_s: float = ANSWER_S) -> tuple[dict[str, Any], int, int]:
+def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, Any], int, int]:
     """The answer, and the pid and user id of the process that gave it."""
-    end_s = time.monotonic() + patience_s
+    end_s = time.monotonic() + wait_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(patience_s)
+        connection.settimeout(wait_s)
         try:
             owner = path.parent.lstat().st_uid
             _connect(connection, str(path), end_s)
         except TimeoutError:
-            raise NoAnswer(f"too many others ask the elaunch at {path}, or it does not go on") from None
+            raise NoAnswer(f"too many others query the elaunch at {path}, or it hangs") from None
         except FileNotFoundError:
             raise AgentGone(f"the elaunch of {path.parent} has ended") from None
         except ConnectionRefusedError:
@@ -210,25 +189,25 @@ def _ask(path: Path, topic: str, patience_s: float = ANSWER_S) -> tuple[dict[str
                 f"an elaunch that was killed has left {path.parent}; its user's next one removes it"
             ) from None
         except OSError as error:
-            raise NoAnswer(f"the socket {path} cannot be asked: {error.strerror or error}") from None
+            raise NoAnswer(f"the socket {path} cannot be queried: {error.strerror or error}") from None
         pid, uid = credentials(connection)
         # The folder is its owner's alone, so this is the owner too. A link in it may lead to another user's socket,
         # even to one that root has opened, and that others answer.
         if uid != owner:
-            raise NoAnswer(f"the socket {path} is served by another user; it is not believed")
+            raise NoAnswer(f"the socket {path} is served by another user; it is not trusted")
         try:
             connection.sendall(f'{{"ask":"{topic}"}}\n'.encode())
             if is_stopped(pid):
                 raise NoAnswer(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
             answer = parse_json(_line(connection, end_s))
         except TimeoutError:
-            raise NoAnswer(f"the elaunch with pid {pid} did not answer within {patience_s:g} s") from None
+            raise NoAnswer(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
         except (OSError, ValueError):
-            raise NoAnswer(f"the elaunch with pid {pid} gave no answer") from None
+            raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
     if not isinstance(answer, dict):
         raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read")
     if "error" in answer:
-        raise NoAnswer(f"the elaunch with pid {pid} says: {plain(str(answer['error'])[:200])}")
+        raise NoAnswer(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
     return answer, pid, uid
 
 
@@ -238,10 +217,10 @@ def _connect(connection: socket.socket, path: str, end_s: float) -> None:
             connection.connect(path)
             return
         except BlockingIOError:
-            # The kernel holds no more connections for it.
+            # The kernel's backlog for it is full.
             if time.monotonic() > end_s:
                 raise TimeoutError from None
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)
 
 
 def _line(connection: socket.socket, end_s: float) -> bytes:

@@ -1,4 +1,4 @@
-"""agent.output.event_hook: the user's command is run for each event, bounded in time, and never waited for."""
+"""agent.serve.event_hook: the user's command is run for each event, bounded in time, and never waited for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.output import event_hook
-from elaunch.agent.output.event_hook import EventHook
+from elaunch.agent.serve import event_hook
+from elaunch.agent.serve.event_hook import EventHook
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
 
 

@@ -1,10 +1,13 @@
-"""launcher.watch.local: root's look at the sockets of other users, who may put anything there."""
+"""inspect.agents: what answers on this host, which may be anybody; root queries other users' sockets too."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -14,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.watch.local import ANSWER_S, local_agents, user_name
+from elaunch.launcher.inspect import agents
+from elaunch.launcher.inspect.agents import ANSWER_S, NoAnswer, local_agents, status_of
+from tests.harness import DEADLINE_S, joined
 
 NOBODY = 65534
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root looks at other users' sockets")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root queries other users' sockets")
 
 
 def folder_of(parent: Path, number: int, uid: int) -> Path:
@@ -47,6 +52,7 @@ def take_one(listener: socket.socket) -> None:
         listener.accept()[0].recv(100)
 
 
+@as_root
 def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_not_any_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,11 +68,12 @@ def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_
 
         # One after the other they would take six times that long.
         assert time.monotonic() - begun_s < 5 * ANSWER_S
-    assert f"2 more sockets of {user_name(NOBODY)} were not asked: it takes too long" in found.troubles
-    assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in found.silent
+    assert f"2 more sockets of user {NOBODY} were not queried: it takes too long" in found.troubles
+    assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in found.troubles
 
 
-def test_a_user_hears_who_else_may_have_jobs_and_which_folders_cannot_be_looked_at(
+@as_root
+def test_folders_that_cannot_be_read_or_trusted_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # pytest's folders are closed to other users.
@@ -75,7 +82,6 @@ def test_a_user_hears_who_else_may_have_jobs_and_which_folders_cannot_be_looked_
     closed.mkdir(mode=0o700)
     monkeypatch.setenv("TMPDIR", str(closed))
     monkeypatch.setenv("TEMP", str(open_folder))
-    folder_of(open_folder, 1, NOBODY + 1)
     (own := folder_of(open_folder, 2, NOBODY)).chmod(0o755)
     open_folder.chmod(0o755)
     os.seteuid(NOBODY)
@@ -86,11 +92,10 @@ def test_a_user_hears_who_else_may_have_jobs_and_which_folders_cannot_be_looked_
         shutil.rmtree(open_folder)
 
     assert f"the folder {closed}, where jobs may be, cannot be read: Permission denied" in found.troubles
-    assert f"{own} is open to other users, so its socket is not believed" in found.troubles
-    assert NOBODY + 1 in found.others
-    assert user_name(3_999_999_999) == "the user with id 3999999999"
+    assert f"{own} is open to other users, so its socket is not trusted" in found.troubles
 
 
+@as_root
 def test_a_link_to_a_socket_that_root_has_opened_is_not_believed_to_be_roots_own_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +106,49 @@ def test_a_link_to_a_socket_that_root_has_opened_is_not_believed_to_be_roots_own
         # Programs of other users may answer a socket that root has opened for them.
         threading.Thread(target=take_one, args=(daemon,), daemon=True).start()
 
-        silent = local_agents().silent
+        troubles = local_agents().troubles
 
-    assert f"the socket {folder / 'agent'} is served by another user; it is not believed" in silent
+    assert f"the socket {folder / 'agent'} is served by another user; it is not trusted" in troubles
+
+
+def test_control_characters_of_an_agents_error_reach_no_terminal(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "agent"))
+        listener.listen()
+        answering = threading.Thread(target=_answer, args=(listener,))
+        answering.start()
+
+        with pytest.raises(NoAnswer, match="busy") as refused:
+            status_of(tmp_path / "agent")
+        joined(answering)
+
+    assert str(refused.value).isprintable()
+
+
+def _answer(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b'{"error": "busy \\u001b[2J"}\n')
+
+
+def test_an_agent_that_is_stopped_is_reported_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without the check the call would wait this long.
+    monkeypatch.setattr(agents._query, "__defaults__", (2 * DEADLINE_S,))
+    listens = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(tmp_path / 'agent')!r}); s.listen()"
+    waits = "print('listens', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{listens}; {waits}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as agent:
+        assert agent.stdout
+        assert agent.stdout.readline()
+        agent.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, agent.pid, os.WSTOPPED)
+        begun_s = time.monotonic()
+
+        with pytest.raises(NoAnswer, match=rf"pid {agent.pid} is stopped, .* \(kill -CONT {agent.pid}\)"):
+            status_of(tmp_path / "agent")
+        took_s = time.monotonic() - begun_s
+        agent.kill()
+
+    assert took_s < DEADLINE_S

@@ -17,10 +17,9 @@ from elaunch.agent.diagnosis.stack_groups import (
     stack_answer,
     stacks_in,
 )
-from elaunch.launcher.watch.record import Gathered, status_record
-from elaunch.launcher.watch.source import NodeStacks
-from elaunch.launcher.watch.stacks import stacks_text
-from elaunch.launcher.watch.words import text_of
+from elaunch.launcher.inspect.job_source import Gathered, NodeStacks
+from elaunch.launcher.inspect.stacks import stacks_text
+from elaunch.launcher.inspect.status import status_record, text_of
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.questions import Question, Topic, read_question
 from elaunch.rendezvous.rules.reports import NodeReport, RankReport, job_report, read_node_report

@@ -81,74 +81,57 @@ class EventHook:
 
     def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
         """Run the command to its end; what went wrong. Raises OSError if it cannot be started."""
-        stdin = os.memfd_create("event", os.MFD_CLOEXEC)
-        reader, writer = os.pipe2(os.O_CLOEXEC)
-        try:
-            # A file, not a pipe: a command that does not read it must not hold this thread.
-            os.write(stdin, json.dumps(event).encode() + b"\n")
-            os.lseek(stdin, 0, os.SEEK_SET)
+        # A file, not a pipe: a command that does not read it must not hold this thread.
+        with os.fdopen(os.memfd_create("event", os.MFD_CLOEXEC), "w+b") as stdin:
+            stdin.write(json.dumps(event).encode() + b"\n")
+            stdin.seek(0)
             process = subprocess.Popen(
                 self._command,
                 env=dict(self._environment),
                 stdin=stdin,
-                stdout=writer,
-                stderr=writer,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            os.close(writer)
-            writer = -1
-            return self._watch(process, reader, limit_s)
-        finally:
-            for fd in (stdin, reader, writer):
-                if fd >= 0:
-                    os.close(fd)
-
-    def _watch(self, process: subprocess.Popen[bytes], reader: int, limit_s: float) -> str:
-        end_s, said, dropped = time.monotonic() + limit_s, b"", 0
-        ended = end_of(process.pid)
-        os.set_blocking(reader, False)
-        selector = selectors.DefaultSelector()
-        selector.register(ended, selectors.EVENT_READ)
-        selector.register(reader, selectors.EVENT_READ)
-        is_late = False
-        try:
-            while True:
-                ready = {key.fd for key, _ in selector.select(max(0.0, end_s - time.monotonic()))}
-                is_late = time.monotonic() >= end_s
-                if is_late:
-                    with suppress(OSError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                data = _read(reader)
-                if data == b"":
-                    with suppress(KeyError):
-                        selector.unregister(reader)
-                kept = (data or b"")[: OUTPUT_BYTES_MAX - len(said)]
-                said, dropped = said + kept, dropped + len(data or b"") - len(kept)
-                if is_late or ended in ready:
-                    break
-        finally:
-            selector.close()
-            os.close(ended)
+        assert process.stdout
+        with process.stdout:
+            is_late = self._log_output(process, process.stdout.fileno(), limit_s)
         code = process.wait()
-        self._say_output(said, dropped)
         if is_late:
             return f"did not end within {limit_s:.0f} s and was killed"
         if code < 0:
             return f"was killed by signal {-code}"
         return f"exited with code {code}" if code else ""
 
-    def _say_output(self, said: bytes, dropped: int) -> None:
+    def _log_output(self, process: subprocess.Popen[bytes], reader: int, limit_s: float) -> bool:
+        """Log the output until the process ends, and return whether it was killed after `limit_s`.
+
+        A process that it leaves in the background may hold the pipe for longer.
+        """
+        end_s, said, dropped = time.monotonic() + limit_s, b"", 0
+        ended = end_of(process.pid)
+        os.set_blocking(reader, False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(ended, selectors.EVENT_READ)
+            selector.register(reader, selectors.EVENT_READ)
+            is_over = False
+            while not is_over:
+                ready = {key.fd for key, _ in selector.select(max(0.0, end_s - time.monotonic()))}
+                is_late = time.monotonic() >= end_s
+                is_over = is_late or ended in ready
+                data = b""
+                with suppress(BlockingIOError):
+                    data = os.read(reader, 64 << 10)
+                    if not data and reader in ready:
+                        selector.unregister(reader)
+                kept = data[: OUTPUT_BYTES_MAX - len(said)]
+                said, dropped = said + kept, dropped + len(data) - len(kept)
+        os.close(ended)
+        if is_late:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
         for line in said.decode(errors="replace").splitlines():
             self._say(f"[on-event] {line}")
         if dropped:
             self._say(f"[on-event] … {dropped} bytes more …")
-
-
-def _read(fd: int) -> bytes | None:
-    """What waits in the pipe; None if nothing does, empty at its end."""
-    try:
-        return os.read(fd, 64 << 10)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
+        return is_late
