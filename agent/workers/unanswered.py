@@ -120,9 +120,9 @@ def unreached_words(ranks: Iterable[int], remote: Endpoint, why: str, *, is_mast
     first, last = _own_ports()
     whose = "MASTER_PORT on the node of rank 0" if is_master else "a port of another rank"
     return (
-        f"{ranks_words([*ranks])} cannot connect to {remote} ({why}), {whose}: a firewall? Ports to open between all"
-        f" nodes: MASTER_PORT (--port-range FIRST:LAST limits it), and {first}-{last}, from which the kernel gives gloo"
-        " and NCCL theirs; `elaunch doctor` with the options of this job tries them"
+        f"{ranks_words([*ranks])} cannot connect to {remote} ({why}), {whose}: a firewall? Ports to open between"
+        f" all nodes: MASTER_PORT (--master-port FIRST:LAST limits it), and {first}-{last}, from which the kernel gives"
+        " gloo and NCCL theirs; `elaunch doctor` with the options of this job tries them"
     )
 
 

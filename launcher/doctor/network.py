@@ -98,7 +98,7 @@ def check_ports(plan: RendezvousPlan, needs: Needs) -> tuple[Finding, ...]:
         own,
         warn(
             f"{host} does not answer at ports {_listed(tuple(silent))} ({next(iter(silent.values()))})",
-            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--port-range"
+            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
             f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
         ),
     )
@@ -121,7 +121,7 @@ def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int], ephem
     if len(taken) == count:
         return bad(
             f"{named} for MASTER_PORT: in use, or not allowed, on {address}",
-            f"see who has it (ss -ltnp 'sport = :{first}'), or choose others with --port-range FIRST:LAST",
+            f"see who has it (ss -ltnp 'sport = :{first}'), or choose others with --master-port FIRST:LAST",
         )
     low, high = ephemeral
     if count == 1 and low <= first <= high:

@@ -359,7 +359,7 @@ def _store_elsewhere(options: Options, plan: RendezvousPlan) -> str:
     """The endpoint of a static job's store if only a variable names it; else empty."""
     if "rdzv_endpoint" in options.given:
         return ""
-    beside_master = Endpoint(plan.master_addr or "", (options.master_port or MASTER_PORT) + 1)
+    beside_master = Endpoint(plan.master_addr or "", ((options.master_port or (0, 0))[0] or MASTER_PORT) + 1)
     return "" if plan.endpoints[0] == beside_master else str(plan.endpoints[0])
 
 

@@ -311,11 +311,12 @@ class Master:
 
 def _static_master(options: Options) -> Master | None:
     """MASTER_ADDR and MASTER_PORT. If an endpoint is given instead, both come from it, as in torchrun."""
+    port = options.master_port[0] if options.master_port else None
     if options.master_addr:
-        return Master(_bare_host(options.master_addr) or "", options.master_port)
+        return Master(_bare_host(options.master_addr) or "", port)
     if len(options.rdzv_endpoint) == 1 and not options.rdzv_endpoint[0].scheme:
         address = options.rdzv_endpoint[0]
-        return Master(address.host, address.port if options.master_port is None else options.master_port)
+        return Master(address.host, address.port if port is None else port)
     return None
 
 

@@ -136,7 +136,7 @@ def status_of(path: Path) -> LocalAgent:
 
 
 def way_to_store(agent: LocalAgent) -> str:
-    """How its agent reaches the job's store, as JSON (`store.way`). Raises NoAnswer."""
+    """How its agent reaches the job's store, as JSON (`locate.way_of`). Raises NoAnswer."""
     fields, pid, _ = _ask(agent.path, "store")
     if not isinstance(fields.get("store"), dict):
         raise NoAnswer(f"the elaunch with pid {pid} does not say where the job's store is")

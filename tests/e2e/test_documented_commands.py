@@ -175,8 +175,7 @@ ELSEWHERE = {
     "make bench": "test_a_whole_run_prints_its_tables_and_makes_the_page",
     'make bench N=5 ARGS="--only restart --workers 2"': "test_a_part_prints_its_tables_and_leaves_the_page",
     'make bench N=8 ARGS="--only scale --agents 64,1024"': "test_what_agents_ask_is_what_etcd_has_seen",
-    'make bench ARGS="--only told,watching"': "test_a_run_of_what_is_told_and_what_watching_costs",
-    'make bench ARGS="--only state-restart,state-cost,state-ettr"': (
+    'make bench ARGS="--only state-restart,state-cost"': (
         "test_a_restart_with_the_keeper_loses_nothing_and_has_all_stages"
     ),
     "elaunch --nproc-per-node 2 --log-dir logs -m elaunch.trainer --out runs/seen --profile 10-12": (

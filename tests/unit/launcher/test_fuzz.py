@@ -106,7 +106,7 @@ def test_a_command_line_is_a_plan_or_a_sentence(argv: list[str], environ: dict[s
 
 
 CONVERTERS = (
-    values.text, values.name, values.switch, values.whole, values.port, values.port_range, values.seconds,
+    values.text, values.name, values.switch, values.whole, values.ports, values.listen_address, values.seconds,
     values.positive_seconds, values.nodes, values.workers, values.numa_binding, values.directory, values.streams,
     values.names, values.phrases, values.ranks, values.key_values, values.node_rank, endpoints,
 )  # fmt: skip

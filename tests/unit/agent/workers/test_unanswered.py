@@ -59,7 +59,7 @@ def test_the_sentence_has_the_port_the_reason_and_what_to_open() -> None:
     assert said.startswith(
         "ranks 1, 2 cannot connect to node0:5 (no answer), MASTER_PORT on the node of rank 0: a fire"
     )
-    assert "--port-range FIRST:LAST" in said
+    assert "--master-port FIRST:LAST" in said
 
 
 def second_node(port: int) -> WorkerGroup:

@@ -240,9 +240,9 @@ def test_what_came_from_variables_is_written_out() -> None:
             "ELAUNCH_ENDPOINT=store:7 elaunch --nnodes 2 --master-addr host0 --node-rank 1 t.py",
         ),
         (
-            "--nnodes 2 --rdzv-endpoint a --port-range 5:9 t.py",
+            "--nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
             {"PET_MASTER_PORT": "5", "PET_TOKEN_FILE": "f", "PET_ROLE": "-x"},
-            "elaunch --role=-x --nnodes 2 --rdzv-endpoint a --port-range 5:9 t.py",
+            "elaunch --role=-x --nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
         ),
     ],
 )
