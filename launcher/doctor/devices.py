@@ -27,8 +27,8 @@ _QUERY = (
     *("index", "uuid", "name", "driver_version", "temperature.gpu", "memory.used", "memory.total"),
     *("ecc.errors.uncorrected.volatile.total", "retired_pages.pending"),
 )
-# An older driver or GPU does not know these, and refuses a whole query that has them.
-_MORE = ("uuid", "remapped_rows.pending", "remapped_rows.failure", "clocks_throttle_reasons.hw_slowdown")
+# A driver may not know these, and then it refuses a whole query that has them.
+_FLAGS = ("remapped_rows.pending", "remapped_rows.failure", "clocks_throttle_reasons.hw_slowdown")
 _RESET = "drain the node and reset the GPU (nvidia-smi --gpu-reset -i {}), or reboot"
 
 # Run by the workers' interpreter. CUDA starts as in a worker: that finds a driver that is too old.
@@ -111,10 +111,11 @@ def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool 
     try:
         rows = _smi(f"--query-gpu={','.join(_QUERY)}")
         used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory") if has_processes else []
-        more: list[list[str]] = []
-        with suppress(subprocess.CalledProcessError):
-            more = _smi(f"--query-gpu={','.join(_MORE)}")
-        found = judge_gpus(rows, used, more, len(devices))
+        flags: set[tuple[str, str]] = set()
+        for flag in _FLAGS:
+            with suppress(subprocess.CalledProcessError):
+                flags |= {(row[0], flag) for row in _smi(f"--query-gpu=uuid,{flag}") if _is_set(row[1])}
+        found = judge_gpus(rows, used, flags, len(devices))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stdout", None) or str(error)
         return (
@@ -142,13 +143,12 @@ def _smi(query: str) -> list[list[str]]:
 
 
 def judge_gpus(
-    rows: list[list[str]], used: list[list[str]], more: list[list[str]], devices: int
+    rows: list[list[str]], used: list[list[str]], flags: set[tuple[str, str]], devices: int
 ) -> tuple[Finding, ...]:
-    """The findings about nvidia-smi's tables: of `_QUERY`, of processes, and of `_MORE`. Raises ValueError.
+    """The findings about nvidia-smi's tables: of `_QUERY`, and of processes. Raises ValueError.
 
-    `devices` is the number of device files of GPUs.
+    `flags` has UUID and name of each of `_FLAGS` that is on. `devices` is the number of device files of GPUs.
     """
-    more_of = {row[0]: row[1:] for row in more if len(row) == len(_MORE)}
     models = dict.fromkeys(row[2] for row in rows)
     kinds = ", ".join(f"{sum(row[2] == model for row in rows)} × {model}" for model in models)
     found = [ok(f"{kinds}, driver {rows[0][3]}" if rows else "nvidia-smi lists no GPU")]
@@ -163,16 +163,16 @@ def judge_gpus(
             )
         )
     for index, uuid, _, _, temperature, memory, total, uncorrected, retired in rows:
-        remapping, failed, slowed = more_of.get(uuid, ("", "", ""))
+        remapping, failed, slowed = ((uuid, flag) in flags for flag in _FLAGS)
         who, reset = f"GPU {index}", _RESET.format(index)
-        if _is_set(failed):
+        if failed:
             way_out = "have the vendor replace it (RMA)"
             found.append(bad(f"{who} could not take a bad row of memory out of use", way_out))
         if uncorrected.isdecimal() and int(uncorrected):
             found.append(bad(f"{who} had {uncorrected} uncorrectable memory errors since the driver was loaded", reset))
-        if _is_set(remapping) or _is_set(retired):
+        if remapping or _is_set(retired):
             found.append(bad(f"{who} waits for a reset to take bad memory out of use", reset))
-        if _is_set(slowed):
+        if slowed:
             way_out = "check the node's cooling and power supplies"
             found.append(warn(f"{who} is slowed down by heat or power, at {temperature} °C", way_out))
         if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:

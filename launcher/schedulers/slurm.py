@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from elaunch.launcher.schedulers.facts import Cluster, HeadQuery, number, port_of, used
-from elaunch.launcher.schedulers.hostlist import of_slurm
+from elaunch.launcher.schedulers.facts import Cluster, HeadQuery, number, of_slurm, port_of, used
 
 # Larger numbers stand for a batch script or an interactive shell, which are not real steps.
 _STEP_MAX = 0xFFFF_FFF0

@@ -24,8 +24,7 @@ from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.schedulers.defaults import concerning, settle
 from elaunch.launcher.schedulers.detect import SCHEDULERS, detect
-from elaunch.launcher.schedulers.facts import Cluster, line
-from elaunch.launcher.schedulers.hostlist import HOSTS_MAX, expand
+from elaunch.launcher.schedulers.facts import HOSTS_MAX, Cluster, expand, line
 from elaunch.launcher.store.connect import invite
 from elaunch.launcher.store.locate import plan
 from elaunch.rendezvous.rules.snapshot import Keys

@@ -28,6 +28,7 @@ TORCH = {"version": "2.13", "cuda": "12.8", "nccl": "2.27.5", "seconds": 2.0}
 # As `nvidia-smi --query-gpu=… --format=csv,noheader,nounits` writes it.
 H100 = ["0", "GPU-aa", "NVIDIA H100 80GB HBM3", "570.86.15", "33", "1024", "81559", "0", "[N/A]"]
 V100 = ["1", "GPU-bb", "Tesla V100-SXM2-32GB", "570.86.15", "41", "0", "32768", "2", "Yes"]
+SLOWED = "clocks_throttle_reasons.hw_slowdown"
 FREE_SHM = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
 
 
@@ -52,12 +53,12 @@ def torch(gpus: int, **changes: object) -> tuple[Finding, ...]:
         (host.judge_clock(True, 2.0, EIGHT), "warn", "2 s"),
         (host.check_shm(Needs(workers=FREE_SHM // MIB)), "bad", "a bus error (SIGBUS) ends the job"),
         (host.check_shm(ONE, "/nowhere"), "bad", "cannot be used"),
-        (devices.judge_gpus([H100], [], [], 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
-        (devices.judge_gpus([H100], [], [], 2), "bad", "Xid 79"),
-        (devices.judge_gpus([H100, V100], [], [], 2), "bad", "GPU 1 had 2 uncorrectable memory errors"),
-        (devices.judge_gpus([H100, V100], [], [], 2), "bad", "nvidia-smi --gpu-reset -i 1"),
-        (devices.judge_gpus([H100], [], [["GPU-aa", "No", "Yes", "Not Active"]], 1), "bad", "RMA"),
-        (devices.judge_gpus([H100], [], [["GPU-aa", "No", "No", "Active"]], 1), "warn", "at 33 °C"),
+        (devices.judge_gpus([H100], [], set(), 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
+        (devices.judge_gpus([H100], [], set(), 2), "bad", "Xid 79"),
+        (devices.judge_gpus([H100, V100], [], set(), 2), "bad", "GPU 1 had 2 uncorrectable memory errors"),
+        (devices.judge_gpus([H100, V100], [], set(), 2), "bad", "nvidia-smi --gpu-reset -i 1"),
+        (devices.judge_gpus([H100], [], {("GPU-aa", "remapped_rows.failure")}, 1), "bad", "RMA"),
+        (devices.judge_gpus([H100], [], {("GPU-aa", SLOWED)}, 1), "warn", "at 33 °C"),
         (
             devices.judge_gpus([H100], [["GPU-aa", "7", "/bin/python", "1"]], [], 1),
             "warn",

@@ -13,8 +13,7 @@ from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers import detect as registry
 from elaunch.launcher.schedulers.defaults import concerning, reachable, settle
-from elaunch.launcher.schedulers.facts import Cluster, line, port_of, port_of_name
-from elaunch.launcher.schedulers.hostlist import expand
+from elaunch.launcher.schedulers.facts import Cluster, expand, line, port_of, port_of_name
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.harness import REPOSITORY
