@@ -164,7 +164,7 @@ class AgentRun:
         """
         from elaunch.agent.loop import Loop
         from elaunch.agent.session.job_store import JobStore
-        from elaunch.agent.workers.master_port import NoPort
+        from elaunch.agent.workers.spawn import NoPort
         from elaunch.rendezvous.rules.snapshot import Keys
 
         job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)

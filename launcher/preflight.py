@@ -58,7 +58,7 @@ def temporary_folder_warning(environ: Mapping[str, str]) -> str:
     if not folder:
         return ""
     # Imported here: most environments have no TMPDIR.
-    from elaunch.agent.core.causes.cause import TEMPORARY_MAX
+    from elaunch.agent.diagnosis.causes.cause import TEMPORARY_MAX
 
     if (length := len(os.fsencode(folder))) <= TEMPORARY_MAX:
         return ""

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Protocol
 
 from elaunch.agent.answers.answers import STACKS_S
-from elaunch.agent.core.orders import OrderAnswer
-from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer, stacks_in
-from elaunch.agent.core.stack_groups import Stack
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import RendezvousPlan, plan_by

@@ -47,7 +47,6 @@ HERE = {
     "elaunch --log-format json --nproc-per-node 2 train.py": '"stream": "stdout", "text": "rank 1 of 2"',
     "elaunch report logs": "succeeded after",
     "elaunch report --json logs": '"outcome": "succeeded"',
-    "elaunch report --perfetto trace.json logs/latest": "trace.json",
     "cat logs/latest/timeline.jsonl": '"event": "sealed"',
     "elaunch --nproc-per-node 1 --no-python env": "MASTER_ADDR=127.0.0.1",
     "elaunch --nproc-per-node 2 --no-python sh -c 'CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec python train.py \"$@\"' sh"

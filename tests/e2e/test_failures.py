@@ -296,7 +296,7 @@ class TestErrorFileOfTheAgent:
 class TestStartUp:
     """A program that can never run is not started again."""
 
-    # Which exceptions are of this kind is tests/unit/agent/core/test_failures.py's matter.
+    # Which exceptions are of this kind is tests/unit/agent/diagnosis/test_exit_status.py's matter.
     @pytest.mark.parametrize(
         ("start", "text", "error"),
         [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.agent.core.failures import tells_of_lost_peer
+from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
 from elaunch.agent.output.folding import ShownTracebacks, TracebackFold, said_of_folded
 
 HEAD = b"[rank0]: Traceback (most recent call last):\n"
