@@ -109,18 +109,14 @@ def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool 
             ),
         )
     try:
-        rows = _smi(f"--query-gpu={','.join(_QUERY)}")
+        rows = _query()
         used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory") if has_processes else []
-        flags: set[tuple[str, str]] = set()
-        for flag in _FLAGS:
-            with suppress(subprocess.CalledProcessError):
-                flags |= {(row[0], flag) for row in _smi(f"--query-gpu=uuid,{flag}") if _is_set(row[1])}
-        found = judge_gpus(rows, used, flags, len(devices))
+        found = judge_gpus(rows, used, len(devices))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stdout", None) or str(error)
+        said = error.stdout.strip() if isinstance(error, subprocess.CalledProcessError) else ""
         return (
             bad(
-                f"{len(devices)} NVIDIA GPU(s), but the driver does not answer: {said.strip().splitlines()[0]}",
+                f"{len(devices)} NVIDIA GPU(s), but the driver does not answer: {(said or str(error)).splitlines()[0]}",
                 "reboot, or reload the driver; after an update of the driver both parts must be of one version",
             ),
         )
@@ -128,6 +124,18 @@ def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool 
         way_out = "NCCL refuses two ranks on one GPU: use --nproc-per-node gpu"
         found = (*found, warn(f"{needs.workers} workers share {seen} GPU(s)", way_out))
     return found
+
+
+def _query() -> list[list[str]]:
+    """A row for each GPU: of `_QUERY` and `_FLAGS`. A flag that the driver does not know is empty.
+
+    Without persistence mode each call takes seconds for each GPU, so that there is one, if all is known.
+    """
+    for known in (len(_FLAGS), 2):
+        with suppress(subprocess.CalledProcessError):
+            rows = _smi(f"--query-gpu={','.join((*_QUERY, *_FLAGS[:known]))}")
+            return [[*row, *[""] * (len(_FLAGS) - known)] for row in rows]
+    return [[*row, *[""] * len(_FLAGS)] for row in _smi(f"--query-gpu={','.join(_QUERY)}")]
 
 
 def _smi(query: str) -> list[list[str]]:
@@ -142,12 +150,10 @@ def _smi(query: str) -> list[list[str]]:
     return [[word.strip() for word in row] for row in csv.reader(ended.stdout.splitlines()) if row]
 
 
-def judge_gpus(
-    rows: list[list[str]], used: list[list[str]], flags: set[tuple[str, str]], devices: int
-) -> tuple[Finding, ...]:
-    """The findings about nvidia-smi's tables: of `_QUERY`, and of processes. Raises ValueError.
+def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> tuple[Finding, ...]:
+    """The findings about nvidia-smi's tables: of GPUs, and of processes. Raises ValueError.
 
-    `flags` has UUID and name of each of `_FLAGS` that is on. `devices` is the number of device files of GPUs.
+    `devices` is the number of device files of GPUs.
     """
     models = dict.fromkeys(row[2] for row in rows)
     kinds = ", ".join(f"{sum(row[2] == model for row in rows)} × {model}" for model in models)
@@ -162,17 +168,16 @@ def judge_gpus(
                 "a GPU may have fallen off the bus: look for Xid 79 in dmesg, and reboot",
             )
         )
-    for index, uuid, _, _, temperature, memory, total, uncorrected, retired in rows:
-        remapping, failed, slowed = ((uuid, flag) in flags for flag in _FLAGS)
+    for index, uuid, _, _, temperature, memory, total, uncorrected, retired, remapping, failed, slowed in rows:
         who, reset = f"GPU {index}", _RESET.format(index)
-        if failed:
+        if _is_set(failed):
             way_out = "have the vendor replace it (RMA)"
             found.append(bad(f"{who} could not take a bad row of memory out of use", way_out))
         if uncorrected.isdecimal() and int(uncorrected):
             found.append(bad(f"{who} had {uncorrected} uncorrectable memory errors since the driver was loaded", reset))
-        if remapping or _is_set(retired):
+        if _is_set(remapping) or _is_set(retired):
             found.append(bad(f"{who} waits for a reset to take bad memory out of use", reset))
-        if slowed:
+        if _is_set(slowed):
             way_out = "check the node's cooling and power supplies"
             found.append(warn(f"{who} is slowed down by heat or power, at {temperature} °C", way_out))
         if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:
