@@ -76,7 +76,7 @@ ecosystem: $(ECOSYSTEM)/.installed  ## Programs of other libraries as they are (
 	folder=$$(mktemp -d /tmp/t.XXXX) && $(ECOSYSTEM)/bin/python -m pytest -q -m "" -n $$(nproc) --dist load \
 		--basetemp=$$folder/t tests/ecosystem $(ARGS); code=$$?; rm -rf $$folder; exit $$code
 
-mutants: $(VENV)/.installed-dev  ## Do the tests notice a wrong line of agent/core or rendezvous/rules? ARGS="--seed 2 --only verdict"; half an hour
+mutants: $(VENV)/.installed-dev  ## Do the tests notice a wrong line of agent/core, the rules of agent/diagnosis or rendezvous/rules? ARGS="--seed 2 --only verdict"; half an hour
 	nice $(BIN)/python -m tests.mutants $(ARGS)
 
 control-plane: $(VENV)/.installed-dev tools  ## A real Kubernetes control plane, built here once (minutes), and pods under it

@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from socket import SCM_RIGHTS, SO_PEERCRED, SOL_SOCKET, socket
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from socket import socket
-
+Key = TypeVar("Key")
+Found = TypeVar("Found")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_PTRACER = 0x59616D61
@@ -50,13 +52,18 @@ def allow_tracer(pid: int) -> None:
 
 def credentials(connection: socket) -> tuple[int, int]:
     """The pid and the user id at the other end of a Unix socket, as the kernel has them."""
-    # Imported here: most processes that import this module ask nobody.
-    import struct
-    from socket import SO_PEERCRED, SOL_SOCKET
-
     form = struct.Struct("3i")
     pid, uid, _ = form.unpack(connection.getsockopt(SOL_SOCKET, SO_PEERCRED, form.size))
     return pid, uid
+
+
+def descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
+    """The fds that came with a packet, from what `recvmsg` says of it. The caller has to close them."""
+    fds = array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (SOL_SOCKET, SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return tuple(fds)
 
 
 def ptrace_scope() -> int | None:
@@ -70,33 +77,6 @@ def ptrace_scope() -> int | None:
 def catches(pid: int, signum: int) -> bool:
     """Whether that process has a handler for the signal; not, where it is gone."""
     return _is_in(pid, "SigCgt", signum)
-
-
-@dataclass(frozen=True)
-class Readiness:
-    """What a process would do with a signal, from /proc/PID/status: its state there, and masks of signals.
-
-    The state is empty where the process is gone. `others` are the signals that it ignores or blocks.
-    """
-
-    state: str
-    caught: int
-    others: int
-
-    @classmethod
-    def of(cls, pid: int) -> Readiness:
-        fields = _fields(pid)
-        caught, ignored, blocked = (int(fields.get(name) or "0", 16) for name in ("SigCgt", "SigIgn", "SigBlk"))
-        return cls(fields.get("State", "")[:1], caught, ignored | blocked)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it is there and no zombie."""
-        return self.state not in ("", "Z", "X")
-
-    def ends_by(self, signum: int) -> bool:
-        """Whether the signal ends it before anything of it runs again. A debugger may keep the signal from it."""
-        return self.state != "t" and not (self.caught | self.others) >> (signum - 1) & 1
 
 
 def is_pending(pid: int, signum: int) -> bool:
@@ -118,6 +98,24 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread | No
     except RuntimeError:
         return None
     return thread
+
+
+def in_threads(works: Mapping[Key, Callable[[], Found]], within_s: float, name: str) -> dict[Key, Found]:
+    """What the works return, each in a daemon thread; those that end `within_s` seconds. A work must not raise.
+
+    The threads of `concurrent.futures` are joined when the process exits. One of them that waits for a process in an
+    uninterruptible sleep would hold that exit up.
+    """
+    found: dict[Key, Found] = {}
+    end_s = time.monotonic() + within_s
+
+    def run(key: Key, work: Callable[[], Found]) -> None:
+        found[key] = work()
+
+    for thread in [start_thread(partial(run, key, work), name) for key, work in works.items()]:
+        if thread:
+            thread.join(max(0.0, end_s - time.monotonic()))
+    return dict(found)
 
 
 @cache
@@ -216,20 +214,6 @@ def thread_call(pid: int, tid: int) -> tuple[str, str]:
         return "", ""
     # A thread that runs has the one word "running".
     return (_CALLS.get(int(number), ""), rest) if rest else ("", "")
-
-
-def waits_for_terminal(pid: int) -> bool:
-    """Whether that process's main thread waits for keys on its stdin, which is a terminal; not, where it is gone."""
-    call, rest = thread_call(pid, pid)
-    try:
-        terminal = os.readlink(f"/proc/{pid}/fd/0")  # noqa: PTH115
-    except OSError:
-        return False
-    if not call or not terminal.startswith(("/dev/pts/", "/dev/tty")):
-        return False
-    first = int(rest.partition(" ")[0], 16)
-    # The select is that by which readline waits.
-    return (call == "read" and first == 0) or (call in ("select", "pselect6") and first == 1)
 
 
 def memory_file(name: str, text: str, *, outlives_exec: bool = False) -> int:

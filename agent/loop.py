@@ -24,7 +24,6 @@ from elaunch.agent.core.actions import (
     Join,
     KeepStacks,
     LookAtStacks,
-    NameLingering,
     Renew,
     ReplaceForkServer,
     Say,
@@ -34,11 +33,10 @@ from elaunch.agent.core.actions import (
     TellWorkers,
     Widen,
 )
-from elaunch.agent.core.entries import NO_GENERATION, SCHEMA_VERSION, Entry, entries
 from elaunch.agent.core.events import Event, OwnStoreLost, Signalled, Tag, Tick
-from elaunch.agent.core.phases import Broken, Clearing, Exited, Running, Stopping
-from elaunch.agent.core.state import Agent
+from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
+from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, entries
 from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.linux import end_of
 from elaunch.agent.output.timeline import NAME as TIMELINE
@@ -47,8 +45,8 @@ from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
 from elaunch.agent.workers.exits import signal_name
-from elaunch.agent.workers.reporter import Reporter
-from elaunch.agent.workers.workers import Workers
+from elaunch.agent.workers.group import Reporter
+from elaunch.agent.workers.manager import Workers
 from elaunch.process_identity import this_process
 from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -58,7 +56,7 @@ from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome
 
 if TYPE_CHECKING:
     from elaunch.agent.answers.answers import Answers
-    from elaunch.agent.core.announcements import Announcement
+    from elaunch.agent.core.timeline import Announcement
 
 _GUARDIANS_MAX = 20
 # The store has this time to take the last writes; the user, who waits for the prompt, waits no longer.
@@ -212,7 +210,7 @@ class Loop:
             self._note(entry)
         if self._hook:
             # Imported here: only a job with --on-event needs it.
-            from elaunch.agent.core.announcements import announcements
+            from elaunch.agent.core.timeline import announcements
 
             for announcement in announcements(before, self._agent):
                 self._hook.tell(self._message(announcement))
@@ -301,7 +299,7 @@ class Loop:
                 self._workers.end_leftovers("the workers start again", self._keep_session)
                 self._workers.spawn(table, group_rank)
             case SignalWorkers():
-                self._workers.signal(action, is_ending=self._is_ending, is_broken=self._is_broken)
+                self._workers.signal(action, is_ending=self._is_ending)
             case TellWorkers():
                 self._workers.tell(action)
             case TakeStacks():
@@ -312,8 +310,6 @@ class Loop:
                 self._workers.keep_stacks(action)
             case Blame():
                 self._workers.blame(action)
-            case NameLingering():
-                self._workers.name_lingering(action)
             case Clear():
                 self._workers.clear(action, self._keep_session)
             case ReplaceForkServer(generation):
@@ -336,17 +332,13 @@ class Loop:
         if self._config.spec.nodes_max == 1:
             return ""
         # Imported here: a job of one node compares nothing.
-        from elaunch.agent.workers.software import software
+        from elaunch.agent.workers.spawn import software
 
         return software(self._config.spec.program)
 
     @property
     def _is_ending(self) -> bool:
         return isinstance(self._agent.phase, (Stopping, Clearing)) and self._agent.phase.then is not None
-
-    @property
-    def _is_broken(self) -> bool:
-        return isinstance(self._agent.phase, Stopping) and isinstance(self._agent.phase.mode, Broken)
 
     def _node_failure(self, kind: FailureKind, generation: int, message: str) -> Failure:
         me = self._agent.me

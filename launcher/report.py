@@ -12,10 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.agent.core.crash import CODES
-from elaunch.agent.core.entries import of_failure
-from elaunch.agent.core.failures import chain_start
-from elaunch.agent.workers.error_file import read_error_file
+from elaunch.agent.core.timeline import of_failure
+from elaunch.agent.diagnosis.exit_status import CRASH_CODES, chain_start
+from elaunch.agent.workers.exits import read_error_file
 from elaunch.launcher.errors import tidy
 from elaunch.rendezvous.job_spec import JobSpec, ProgramKind
 from elaunch.rendezvous.texts import plain
@@ -206,7 +205,7 @@ def _tail(failure: Failure) -> list[str]:
     if failure.traceback:
         # The lines before the traceback tell what happened before the failure.
         start = chain_start(text)
-        if start < 0 or failure.code in CODES:
+        if start < 0 or failure.code in CRASH_CODES:
             start = text.rfind(failure.traceback)
         text = text[:start] if start >= 0 else text
     # Keep only the last state of a progress bar.

@@ -38,9 +38,16 @@ import pytest
 from tests.forked import Child
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("agent/core", "rendezvous/rules")
+# Folders, and the beginnings of files' names.
+PURE = ("causes/", "collectives", "exit_status", "hang", "stack_groups", "waits")
+SOURCES = ("agent/core/", *(f"agent/diagnosis/{name}" for name in PURE), "rendezvous/rules/")
 # What nodes report is tested beside what shows it.
-UNITS = ["tests/unit/agent/core", "tests/unit/rendezvous/rules", "tests/unit/launcher/watch/test_reports.py"]
+UNITS = [
+    "tests/unit/agent/core",
+    "tests/unit/agent/diagnosis",
+    "tests/unit/rendezvous/rules",
+    "tests/unit/launcher/watch/test_reports.py",
+]
 TESTS = (UNITS, ["tests/sim"])
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not servers and not thorough")
 # Of each of the simulator's tests that have one. A mutant that waits for nothing is stopped after WALL_S.
@@ -221,7 +228,11 @@ OWN = ("elaunch", "tests", "__main__")
 
 def importers(stem: str) -> list[Path]:
     asks = re.compile(rf"^ *from \S+\.{stem} import |^ *from \S+ import .*\b{stem}\b", re.MULTILINE)
-    return [path for source in SOURCES for path in (ROOT / source).rglob("*.py") if asks.search(path.read_text())]
+    return [path for path in sources() if asks.search(path.read_text())]
+
+
+def sources() -> list[Path]:
+    return sorted(path for source in SOURCES for path in ROOT.glob(f"{source}{'*' if source[-1] == '/' else ''}.py"))
 
 
 def tried(mutant: Mutant, tests: dict[str, Any], folder: Path) -> Mutant:
@@ -261,7 +272,7 @@ def main() -> None:
     parser.add_argument("--calls", type=Path, help="keep there what each test calls, or read it")
     parser.add_argument("--out", type=Path, default=Path("runs/mutants.json"))
     asked = parser.parse_args()
-    files = sorted(str(path.relative_to(ROOT)) for source in SOURCES for path in (ROOT / source).rglob("*.py"))
+    files = [str(path.relative_to(ROOT)) for path in sources()]
     ranked = sorted((each for file in files for each in mutants(file, asked.seed)), key=lambda each: each["rank"])
     chosen = [mutant for mutant in ranked if asked.only in mutant["file"]][: asked.number]
     if asked.again:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elaunch.trainer.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from elaunch.trainer.checkpoint.single_file import load_plain as load_plain
+    from elaunch.trainer.checkpoint.plain_file import load_plain as load_plain
     from elaunch.trainer.data.accumulation import accumulate as accumulate
     from elaunch.trainer.data.batches import Batches as Batches
     from elaunch.trainer.data.order import Micro as Micro
@@ -44,7 +44,7 @@ _HOMES = {
     "ShardedMemory": "memory.sharded",
     "Stream": "data.sampling",
     "accumulate": "data.accumulation",
-    "load_plain": "checkpoint.single_file",
+    "load_plain": "checkpoint.plain_file",
     "profiled": "profiling.profiler",
     "restore": "state.model_state",
     "state_of": "state.model_state",

@@ -22,7 +22,7 @@ from elaunch.rendezvous.store import Txn
 
 if TYPE_CHECKING:
     # Reports are imported when somebody asks: most jobs are never asked, and each start would pay for it.
-    from elaunch.agent.core.node_report import WorkersSeen
+    from elaunch.agent.core.timeline import WorkersSeen
 
 VERSION = 1
 # py-spy has this long for all workers of the node.
@@ -123,14 +123,14 @@ class Answers:
 
     def _ordered(self, topic: Topic) -> tuple[str, Event | None]:
         """The answer to an order, and the event by which it is obeyed, once the answer has reached the asker."""
-        from elaunch.agent.core.orders import order
+        from elaunch.agent.core.leaving import order
 
         event, said = order(self._agent(), topic)
         return encode(said), event
 
     def _status(self, now_s: float) -> str:
         from elaunch.agent.answers.usage import with_usage
-        from elaunch.agent.core.node_report import node_report
+        from elaunch.agent.core.timeline import node_report
 
         report = node_report(self._agent(), os.getpid(), now_s - self._begun_s, self._seen(now_s))
         return encode(with_usage(report))
@@ -139,9 +139,9 @@ class Answers:
         """Have a thread take the workers' stacks and `tell` them as JSON. Returns False if another one does so now."""
         if not self._is_idle.acquire(blocking=False):
             return False
-        from elaunch.agent.core.node_report import node_report
-        from elaunch.agent.core.stack_answer import stack_answer
-        from elaunch.agent.workers.stacks import take
+        from elaunch.agent.core.timeline import node_report
+        from elaunch.agent.diagnosis.stack_groups import stack_answer
+        from elaunch.agent.diagnosis.stacks import take
 
         now_s = time.monotonic()
         report = node_report(self._agent(), os.getpid(), 0.0, self._seen(now_s))

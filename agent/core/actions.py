@@ -1,14 +1,44 @@
-"""What an agent can do; its loop does it."""
+"""What an agent can do (its loop does it), and what it sends to its workers on their links."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.events import Tag
-from elaunch.agent.core.messages import Message
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.types import Outcome, RankTable
+
+
+class StopReason(Enum):
+    """Why workers are to stop: nodes come, so that training goes on at once; a node goes; the job ends."""
+
+    JOIN = "join"
+    LEAVE = "leave"
+    INTERRUPT = "interrupt"
+
+
+@dataclass(frozen=True)
+class StopAtStepBoundary:
+    """All ranks have to stop after the same step. A worker that said `stopped` may take its time to save and exit."""
+
+    reason: StopReason
+
+
+@dataclass(frozen=True)
+class PeerFailed:
+    """The group is broken: save what only this worker holds, and say `saved`; SIGKILL is the answer to that."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class ShowStacks:
+    """Write to stderr what all threads are doing."""
+
+
+Message = StopAtStepBoundary | PeerFailed | ShowStacks
 
 
 @dataclass(frozen=True)
@@ -113,16 +143,6 @@ class Blame:
 
 
 @dataclass(frozen=True)
-class NameLingering:
-    """Say what keeps the processes of these local ranks, whose programs ended `for_s` ago, in the job called `job`."""
-
-    generation: int
-    local_ranks: frozenset[int]
-    for_s: float
-    job: str
-
-
-@dataclass(frozen=True)
 class Clear:
     """End what is left of a generation on this node and collect its output; answered by `Cleared`.
 
@@ -155,5 +175,5 @@ class Exit:
     outcome: Outcome
 
 
-ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame | NameLingering
+ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

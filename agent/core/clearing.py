@@ -1,4 +1,4 @@
-"""Phase CLEARING: no worker runs any more; what is left of the generation is ended, and its output collected."""
+"""Phases CLEARING and FINISHED: no worker runs; the generation's output is collected, and its failure is explained."""
 
 from __future__ import annotations
 
@@ -6,19 +6,92 @@ from dataclasses import replace
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
-from elaunch.agent.core.early_ends import report_ends
-from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
-from elaunch.agent.core.failures import is_sigkill, with_tail
+from elaunch.agent.core.events import SIGINT, Cleared, Looked, Signalled, StoreLost, Tick
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
-from elaunch.agent.core.membership import join_again
-from elaunch.agent.core.own_store import end_if_store_is_gone, last_if_store_is_gone
-from elaunch.agent.core.phases import Clearing, Finished, WorkersDone, WorkersStopped
-from elaunch.agent.core.signals import SIGINT
-from elaunch.agent.core.state import Agent, Step, exit_with, say_after_cause
-from elaunch.agent.core.store_outage import note_idle, say_waits
+from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
+from elaunch.agent.core.state import (
+    Agent,
+    Clearing,
+    Exited,
+    Finished,
+    Running,
+    Step,
+    Unsaid,
+    WorkersDone,
+    WorkersStopped,
+    exit_with,
+    say_after_cause,
+)
+from elaunch.agent.core.store_outage import end_if_store_is_gone, last_if_store_is_gone, note_idle, say_waits
+from elaunch.agent.diagnosis.causes.table import explained
+from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.transactions import report_done
 from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug, killed_together
-from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
+
+
+def report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tuple[Action, ...]:
+    """If another rank's failure ended the generation, record which worker of this node had exited before.
+
+    The record decides only if all others have lost a peer: then this worker is the peer that they lost.
+    """
+    newest = agent.snapshot.generation
+    if not ends or newest is None or newest.kind is not OpenKind.FAIL or newest.number != generation + 1:
+        return ()
+    return tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, ends[0])))
+
+
+# A worker that raised an exception needs about half a second until it is gone.
+WAIT_S = 2.0
+
+
+def hold(agent: Agent, generation: int, said: Say, now_s: float) -> Agent:
+    """Let `said`, about a failure in `generation` that another one may explain, wait for that one."""
+    return replace(agent, unsaid=Unsaid(generation, (said,), now_s + WAIT_S))
+
+
+def in_order(agent: Agent, actions: tuple[Action, ...], now_s: float) -> Step:
+    """Say the lines that wait, if they have waited long enough; if the cause is said now, only --verbose shows them."""
+    unsaid = agent.unsaid
+    if unsaid is None:
+        return agent, actions
+    if cause := _cause_elsewhere(agent, unsaid.generation):
+        agent, actions = replace(agent, named=cause), (Say(cause, "error"), *_details(unsaid.lines), *actions)
+    elif any(isinstance(action, Say) and action.level == "error" for action in actions):
+        actions = (*actions, *_details(unsaid.lines))
+    elif now_s >= unsaid.until_s or isinstance(agent.phase, (Running, Exited)):
+        actions = (*unsaid.lines, *actions)
+    else:
+        return agent, actions
+    return replace(agent, unsaid=None), actions
+
+
+def _details(lines: tuple[Say, ...]) -> tuple[Say, ...]:
+    return tuple(replace(line, level="debug") for line in lines)
+
+
+def name_cause(agent: Agent, failure: Failure) -> tuple[Action, ...]:
+    """Tell the other nodes of this node's failure, if they know only of a rank that lost a peer."""
+    opened = agent.snapshot.generation
+    is_missed = opened and opened.is_secondary and opened.number == failure.generation + 1
+    if not is_missed or failure.kind.is_secondary or agent.spec.nodes_max == 1:
+        return ()
+    return (Commit(transactions.name_cause(agent.snapshot, failure)),)
+
+
+def _cause_elsewhere(agent: Agent, generation: int) -> str:
+    """The failure on another node that explains those of ranks that lost a peer, as far as the store shows one."""
+    snapshot, me = agent.snapshot, agent.me.node_id
+    ended, opened = snapshot.ended.failure if snapshot.ended else None, snapshot.generation
+    named = (snapshot.causes.get(generation), *snapshot.failures.get(generation, ()), ended)
+    others = (each for each in named if each and each.generation == generation and each.node_id != me)
+    if cause := next((each for each in others if not each.kind.is_secondary), None):
+        return cause.sentence
+    is_next = opened and opened.number == generation + 1 and opened.node_id != me
+    is_cause = opened and opened.kind is OpenKind.FAIL and not opened.is_secondary
+    return opened.cause if opened and is_next and is_cause else ""
+
 
 # After the last worker of a stop has ended, the reader of its output has this time.
 LAST_WORDS_S = 2.0
@@ -126,9 +199,6 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         return with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
 
     def with_cause(failure: Failure) -> Failure:
-        # The rules of causes are a hundred patterns: see needed_later.py.
-        from elaunch.agent.core.explain import explained
-
         return explained(failure, event.facts.get(failure.local_rank), clearing.table.mismatch)
 
     if not failures:
@@ -138,16 +208,13 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         told = report_ends(agent, clearing.table.generation, ended.ends) if isinstance(ended, WorkersStopped) else ()
         return agent, told, then
     assert isinstance(ended, WorkersStopped)
-    # As in `with_cause`.
-    from elaunch.agent.core.first_cause import name_cause
-
     first = failures[0]
     # The others are known to have lost it, or came later: nobody reads what is known of their causes.
     known = [*map(whole_of, failures), *map(whole_of, ended.ends)]
     # Of an exit code alone. Its output may tell of an exception, which our signal did not make.
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
     cause = decisive_failure(known)
-    cause = with_cause(event.killer if event.killer and is_sigkill(cause) else cause)
+    cause = with_cause(cause)
     cause = replace(
         killed_together(cause, known), ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1
     )
@@ -164,3 +231,27 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         actions = (*actions, Say(f"the cause: {cause.sentence}", "error"))
     agent = replace(agent, last_failure=cause)
     return agent, actions, replace(then, failure=cause) if then and then.failure == first else then
+
+
+def finished_looked(agent: Agent, finished: Finished, _event: Looked, _now_s: float) -> Step:
+    """Join again where a newer generation was opened; exit if the job has ended."""
+    snapshot, generation, lost = agent.snapshot, agent.snapshot.generation, loss_of_keys(agent)
+    if lost:
+        return exit_with(agent, lost)
+    if generation is None:
+        return agent, ()
+    if snapshot.ended and belongs_to_run(agent):
+        return exit_with(agent, snapshot.ended)
+    if generation.number <= finished.table.generation:
+        if snapshot.generation_revision == finished.reported:
+            return agent, ()
+        # The key was written over, and restored: the guard of the report may not have held.
+        done = Commit(report_done(snapshot, agent.me, finished.table.generation))
+        return replace(agent, phase=replace(finished, reported=snapshot.generation_revision)), (done,)
+    told = report_ends(agent, finished.table.generation, finished.ends)
+    return join_again(agent, finished.table.generation), (*told, Say(f"running again: {generation.cause}"))
+
+
+def finished_store_lost(agent: Agent, _finished: Finished, event: StoreLost, _now_s: float) -> Step:
+    """Exit: how the job ends is not known here."""
+    return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))

@@ -1,20 +1,40 @@
-"""What can happen to an agent."""
+"""What can happen to an agent, and the signals that the core speaks of, by their numbers on Linux."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING
+from enum import Enum, IntEnum
 
-from elaunch.agent.core.signals import SIGINT, SIGPIPE, SIGTERM
+from elaunch.agent.diagnosis.causes.cause import Facts
+from elaunch.agent.diagnosis.hang import Window
+from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
-if TYPE_CHECKING:
-    from elaunch.agent.core.causes.cause import Facts
-    from elaunch.agent.core.stack_groups import Stack
-    from elaunch.agent.core.standstill import Window
+
+class Signal(IntEnum):
+    """As `signal.Signals`, and equal to it."""
+
+    SIGHUP = 1
+    SIGINT = 2
+    SIGQUIT = 3
+    SIGABRT = 6
+    SIGKILL = 9
+    SIGUSR1 = 10
+    SIGUSR2 = 12
+    SIGPIPE = 13
+    SIGTERM = 15
+
+
+SIGHUP, SIGINT, SIGQUIT, SIGABRT = Signal.SIGHUP, Signal.SIGINT, Signal.SIGQUIT, Signal.SIGABRT
+SIGKILL, SIGUSR1, SIGUSR2, SIGTERM = Signal.SIGKILL, Signal.SIGUSR1, Signal.SIGUSR2, Signal.SIGTERM
+# Not sent by anybody: the agent found that nobody reads its stdout any more (agent/output/streams.py).
+SIGPIPE = Signal.SIGPIPE
+# Those that end the job on all nodes, not only this node's part in it: they are a person's.
+ENDS_JOB = frozenset((SIGINT, SIGPIPE))
+# Exit code of a program that a signal ended, as a shell says it: this and the signal.
+SHELL_BASE = 128
 
 
 class Tag(Enum):
@@ -52,13 +72,9 @@ class Leased:
 
 @dataclass(frozen=True)
 class LeaseLost:
-    """The store says that the lease has ended, and with it this node's keys.
-
-    `held_s` is the time since the store last said that it holds, in seconds.
-    """
+    """The store says that the lease has ended, and with it this node's keys."""
 
     lease: int
-    held_s: float
 
 
 @dataclass(frozen=True)
@@ -243,14 +259,6 @@ class WorkerAsked:
 
 
 @dataclass(frozen=True)
-class WorkersAtPrompt:
-    """Workers that a person has interrupted still wait for keys, as at a debugger's prompt."""
-
-    generation: int
-    local_ranks: frozenset[int]
-
-
-@dataclass(frozen=True)
 class ServiceLost:
     """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
 
@@ -289,8 +297,7 @@ class Cleared:
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
     where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out about the failures of local ranks. `hidden` is a line about output that the console did not get. `killer`
-    is a rank that had failed before a SIGKILL ended it or a peer.
+    found out about the failures of local ranks. `hidden` is a line about output that the console did not get.
     """
 
     generation: int
@@ -299,7 +306,6 @@ class Cleared:
     progressed: bool = False
     facts: Mapping[int, Facts] = field(default_factory=dict)
     hidden: str = ""
-    killer: Failure | None = None
 
 
 @dataclass(frozen=True)
@@ -310,15 +316,6 @@ class Tick:
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
 LinkEvent = WorkerRaised | WorkerReturned | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = (
-    LinkEvent
-    | WorkerExited
-    | Reported
-    | Sampled
-    | StacksTaken
-    | WorkersHung
-    | WorkerAsked
-    | WorkersAtPrompt
-    | ServiceLost
-    | Cleared
+    LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkerAsked | ServiceLost | Cleared
 )
 Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | RestartOrdered | Tick

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import Say, Spawn
 from elaunch.agent.core.events import Leased, LeaseLost, Looked, StoreLost, StoreRefuses
-from elaunch.agent.core.membership import belongs_to_run, loss_of_keys, with_own_id
-from elaunch.agent.core.own_lease import lease_lost, leased
-from elaunch.agent.core.phases import Joining, Running
-from elaunch.agent.core.state import Agent, Step, exit_with
+from elaunch.agent.core.membership import belongs_to_run, lease_lost, leased, loss_of_keys, with_own_id
+from elaunch.agent.core.state import Agent, Joining, Running, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.job_spec import UNNAMED

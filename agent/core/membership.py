@@ -1,14 +1,24 @@
-"""The agent's part in the job's rendezvous: entering, joining generations, leading."""
+"""The agent's part in the job's rendezvous: its lease, entering, joining generations, leading."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
-from elaunch.agent.core.events import Committed, Tag
-from elaunch.agent.core.own_lease import renew_when_due
-from elaunch.agent.core.phases import Finished, Joining, Phase, Running
-from elaunch.agent.core.state import WORTH_A_WORD_S, Agent, Claim, Misfit, Step, Waiting, exit_with
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
+from elaunch.agent.core.state import (
+    WORTH_A_WORD_S,
+    Agent,
+    Claim,
+    Finished,
+    Joining,
+    Misfit,
+    Phase,
+    Running,
+    Step,
+    Waiting,
+    exit_with,
+)
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.rules.transactions import (
@@ -19,6 +29,39 @@ from elaunch.rendezvous.rules.transactions import (
     start_run,
 )
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
+
+
+def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
+    """Take the new lease; a node with workers comes back by it as the same node."""
+    return agent.as_member(lease=event.lease, next_id=event.node_id), ()
+
+
+def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
+    """Begin another lease; nobody is declared lost for a while, as others may have been cut off, too."""
+    if event.lease != agent.membership.lease:
+        return agent, ()
+    agent = agent.as_member(lease=0, is_member=False, evicted=False, claim=Claim.UNTRIED)
+    # A lease that ends again and again would hide each loss for ever.
+    if now_s >= agent.lossless_until_s + agent.times.return_grace_s:
+        agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
+    if agent.is_going:
+        return agent, ()
+    due_s = agent.membership.renewed_s + agent.times.keepalive_s
+    if now_s >= due_s:
+        return agent.as_member(renewed_s=now_s), (Renew(),)
+    # Leases that end at once, as by another client of the store, would be as many requests as the store can answer.
+    return replace(agent.as_member(renew_at_s=due_s, renewed_s=due_s), lead_at_s=due_s), ()
+
+
+def renew_when_due(agent: Agent, now_s: float) -> Step:
+    """Begin another lease, if this node has waited for that long enough."""
+    due_s = agent.membership.renew_at_s
+    if due_s is None:
+        return agent, ()
+    if now_s < due_s:
+        return replace(agent, lead_at_s=due_s), ()
+    return agent.as_member(renew_at_s=None), (Renew(),)
+
 
 # The log says what a node waits for at most once in this time.
 SAY_AGAIN_S = 5.0

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Commit, NameLingering, Say, SignalWorkers, TakeStacks
+from elaunch.agent.core import hangs
+from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason, TakeStacks
+from elaunch.agent.core.clearing import hold
 from elaunch.agent.core.events import (
+    SIGABRT,
+    SIGHUP,
+    SIGINT,
+    SIGKILL,
+    SIGPIPE,
+    SIGQUIT,
+    SIGTERM,
+    SIGUSR1,
+    SIGUSR2,
     Looked,
     Reported,
     Sampled,
@@ -23,24 +34,12 @@ from elaunch.agent.core.events import (
     WorkersHung,
     WorkerStopped,
 )
+from elaunch.agent.core.hangs import hear_of_hang
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
-from elaunch.agent.core.messages import StopReason
-from elaunch.agent.core.phases import EXIT_S, Clearing, HeldEnd, Running, Stopping, WorkersDone
-from elaunch.agent.core.signals import (
-    SIGABRT,
-    SIGHUP,
-    SIGINT,
-    SIGKILL,
-    SIGPIPE,
-    SIGQUIT,
-    SIGTERM,
-    SIGUSR1,
-    SIGUSR2,
-)
-from elaunch.agent.core.state import Agent, Step
-from elaunch.agent.core.stop_orders import (
-    NOTICE_S,
+from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, Running, Step, Stopping, WorkersDone
+from elaunch.agent.core.stopping import (
+    STOPPED_CODES,
     clear_up,
     grace_of_failure,
     ranks,
@@ -48,7 +47,6 @@ from elaunch.agent.core.stop_orders import (
     stop_broken,
     wishes_of,
 )
-from elaunch.agent.core.stopping import STOPPED_CODES
 from elaunch.agent.core.store_outage import given_up, say_waits
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.verdict import decisive_failure
@@ -182,25 +180,18 @@ def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> S
 
 def sampled(agent: Agent, running: Running, event: Sampled, now_s: float) -> Step:
     """Count how long all workers have stood still; take their stacks now and then; tell the leader of a change."""
-    # No agent reads the rules of hangs before its first look at its workers: see needed_later.py.
-    from elaunch.agent.core import hang_watch
-
-    return hang_watch.sampled(agent, running, event, now_s)
+    return hangs.sampled(agent, running, event, now_s)
 
 
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, now_s: float) -> Step:
     """Compare the stacks with those of the last look; or name the worker that a collective waited for in vain."""
     if running.held and running.is_broken:
-        from elaunch.agent.core import absent
-
-        if named := absent.judged(agent, running, event.stacks):
+        if named := hangs.judged(agent, running, event.stacks):
             return named
-        shown = absent.shown(agent, running, event.stacks)
+        shown = hangs.shown(agent, running, event.stacks)
         agent, actions = _end_look(agent, running, running.held, now_s)
         return agent, (*shown, *actions)
-    from elaunch.agent.core import hang_watch
-
-    return hang_watch.stacks_taken(agent, running, event, now_s)
+    return hangs.stacks_taken(agent, running, event, now_s)
 
 
 def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:
@@ -268,12 +259,16 @@ def _name_lingering(agent: Agent, running: Running, now_s: float) -> tuple[Agent
     if not any(now_s >= at_s for _, at_s in running.lingers_s):
         return agent, running, ()
     late = {rank: at_s for rank, at_s in running.lingers_s if now_s >= at_s - LINGER_TOGETHER_S}
-    for_s = agent.times.hang_after_s + AFTER_HANG_S - max(0.0, max(late.values()) - now_s)
     running = replace(running, lingers_s=tuple(each for each in running.lingers_s if each[0] not in late))
+    agent = replace(agent, phase=running)
     if running.standstill.said:
-        return replace(agent, phase=running), running, ()
-    named = NameLingering(running.table.generation, frozenset(late), for_s, agent.called)
-    return replace(agent, phase=running), running, (named,)
+        return agent, running, ()
+    said = (
+        f"the program of local rank {ranks(frozenset(late))} ended {agent.times.hang_after_s + AFTER_HANG_S:.0f} s ago,"
+        f" but its process has not exited: elaunch stacks {agent.called} shows what keeps it, elaunch stop"
+        f" {agent.called} ends the job"
+    )
+    return agent, running, (Say(said, "warning"),)
 
 
 def _kill_late(agent: Agent, running: Running, now_s: float) -> Step:
@@ -306,14 +301,13 @@ def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: flo
 def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
     is_person = ended.kind is OutcomeKind.INTERRUPTED
     grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
-    signum, at_s = _signal_for(agent, agent.snapshot.generation, running, now_s)
-    # The time to save begins when they are told.
-    stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
+    signum = _signal_for(agent, agent.snapshot.generation, running)
+    stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
     if running.has_lost_step:
         return stop_broken(agent, stopping, (said,))
-    return stop_at_boundary(agent, stopping, reason, signum, (said,), notice_at_s=at_s)
+    return stop_at_boundary(agent, stopping, reason, signum, (said,))
 
 
 def _why_stopping(running: Running, generation: Generation) -> Say:
@@ -337,8 +331,8 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    signum, at_s = _signal_for(agent, generation, running, now_s)
-    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, notice_at_s=at_s)
+    signum = _signal_for(agent, generation, running)
+    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s)
 
 
 def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
@@ -364,10 +358,7 @@ def _look(agent: Agent, rest: Running, failure: Failure, now_s: float) -> Step |
 
 
 def _look_for(agent: Agent, running: Running, sentence: str, failure: Failure | None, now_s: float) -> Step | None:
-    # No agent reads these rules before a collective has failed: see needed_later.py.
-    from elaunch.agent.core import absent
-
-    return absent.look(agent, running, sentence, failure, now_s)
+    return hangs.look(agent, running, sentence, failure, now_s)
 
 
 def _end_look(agent: Agent, running: Running, held: HeldEnd, now_s: float) -> Step:
@@ -378,23 +369,17 @@ def _end_look(agent: Agent, running: Running, held: HeldEnd, now_s: float) -> St
 
 
 def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
-    from elaunch.agent.core.hang_watch import hear_of_hang
-
     return hear_of_hang(agent, running)
 
 
-def _signal_for(
-    agent: Agent, generation: Generation | None, running: Running, now_s: float
-) -> tuple[int, float | None]:
-    """What ends workers that do not listen, and when: SIGTERM now, or a notice by which another node leaves.
+def _signal_for(agent: Agent, generation: Generation | None, running: Running) -> int:
+    """What ends workers that do not listen: SIGTERM, or a scheduler's notice by which another node leaves.
 
-    A scheduler sends that to all nodes, and each hears of the first one's leave before the slowest has its own; where
-    the program has a handler for the notice, SIGTERM would end it unsaved. One sent to all processes of this node, too,
-    is not to be doubled: so its own is waited for.
+    Where the program has a handler for the notice, SIGTERM would end it unsaved.
     """
     if generation and generation.number > running.table.generation and generation.signum in agent.notices:
-        return generation.signum, now_s + NOTICE_S
-    return SIGTERM, None
+        return generation.signum
+    return SIGTERM
 
 
 def _cause(running: Running, failure: Failure) -> Failure:
@@ -474,8 +459,6 @@ def _say(agent: Agent, running: Running, said: Say, now_s: float, *, is_secondar
     """Say it now, or after the cause: if it `is_secondary`, a rank of another node may be that."""
     if not is_secondary or len(running.table.seats) == 1:
         return agent, (said,)
-    from elaunch.agent.core.first_cause import hold
-
     return hold(agent, running.table.generation, said, now_s), ()
 
 

@@ -1,13 +1,30 @@
-"""Phase STOPPING: workers are to end, and some still run."""
+"""Phase STOPPING: workers are to end, and some still run: by messages on their links, or by signals."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Commit, ReplaceForkServer, Say, SignalWorkers
-from elaunch.agent.core.clearing import LAST_WORDS_S
+from elaunch.agent.core.actions import (
+    Action,
+    Clear,
+    Commit,
+    Message,
+    PeerFailed,
+    ReplaceForkServer,
+    Say,
+    SignalWorkers,
+    StopAtStepBoundary,
+    StopReason,
+    TellWorkers,
+)
+from elaunch.agent.core.clearing import LAST_WORDS_S, name_cause
 from elaunch.agent.core.events import (
+    SHELL_BASE,
+    SIGINT,
+    SIGKILL,
+    SIGPIPE,
+    SIGTERM,
     Looked,
     ServiceLost,
     Signalled,
@@ -16,30 +33,161 @@ from elaunch.agent.core.events import (
     WorkerAsked,
     WorkerExited,
     WorkerListens,
-    WorkersAtPrompt,
     WorkerSaved,
     WorkerSaving,
     WorkerStopped,
 )
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
-from elaunch.agent.core.messages import StopReason
-from elaunch.agent.core.phases import AtBoundary, Broken, Killing, Noticed, Stopping
-from elaunch.agent.core.signals import SHELL_BASE, SIGINT, SIGKILL, SIGPIPE, SIGTERM
-from elaunch.agent.core.state import Agent, Step
-from elaunch.agent.core.stop_orders import (
-    go_on_stopping,
-    grace_of_failure,
-    pass_notice_on,
-    past_boundary,
-    past_grace_of_failure,
-    ranks,
-    stop_broken,
-    stop_otherwise,
-    wishes_of,
+from elaunch.agent.core.state import (
+    Agent,
+    AtBoundary,
+    Broken,
+    Clearing,
+    Killing,
+    LinkWords,
+    Running,
+    Step,
+    Stopping,
+    WorkersDone,
+    WorkersStopped,
 )
 from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
+
+# A worker that listens for failures has at least so long to report that it saves, or has saved.
+_LISTENER_S = 2.0
+
+
+def stop_at_boundary(
+    agent: Agent,
+    stopping: Stopping,
+    reason: StopReason,
+    signum: int,
+    actions: tuple[Action, ...] = (),
+    *,
+    until_s: float | None = None,
+) -> Step:
+    """Ask workers that listen to stop after the same step as all ranks; the others get the signal.
+
+    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None has been told of anything before.
+    """
+    live, words = stopping.live, stopping.words
+    asked = live & words.to_stop
+    ended = live - asked
+    notice = signum if signum in agent.notices else 0
+    mode = AtBoundary(ended, signum, notice, until_s if asked - words.stopped else None)
+    return _tell(agent, replace(stopping, mode=mode), asked, StopAtStepBoundary(reason), ended, signum, actions)
+
+
+def stop_otherwise(
+    agent: Agent, stopping: Stopping, reason: StopReason, signum: int, actions: tuple[Action, ...] = ()
+) -> Step:
+    """Workers that are stopping already are to stop for another reason, with another signal.
+
+    In a broken group there is no step to end, and those that save are left alone.
+    """
+    live, words, mode, reached = stopping.live, stopping.words, stopping.mode, stopping.reached
+    asked = frozenset[int]() if isinstance(mode, Broken) else (live & words.to_stop) - reached
+    ended = live - asked - (words.to_failure if isinstance(mode, Broken) else frozenset())
+    if isinstance(mode, (AtBoundary, Broken)) and signum == mode.signum and signum in agent.notices:
+        # Passed on before from another node, which had it first.
+        ended -= reached
+    if isinstance(mode, Broken):
+        stopping = replace(stopping, mode=Broken(reached | ended, signum, spent=mode.spent))
+    else:
+        stopping = replace(stopping, mode=AtBoundary(reached | ended, signum))
+    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, signum, actions)
+
+
+def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
+    """After a failure: those that listen for that are told, and save; the others get SIGTERM, if they had no signal.
+
+    A worker that has stopped at a step boundary has saved, or is about to, and ends by itself. So does one whose
+    program has returned: a signal would take the place of its exit status.
+    """
+    left = stopping.live - stopping.words.stopped
+    told = left & stopping.words.to_failure
+    ended = left - told - stopping.reached - stopping.words.returned
+    mode = Broken(stopping.reached | ended, SIGTERM, stopping.mode.notice, stopping.spent)
+    message = PeerFailed(stopping.table.generation)
+    return _tell(agent, replace(stopping, mode=mode), told, message, ended, SIGTERM, actions)
+
+
+def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
+    """How long this group's workers have after a failure."""
+    return max(agent.times.failure_grace_s, _LISTENER_S if group.live & group.words.to_failure else 0.0)
+
+
+def past_boundary(agent: Agent, stopping: Stopping, boundary: AtBoundary, now_s: float) -> Step:
+    """Those that were to stop at a step boundary have not come to one in time."""
+    late, grace_s = stopping.on_the_way, agent.times.stop_grace_s
+    mode = replace(boundary, signalled=boundary.signalled | late, until_s=None)
+    agent = replace(agent, phase=replace(stopping, mode=mode, due_s=now_s + grace_s, grace_s=grace_s))
+    if not late:
+        return agent, ()
+    text = f"local rank {ranks(late)} came to no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
+    return agent, (Say(text, "warning"), SignalWorkers(stopping.table.generation, late, SIGTERM))
+
+
+def past_grace_of_failure(agent: Agent, stopping: Stopping, broken: Broken, until_s: float) -> Step:
+    """Kill all but those that save, which have until then."""
+    late = stopping.live - stopping.saving - broken.spent
+    mode = replace(broken, spent=broken.spent | late)
+    stopped = replace(stopping, mode=mode, due_s=until_s, grace_s=agent.times.stop_grace_s)
+    agent = replace(agent, phase=stopped)
+    if not late:
+        return agent, ()
+    text = f"local rank {ranks(late)} still ran after {stopping.grace_s:g} s; SIGKILL"
+    return agent, (Say(text, "warning"), SignalWorkers(stopping.table.generation, late, SIGKILL))
+
+
+def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
+    """Wait for the workers that live, or clear up after the last one."""
+    if stopping.live:
+        return replace(agent, phase=stopping), actions
+    ended = WorkersStopped(stopping.failures, stopping.ends, stopping.answered)
+    return clear_up(agent, Clearing(stopping.table, stopping.due_s, ended, stopping.then), actions)
+
+
+def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ()) -> Step:
+    is_done = isinstance(clearing.ended, WorkersDone)
+    return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, is_done))
+
+
+def wishes_of(words: LinkWords, event: WorkerListens) -> LinkWords:
+    """What the workers have said, with what this one wants to be told from now on."""
+    rank = frozenset({event.local_rank})
+    return replace(
+        words,
+        hearing=words.hearing | rank,
+        to_stop=words.to_stop | rank if event.to_stop else words.to_stop - rank,
+        to_failure=words.to_failure | rank if event.to_failure else words.to_failure - rank,
+        saving=words.saving if event.to_failure else words.saving - rank,
+    )
+
+
+def ranks(local_ranks: frozenset[int]) -> str:
+    """In words."""
+    return ", ".join(str(rank) for rank in sorted(local_ranks))
+
+
+def _tell(
+    agent: Agent,
+    stopping: Stopping,
+    told: frozenset[int],
+    message: Message,
+    ended: frozenset[int],
+    signum: int,
+    actions: tuple[Action, ...],
+) -> Step:
+    generation = stopping.table.generation
+    if stopping.live and told:
+        actions = (*actions, TellWorkers(generation, told, message))
+    if stopping.live and ended:
+        actions = (*actions, SignalWorkers(generation, ended, signum))
+    return go_on_stopping(agent, stopping, actions)
+
 
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
 KILL_WAIT_S = 5.0
@@ -94,7 +242,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
         # Two that were killed at once, or that one lack of memory has hit, are two failures.
         said = (Say(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
         return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), said)
-    is_asked = isinstance(stopping.mode, (AtBoundary, Noticed))
+    is_asked = isinstance(stopping.mode, AtBoundary)
     if stopping.then and is_asked and failure.local_rank not in stopping.words.stopped:
         # Those that were asked to stop after a step wait for this one in vain.
         return stop_broken(agent, stopping)
@@ -103,9 +251,6 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     is_own = not failure.kind.is_secondary if failure.local_rank in stopping.words.returned else _is_own_doing(failure)
     if stopping.then or generation is None or not is_own:
         return go_on_stopping(agent, stopping)
-    # Only a failure needs this rule: see needed_later.py.
-    from elaunch.agent.core.first_cause import name_cause
-
     stopping = replace(stopping, failures=(failure,))
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
     actions: tuple[Action, ...] = (failed, *name_cause(agent, failure), Say(failure.sentence, "error"))
@@ -138,8 +283,6 @@ def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: fl
         case AtBoundary(signalled=signalled):
             now = rank - words.to_stop - words.stopped - signalled
             mode = replace(mode, signalled=signalled | now)
-        case Noticed(waiting=waiting):
-            mode = replace(mode, waiting=waiting | (rank - words.to_stop - words.stopped))
         case Broken(signalled=signalled, spent=spent):
             now = rank - words.to_failure - words.stopped - words.returned - signalled - spent
             mode = replace(mode, signalled=signalled | now)
@@ -172,19 +315,10 @@ def worker_stopped(agent: Agent, stopping: Stopping, event: WorkerStopped, now_s
     """Note that it has come to the step boundary; after the last one the time to save begins."""
     words, mode = stopping.words, stopping.mode
     stopping = replace(stopping, words=replace(words, stopped=words.stopped | {event.local_rank}))
-    if isinstance(mode, (AtBoundary, Noticed)) and mode.until_s is not None and not stopping.on_the_way:
+    if isinstance(mode, AtBoundary) and mode.until_s is not None and not stopping.on_the_way:
         # From here on they only save.
         stopping = replace(stopping, mode=replace(mode, until_s=None)).hurried(now_s, agent.times.stop_grace_s)
     return replace(agent, phase=stopping), ()
-
-
-def workers_at_prompt(agent: Agent, stopping: Stopping, event: WorkersAtPrompt, _: float) -> Step:
-    """Send them SIGTERM: a debugger takes SIGINT, and asks again."""
-    waiting = stopping.live & event.local_ranks
-    if not waiting or isinstance(stopping.mode, Killing):
-        return agent, ()
-    said = Say(f"local rank {ranks(waiting)} waits at a prompt; SIGTERM")
-    return agent, (said, SignalWorkers(event.generation, waiting, SIGTERM))
 
 
 def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:
@@ -202,9 +336,6 @@ def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) 
     agent, unheard = take_signal(agent, event)
     if stopping.then is None:
         agent, actions = _leave_after(agent, stopping, event, now_s)
-    elif isinstance(stopping.mode, Noticed) and event.signum != SIGINT:
-        # The job ends of what another node was told, and now this one is.
-        agent, actions = pass_notice_on(agent, stopping, stopping.mode, event.signum)
     elif event.signum == SIGINT:
         agent, actions = _end_too(agent, stopping, event, now_s)
     else:
@@ -222,8 +353,6 @@ def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
 def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     mode, live = stopping.mode, ranks(stopping.live)
     match mode:
-        case Noticed(at_s=at_s) if now_s >= at_s:
-            return pass_notice_on(agent, stopping, mode, mode.signum)
         case AtBoundary(until_s=until_s) if until_s is not None and now_s >= until_s:
             return past_boundary(agent, stopping, mode, now_s)
         case _ if now_s < stopping.due_s:

@@ -6,9 +6,9 @@ import array
 import json
 import os
 import socket
-from collections.abc import Iterable
 from typing import Any
 
+from elaunch.agent.linux import descriptors
 from elaunch.strict_json import parse_json
 
 _PACKET_BYTES_MAX = 128 << 10
@@ -48,12 +48,3 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None
             os.close(fd)
         return None
     return message, found
-
-
-def descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
-    """The fds that came with a packet, from what `recvmsg` says of it. The caller has to close them."""
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return tuple(fds)

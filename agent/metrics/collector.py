@@ -9,8 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from elaunch import __version__
-from elaunch.agent.core.phases import Finished, Running, Stopping
-from elaunch.agent.core.state import Agent
+from elaunch.agent.core.state import Agent, Finished, Running, Stopping
 from elaunch.agent.metrics.counters import Counts
 
 

@@ -24,9 +24,8 @@ from elaunch.agent.terminal import is_one_terminal
 _READ_BYTES = 256 << 10
 _LEVELS = get_args(Level)
 
-# Gets, by local rank, the end of each stderr, the number of its lines that were not shown (`TracebackFold`), and when
-# its last ones came (`time.time()`).
-Drained = Callable[[dict[int, str], dict[int, int], dict[int, float]], None]
+# Gets, by local rank, the end of each stderr, and the number of its lines that were not shown (`TracebackFold`).
+Drained = Callable[[dict[int, str], dict[int, int]], None]
 
 
 class Pump:
@@ -57,7 +56,6 @@ class Pump:
         self._streams: list[WorkerStream] = []
         self._tails: dict[int, dict[int, str]] = {}
         self._folded: dict[int, dict[int, int]] = {}
-        self._spoke_at: dict[int, dict[int, float]] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elaunch-output", daemon=True)
 
@@ -170,8 +168,6 @@ class Pump:
         stream.close()
         if tail := stream.tail():
             self._tails.setdefault(stream.generation, {})[stream.local_rank] = tail
-            at = time.time() - (time.monotonic() - stream.spoke_s)
-            self._spoke_at.setdefault(stream.generation, {})[stream.local_rank] = at
         if stream.folded:
             self._folded.setdefault(stream.generation, {})[stream.local_rank] = stream.folded
 
@@ -186,4 +182,4 @@ class Pump:
                     self._finish(stream)
         finally:
             tails, folded = self._tails.pop(generation, {}), self._folded.pop(generation, {})
-            drained(tails, folded, self._spoke_at.pop(generation, {}))
+            drained(tails, folded)

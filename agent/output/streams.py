@@ -136,7 +136,6 @@ class Route:
 class WorkerStream:
     """A pipe from a worker. Everything that the worker wrote goes along `route`. With `keep_tail` its end is kept.
 
-    `spoke_s` is when it last wrote, on the clock of `now_s`.
 
     `fd` is the pipe's reading end, which does not block. This object closes it and the route's files.
     """
@@ -145,7 +144,6 @@ class WorkerStream:
         self.fd = fd
         self.generation = generation
         self.local_rank = local_rank
-        self.spoke_s = 0.0
         self._partial_at_s: float | None = None
         self._route = route
         self._fold = route.fold
@@ -173,7 +171,6 @@ class WorkerStream:
         """Pass `data` on: whole lines at once, a partial line when its end comes or `flush_at_s` has passed."""
         if self._keep_tail:
             self._remember(data)
-        self.spoke_s = now_s
         left = self._route.file.write(data) if self._route.file else data
         if self._route.file_first:
             data = left

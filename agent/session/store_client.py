@@ -276,7 +276,7 @@ class StoreClient:
             held_s = self._host.now() - self._renewed_s
             self._lease, self._ended_early = 0, lease if held_s < self._times.lease_ttl_s else 0
             self._renewal_due_s = None
-            self._post(LeaseLost(lease, held_s))
+            self._post(LeaseLost(lease))
 
     def _is_dead_member(self, member: str) -> bool:
         with suppress(ValueError):

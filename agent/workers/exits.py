@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import time
 from dataclasses import replace
 
-from elaunch.agent.core.crash import CODES
 from elaunch.agent.core.events import WorkerAsked, WorkerExited
-from elaunch.agent.core.failures import Place, Remains, end_of, failure_of
-from elaunch.agent.workers.error_file import read_error_file
+from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Place, Remains, end_of, failure_of
+from elaunch.agent.diagnosis.oom import OutOfMemoryWatch, held_text, limit_text
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
-from elaunch.agent.workers.oom import OutOfMemoryWatch, held_text, limit_text
 from elaunch.rendezvous.types import Failure, FailureKind
+
+# The record holds Python's text of the exception twice. The agent's loop waits while a record is read.
+BYTES_MAX = 32 << 20
+
+
+def read_error_file(path: str | os.PathLike[str]) -> str | None:
+    """The record in the file. "" if the file is too large to be a record, None if it is no regular file.
+
+    A pipe would wait for its writer, and a device has no end: neither is read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        if found.st_size > BYTES_MAX:
+            return ""
+        # The program may still write to the file, so the read has a limit too.
+        with open(fd, "rb", closefd=False) as file:
+            content = file.read(BYTES_MAX)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return content.decode(errors="replace")
+
 
 # Python's exit code for an exception.
 _EXCEPTION_CODE = 1
@@ -44,7 +73,7 @@ class ExitReader:
         return WorkerExited(group.generation, local_rank, code, failure, end, told)
 
     def parent_killed(self, group: WorkerGroup, parent: Failure) -> Failure:
-        """The failure of the workers' parent process, killed by SIGKILL. They were killed with it, and are noted so."""
+        """The failure of the workers' parent process, killed by SIGKILL."""
         for link in group.links.values():
             link.read()
         parent = replace(
@@ -55,9 +84,6 @@ class ExitReader:
             lived_s=max(map(group.lived_s, group.pids)),
         )
         group.failures[parent.local_rank] = parent
-        for local_rank, pid in group.pids.items():
-            if local_rank not in group.failures:
-                group.failures[local_rank] = self._failure(group, local_rank, pid, -signal.SIGKILL)
         return parent
 
     def asked(self, group: WorkerGroup, local_rank: int, sender: int, signum: int) -> WorkerAsked:
@@ -120,7 +146,7 @@ class ExitReader:
         link, error_file = group.links.get(local_rank), group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
         kernel = self.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
-        crash_file = group.crash_files.get(local_rank) if code in CODES else None
+        crash_file = group.crash_files.get(local_rank) if code in CRASH_CODES else None
         remains = Remains(
             code,
             record or "",

@@ -1,21 +1,147 @@
-"""One generation's workers as their node's agent knows them."""
+"""One generation's workers as their node's agent knows them, and where news of them go."""
 
 from __future__ import annotations
 
+import os
+import select
+import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from elaunch.agent.core.entries import NO_GENERATION
+from elaunch.agent.config import Level
+from elaunch.agent.core.events import Event
+from elaunch.agent.core.timeline import NO_GENERATION
+from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
+from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import Home
-from elaunch.agent.workers.crash_file import CrashFile
+from elaunch.agent.forkserver.crash_stack import EXIT_CODE
+from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers.link import Link
-from elaunch.agent.workers.store_control import StoreControl
-from elaunch.rendezvous.types import Failure, RankTable
+from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 
-if TYPE_CHECKING:
-    from elaunch.agent.workers.flight_recorder import FlightRecorder
+# faulthandler writes at most 100 frames of each of 100 threads; the newest stack is at the end.
+_BYTES_MAX = 256 << 10
+
+
+class CrashFile:
+    """One worker's file. The agent keeps it open, and the worker gets a descriptor of the same file.
+
+    The worker owns what is in it: it may hold anything, and any amount.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def read(self) -> str:
+        """The end of what was written."""
+        with suppress(OSError):
+            size = os.fstat(self._fd).st_size
+            return os.pread(self._fd, _BYTES_MAX, max(size - _BYTES_MAX, 0)).decode(errors="replace")
+        return ""
+
+    def exit_code(self) -> int | None:
+        """The code with which the program ended, if the process crashed after that; None if that is not known."""
+        with suppress(OSError):
+            size = os.fstat(self._fd).st_size
+            end = os.pread(self._fd, len(EXIT_CODE) + 1, max(size - len(EXIT_CODE) - 1, 0))
+            return end[-1] if end[:-1] == EXIT_CODE else None
+        return None
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+_ANSWER_S = 0.5
+
+
+class StoreControl:
+    """The worker store reports whether it is idle, since no rank has connected yet; then that it is up, or why not.
+
+    At its end it reports whether a rank used it.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._socket = control
+        self._is_idle = False
+        self._is_up = False
+        self._is_gone = False
+        self._error = ""
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more is to be read before the end: it is up, or it failed, or it is gone."""
+        return self._is_up or self._is_gone or bool(self._error)
+
+    def read(self) -> bool:
+        """Read the store's reports that have come. Returns whether the store is up."""
+        with suppress(OSError):
+            while not self.is_settled:
+                news = wire.receive(self._socket)
+                said = news[0] if news else {}
+                self._is_gone = news is None
+                self._is_idle = said.get("idle", False) is True
+                self._is_up = "up" in said
+                self._error = said.get("error", "")
+        return self._is_up
+
+    def end(self, *, is_used: bool = False) -> bool | None:
+        """End the store. Returns whether a rank has used it, or None if the store is neither idle nor up.
+
+        `is_used` says that a rank is known to have used it. The store ends then without having been asked.
+        """
+        with self._socket, suppress(OSError):
+            if is_used:
+                return True
+            if not self.read() and not self._is_idle:
+                return None
+            wire.send(self._socket, {"op": "end"})
+            select.select([self._socket], [], [], _ANSWER_S)
+            answer = wire.receive(self._socket)
+            # A store that begins to import torch at this moment has no number.
+            keys = answer[0].get("keys") if answer else 0
+            return None if keys is None else keys > 0
+        return None
+
+    def last_error(self) -> str:
+        """The error that a store reported before it ended, in words. Empty if it reported none."""
+        with self._socket:
+            self.read()
+        return f"failed: {self._error}" if self._error else ""
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Events go to `post`, sentences for the log to `tell`, stages of a generation to `timeline`.
+
+    `node_failure(kind, generation, message)` makes a failure of this node that no rank has caused.
+    """
+
+    post: Callable[[Event], None]
+    tell: Callable[[str, Level], None]
+    timeline: Timeline
+    node_failure: Callable[[FailureKind, int, str], Failure]
+
+    def say(self, text: str) -> None:
+        """Log a sentence."""
+        self.tell(text, "info")
+
+    def detail(self, text: str) -> None:
+        """Log what is of use to somebody who asks for more (--verbose)."""
+        self.tell(text, "debug")
+
+    def warn(self, text: str) -> None:
+        """Log what may need a person."""
+        self.tell(text, "warning")
+
 
 # A program that ran this long counts as progress, even if it neither reports steps nor makes a process group.
 LASTING_S = 600.0
@@ -28,7 +154,6 @@ class WorkerGroup:
     `store` controls the generation's worker store, if that is on this node and has not ended. `reached_store` says
     whether a rank has used that store. It is None if the store is on another node, or if that is not known yet.
     `mixed` are workers whose stdout and stderr are one pipe. `is_interrupted` says that workers have got SIGINT.
-    `unreached` says of ranks where they cannot connect to.
     """
 
     table: RankTable
@@ -43,7 +168,6 @@ class WorkerGroup:
     failures: dict[int, Failure] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
     is_interrupted: bool = False
-    unreached: dict[int, str] = field(default_factory=dict)
     store: StoreControl | None = None
     reached_store: bool | None = None
     started_s: float = field(default_factory=time.monotonic)

@@ -12,10 +12,12 @@ import os
 import select
 import socket
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from elaunch.agent.core.actions import Message, PeerFailed, ShowStacks, StopAtStepBoundary
 from elaunch.agent.core.events import (
     LinkEvent,
     WorkerListens,
@@ -25,16 +27,48 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.core.failures import Raised
-from elaunch.agent.core.messages import Message, PeerFailed, ShowStacks, StopAtStepBoundary
-from elaunch.agent.forkserver.wire import descriptors
+from elaunch.agent.diagnosis.exit_status import Raised
+from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
+from elaunch.agent.linux import descriptors
 from elaunch.agent.peer_lost import is_peer_lost
-from elaunch.agent.workers.step_times import StepTimes
-from elaunch.rendezvous.texts import plain
 from elaunch.strict_json import parse_json
 
-if TYPE_CHECKING:
-    from elaunch.agent.workers.flight_recorder import FlightRecorder
+# A step's time is a mean over this many looks at which the step had moved: ten seconds, or ten slow steps.
+_LOOKS = 10
+# A question comes at any moment. A step that ends between two looks 20 ms apart has not taken 20 ms.
+_APART_S = 0.5
+
+
+class StepTimes:
+    """When one worker's step was seen to move, and when it was last seen to report."""
+
+    def __init__(self) -> None:
+        self._moves: deque[tuple[float, int]] = deque(maxlen=_LOOKS + 1)
+        self._reports = 0
+        self.reported_s: float | None = None
+
+    def look(self, now_s: float, step: int, reports: int) -> None:
+        """Note what the worker has reported until now: its newest step (-1 for none), and how many reports."""
+        if reports == self._reports:
+            return
+        self._reports, self.reported_s = reports, now_s
+        if step < 0 or (self._moves and self._moves[-1][1] == step):
+            return
+        if self._moves and step < self._moves[-1][1]:
+            # It goes over these steps again.
+            self._moves.clear()
+        if self._moves and now_s - self._moves[-1][0] < _APART_S:
+            return
+        self._moves.append((now_s, step))
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step, None before the second move."""
+        if len(self._moves) < 2:
+            return None
+        (from_s, first), (to_s, last) = self._moves[0], self._moves[-1]
+        return (to_s - from_s) / (last - first)
+
 
 # The mean time between two looks, each of which is up to a quarter earlier or later. Looks in step with the program
 # would always find it in the same call.
@@ -64,7 +98,7 @@ class Link:
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group; None until the program
-    has ended. `threads` are the names of its threads that were no daemons then. `left_s` is when it has left its newest
+    has ended. `left_s` is when it has left its newest
     process group, `lost` the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its
     program has ended (0 if that is not known). `refused` is why it cannot do what is asked of it, if it has said so.
     `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still taken. `news` are
@@ -81,7 +115,6 @@ class Link:
     step_times: StepTimes = field(default_factory=StepTimes)
     raised: bool = False
     reached_store: bool | None = None
-    threads: tuple[str, ...] = ()
     left_s: float = 0.0
     lost: Raised | None = None
     lost_s: float = 0.0
@@ -190,17 +223,12 @@ class Link:
                     over_s = self.left_s or self.ended_s
                     self.news.append(WorkerRaised(*where, over_s) if raised else WorkerReturned(*where, over_s))
                 self.raised, self.reached_store = raised, reached_store
-                names = message.get("threads")
-                self.threads = tuple(map(plain, filter(_is_text, names))) if isinstance(names, list) else ()
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
         for fd in descriptors(ancillary):
             self.forget_recorder()
             self.left_s, self.lost = 0.0, None
-            # Imported here: the agent starts sooner without.
-            from elaunch.agent.workers.flight_recorder import FlightRecorder
-
             try:
                 self.recorder = FlightRecorder(fd)
             except OSError:
@@ -216,10 +244,6 @@ class Link:
         if self.marks_left:
             self.marks_left -= 1
             self.marks.append(StartMark(name, min(said_s, time.monotonic())))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _is_step(value: object) -> bool:

@@ -1,36 +1,53 @@
-"""Looks at the workers of the current generation from outside, for hangs and for slow ranks.
-
-What does so is imported at the first look: a short job ends before.
-"""
+"""Looks at the current generation's workers from outside: do they hang, is one slow, can they reach rank 0?"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
 
-from elaunch.agent import needed_later
-from elaunch.agent.core.events import Sampled
+from elaunch.agent import linux
+from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
+from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
+from elaunch.agent.diagnosis import hang, stacks
+from elaunch.agent.diagnosis.collectives import WaitShares, evidence, slow_rank, slow_text
+from elaunch.agent.diagnosis.flight_recorder import all_entries
+from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
+from elaunch.agent.diagnosis.proc_stats import Vitals
+from elaunch.agent.diagnosis.reach import unreachable_text, why_not
+from elaunch.agent.diagnosis.stack_groups import Stack, full_text, group_words, grouped
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.workers.group import CurrentGroup
-from elaunch.agent.workers.reporter import Reporter
+from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.types import Failure, FailureKind
 
-if TYPE_CHECKING:
-    from elaunch.agent.workers.hang_monitor import HangMonitor
-    from elaunch.agent.workers.slow_monitor import SlowMonitor
-    from elaunch.agent.workers.unanswered import Unanswered
-
-# After the start of the first workers.
+# A short job ends before.
 _FIRST_LOOK_S = 1.0
 # Less than the shortest time after which the links wake the loop.
 _COUNT_EVERY_S = 0.7
+# The longest look is a part of the time after which idle ranks hang.
+_LOOKS_PER_LIMIT = 6
+# Workers that seem to hang may be asked for many entries: it takes a worker 30 µs for each.
+_ENTRIES_MAX = 50_000
+# The node of rank 0 may start its workers later than this one, or just be losing them: a second try decides.
+_MASTER_AFTER_S = 5.0
+STACKS_FILE = "stacks.txt"
+_STOPPED_ADVICE = (
+    "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
+    " rank go on"
+)
+_ADVICE = "see where each rank is: the log has it above"
 
 
 class Observers:
-    """Arguments as for `HangMonitor`. The agent's loop calls all methods."""
+    """Samples workers if there is a `hang_after_s`, and takes their stacks when asked. Only the agent's loop calls it.
+
+    `later` runs the writing of files in another thread: the disk may be why the workers hang.
+    """
 
     def __init__(
         self,
@@ -43,84 +60,205 @@ class Observers:
         self._current = current
         self._reporter = reporter
         self._run_dir = run_dir
-        self._hang_after_s = hang_after_s
         self._later = later
+        self._is_on = hang_after_s > 0
+        self._vitals = Vitals(min(LOOK_EVERY_S, hang_after_s / _LOOKS_PER_LIMIT))
         self._first_s: float | None = None
-        self._is_complete = False
+        self._is_looking = False
+        self._master_at_s: float | None = None
         self._count_at_s = 0.0
+        self._waits = WaitShares()
+        self._shares: Mapping[int, float] = {}
+        # The rank that was slow in the last window, and those that were named: each once in an agent's life.
+        self._suspect = -1
+        self._named: set[int] = set()
         self._samples: deque[Sampled] = deque()
-        self._is_running = self._has_store = False
-
-    @cached_property
-    def hangs(self) -> HangMonitor:
-        """What looks at workers that may hang."""
-        from elaunch.agent.workers.hang_monitor import HangMonitor
-
-        return HangMonitor(self._current, self._reporter, self._run_dir, self._hang_after_s, self._later)
-
-    @cached_property
-    def _slow(self) -> SlowMonitor:
-        from elaunch.agent.workers.slow_monitor import SlowMonitor
-
-        return SlowMonitor(self._reporter)
-
-    @cached_property
-    def _unanswered(self) -> Unanswered:
-        from elaunch.agent.workers.unanswered import Unanswered
-
-        return Unanswered(self._reporter)
 
     @property
     def due_s(self) -> float | None:
         """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
-        return self.hangs.due_s if self._is_complete else self._first_s
+        return self._first_s if self._first_s is not None else self._vitals.due_s
 
     def begin(self, *, has_store: bool = False) -> None:
-        """Look at the current generation's workers from now on. `has_store`: see `Unanswered.tick`."""
-        self._is_running, self._has_store = True, has_store
-        if self._is_complete:
-            self.hangs.begin()
-        else:
-            self._first_s = time.monotonic() + _FIRST_LOOK_S
+        """Look at the current generation's workers from now on.
+
+        `has_store` says that a process of its own serves MASTER_PORT, which listens from the start.
+        """
+        group, now_s = self._current.latest, time.monotonic()
+        self._first_s = now_s + _FIRST_LOOK_S if self._is_on else None
+        self._waits, self._shares, self._suspect = WaitShares(), {}, -1
+        is_other = group is not None and group.group_rank > 0 and has_store
+        self._master_at_s = now_s + _MASTER_AFTER_S if is_other else None
 
     def end(self) -> None:
         """Look at them no more."""
-        self._first_s, self._is_running = None, False
-        if self._is_complete:
-            self.hangs.end()
+        self._first_s = self._master_at_s = None
+        self._is_looking = False
+        self._vitals.forget()
 
     def tick(self, now_s: float) -> None:
         """Look, if that is due."""
         if self._first_s is not None and now_s >= self._first_s:
-            self._first_s, self._is_complete = None, True
-            start_thread(needed_later.import_all, "elaunch-imports")
-            self.hangs.begin()
-        if self._is_complete and (sample := self.hangs.sample(now_s)):
-            self._samples.append(sample)
-            self._slow.sampled(self._current.group, sample.windows)
-        # After the sample: what the answers do to a worker is in its next window.
-        if self._is_complete:
+            self._first_s, self._is_looking = None, True
+            self._vitals.forget()
+        if self._is_looking:
+            self._sample(now_s)
             self._count_collectives(now_s)
-        if self._is_complete and self._is_running and (group := self._current.latest):
-            self._unanswered.tick(group, now_s, has_store=self._has_store)
-
-    def _count_collectives(self, now_s: float) -> None:
-        """Once a second, ask the workers how many collectives they have entered. They are not waited for."""
-        group = self._current.latest
-        if group is None or now_s < self._count_at_s or not self.hangs.is_on:
-            return
-        self._count_at_s = now_s + _COUNT_EVERY_S
-        counts = {rank: recorder.look(now_s) for rank, recorder in group.recorders.items()}
-        # One that has not answered yet may be anywhere: that look says nothing.
-        known = {rank: each for rank, each in counts.items() if each is not None}
-        if known and len(known) == len(counts):
-            self._slow.counted(group, known)
-
-    def wait_shares(self, generation: int) -> Mapping[int, float]:
-        """For which share of the last minutes each worker of that generation waited in collectives, by local rank."""
-        return self._slow.wait_shares(generation) if self._is_complete else {}
+        if self._master_at_s is not None and now_s >= self._master_at_s:
+            self._master_at_s, group = None, self._current.group
+            if len(group.recorders) < group.slots:
+                start_thread(partial(self._try_master, group), "elaunch-reach")
 
     def take_samples(self) -> Iterator[Sampled]:
         """What was seen since the last call."""
         while self._samples:
             yield self._samples.popleft()
+
+    def wait_shares(self, generation: int) -> Mapping[int, float]:
+        """For which share of the last minutes each worker of that generation waited in collectives, by local rank."""
+        return self._shares if generation == self._current.generation else {}
+
+    def look_at_stacks(self, order: LookAtStacks) -> None:
+        """Take stacks in a thread; posts `StacksTaken`."""
+        post = self._reporter.post
+        self._take(order.local_ranks, lambda found: post(StacksTaken(order.generation, found)))
+
+    def take_stacks(self, order: TakeStacks) -> None:
+        """Take the stacks of workers that have gone silent, and write them to the log; posts `WorkersHung`."""
+        group, generation = self._current.group, order.generation
+        self._reporter.timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
+        standings = {
+            rank: hang.Standing(link.step, link.phase)
+            for rank, link in group.links.items()
+            if rank in order.local_ranks and link.reports
+        }
+
+        def taken(found: tuple[Stack, ...]) -> None:
+            for each in grouped(found):
+                self._reporter.warn(group_words(each))
+            self.keep_stacks(KeepStacks(generation, full_text(found)))
+            by_rank = {stack.rank - group.rank(0): stack for stack in found}
+            suspect = hang.who_hangs(standings, by_rank, order.quiet_s)
+            failure = self._failure(group, suspect.local_rank, suspect.message)
+            self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=suspect.is_blameless)))
+
+        self._take(order.local_ranks, taken)
+
+    def keep_stacks(self, order: KeepStacks) -> None:
+        """Write stacks to the generation's folder, if the user keeps logs."""
+        if self._run_dir.logs:
+            self._later(lambda: self._write(order))
+
+    def blame(self, order: Blame) -> None:
+        """Make a failure of a hang; posts `WorkersHung`."""
+        group, generation = self._current.group, order.generation
+        self._reporter.timeline.stamp(generation, "hung")
+        failure = self._failure(group, order.local_rank, order.message)
+        self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=order.is_blameless)))
+
+    def _sample(self, now_s: float) -> None:
+        """Note what the workers did since the last look, if another is due."""
+        group = self._current.group
+        if not self._vitals.is_due(now_s):
+            return
+        disturbed = frozenset(rank for rank, recorder in group.recorders.items() if recorder.take_disturbed())
+        windows = self._vitals.look(group.pids, now_s, disturbed)
+        for rank, recorder in group.recorders.items():
+            answers, is_outstanding = recorder.take_asked(), recorder.is_stalled(now_s)
+            if window := windows.get(rank):
+                windows[rank] = replace(window, answers=answers, is_outstanding=is_outstanding)
+        if windows:
+            self._samples.append(Sampled(group.generation, windows))
+
+    def _count_collectives(self, now_s: float) -> None:
+        """Once a second, ask the workers how many collectives they have entered. They are not waited for."""
+        if now_s < self._count_at_s:
+            return
+        self._count_at_s, group = now_s + _COUNT_EVERY_S, self._current.group
+        counts = {rank: recorder.look(now_s) for rank, recorder in group.recorders.items()}
+        # One that has not answered yet may be anywhere: that look says nothing.
+        known = {rank: each for rank, each in counts.items() if each is not None}
+        if not known or len(known) < len(counts):
+            return
+        self._waits, shares = self._waits.after(known)
+        if shares is None:
+            return
+        self._shares, before = shares, self._suspect
+        self._suspect = slow_rank(shares)
+        rank = group.rank(self._suspect)
+        if self._suspect >= 0 and self._suspect == before and rank not in self._named:
+            self._named.add(rank)
+            text, wait = slow_text(rank, self._suspect, shares)
+            self._reporter.timeline.stamp(
+                group.generation, "slow", rank=rank, wait_percent=round(100 * wait), text=text
+            )
+            self._reporter.warn(text)
+
+    def _try_master(self, group: WorkerGroup) -> None:
+        master = Endpoint(group.table.master_addr, group.table.master_port)
+        for pause_s in (_MASTER_AFTER_S, 0.0):
+            if not (why := why_not(master)):
+                return
+            time.sleep(pause_s)
+        if group is self._current.latest:
+            self._reporter.warn(unreachable_text(master, why))
+
+    def _write(self, order: KeepStacks) -> None:
+        folder = self._run_dir.generation(order.generation)
+        if folder is None:
+            return
+        path = folder / STACKS_FILE
+        try:
+            # Another hang of this generation comes behind.
+            private = partial(os.open, mode=0o600)
+            with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=private) as file:
+                file.write(order.text)
+        except OSError as error:
+            self._run_dir.warn(f"{path} cannot be written ({error.strerror})")
+            return
+        self._reporter.warn(f"all stacks are in {path}")
+
+    def _take(self, local_ranks: frozenset[int], then: Callable[[tuple[Stack, ...]], None]) -> None:
+        """Call `then` in a thread, with the stacks of these workers and with what torch's flight recorders say.
+
+        The core waits for an answer: it gets an empty one if no stack can be taken.
+        """
+        group = self._current.group
+        pids = {group.rank(local): pid for local, pid in group.pids.items() if local in local_ranks}
+        recorders = {group.rank(local): each for local, each in group.recorders.items() if local in local_ranks}
+
+        def take() -> None:
+            found: tuple[Stack, ...] = ()
+            try:
+                found = stacks.take(pids)
+                entered = evidence(all_entries(recorders, _ENTRIES_MAX)) if recorders else {}
+                found = tuple(
+                    replace(each, entered=said.words, waits=said.waits, has_begun=said.has_begun)
+                    if (said := entered.get(each.rank))
+                    else each
+                    for each in found
+                )
+            finally:
+                then(found)
+
+        if not start_thread(take, "elaunch-stacks"):
+            then(())
+
+    def _failure(self, group: WorkerGroup, local_rank: int, message: str) -> Failure:
+        failure = self._reporter.node_failure(FailureKind.HANG, group.generation, message)
+        is_stopped = linux.state(group.pids.get(local_rank, -1)) == "T"
+        folder = self._run_dir.logs and self._run_dir.logs / f"attempt_{group.generation}"
+        advice = f"{_ADVICE}, and {folder / STACKS_FILE} has all threads" if folder else _ADVICE
+        failure = replace(failure, progressed=True, advice=_STOPPED_ADVICE if is_stopped else advice)
+        if local_rank < 0:
+            return failure
+        link = group.links.get(local_rank)
+        return replace(
+            failure,
+            step=link.step if link else -1,
+            lived_s=group.lived_s(local_rank),
+            rank=group.rank(local_rank),
+            local_rank=local_rank,
+            pid=group.pids.get(local_rank, -1),
+            log_path=group.log_files.get(local_rank, ""),
+        )

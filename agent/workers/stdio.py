@@ -8,7 +8,7 @@ from functools import partial
 from string import Template
 
 from elaunch.agent.config import AgentConfig, Streams
-from elaunch.agent.core.failures import tells_of_lost_peer
+from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
 from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir

@@ -5,7 +5,7 @@ if something else computed: then the CPUs have only the communication to do.
 
 PARTS is the model's size: 4 for 38 MB of gradients, 1 for 8 MB.
 
-Tunes the communication twice, first without lossy hooks, then with them. Then DDP's defaults and the two choices take
+Tunes the communication twice, first without lossy hooks, then these alone. Then DDP's defaults and the two choices take
 turns, until each has had N steps. Rank 0 prints one line of JSON.
 """
 

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elaunch.agent.answers.local_socket import SOCKET_NAME, credentials
-from elaunch.agent.at_once import at_once
-from elaunch.agent.core.orders import OrderAnswer
-from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
-from elaunch.agent.linux import is_stopped
+from elaunch.agent.linux import in_threads, is_stopped
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
@@ -110,7 +109,8 @@ def ask_all(asks: Sequence[Callable[[], Answer]], patience_s: float = ANSWER_S) 
         except NoAnswer as error:
             return error
 
-    said = at_once([partial(tried, ask) for ask in asks], patience_s + _SPARE_S, "elaunch-ask", len(asks))
+    works = {place: partial(tried, ask) for place, ask in enumerate(asks)}
+    said = in_threads(works, patience_s + _SPARE_S, "elaunch-ask")
     late = NoAnswer(f"an elaunch of this host did not answer within {patience_s:g} s")
     return [said.get(place, late) for place in range(len(asks))]
 

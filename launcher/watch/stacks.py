@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from elaunch.agent.core.stack_groups import full_text, group_words, grouped, place_words
+from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped, place_words
 from elaunch.launcher.watch.record import VERSION
 from elaunch.launcher.watch.source import NodeStacks
 from elaunch.launcher.watch.words import plural

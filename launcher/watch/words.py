@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from elaunch.agent.core.sizes import bytes_text
 from elaunch.rendezvous.job_spec import job_name
-from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.texts import bytes_text, plain
 
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32

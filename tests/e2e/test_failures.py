@@ -218,7 +218,7 @@ def test_a_bug_of_two_ranks_in_each_generation_is_one_traceback(tmp_path: Path) 
     script(tmp_path, f"{text}def step():\n    raise ValueError('bad batch')\nstep()")
 
     job = finished(tmp_path, *LIGHT, "--nproc-per-node", "3", "--max-restarts", "3", "--log-dir", "logs", "train.py")
-    shown_all = finished(tmp_path, *LIGHT, "--max-restarts", "0", "--show-all-tracebacks", "train.py")
+    shown_all = finished(tmp_path, *LIGHT, "--max-restarts", "0", "-v", "train.py")
 
     assert job.stderr.count("Traceback (most recent call last):") == 1, job.output
     assert re.search(
@@ -296,7 +296,7 @@ class TestErrorFileOfTheAgent:
 class TestStartUp:
     """A program that can never run is not started again."""
 
-    # Which exceptions are of this kind is tests/unit/agent/core/test_failures.py's matter.
+    # Which exceptions are of this kind is tests/unit/agent/diagnosis/test_exit_status.py's matter.
     @pytest.mark.parametrize(
         ("start", "text", "error"),
         [

@@ -49,7 +49,7 @@ OPTIONS = ("--verbose", "--preload-only", "torch.distributed", "--failure-grace"
 
 
 # The agents wait so long for the cause that no machine is too slow to tell it.
-PATIENT = patience.patient({"elaunch.agent.core.first_cause.WAIT_S": 300.0})
+PATIENT = patience.patient({"elaunch.agent.core.clearing.WAIT_S": 300.0})
 
 
 # The stand-in's ranks fail in gloo's words, and two nodes need not import torch.

@@ -25,10 +25,10 @@ dist.destroy_process_group()
 # The same command with a window of 30 looks, 20 a second.
 QUICK = """
 import sys
-from elaunch.agent.core import wait_shares
+from elaunch.agent.diagnosis import collectives
 from elaunch.agent.workers import link, observers
 from elaunch.launcher.cli import main
-wait_shares.LOOKS, link._LOOK_S, observers._COUNT_EVERY_S = 30, 0.1, 0.05
+collectives.LOOKS, link._LOOK_S, observers._COUNT_EVERY_S = 30, 0.1, 0.05
 sys.argv = ["elaunch", *sys.argv[4:]]
 main()
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.core.entries import SCHEMA_VERSION
+from elaunch.agent.core.timeline import SCHEMA_VERSION
 from tests.event_schema import check_event
 from tests.harness import finished, script
 

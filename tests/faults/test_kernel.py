@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_files
 from elaunch.agent.guardian.cgroup import JobCgroup
-from elaunch.agent.workers.kernel_log import KernelLog
-from elaunch.agent.workers.oom import OutOfMemoryWatch, counter_files
 from tests.harness import Job, script, wait_for
 
 GREEDY = """

@@ -42,11 +42,10 @@ from elaunch.agent.core.events import (
     WorkerRaised,
     WorkersHung,
 )
-from elaunch.agent.core.phases import Exited, Running
-from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
-from elaunch.agent.core.standstill import Window
-from elaunch.agent.core.state import Agent
+from elaunch.agent.core.state import Agent, Exited, Running
 from elaunch.agent.core.step import deadline_s, step
+from elaunch.agent.diagnosis.hang import Window
+from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import Request, RetryQueue

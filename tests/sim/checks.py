@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerExited, WorkerRaised
-from elaunch.agent.core.phases import Clearing, Exited, Finished, Joining, Running, Stopping
-from elaunch.agent.core.state import Agent
+from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.excluding import is_excluded, way_of
 from elaunch.rendezvous.rules.hang_records import Hang

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from elaunch.agent.core.actions import Message, PeerFailed, StopAtStepBoundary
 from elaunch.agent.core.events import WorkerExited, WorkerListens, WorkerRaised, WorkerSaved, WorkersHung, WorkerStopped
-from elaunch.agent.core.messages import Message, PeerFailed, StopAtStepBoundary
-from elaunch.agent.core.phases import Running
 from elaunch.agent.core.running import STOPPED_HOLD_S
+from elaunch.agent.core.state import Running
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 from tests.sim.plans import Program
 

@@ -11,9 +11,16 @@ from functools import cache
 
 import pytest
 
-from elaunch.agent.core.actions import Blame, Commit, ReplaceForkServer, TellWorkers, Widen
+from elaunch.agent.core.actions import (
+    Blame,
+    Commit,
+    ReplaceForkServer,
+    StopAtStepBoundary,
+    StopReason,
+    TellWorkers,
+    Widen,
+)
 from elaunch.agent.core.events import LeaseLost, Tag, WorkerSaved, WorkersHung, WorkerStopped
-from elaunch.agent.core.messages import StopAtStepBoundary, StopReason
 from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import OpenKind
 from tests.harness import seeds

@@ -40,8 +40,7 @@ from elaunch.agent.core.events import (
     Tick,
     WorkerExited,
 )
-from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping, WorkersDone
-from elaunch.agent.core.state import Agent
+from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping, WorkersDone
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.rendezvous.engine.memory_store import MemoryStore

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.core import membership
-from elaunch.agent.core.phases import Finished
+from elaunch.agent.core.state import Finished
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import StoreView
 from elaunch.rendezvous.rules import forming, leading, transactions

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.core import crash
-from elaunch.agent.core.stack_groups import full_text
-from elaunch.agent.workers import stacks
+from elaunch.agent.diagnosis import exit_status, stacks
+from elaunch.agent.diagnosis.stack_groups import full_text
 from elaunch.threads import OWN, is_own, only_listens
 from tests.harness import DEADLINE_S, wait_for
 
@@ -97,7 +96,7 @@ def test_the_stack_of_a_crash_has_no_thread_that_only_listens() -> None:
         'Current thread 0x03 (most recent call first):\n  File "/home/me/train.py", line 9 in step\n'
     )
 
-    found = crash.parse(text, -11)
+    found = exit_status.parse_crash(text, -11)
 
     assert found
     assert found.frame == "/home/me/train.py:9 in step"

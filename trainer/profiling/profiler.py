@@ -20,7 +20,7 @@ from elaunch.trainer import link
 from elaunch.trainer.files import reason
 from elaunch.trainer.profiling.steps import StepWindow, parse_steps, record, table, window_of
 from elaunch.trainer.profiling.traces import GZIP_LEVEL, JOINED, StepTimes, parsed, step_times, write_joined
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 
 Item = TypeVar("Item")
@@ -143,7 +143,7 @@ class Profiler:
         folder = profile_folder(os.environ, self._place.generation, self._folder)
         link.phase("profiling")
         mine, content = self._collected(window, folder)
-        ranks = Ranks().apart("profile")
+        ranks = Peers().apart("profile")
         try:
             found = ranks.to_rank_0(mine)
             is_small = found is not None and sum(each.packed_bytes for each in found) <= JOINED_BYTES_MAX

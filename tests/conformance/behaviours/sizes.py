@@ -92,7 +92,7 @@ BEHAVIOURS = (
             ),
         ),
         proofs=(
-            "tests/unit/agent/workers/test_master_port.py"
+            "tests/unit/agent/workers/test_spawn_master_port.py"
             "::test_without_a_wish_a_free_port_is_taken_a_fresh_one_each_time",
         ),
     ),

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
-from elaunch.agent.core.announcements import Announcement, announcements
-from elaunch.agent.core.entries import Entry, entries
 from elaunch.agent.core.events import (
     Cleared,
     Committed,
@@ -21,10 +19,10 @@ from elaunch.agent.core.events import (
     Tick,
     WorkerExited,
 )
-from elaunch.agent.core.phases import Clearing, Exited, Running, Stopping
 from elaunch.agent.core.running import UNEXPLAINED_S
-from elaunch.agent.core.state import Agent
+from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import step
+from elaunch.agent.core.timeline import Announcement, Entry, announcements, entries
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
@@ -168,7 +166,7 @@ class Driver:
         """The lease ends, and the agent hears of it."""
         lost, self.lease = self.lease, 0
         self.store.revoke(lost)
-        return self.happen(LeaseLost(lost, TIMES.lease_ttl_s))
+        return self.happen(LeaseLost(lost))
 
     def write(self, *ops: Op) -> None:
         """Write as another process, without guards."""
@@ -203,7 +201,7 @@ class Driver:
             if tag:
                 self.answers.append(Committed(tag, False, 0))
             if any(isinstance(op, Put) and op.lease == self.lease for op in txn.then):
-                self.answers.append(LeaseLost(self.lease, TIMES.lease_ttl_s))
+                self.answers.append(LeaseLost(self.lease))
                 self.lease = 0
             return
         if tag is None:

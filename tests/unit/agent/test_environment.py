@@ -61,15 +61,6 @@ def test_a_worker_gets_torchruns_variables_and_its_generation() -> None:
     }
 
 
-def test_where_a_node_knows_no_secret_none_is_given_and_none_is_shown() -> None:
-    assert "ELAUNCH_GENERATION_SECRET" not in variables(table=replace(TABLE, secret=""))
-    assert TABLE.secret not in repr(TABLE)
-
-
-def test_where_no_folder_can_be_made_for_the_workers_memory_none_is_named() -> None:
-    assert "ELAUNCH_MEMORY" not in variables(memory="")
-
-
 def test_the_ranks_of_all_nodes_are_without_holes() -> None:
     ranks = [int(variables(g, n)["RANK"]) for g, seat in enumerate(TABLE.seats) for n in range(seat.slots)]
 
@@ -97,10 +88,6 @@ def test_workers_of_one_node_may_have_several_roles() -> None:
     ]
 
     assert [list(its.values()) for its in found] == [["ps", "0", "1"], ["trainer", "1", "4"], ["trainer", "3", "4"]]
-
-
-def test_without_a_worker_store_of_its_own_rank_0_hosts_it() -> None:
-    assert variables(agent_store=False)["TORCHELASTIC_USE_AGENT_STORE"] == "False"
 
 
 @pytest.mark.parametrize(
@@ -144,9 +131,3 @@ def test_a_job_that_a_worker_hands_in_inherits_nothing_of_the_workers_job() -> N
 
     assert inherited == {**users, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     assert worker.keys() >= RANK_VARIABLES
-
-
-def test_a_job_that_is_handed_in_from_a_shell_inherits_all_of_it() -> None:
-    shell = {"RANK": "7", "MASTER_ADDR": "node0", "PET_RUN_ID": "job"}
-
-    assert outside(shell) == shell

@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
-from elaunch.agent.linux import Readiness, catches, children, end_of, has_pidfd, is_pending, is_stopped, state
+from elaunch.agent.linux import catches, children, end_of, has_pidfd, is_pending, is_stopped, state
 from tests.descriptors import opened
-from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 _WAITS = """
 import signal, sys
@@ -60,29 +60,6 @@ thread.join()
         os.killpg(process.pid, signal.SIGKILL)
     assert children(process.pid) == []
     assert state(process.pid) == ""
-
-
-def test_a_process_may_name_its_tracer_whether_or_not_the_kernel_asks_for_that() -> None:
-    program = "import os; from elaunch.agent.linux import allow_tracer; allow_tracer(os.getppid())"
-
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=RUN_LIMIT_S).returncode == 0
-
-
-def test_what_a_process_would_do_with_a_signal_shows_at_one_look() -> None:
-    with subprocess.Popen([sys.executable, "-c", _WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout
-        process.stdout.readline()
-
-        seen = Readiness.of(process.pid)
-
-        assert seen.state in ("R", "S")
-        assert not seen.ends_by(signal.SIGUSR1)
-        # It has a handler for that one, blocks the next, and Python ignores the one after.
-        assert not seen.ends_by(signal.SIGUSR2)
-        assert not seen.ends_by(signal.SIGPIPE)
-        assert seen.ends_by(signal.SIGTERM)
-        process.communicate(timeout=DEADLINE_S)
-    assert Readiness.of(process.pid).state == ""
 
 
 def test_where_no_thread_can_wait_for_a_child_the_caller_learns_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,10 +82,6 @@ def test_a_workers_lines_become_objects_one_each_and_any_byte_has_a_form() -> No
     assert {(line["generation"], line["rank"], line["stream"]) for line in found} == {(3, 7, "stderr")}
 
 
-def test_in_text_a_workers_lines_stay_as_they_are() -> None:
-    assert OwnLines(LogFormat.TEXT, has_terminal=False).frame(0, 0, "stdout") is None
-
-
 def test_the_iso_time_has_the_offset_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()

@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elaunch.strict_json import parse_json
-from elaunch.trainer.checkpoint.catalog import MANIFEST, Corrupt, read_manifest, verify
 from elaunch.trainer.checkpoint.local import LocalFolder
+from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, read_manifest, verify
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import ConfigError
 from elaunch.trainer.gpt.recorder import Metrics

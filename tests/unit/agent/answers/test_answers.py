@@ -14,9 +14,9 @@ import pytest
 
 from elaunch.agent.answers.answers import Answers
 from elaunch.agent.answers.limits import LOCAL_BURST
-from elaunch.agent.core.node_report import WorkersSeen
-from elaunch.agent.core.orders import OrderAnswer
-from elaunch.agent.core.phases import Running, Stopping
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.core.state import Running, Stopping
+from elaunch.agent.core.timeline import WorkersSeen
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.rules.questions import Question, Topic, ask
 from elaunch.rendezvous.rules.reports import RankReport, read_node_report

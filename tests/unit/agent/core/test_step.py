@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Clear, Commit, Exit, Join, Say, SignalWorkers, Spawn
-from elaunch.agent.core.events import Event, Looked, Signalled, StoreLost, StoreRefuses, Tag, Tick
-from elaunch.agent.core.phases import Exited, Finished, Joining, Running, Stopping
-from elaunch.agent.core.state import Agent
-from elaunch.agent.core.step import deadline_s, step
+from elaunch.agent.core.actions import Clear, Exit, Join, Say, SignalWorkers, Spawn
+from elaunch.agent.core.events import Event, Looked, Signalled, StoreLost, Tick
+from elaunch.agent.core.state import Exited, Finished, Joining, Running
+from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
 from elaunch.rendezvous.store import Delete, Put
@@ -67,33 +66,6 @@ def test_a_start_is_said_with_its_size_its_reason_and_the_name_for_other_hosts(
     assert starts == [words]
 
 
-def test_that_a_generation_is_cleared_away_is_no_news_to_who_runs_none() -> None:
-    driver = Driver().begin()
-    before = driver.agent
-
-    assert driver.happen(cleared(0)) == []
-    assert driver.agent == before
-
-
-def test_looking_again_starts_nothing_twice() -> None:
-    driver = started()
-
-    assert driver.look() == []
-    assert driver.acted == []
-
-
-def test_a_generation_is_joined_once() -> None:
-    driver = Driver().begin()
-    driver.answer()
-    driver.look()
-    driver.answer()
-
-    first, second = driver.look(), driver.look()
-
-    assert [type(action) for action in first] == [Join]
-    assert second == []
-
-
 def test_a_spent_budget_ends_the_job_with_exit_code_1_and_the_last_failure() -> None:
     driver = started(replace(SPEC, max_restarts=1))
     for generation in range(2):
@@ -108,21 +80,6 @@ def test_a_spent_budget_ends_the_job_with_exit_code_1_and_the_last_failure() -> 
     assert (outcome.kind, outcome.exit_code, outcome.restarts) == (OutcomeKind.FAILED, 1, 1)
     assert outcome.failure
     assert (outcome.failure.generation, outcome.failure.code) == (1, 5)
-
-
-@pytest.mark.parametrize("max_restarts", [0, 2])
-def test_no_more_generations_than_the_budget_allows(max_restarts: int) -> None:
-    driver = started(replace(SPEC, max_restarts=max_restarts))
-    groups = 1
-
-    while not isinstance(driver.agent.phase, Exited):
-        driver.exits(0, 5)
-        for rank in (1, 2):
-            driver.exits(rank, -TERM)
-        driver.happen(cleared(groups - 1))
-        groups += sum(isinstance(action, Spawn) for action in driver.settle())
-
-    assert groups == 1 + max_restarts
 
 
 def test_an_agent_that_has_exited_does_nothing_more() -> None:
@@ -219,18 +176,6 @@ def test_a_failure_over_a_stop_with_time_to_save_makes_it_urgent() -> None:
     assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
 
 
-def test_a_second_failure_gives_the_workers_no_more_time_than_the_first() -> None:
-    driver = started()
-    driver.open(1)
-    driver.look()
-    driver.now_s += 1
-    driver.open(2, OpenKind.LOSS, "node-c was lost")
-
-    driver.look()
-
-    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
-
-
 def test_a_finished_node_runs_again_when_a_generation_was_opened() -> None:
     driver = started()
     for rank in range(3):
@@ -245,22 +190,6 @@ def test_a_finished_node_runs_again_when_a_generation_was_opened() -> None:
     assert isinstance(driver.agent.phase, Running)
     assert driver.agent.phase.table.generation == 1
     assert not driver.snapshot.done
-
-
-def test_a_node_that_was_finished_already_runs_again_too() -> None:
-    driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-    assert isinstance(driver.agent.phase, Finished)
-    driver.open(1, OpenKind.FAIL)
-    driver.write(Put(KEYS.failure(0, "other"), encode(failure(0, 9, 1, host="other"))))
-
-    done = driver.look()
-    said = driver.said
-
-    assert said == "running again: rank 9 failed elsewhere"
-    assert [type(action) for action in done + driver.settle()] == [Join, Spawn]
 
 
 def other_table(generation: int, seats: int = 1) -> RankTable:
@@ -313,17 +242,6 @@ def test_a_table_of_a_generation_that_the_node_has_not_joined_starts_nothing() -
     assert not [action for action in done if isinstance(action, Spawn)]
 
 
-def test_an_end_that_was_written_ends_a_waiting_agent() -> None:
-    driver = Driver().begin()
-    driver.answer()
-    driver.look()
-    driver.answer()
-    ended = Outcome(OutcomeKind.FAILED, "cancelled", 0, 0, 3)
-    driver.write(Put(KEYS.ended, encode(ended)))
-
-    assert driver.look() == [Exit(ended)]
-
-
 @pytest.mark.parametrize(
     ("kind", "grace_s"), [(OutcomeKind.INTERRUPTED, STOP_GRACE_S), (OutcomeKind.FAILED, FAILURE_GRACE_S)]
 )
@@ -342,17 +260,6 @@ def test_an_end_that_was_written_stops_the_workers_and_then_the_agent(kind: Outc
     assert due_s == START_S + grace_s
     assert ends == [[], [], [Clear(0)]]
     assert last == [Exit(ended)]
-
-
-def test_an_end_that_was_written_ends_a_finished_agent() -> None:
-    driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-    ended = Outcome(OutcomeKind.SUCCEEDED, "all is done", 0, 0, 3)
-    driver.write(Put(KEYS.ended, encode(ended)))
-
-    assert driver.look() == [Exit(ended)]
 
 
 def test_a_job_ends_in_success_when_all_workers_exited_with_nought() -> None:
@@ -385,24 +292,6 @@ def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown() -> Non
     assert driver.outcome.reason == "the keys of the job job are gone from the store"
 
 
-def test_a_store_that_never_will_do_as_asked_ends_an_agent_without_workers_at_once() -> None:
-    driver = Driver().begin()
-
-    done = driver.happen(StoreLost("wrong password"))
-
-    assert [type(action) for action in done] == [Exit]
-    assert (driver.outcome.kind, driver.outcome.reason) == (OutcomeKind.UNKNOWN, "wrong password")
-
-
-def test_a_node_that_the_store_denies_before_it_is_a_member_has_something_to_put_right() -> None:
-    driver = Driver().begin()
-
-    driver.happen(StoreRefuses("wrong password", is_denied=True))
-
-    assert (driver.outcome.kind, driver.outcome.reason) == (OutcomeKind.REFUSED, "wrong password")
-    assert driver.outcome.exit_code == 2
-
-
 def test_a_store_that_is_lost_while_workers_run_stops_them_with_time_to_save() -> None:
     driver = started()
 
@@ -416,18 +305,6 @@ def test_a_store_that_is_lost_while_workers_run_stops_them_with_time_to_save() -
     assert said == "stopping: the store's history is lost"
     assert due_s == START_S + STOP_GRACE_S
     assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.UNKNOWN, 3)
-
-
-def test_a_store_that_is_lost_while_workers_stop_after_a_signal_changes_no_outcome() -> None:
-    driver = started()
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    driver.happen(StoreLost("the store's history is lost"))
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-
-    assert driver.outcome.exit_code == 128 + TERM
 
 
 def test_a_store_that_is_lost_while_workers_stop_after_a_failure_leaves_the_outcome_unknown() -> None:
@@ -478,17 +355,6 @@ def test_a_node_whose_end_met_a_written_over_generation_reports_it_again_once() 
     assert driver.agent.phase.outcome.kind is OutcomeKind.SUCCEEDED
 
 
-def test_an_agent_wants_no_tick_without_a_deadline() -> None:
-    driver = Driver().begin()
-    deadlines = [deadline_s(driver.agent)]
-    driver.settle()
-    deadlines.append(deadline_s(driver.agent))
-    driver.happen(lost(0, workers_too=True))
-    deadlines.append(deadline_s(driver.agent))
-
-    assert deadlines == [None, None, None]
-
-
 def test_restarts_age_by_the_agents_own_clock() -> None:
     driver = started(replace(SPEC, restart_window_s=60.0, max_restarts=10))
     for generation, at_s in enumerate((110.0, 125.0, 180.0)):
@@ -501,35 +367,3 @@ def test_restarts_age_by_the_agents_own_clock() -> None:
     assert table
     assert table.restarts == 3
     assert table.restart_ages_s == (55.0, 0.0), "the first one, 70 s ago, is not held against the job any more"
-
-
-def test_every_first_look_at_a_table_begins_its_age() -> None:
-    driver = started()
-    driver.now_s += 7
-
-    driver.look()
-
-    assert driver.agent.table_seen == (0, START_S)
-
-
-def test_nothing_is_decided_before_there_is_a_lease() -> None:
-    driver = Driver()
-
-    assert driver.look() == []
-    assert driver.acted == []
-
-
-def test_the_core_is_a_function_the_same_event_gives_the_same_step() -> None:
-    driver = started()
-    event = exited(0, 1, 3)
-
-    first, second = step(driver.agent, event, 5.0), step(driver.agent, event, 5.0)
-
-    assert first == second
-    agent, actions = first
-    assert isinstance(agent, Agent)
-    assert isinstance(agent.phase, Stopping)
-    assert [type(action) for action in actions] == [Commit, Say, SignalWorkers]
-    assert isinstance(actions[0], Commit)
-    assert actions[0].tag is None
-    assert driver.agent.membership.in_flight is not Tag.LEAD

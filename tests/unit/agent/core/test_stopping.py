@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.core import explain
+from elaunch.agent.core import clearing
 from elaunch.agent.core.actions import Clear, Commit, Exit, Join, ReplaceForkServer, Say, SignalWorkers, Spawn
 from elaunch.agent.core.clearing import LAST_WORDS_S
+from elaunch.agent.core.events import SIGPIPE as PIPE
 from elaunch.agent.core.events import (
     Cleared,
     Signalled,
     StoreAway,
     Tick,
     WorkerAsked,
-    WorkersAtPrompt,
 )
-from elaunch.agent.core.phases import Finished
-from elaunch.agent.core.signals import SIGPIPE as PIPE
+from elaunch.agent.core.state import Finished
 from elaunch.agent.core.step import deadline_s
 from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.rendezvous.codec import encode
@@ -56,17 +55,6 @@ def test_the_next_generation_starts_only_when_all_workers_are_gone_and_cleared_a
     assert [type(action) for action in after_clear] == [Join, Spawn]
     assert driver.snapshot.table
     assert (driver.snapshot.table.generation, driver.snapshot.table.restarts) == (1, 1)
-
-
-@pytest.mark.parametrize("progressed", [False, True])
-def test_who_joins_again_says_whether_its_workers_made_progress(progressed: bool) -> None:
-    driver = started()
-    driver.happen(lost(0, workers_too=True))
-
-    done = driver.happen(cleared(0, progressed=progressed)) + driver.settle()
-
-    assert isinstance(done[0], Join)
-    assert done[0].progressed is progressed
 
 
 def test_workers_that_do_not_end_are_killed_after_the_failure_grace() -> None:
@@ -126,22 +114,6 @@ def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None
     assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
 
 
-def test_killed_workers_get_no_other_signal_when_the_node_is_asked_to_leave() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.now_s += FAILURE_GRACE_S
-    driver.happen(Tick())
-
-    leaving = driver.happen(Signalled(TERM, "SIGTERM"))
-
-    assert leaving == []
-    assert {type(action) for action in driver.acted} == {Commit}
-    driver.exits(0, -KILL, FailureKind.SIGNAL)
-    driver.exits(2, -KILL, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
-    assert driver.outcome.exit_code == 128 + TERM
-
-
 # --- signals
 
 
@@ -183,15 +155,6 @@ def test_sigint_writes_the_end_of_the_job() -> None:
     assert driver.snapshot.generation.number == 0
 
 
-def test_sigint_where_several_nodes_may_run_says_who_got_it() -> None:
-    driver = started(replace(SPEC, nodes_max=2))
-
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    assert driver.snapshot.ended
-    assert driver.snapshot.ended.reason == "SIGINT was received by node-a"
-
-
 def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened() -> None:
     driver = started()
 
@@ -207,31 +170,6 @@ def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened() -> None
     assert snapshot.generation.node_id == driver.node_id
 
 
-def test_sigterm_where_a_generation_forms_already_deletes_the_nodes_keys_and_opens_nothing() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.settle()
-
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    snapshot = driver.snapshot
-    assert snapshot.generation
-    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.FAIL)
-    assert (snapshot.members, snapshot.leader) == ({}, "")
-
-
-def test_who_leaves_as_another_opens_a_generation_deletes_its_keys_all_the_same() -> None:
-    driver = started()
-    driver.open(1)
-
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    snapshot = driver.snapshot
-    assert snapshot.generation
-    assert snapshot.generation.cause == "rank 9 failed elsewhere"
-    assert (snapshot.members, snapshot.leader) == ({}, "")
-
-
 def test_a_finished_node_that_leaves_restarts_nobody() -> None:
     driver = started()
     for rank in range(3):
@@ -245,30 +183,6 @@ def test_a_finished_node_that_leaves_restarts_nobody() -> None:
     assert driver.snapshot.generation
     assert driver.snapshot.generation.number == 0
     assert driver.snapshot.members == {}
-
-
-def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
-    driver = started()
-    ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
-    driver.write(Put(KEYS.ended, encode(ended)))
-    driver.look()
-
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    assert driver.commits == []
-    assert driver.snapshot.ended == ended
-
-
-def test_a_signal_that_comes_when_the_job_ended_while_the_workers_stop_writes_nothing() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
-    driver.write(Put(KEYS.ended, encode(ended)))
-    driver.look()
-
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    assert driver.commits == []
 
 
 @pytest.mark.parametrize(
@@ -312,18 +226,6 @@ def test_a_second_ctrl_c_kills_now() -> None:
     assert third == []
 
 
-def test_a_second_ctrl_c_does_not_wait_for_output_that_nobody_reads() -> None:
-    driver = started()
-    driver.happen(Signalled(INT, "SIGINT"))
-    for rank in range(3):
-        driver.exits(rank, -INT)
-
-    done = driver.happen(Signalled(INT, "SIGINT"))
-
-    assert [type(action) for action in done] == [Exit]
-    assert driver.outcome.exit_code == 128 + INT
-
-
 def test_the_first_ctrl_c_kills_nobody_while_the_job_stops_for_that_of_another_node() -> None:
     """srun, mpirun and a terminal send Ctrl-C to all nodes, and the store's news may come first."""
     driver = started()
@@ -353,19 +255,6 @@ def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too() -> Non
     assert driver.said.startswith("SIGINT: the whole job ends; stopping already, SIGKILL in 30 s")
 
 
-def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_no_longer() -> None:
-    driver = started()
-    driver.happen(Signalled(TERM, "SIGTERM"))
-    for rank in range(3):
-        driver.exits(rank, -TERM)
-
-    done = driver.happen(Signalled(INT, "SIGINT"))
-
-    assert [type(action) for action in done] == [Exit]
-    assert driver.outcome.exit_code == 128 + TERM
-    assert driver.snapshot.ended is not None
-
-
 def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_since() -> None:
     driver = started()
     driver.happen(Signalled(TERM, "SIGTERM"))
@@ -379,34 +268,6 @@ def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_sin
     assert driver.said == "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"
 
 
-def test_a_ctrl_c_after_sigterm_counts_where_all_workers_had_ended_well() -> None:
-    driver = started()
-    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
-    for local_rank in ALL:
-        driver.exits(local_rank, 0)
-    driver.happen(Signalled(TERM, "SIGTERM"))
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    driver.happen(cleared(0))
-
-    assert driver.outcome.exit_code == 130
-    assert driver.snapshot.ended is not None
-
-
-def test_each_ctrl_c_counts_on_a_node_that_is_done() -> None:
-    """The first Ctrl-C came while the node waited for its output. A single node succeeds nevertheless."""
-    driver = started()
-    for local_rank in ALL:
-        driver.exits(local_rank, 0)
-    driver.happen(Signalled(INT, "SIGINT"))
-    driver.happen(cleared(0))
-    assert isinstance(driver.agent.phase, Finished)
-
-    done = driver.happen(Signalled(INT, "SIGINT"))
-
-    assert [type(action) for action in done] == [Exit]
-
-
 def test_a_ctrl_c_that_the_others_may_not_hear_of_says_so() -> None:
     driver = started()
     driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
@@ -415,37 +276,6 @@ def test_a_ctrl_c_that_the_others_may_not_hear_of_says_so() -> None:
     driver.happen(Signalled(INT, "SIGINT"))
 
     assert driver.said.endswith("\nthe store is away, so the other nodes may not hear of it: press Ctrl-C there too")
-
-
-def test_a_second_sigterm_is_not_in_a_hurry() -> None:
-    driver = started()
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    assert driver.happen(Signalled(TERM, "SIGTERM")) == []
-    assert driver.acted == []
-
-
-@pytest.mark.parametrize("signums", [(10, TERM), (TERM, 10), (10, TERM, TERM), (TERM, 12)])
-@pytest.mark.parametrize("live", [True, False], ids=["while the workers stop", "when they are gone"])
-def test_of_signals_close_after_each_other_the_first_one_is_named(signums: tuple[int, ...], live: bool) -> None:
-    """A scheduler sends SIGUSR1, then SIGTERM at the end of the time, and SIGKILL if that does not help."""
-    driver = started()
-    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
-    first, *later = (Signalled(signum, f"SIG{signum}") for signum in signums)
-    driver.happen(first)
-    if live:
-        for event in later:
-            driver.happen(event)
-    for rank in range(3):
-        driver.exits(rank, -signums[0])
-    if not live:
-        for event in later:
-            driver.happen(event)
-    driver.happen(cleared(0))
-    driver.settle()
-
-    assert driver.outcome.exit_code == 128 + signums[0]
-    assert driver.outcome.reason == f"SIG{signums[0]} was received by node-a"
 
 
 @pytest.mark.parametrize(
@@ -490,18 +320,6 @@ def test_a_signal_while_stopping_after_a_failure_ends_the_agent_instead_of_a_res
     assert driver.outcome.exit_code == 128 + signum
 
 
-def test_a_signal_while_stopping_after_a_failure_still_kills_in_time_and_says_the_right_number() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    driver.now_s = START_S + FAILURE_GRACE_S
-    done = driver.happen(Tick())
-
-    assert done == [SignalWorkers(0, frozenset({0, 2}), KILL)]
-    assert "after 2 s" in driver.said
-
-
 def test_a_signal_before_the_workers_are_cleared_away_is_not_lost() -> None:
     driver = started()
     driver.happen(lost(0, workers_too=True))
@@ -513,18 +331,6 @@ def test_a_signal_before_the_workers_are_cleared_away_is_not_lost() -> None:
     assert told == []
     assert due_s == driver.now_s + LAST_WORDS_S
     assert [type(action) for action in last] == [Exit]
-
-
-def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
-    driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
-
-    assert driver.happen(Signalled(TERM, "SIGTERM")) == []
-    driver.happen(cleared(0))
-    driver.settle()
-
-    assert driver.outcome.kind is OutcomeKind.SUCCEEDED
 
 
 def test_a_signal_to_a_node_that_is_just_done_is_obeyed_once_that_is_recorded() -> None:
@@ -544,34 +350,6 @@ def test_a_signal_to_a_node_that_is_just_done_is_obeyed_once_that_is_recorded() 
     assert driver.outcome.exit_code == 143
     assert driver.snapshot.done[0] == {driver.node_id}
     assert not driver.snapshot.members
-
-
-def test_a_signal_ends_the_wait_for_whoever_does_not_read_the_output_of_workers_that_ended_well() -> None:
-    driver = started()
-    for local_rank in ALL:
-        driver.exits(local_rank, 0)
-    driver.happen(Signalled(INT, "SIGINT"))
-    driver.now_s += 1
-    driver.happen(Signalled(INT, "SIGINT"))
-    due_s = deadline_s(driver.agent)
-
-    driver.now_s += LAST_WORDS_S - 1
-    done = driver.happen(Tick())
-
-    assert due_s == START_S + LAST_WORDS_S
-    assert [type(action) for action in done] == [Exit]
-    assert driver.outcome.exit_code == 130
-
-
-def test_a_signal_while_no_workers_run_ends_the_agent_at_once() -> None:
-    driver = Driver().begin()
-    driver.answer()
-    driver.look()
-
-    done = driver.happen(Signalled(TERM, "SIGTERM"))
-
-    assert [type(action) for action in done] == [Exit]
-    assert driver.outcome.exit_code == 143
 
 
 def test_ctrl_c_before_the_node_is_part_of_the_job_leaves_the_job_alone() -> None:
@@ -600,16 +378,6 @@ def test_a_stop_does_not_wait_for_ever_for_output_that_nobody_reads() -> None:
     done = driver.happen(Tick())
 
     assert [type(action) for action in done] == [Exit]
-
-
-def test_where_the_job_goes_on_output_is_waited_for_however_long_it_takes() -> None:
-    driver = started()
-    driver.happen(lost(0, workers_too=True))
-
-    driver.now_s += 1000
-
-    assert deadline_s(driver.agent) is None
-    assert driver.happen(Tick()) == []
 
 
 # --- the record of a failure, completed
@@ -643,13 +411,13 @@ def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_tol
 
 def test_only_the_cause_is_looked_up_among_the_known_causes(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up: list[int] = []
-    explained = explain.explained
+    explained = clearing.explained
 
     def noted(failure: Failure, *more: Any) -> Failure:
         looked_up.append(failure.rank)
         return explained(failure, *more)
 
-    monkeypatch.setattr(explain, "explained", noted)
+    monkeypatch.setattr(clearing, "explained", noted)
     driver = started()
     driver.exits(0, 1, FailureKind.PEER_LOST)
     driver.exits(1, -KILL, FailureKind.SIGNAL)
@@ -658,17 +426,6 @@ def test_only_the_cause_is_looked_up_among_the_known_causes(monkeypatch: pytest.
     driver.happen(cleared(0))
 
     assert looked_up == [1]
-
-
-def test_a_cause_that_was_named_already_is_not_named_again() -> None:
-    driver = started()
-    driver.exits(1, -KILL, FailureKind.SIGNAL)
-    driver.exits(0, 1, FailureKind.PEER_LOST)
-    driver.exits(2, -TERM, FailureKind.SIGNAL)
-
-    driver.happen(cleared(0))
-
-    assert not driver.said
 
 
 def test_a_worker_that_we_ended_is_not_blamed() -> None:
@@ -723,25 +480,6 @@ def test_a_signal_while_the_last_output_arrives_makes_a_node_of_several_leave_af
     assert driver.node_id not in driver.snapshot.members
     assert driver.snapshot.generation
     assert driver.snapshot.generation.number == 0
-
-
-def test_a_worker_that_stays_at_a_prompt_after_ctrl_c_gets_sigterm_and_the_others_keep_their_time() -> None:
-    driver = started()
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    asked = driver.happen(WorkersAtPrompt(0, frozenset({1})))
-
-    assert SignalWorkers(0, frozenset({1}), TERM) in asked
-    assert len([action for action in asked if isinstance(action, SignalWorkers)]) == 1
-
-
-def test_a_worker_at_a_prompt_is_left_alone_while_the_job_runs_and_while_it_is_killed() -> None:
-    running, killing = started(), started()
-    killing.happen(Signalled(INT, "SIGINT"))
-    killing.happen(Signalled(INT, "SIGINT"))
-
-    for driver in (running, killing):
-        assert driver.happen(WorkersAtPrompt(0, ALL)) == []
 
 
 def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_word_and_with_141() -> None:

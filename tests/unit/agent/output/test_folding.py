@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.agent.core.failures import tells_of_lost_peer
+from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
 from elaunch.agent.output.folding import ShownTracebacks, TracebackFold, said_of_folded
 
 HEAD = b"[rank0]: Traceback (most recent call last):\n"
@@ -161,7 +161,7 @@ def test_an_interrupt_that_nobody_sent_is_shown(fold: TracebackFold) -> None:
     ],
 )
 def test_one_line_says_whose_tracebacks_are_not_shown(lines: dict[int, int], is_interrupted: bool, said: str) -> None:
-    assert said_of_folded(lines, is_interrupted=is_interrupted).startswith(f"{said} (--show-all-tracebacks")
+    assert said_of_folded(lines, is_interrupted=is_interrupted).startswith(f"{said} (-v")
 
 
 @pytest.fixture

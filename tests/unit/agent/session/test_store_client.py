@@ -632,7 +632,7 @@ def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(tag: 
     bench.client.commit(bench.put(KEYS.member("x")), tag)
 
     refused = [Committed(tag, False, 0)] if tag else []
-    assert bench.events[1:] == [*refused, LeaseLost(lease, 0.0)]
+    assert bench.events[1:] == [*refused, LeaseLost(lease)]
     assert bench.client.due_s is None
 
 
@@ -705,7 +705,7 @@ def test_a_lease_that_has_ended_is_found_by_its_renewal_and_told_once() -> None:
     bench.client.renew()
     bench.client.renew()
 
-    assert bench.events[1:] == [LeaseLost(lease, 0.0)]
+    assert bench.events[1:] == [LeaseLost(lease)]
     assert bench.client.due_s is None
 
 
@@ -836,7 +836,7 @@ def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves
 
     bench.client.commit(txn, Tag.RUN)
 
-    assert bench.events[-2:] == [Committed(Tag.RUN, False, 0), LeaseLost(own.lease, 0.0)]
+    assert bench.events[-2:] == [Committed(Tag.RUN, False, 0), LeaseLost(own.lease)]
     assert not bench.store.memory.read(KEYS.root).entries
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch
 from elaunch.agent.workers.exits import ExitReader
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.agent.workers.kernel_log import KernelLog
 from elaunch.agent.workers.link import Link
-from elaunch.agent.workers.oom import OutOfMemoryWatch
 from elaunch.rendezvous.types import FailureKind, RankTable, Seat
 
 NODE = "node-a-00000001"
@@ -84,19 +83,3 @@ def test_the_first_that_lost_a_peer_brings_what_others_have_told_of_their_end(
     assert (ended.rank, ended.kind, ended.code) == (6, FailureKind.ENDED_EARLY, None)
     assert ended.message == "reached the end of its program, but did not exit in time"
     assert not second.told, "only the first line of a generation needs it"
-
-
-def test_nobody_is_named_of_whom_nothing_is_known(three: tuple[WorkerGroup, list[socket.socket]]) -> None:
-    group, workers = three
-    reader = ExitReader("node-a", OutOfMemoryWatch(KernelLog(), []), keeps_files=True)
-    group.error_files[0].write_text(LOST)
-    # One lost the same peer, and one has left no record of what it raised.
-    group.error_files[1].write_text(LOST)
-    for worker in workers[1:]:
-        ends_its_program(worker, raised=True)
-
-    event = reader.exited(group, 0, 17, 1)
-
-    assert event.failure
-    assert event.failure.kind is FailureKind.PEER_LOST
-    assert event.told == ()

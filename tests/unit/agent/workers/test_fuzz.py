@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elaunch.agent import linux
-from elaunch.agent.core import crash
-from elaunch.agent.core.causes.cause import Facts, Space
-from elaunch.agent.core.explain import explained, questions_about
-from elaunch.agent.core.failures import (
+from elaunch.agent.diagnosis import exit_status
+from elaunch.agent.diagnosis.causes.cause import Facts, Space
+from elaunch.agent.diagnosis.causes.table import explained, questions_about
+from elaunch.agent.diagnosis.exit_status import (
     Place,
     Remains,
     chain_start,
@@ -25,12 +23,10 @@ from elaunch.agent.core.failures import (
     parse_traceback,
     with_tail,
 )
-from elaunch.agent.core.hang import Standing, who_hangs
+from elaunch.agent.diagnosis.hang import Standing, who_hangs
 from elaunch.agent.forkserver import wire
-from elaunch.agent.workers import numa
 from elaunch.agent.workers.link import Link
 from elaunch.launcher.report import report, write_error_file
-from elaunch.process_identity import is_dead_here, this_process
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
@@ -122,15 +118,6 @@ def test_a_packet_of_the_fork_servers_wire_is_a_message_or_the_end(data: bytes, 
             os.close(fd)
 
 
-@given(st.dictionaries(TEXTS, st.integers() | TEXTS | st.none(), max_size=5))
-def test_a_message_comes_over_the_wire_as_it_was_sent(message: dict[str, object]) -> None:
-    ours, theirs = wire.pair()
-    with ours, theirs:
-        wire.send(theirs, message)
-
-        assert wire.receive(ours) == (message, ())
-
-
 PIECES = st.sampled_from(
     [
         "Traceback (most recent call last):\n", '  File "a.py", line 3, in f\n', '  File "', '", line ', "    x = 1\n",
@@ -160,7 +147,6 @@ ERROR_RECORDS = (
     | st.sampled_from([NESTED, '{"message":' * 900 + "1" + "}" * 900, "", "7"])
     | TEXTS
 )
-FAILURE = Failure(FailureKind.EXCEPTION, 1, "a-1", "a", 0, 0, 17, 1, "raised X", failed_at=1e9)
 FACTS = Facts(
     {"/dev/shm": Space("/dev/shm", 1, 0), ".": Space("/", 0, 0)}, gpu_errors=("Xid (0): 79",), oom_killed=True
 )
@@ -171,7 +157,7 @@ SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
 
 def told(record: str, tail: str, code: int) -> Failure:
     """The failure record of what a worker left behind, after every step that is done with it."""
-    raised = code < 0 and code not in crash.CODES
+    raised = code < 0 and code not in exit_status.CRASH_CODES
     failure = failure_of(PLACE, Remains(code, record, tail, crash=record, raised=raised), "SIGKILL", 1e9)
     failure = explained(with_tail(failure, tail, True), FACTS)
     assert questions_about(failure) is not None
@@ -218,23 +204,6 @@ def test_a_megabyte_of_output_is_read_in_a_moment(text: str) -> None:
 # What fuzzing and reading found, by name.
 
 
-def test_an_error_file_of_60_kb_of_brackets_is_a_torn_one() -> None:
-    assert parse_record(NESTED) is None
-
-
-def test_a_traceback_without_a_frame_is_an_exception_without_a_place() -> None:
-    raised = parse_traceback("Traceback (most recent call last):\nValueError: x")
-
-    assert raised
-    assert (raised.exception, raised.message, raised.frame) == ("ValueError", "x", "")
-
-
-def test_an_error_file_nested_deeper_than_can_be_shown_is_read() -> None:
-    deep = "[" * 900 + "]" * 900
-
-    assert failure_of(PLACE, Remains(1, f'{{"message":{{"message":{deep}}}}}'), "", 1e9)
-
-
 @pytest.mark.parametrize(
     "content", [NESTED, '{"message":{"a":' + "[" * 950 + "]" * 950 + "}}", "[1]", "[[[], 1]]", "\xff"]
 )
@@ -248,53 +217,3 @@ def test_an_error_file_is_handed_on_or_made_anew(tmp_path: Path, content: str) -
     write_error_file(Outcome(OutcomeKind.FAILED, "x", 1, 0, 0, failure), str(ours))
 
     assert json.loads(ours.read_text())["message"]["errorCode"] == 1
-
-
-def test_an_error_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    failure = replace(FAILURE, error_file=str(tmp_path / "pipe"))
-
-    write_error_file(Outcome(OutcomeKind.FAILED, "x", 1, 0, 0, failure), str(tmp_path / "ours.json"))
-
-    assert "raised X" in json.loads((tmp_path / "ours.json").read_text())["message"]["message"]
-
-
-@pytest.mark.parametrize("step", ["true", "-2", "9" * 30, "1e999", "NaN", "1.5", '"1"', "null"])
-def test_a_step_that_is_no_number_of_a_step_is_not_heard(step: str) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        link = Link(3, 1, ours)
-        theirs.sendall(f'{{"event":"progress","step":{step}}}\n{{"event":"saved","step":{step}}}\n'.encode())
-
-        link.read()
-
-        assert (link.step, link.take_news()) == (-1, [])
-
-
-def test_a_process_may_be_called_by_half_a_character() -> None:
-    before = Path("/proc/self/comm").read_bytes()
-    # The kernel cuts a name after 15 bytes: "训练训练训" is cut so.
-    Path("/proc/self/comm").write_bytes("训练训练训练".encode()[:14])
-    try:
-        assert not linux.is_stopped(os.getpid())
-        assert this_process()
-        assert not is_dead_here(this_process())
-    finally:
-        Path("/proc/self/comm").write_bytes(before)
-
-
-@given(st.sampled_from(["²", "9" * 5000, "-1", "", "0", "1:2", "\0", "a"]) | TEXTS, TEXTS)
-def test_a_predecessors_name_is_one_or_nobodys(pid: str, started: str) -> None:
-    place = this_process().rpartition(":")[0].rpartition(":")[0]
-
-    assert is_dead_here(f"{place}:{pid}:{started}") in (True, False)
-
-
-@pytest.mark.parametrize("text", ["", "0", "0-3,7", "0-99999999999", "3-", "-3", "a", "9" * 5000, "²"])
-def test_a_list_of_cpus_is_a_set_in_a_moment(text: str) -> None:
-    with bounded():
-        try:
-            numa.ranges(text)
-        except ValueError:
-            return

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from elaunch.agent.core.entries import NO_GENERATION
+from elaunch.agent.core.timeline import NO_GENERATION
 from elaunch.agent.workers.group import LASTING_S, CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.rules.table_codec import seats_of
@@ -58,11 +58,6 @@ def test_a_group_that_ran_for_long_has_done_something_also_where_nobody_says_so(
 
     assert not short.lasted
     assert long.lasted
-
-
-def test_a_group_knows_its_node_as_the_table_does() -> None:
-    assert group(reached_store=False).node_id == "b-00000001"
-    assert [group(reached_store=False).rank(n) for n in (0, 1)] == [2, 3]
 
 
 def test_news_of_another_generation_than_the_current_one_finds_no_workers() -> None:

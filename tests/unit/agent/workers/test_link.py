@@ -11,15 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from elaunch.agent.core.actions import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.core.events import (
     WorkerListens,
     WorkerRaised,
-    WorkerReturned,
     WorkerSaved,
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.core.messages import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.workers.link import Link, Links
 
 
@@ -54,22 +53,6 @@ def test_a_word_wakes_nobody_and_is_read_when_it_is_time(pair: tuple[Link, socke
     assert link.step == 7
 
 
-def test_looks_are_about_a_second_apart_and_not_in_step_with_a_program(pair: tuple[Link, socket.socket]) -> None:
-    links = Links()
-    links.add(pair[0])
-    now_s = time.monotonic() + 5
-
-    gaps_s = []
-    for _ in range(50):
-        links.due(now_s)
-        assert links.due_s
-        assert links.due(now_s + 0.5) == []
-        gaps_s.append(links.due_s - now_s)
-        now_s = links.due_s
-
-    assert 0.74 < min(gaps_s) < 0.9 < 1.1 < max(gaps_s) < 1.26
-
-
 @pytest.mark.parametrize("end", ["dies", "has said its last"])
 def test_an_end_wakes_and_the_words_before_it_are_there(pair: tuple[Link, socket.socket], end: str) -> None:
     link, worker = pair
@@ -89,20 +72,6 @@ def test_an_end_wakes_and_the_words_before_it_are_there(pair: tuple[Link, socket
     assert (link.step, link.raised, link.reached_store) == (3, True, False)
 
 
-def test_a_dropped_link_is_closed_and_wanted_no_more(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-    links = Links()
-    links.add(link)
-
-    links.drop(link)
-    worker.close()
-
-    assert link.fileno() == -1
-    assert not is_readable(links)
-    assert links.due_s is None
-    links.drop(link)
-
-
 def test_a_dropped_link_is_gone_even_if_another_process_has_a_copy(
     pair: tuple[Link, socket.socket],
 ) -> None:
@@ -118,26 +87,6 @@ def test_a_dropped_link_is_gone_even_if_another_process_has_a_copy(
     assert not is_readable(links)
     assert links.ready() == []
     os.close(copy)
-
-
-def test_notes_are_taken_once(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-
-    says(worker, event="note", text="said")
-    link.read()
-
-    assert link.take_notes() == ["said"]
-    assert link.take_notes() == []
-
-
-def test_a_program_may_say_why_it_refuses(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-
-    says(worker, event="refused", reason="6 layers cannot be divided by 4")
-    says(worker, event="refused", reason=4)
-    link.read()
-
-    assert link.refused == "6 layers cannot be divided by 4"
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xfe\n", b"[]\n", b"{}\n", b'{"event": "progress", "step": "x"}\n', b"\n\n"])
@@ -191,16 +140,6 @@ def test_marks_of_a_start_are_taken_once_and_are_no_sign_of_life(pair: tuple[Lin
     assert link.reports == 0
 
 
-def test_the_first_step_is_a_mark_if_the_worker_says_when_it_was_complete(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-    says(worker, event="progress", step=3, monotonic_s=1.5)
-    says(worker, event="progress", step=4, monotonic_s=2.5)
-    link.read()
-
-    assert link.take_marks() == [("stepped", 1.5)]
-    assert (link.first_step, link.step, link.reports) == (3, 4, 2)
-
-
 def test_what_comes_behind_a_descriptor_is_read_at_once(pair: tuple[Link, socket.socket]) -> None:
     link, worker = pair
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -211,29 +150,6 @@ def test_what_comes_behind_a_descriptor_is_read_at_once(pair: tuple[Link, socket
 
     assert link.take_news() == [WorkerListens(4, 0, to_stop=True, to_failure=True)]
     link.forget_recorder()
-
-
-def test_a_program_cannot_fill_the_timeline_with_marks(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-    for number in range(100):
-        says(worker, event="mark", name=str(number), monotonic_s=1.0)
-    while link.rest or not link.take_marks():
-        link.read()
-
-    says(worker, event="mark", name="more", monotonic_s=1.0)
-    link.read()
-
-    assert link.take_marks() == []
-
-
-def test_that_a_program_ended_without_an_exception_is_news_once(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-    says(worker, event="left", monotonic_s=1.5)
-    says(worker, event="ended", raised=False, reached_store=False, monotonic_s=2.5)
-    says(worker, event="ended", raised=False, reached_store=False, monotonic_s=2.5)
-    link.read()
-
-    assert link.take_news() == [WorkerReturned(4, 0, over_s=1.5)]
 
 
 def test_an_error_of_a_collective_that_tells_of_a_lost_peer_counts_until_the_next_group(
@@ -256,25 +172,6 @@ def test_an_error_of_a_collective_that_tells_of_a_lost_peer_counts_until_the_nex
         link.read()
     assert link.lost is None
     link.forget_recorder()
-
-
-@pytest.mark.parametrize(("ended_s", "is_cause"), [(31.0, True), (60.0, False)])
-def test_the_caught_error_of_a_lost_peer_does_not_explain_an_end_long_after_it(
-    pair: tuple[Link, socket.socket], ended_s: float, is_cause: bool
-) -> None:
-    link, worker = pair
-    says(
-        worker,
-        event="error",
-        call="all_reduce",
-        exception="RuntimeError",
-        message="[pair.cc:553] Connection closed by peer [::1]:7",
-        monotonic_s=30.0,
-    )
-    says(worker, event="ended", raised=True, reached_store=True, monotonic_s=ended_s)
-    link.read()
-
-    assert (link.lost_at_end is not None) is is_cause
 
 
 @pytest.mark.parametrize(

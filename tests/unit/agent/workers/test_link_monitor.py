@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from elaunch.agent.core.events import Event, WorkerListens
-from elaunch.agent.workers.group import CurrentGroup
+from elaunch.agent.workers.group import CurrentGroup, Reporter
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.link_monitor import LinkMonitor
-from elaunch.agent.workers.reporter import Reporter
 
 GENERATION = 4
 
@@ -71,14 +70,3 @@ def test_a_word_is_handed_out_once(linked: LinkedGroup) -> None:
     linked.monitor.read_all()
 
     assert not list(linked.monitor.take_news())
-
-
-def test_a_step_was_reported_when_its_report_was_read_not_when_the_loop_woke(linked: LinkedGroup) -> None:
-    woke_s = time.monotonic()
-    linked.says(event="progress", step=1)
-    said_s = time.monotonic()
-
-    linked.monitor.tick(woke_s + 3600)
-
-    assert linked.link.step_times.reported_s is not None
-    assert said_s <= linked.link.step_times.reported_s < woke_s + 3600

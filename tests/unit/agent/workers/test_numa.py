@@ -41,20 +41,10 @@ def test_exclusive_divides_the_nodes_cores_and_the_first_get_one_more() -> None:
     assert shares == [{0, 16, 1, 17}, {2, 18}, {3, 19}, {4, 5, 6, 7, 20, 21, 22, 23}]
 
 
-def test_exclusive_shares_cores_where_there_are_fewer_than_workers() -> None:
-    assert [cpu_set(NumaBinding.EXCLUSIVE, gpu, host((0,) * 5)) for gpu in (0, 4)] == [{0, 16}, {0, 16}]
-
-
 def test_core_complex_is_one_cache_each_while_there_are_enough() -> None:
     sets = [cpu_set(NumaBinding.CORE_COMPLEX, gpu, host((1, 1, 1))) for gpu in range(3)]
 
     assert sets == [{4, 5, 20, 21}, {6, 7, 22, 23}, {4, 5, 20, 21}]
-
-
-def test_core_complex_prefers_the_one_with_more_cpus_of_ours() -> None:
-    topology = Topology({0: frozenset({1, 2, 3})}, caches={1: "a", 2: "b", 3: "b"}, gpu_nodes=(0, 0))
-
-    assert [cpu_set(NumaBinding.CORE_COMPLEX, gpu, topology) for gpu in (0, 1)] == [{2, 3}, {1}]
 
 
 def test_workers_without_gpus_are_dealt_out_to_the_nodes() -> None:

@@ -7,9 +7,16 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.agent.core.node_report import WorkersSeen, node_report
-from elaunch.agent.core.stack_answer import StackAnswer, read_stack_answer, stack_answer, stacks_in
-from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
+from elaunch.agent.core.timeline import WorkersSeen, node_report
+from elaunch.agent.diagnosis.stack_groups import (
+    Frame,
+    Stack,
+    StackAnswer,
+    ThreadStack,
+    read_stack_answer,
+    stack_answer,
+    stacks_in,
+)
 from elaunch.launcher.watch.record import Gathered, status_record
 from elaunch.launcher.watch.source import NodeStacks
 from elaunch.launcher.watch.stacks import stacks_text

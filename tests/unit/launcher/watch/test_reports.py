@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.node_report import WorkersSeen, node_report
-from elaunch.agent.core.stack_answer import read_stack_answer, stack_answer, stacks_in
-from elaunch.agent.core.stack_groups import Frame, Stack, ThreadStack
+from elaunch.agent.core.timeline import WorkersSeen, node_report
+from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack, read_stack_answer, stack_answer, stacks_in
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX
 from elaunch.rendezvous.rules.reports import RANKS_MAX, JobState, RankReport, job_report, read_node_report

@@ -39,8 +39,8 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--bucket-mb", "5", "--parallel", "tp=2"], "--bucket-mb is DDP's, and --parallel tp=2 has no DDP"),
         (["--comm-hook", "int8"], "'int8' is not one of 'fp16', 'bf16', 'powersgd'"),
         (["--powersgd-rank", "2"], "--powersgd-rank 2 needs --comm-hook powersgd"),
-        (["--checkpoints", "s33://bucket/run"], "s33://bucket/run begins with s33://, which fsspec does not know"),
-        (["--checkpoints", "gs://bucket/run"], "gs:// needs the package gcsfs: pip install gcsfs"),
+        (["--checkpoints", "s33://bucket/run"], "s33://bucket/run cannot be used: Protocol not known: s33"),
+        (["--checkpoints", "gs://bucket/run"], "gs://bucket/run cannot be used: Please install gcsfs"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_one_sentence_with_its_values(argv: list[str], sentence: str) -> None:

@@ -1,0 +1,341 @@
+"""Causes: memory, GPUs, their driver, and CUDA."""
+
+from __future__ import annotations
+
+import re
+
+from elaunch.agent.diagnosis.causes.cause import (
+    SHARED_MEMORY,
+    CauseRule,
+    Evidence,
+    GpuErrors,
+    KernelKills,
+    KillCounters,
+    MemoryLimits,
+    Question,
+    SpaceOf,
+    Values,
+    regex,
+)
+from elaunch.rendezvous.texts import bytes_text
+
+_SIGBUS, _SIGKILL = -7, -9
+# Docker's default is 64 MiB. Such a small one is the cause of a bus error, even if its files are gone by now.
+_SMALL_SHM = 256 << 20
+
+_NO_MEMORY = (
+    "the program asked for more memory than this host or its ulimit -v gives: use smaller batches or arrays, or give"
+    " the job more memory"
+)
+# Also said of the processes of elaunch.
+MORE_MEMORY = (
+    "give the job more memory{limit}, or hold less in each rank: a smaller batch, fewer DataLoader workers, no copy of"
+    " the data set in each rank"
+)
+_SENDERS = (
+    "the scheduler (a limit of memory or time: sacct -j JOB, kubectl describe pod POD), a watchdog of the host"
+    " (journalctl -u systemd-oomd), or a person (kill -9)"
+)
+# Only what a list of numbers has: with any character, hostile words would take a second.
+_LOADER = r"DataLoader worker \(pid(?P<pids>(?:\(s\))?[\d, ]*)\)"
+_SHM_ADVICE = (
+    "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
+    " medium: Memory at /dev/shm), or use fewer DataLoader workers"
+)
+# Semaphores, shared memory of Python and torch, and NCCL's segments. sem_open and shm_open give names below /dev/shm.
+_SHM_WORDS = regex(r"/dev/shm\b|shared memory|</?torch_|semaphore|: '/(?:psm_|torch_|sem\.|mp-|wnsm_)")
+_SHM_FILES = regex(r"(?:multiprocess(?:ing)?|loky/backend)/(?:synchronize|shared_memory|heap)\.py$")
+
+
+def _ask_shm(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    return (SpaceOf(SHARED_MEMORY),)
+
+
+def _ask_limits(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    return (MemoryLimits(),)
+
+
+def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
+    """The rule is for a shared memory that is full, or so small that it must have been."""
+    space = evidence.facts.spaces.get(SHARED_MEMORY)
+    if space is None or (space.total > _SMALL_SHM and not space.is_full):
+        return None
+    return {"size": bytes_text(space.total), "free": bytes_text(space.free)}
+
+
+def _is_in_shm(evidence: Evidence) -> bool:
+    """Whether the file was to be made in /dev/shm, of which the words need not tell; other files are on a disk."""
+    innermost = evidence.files[-1] if evidence.files else ""
+    return bool(_SHM_WORDS.search(evidence.words) or _SHM_FILES.search(innermost))
+
+
+def _ask_no_shm(evidence: Evidence, values: Values) -> tuple[Question, ...]:
+    return _ask_shm(evidence, values) if _is_in_shm(evidence) else ()
+
+
+def _no_shm(evidence: Evidence, _values: Values) -> Values | None:
+    if not _is_in_shm(evidence):
+        return None
+    space = evidence.facts.spaces.get(SHARED_MEMORY)
+    lack = "room for more files" if space and space.is_without_files and not space.is_full else "room"
+    size = f"/dev/shm has {bytes_text(space.total)} in all, {bytes_text(space.free)} free" if space else ""
+    return {"lack": lack, "size": size}
+
+
+def _killed(evidence: Evidence, _values: Values) -> Values | None:
+    if not evidence.was_out_of_memory:
+        return None
+    limit = evidence.facts.memory_limit
+    return {"limit": f" (its limit is {limit})" if limit else ""}
+
+
+def _ask_counters(evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    return (KillCounters(),) if evidence.has_no_sender else ()
+
+
+def _sender(evidence: Evidence, _values: Values) -> Values | None:
+    """Who may have sent it. Its own cgroup's counter would have said that it was the kernel."""
+    if not evidence.has_no_sender:
+        return None
+    if evidence.facts.kills_are_counted:
+        return {"who": f"the kernel's out-of-memory killer did not send it; look for another sender: {_SENDERS}"}
+    kernel = "the kernel for lack of memory (dmesg -T | grep -i 'killed process' on that host)"
+    return {"who": f"look for the sender: {kernel}, {_SENDERS}"}
+
+
+def _ask_kills(_evidence: Evidence, values: Values) -> tuple[Question, ...]:
+    pids = [int(pid) for pid in re.findall(r"\d{1,9}", values["pids"])]
+    return (KernelKills(tuple(pids[:64])),)
+
+
+def _loader_killed(evidence: Evidence, _values: Values) -> Values | None:
+    return {} if evidence.facts.oom_killed else None
+
+
+def _gpu(evidence: Evidence, values: Values) -> Values:
+    """Whose fault a full GPU is: another process's, fragmentation's, or the program's own."""
+    if other := regex(r"Process (\d+) has ([\d.]+ \wiB) memory in use").search(evidence.words):
+        advice = (
+            f"another process (pid {other[1]}) holds {other[2]} on that GPU: give each rank its own GPU"
+            " (torch.cuda.set_device(int(os.environ['LOCAL_RANK']))), or end that process (nvidia-smi)"
+        )
+    elif _is_fragmented(evidence.words):
+        advice = (
+            "most of the free memory is reserved by PyTorch in pieces that are too small: set"
+            " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    else:
+        advice = (
+            "use a smaller micro-batch with gradient accumulation, activation checkpointing, or shard the model (FSDP)"
+        )
+    return {**values, "who": advice}
+
+
+def _is_fragmented(words: str) -> bool:
+    asked = regex(r"Tried to allocate ([\d.]+) (\wiB)").search(words)
+    idle = regex(r"([\d.]+) (\wiB) is reserved by PyTorch but unallocated").search(words)
+    if not asked or not idle:
+        return False
+    scale = {"KiB": 1, "MiB": 1 << 10, "GiB": 1 << 20}
+    wanted, unused = (float(m[1]) * scale.get(m[2], 0) for m in (asked, idle))
+    return unused > wanted > 0
+
+
+MEMORY_RULES = (
+    CauseRule(
+        "killed by the kernel's out-of-memory killer",
+        MORE_MEMORY,
+        codes=frozenset({_SIGKILL}),
+        more=_killed,
+        asks=_ask_limits,
+    ),
+    CauseRule(
+        "killed by a SIGKILL of an unknown sender",
+        "{who}",
+        codes=frozenset({_SIGKILL}),
+        more=_sender,
+        asks=_ask_counters,
+        shown=f"by what the kernel counts: look for the sender, which may be the kernel for lack of memory, {_SENDERS}",
+    ),
+    CauseRule(
+        "a GPU is out of memory",
+        "{who}",
+        pattern=r"(?:CUDA|HIP) out of memory",
+        more=_gpu,
+        shown="by what the message says: give each rank its own GPU, or set"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use a smaller micro-batch, activation checkpointing or"
+        " FSDP",
+    ),
+    CauseRule(
+        "host memory cannot be allocated",
+        _NO_MEMORY,
+        pattern=(
+            r"DefaultCPUAllocator: (?:can't|not enough memory)|Unable to allocate [\d.]+ \wiB|std::bad_alloc"
+            r"|\[Errno 12\] Cannot allocate memory"
+        ),
+    ),
+    CauseRule(
+        "memory error of Python",
+        _NO_MEMORY,
+        exceptions=frozenset({"MemoryError"}),
+    ),
+    CauseRule(
+        "too many memory maps",
+        "raise the limit of memory maps (sysctl vm.max_map_count), or send fewer and larger tensors between processes",
+        pattern=r"unable to mmap [^\n]{0,200}Cannot allocate memory",
+    ),
+    CauseRule(
+        "a DataLoader worker has too little shared memory",
+        _SHM_ADVICE,
+        pattern=(
+            rf"{_LOADER} is killed by signal: Bus error|out of shared memory"
+            r"|unable to (?:mmap|allocate|write|resize) [^\n]{0,200}(?:shared memory|</?torch_)"
+            r"|Error while creating shared memory segment"
+        ),
+        detail="/dev/shm has {size} in all, {free} free",
+        more=_small_shm,
+        asks=_ask_shm,
+    ),
+    CauseRule(
+        "no room in /dev/shm",
+        "make {lack} on /dev/shm, which semaphores and shared memory need: remove what ended programs have left there"
+        " (ls -l /dev/shm), or " + _SHM_ADVICE,
+        pattern=r"No space left on device",
+        detail="{size}",
+        more=_no_shm,
+        asks=_ask_no_shm,
+    ),
+    CauseRule(
+        "a DataLoader worker was killed for lack of memory",
+        "use fewer DataLoader workers or a smaller batch, or give the job more memory",
+        pattern=rf"{_LOADER} (?:is killed by signal: Killed|exited unexpectedly)",
+        detail="the kernel has killed it for lack of memory",
+        more=_loader_killed,
+        asks=_ask_kills,
+    ),
+    CauseRule(
+        "a DataLoader worker was killed",
+        "somebody killed it, most often the kernel for lack of memory (dmesg says so): use fewer DataLoader workers or"
+        " a smaller batch, or give the job more memory",
+        pattern=rf"{_LOADER} is killed by signal: Killed",
+    ),
+    CauseRule(
+        "a DataLoader worker crashed",
+        "set num_workers=0 once: the data set's own code then runs in the rank, and shows where it crashes",
+        pattern=rf"{_LOADER} (?:is killed by signal: (?!Killed)|exited unexpectedly)",
+    ),
+    CauseRule(
+        "a bus error from a small /dev/shm",
+        _SHM_ADVICE,
+        codes=frozenset({_SIGBUS}),
+        detail="/dev/shm has {size} in all, {free} free",
+        more=_small_shm,
+        asks=_ask_shm,
+    ),
+)
+
+
+_CUDA = r"CUDA error: "
+_BLOCKING = "run once with CUDA_LAUNCH_BLOCKING=1, which shows the Python line of the failing kernel"
+
+# What NVIDIA's list of Xid errors calls a fault of the hardware, with its words (docs.nvidia.com/deploy/xid-errors).
+_HARDWARE_XIDS = {
+    "48": "double bit ECC error",
+    "62": "internal micro-controller halt",
+    "63": "row remapping or page retirement",
+    "64": "row remapping or page retirement failed",
+    "74": "NVLink error",
+    "79": "the GPU has fallen off the bus",
+    "92": "high rate of single bit ECC errors",
+    "94": "contained ECC error",
+    "95": "uncontained ECC error",
+    "119": "GSP timeout",
+    "120": "GSP error",
+}
+_XID = regex(r"Xid \((?P<where>[^)]*)\): (?P<xid>\d+)")
+
+
+def _ask(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    return (GpuErrors(),)
+
+
+def _hardware(evidence: Evidence, _values: Values) -> Values | None:
+    """The first error of the hardware among the driver's. Xids that a faulty program makes too say nothing."""
+    for line in evidence.facts.gpu_errors:
+        if (found := _XID.search(line)) is None:
+            return {"error": line}
+        if found["xid"] in _HARDWARE_XIDS:
+            return {"error": f"Xid {found['xid']} on {found['where']}: {_HARDWARE_XIDS[found['xid']]}"}
+    return None
+
+
+GPU_RULES = (
+    CauseRule(
+        "a GPU or its link is faulty (Xid, ECC)",
+        "take this node out of the job and have the GPU reset or replaced; nvidia-smi -q and the kernel log say more",
+        pattern=rf"{_CUDA}|NCCL error|CUBLAS_STATUS|CUDNN_STATUS|ncclSystemError|ncclUnhandledCudaError",
+        detail="the NVIDIA driver says: {error}",
+        more=_hardware,
+        asks=_ask,
+    ),
+    CauseRule(
+        "uncorrectable ECC error",
+        "take this node out of the job and have the GPU reset or replaced; nvidia-smi -q -d ECC shows its counters",
+        pattern=_CUDA + "uncorrectable ECC error",
+    ),
+    CauseRule(
+        "device-side assert",
+        f"an index is out of range in a GPU kernel, most often a label or token id that is too large; {_BLOCKING}",
+        pattern=_CUDA + "device-side assert",
+    ),
+    CauseRule(
+        "illegal memory access in a kernel",
+        f"a GPU kernel read or wrote outside of its memory; {_BLOCKING}; compute-sanitizer finds the access",
+        pattern=_CUDA + "(?:an illegal memory access|misaligned address|unspecified launch failure)",
+    ),
+    CauseRule(
+        "invalid device ordinal",
+        "a rank chose a GPU that this node does not have: choose by LOCAL_RANK, not by RANK, and start as many workers"
+        " as there are GPUs (--nproc-per-node gpu)",
+        pattern=_CUDA + "invalid device ordinal|Invalid device id",
+    ),
+    CauseRule(
+        "no kernel image for this GPU",
+        "this build of torch, or of an extension, has no code for this GPU: install one that is built for it"
+        " (torch.cuda.get_arch_list() and torch.cuda.get_device_capability() show both)",
+        pattern=_CUDA + "no kernel image",
+    ),
+    CauseRule(
+        "the driver is too old",
+        "update the NVIDIA driver of this node, or install a torch that is built for an older CUDA",
+        pattern=r"NVIDIA driver on your system is too old|CUDA driver version is insufficient for CUDA runtime version",
+    ),
+    CauseRule(
+        "no GPU to be seen",
+        "this process sees no GPU: check nvidia-smi on this node, CUDA_VISIBLE_DEVICES, and that the container or the"
+        " scheduler gives it GPUs (docker --gpus all, --gres=gpu:N)",
+        pattern=r"No CUDA GPUs are available|no CUDA-capable device is detected|Found no NVIDIA driver",
+    ),
+    CauseRule(
+        "torch has no CUDA",
+        "this torch is built for CPUs only: install one with CUDA (pytorch.org/get-started)",
+        pattern=r"Torch not compiled with CUDA enabled",
+    ),
+    CauseRule(
+        "CUDA in a forked process",
+        'CUDA cannot be used in a forked child: use multiprocessing_context="spawn" for the DataLoader, or keep CUDA'
+        " out of the data set",
+        pattern=r"Cannot re-initialize CUDA in forked subprocess",
+    ),
+    CauseRule(
+        "the GPU is busy",
+        "another process holds this GPU in exclusive mode: give each rank its own GPU, or end that process"
+        " (nvidia-smi)",
+        pattern=r"CUDA-capable device\(s\) is/are busy or unavailable",
+    ),
+    CauseRule(
+        "cuBLAS or cuDNN cannot start",
+        f"the GPU's memory is nearly full, or an earlier kernel has failed; {_BLOCKING}",
+        pattern=r"CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)|CUDNN_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)",
+    ),
+)

@@ -1,0 +1,294 @@
+"""Causes: the program itself, its command line, its imports and its crashes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from shlex import quote
+
+from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, FolderOf, IsThere, Question, Values, regex
+
+_SIGILL, _SIGABRT, _SIGFPE, _SIGSEGV, _SIGXCPU = -4, -6, -8, -11, -24
+_LIBRARY = regex(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<")
+_SAME_NAMES = (
+    "torch torchvision torchaudio torchmetrics torchdata numpy scipy pandas matplotlib seaborn tqdm rich transformers"
+    " datasets tokenizers accelerate diffusers peft trl evaluate safetensors huggingface_hub timm deepspeed lightning"
+    " pytorch_lightning fairscale xformers bitsandbytes flash_attn triton einops sentencepiece tiktoken tensorboard"
+    " tensorboardX wandb mlflow comet_ml omegaconf psutil h5py pyarrow lmdb webdataset librosa soundfile nltk spacy"
+    " regex requests boto3 s3fs fsspec mpi4py ninja setuptools"
+)
+# The packages that have these modules. Any other name may be anybody's on a package index, so none is given for it.
+_PACKAGES = {
+    "cv2": "opencv-python",
+    "yaml": "pyyaml",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "skimage": "scikit-image",
+    "bs4": "beautifulsoup4",
+    "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv",
+    "attr": "attrs",
+    "pynvml": "nvidia-ml-py",
+    "absl": "absl-py",
+    "hydra": "hydra-core",
+    "gin": "gin-config",
+    "git": "GitPython",
+    "Crypto": "pycryptodome",
+    "Cryptodome": "pycryptodomex",
+    "google.protobuf": "protobuf",
+    "google.cloud.storage": "google-cloud-storage",
+    "ruamel.yaml": "ruamel.yaml",
+    "mpl_toolkits": "matplotlib",
+    "distutils": "setuptools",
+    "pkg_resources": "setuptools",
+    **{name: name.replace("_", "-") for name in _SAME_NAMES.split()},
+}
+# Where compilers put what they build for one user. Elsewhere a library is the system's, or a package's.
+_BUILT_HERE = regex(r"^/tmp/|/\.cache/|/\.triton/|torch_?extensions|torchinductor")
+# Modules of everybody's: a file of the same name beside the script hides one.
+_WELL_KNOWN = regex(
+    r"^(?:torch|numpy|random|types|json|queue|logging|tokenize|copy|email|string|select|socket|signal|time|test|"
+    r"datasets|transformers|wandb|tensorboard|accelerate|deepspeed|profile|platform|code|inspect|abc|enum|calendar|"
+    r"statistics|secrets|operator|math|pandas|scipy|PIL|yaml|tqdm|triton|torchvision|torchaudio)$"
+)
+# Of multiprocessing's spawn, in a child process.
+NO_MAIN_GUARD = "current process has finished its bootstrapping phase"
+_ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
+# The end of a library's name. As Linux does, patterns limit names, and they begin where a word does: without that a
+# search takes the square of the time, and an exception may have a word of megabytes.
+_SO = r"\.so[\w.]{0,64}"
+_NAMED_MODULE = (
+    r"module '(?P<module>\w+)(?:\.[\w.]+)?' has no attribute"
+    r"|cannot import name '[^']*' from (?:partially initialized module )?'(?P<from>\w+)(?:\.[\w.]+)?'"
+    r"|No module named '(?P<package>\w+)\.[\w.]+'; '(?P<outer>\w+)' is not a package"
+)
+
+
+def _hidden(values: Values) -> str:
+    return str(values["module"] or values["from"] or values["outer"])
+
+
+def _folders(evidence: Evidence) -> tuple[str, ...]:
+    """The folders of the user's own files in the traceback: Python looks there first for a module."""
+    own = [file.rpartition("/")[0] for file in evidence.files if "/" in file and not _LIBRARY.search(file)]
+    return tuple(dict.fromkeys(own))
+
+
+def _ask_shadow(evidence: Evidence, values: Values) -> tuple[Question, ...]:
+    name = _hidden(values)
+    if not _WELL_KNOWN.match(name):
+        return ()
+    return tuple(
+        IsThere(f"{folder}/{name}{end}") for folder in _folders(evidence)[:8] for end in (".py", "/__init__.py")
+    )
+
+
+def _shadow(evidence: Evidence, values: Values) -> Values | None:
+    name = _hidden(values)
+    ends = (f"/{name}.py", f"/{name}/__init__.py")
+    found = next((path for path in sorted(evidence.facts.there) if path.endswith(ends)), "")
+    return {"name": name, "file": found} if found else None
+
+
+def _own_files(evidence: Evidence) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(file for file in evidence.files if not _LIBRARY.search(file)))[:8]
+
+
+def _ask_folder(evidence: Evidence, values: Values) -> tuple[Question, ...]:
+    return (FolderOf(values["missing"].replace(".", "/"), _own_files(evidence)),)
+
+
+def _missing(evidence: Evidence, values: Values) -> Values:
+    name = values["missing"]
+    parent, _, last = name.rpartition(".")
+    if folder := evidence.facts.folder:
+        why = f"another {parent} is found before it" if parent else "is not on Python's path"
+        step = f"{folder} has {name}, but {why}: export PYTHONPATH={quote(folder)}:$PYTHONPATH before elaunch starts"
+    elif package := _package(name, evidence.traceback):
+        step = (
+            f"install {package} in the Python environment of every node (python -m pip install {package}), or put the"
+            f" folder that has {name} on PYTHONPATH"
+        )
+    elif name in sys.stdlib_module_names:
+        step = f"{name} is of Python's standard library, and this Python is built without it: use one that has it"
+    elif parent:
+        # Python has found what is before the last dot.
+        step = (
+            f"{parent} is there, but has no {last}: check the spelling, the version of the package that has {parent},"
+            f" and that no other {parent} is found first"
+        )
+    else:
+        step = f"install the package that has {name} on every node, or put its folder on PYTHONPATH"
+    return {"step": step}
+
+
+def _package(name: str, traceback: str) -> str:
+    """The package that has the module, if it is known. The line that imports it may name it in full."""
+    imported = re.findall(rf"\b{re.escape(name)}(?:\.\w+)+", traceback)
+    words = (imported[-1] if imported else name).split(".")
+    known = (_PACKAGES.get(".".join(words[:count]), "") for count in range(len(words), name.count("."), -1))
+    return next(filter(None, known), "")
+
+
+def _cut_library(_evidence: Evidence, values: Values) -> Values:
+    file = values["file"]
+    if _BUILT_HERE.search(file):
+        why = "a compiler or a copy that was killed has left it incomplete, and it is taken for a whole one"
+        return {"step": f"remove {file}: {why}"}
+    return {
+        "step": f"{file} is incomplete on this node: install the package that has it again; a container gets libcuda"
+        " from its host (docker --gpus all)"
+    }
+
+
+def _usage(evidence: Evidence, values: Values) -> Values:
+    if regex(r"--local[-_]rank").search(values["said"]):
+        return {
+            "step": "the script takes its local rank from an argument, as with torch.distributed.launch; elaunch sets"
+            " the variable LOCAL_RANK, as torchrun does: read os.environ['LOCAL_RANK'], or give the script"
+            " '--local-rank=${local_rank}'"
+        }
+    return {"step": f"correct the arguments behind the script; {values['program']} --help lists them"}
+
+
+def _crashed(evidence: Evidence, _values: Values) -> Values | None:
+    return {"crash": evidence.crash} if evidence.crash else None
+
+
+def _variable(evidence: Evidence, values: Values) -> Values | None:
+    return {} if _ENVIRON.search(evidence.traceback) else None
+
+
+RULES = (
+    CauseRule(
+        "wrong arguments of the script",
+        "{step}",
+        pattern=r"(?m)^(?P<program>[^\s:]+): error: (?P<said>[^\n]+)\s*\Z",
+        codes=frozenset({2}),
+        detail="{said}",
+        more=_usage,
+        shown="correct the arguments; a script that wants --local-rank reads LOCAL_RANK instead",
+    ),
+    CauseRule(
+        "a file hides a module",
+        "{file} hides the module {name}: give that file another name",
+        pattern=_NAMED_MODULE,
+        exceptions=frozenset({"AttributeError", "ImportError", "ModuleNotFoundError"}),
+        more=_shadow,
+        asks=_ask_shadow,
+    ),
+    CauseRule(
+        "circular import",
+        "two files import each other: move one of the imports into the function that needs it",
+        pattern=r"partially initialized module .*circular import",
+        exceptions=frozenset({"AttributeError", "ImportError"}),
+    ),
+    CauseRule(
+        "a missing module",
+        "{step}",
+        pattern=r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$",
+        exceptions=frozenset({"ModuleNotFoundError"}),
+        more=_missing,
+        asks=_ask_folder,
+        shown="install the package that has it on every node, or put its folder on PYTHONPATH; a package is named only"
+        " where that is known, and a folder where the module is in the current one or in one above the script",
+    ),
+    CauseRule(
+        "a missing library",
+        "{library} is not on this node's library path: install it, or the build of the package that fits this node",
+        pattern=rf"(?<![\w.+-])(?P<library>lib[\w.+-]{{1,255}}{_SO}): cannot open shared object file",
+        exceptions=frozenset({"ImportError", "OSError"}),
+    ),
+    CauseRule(
+        "a library that is not whole",
+        "{step}",
+        pattern=rf"(?<![^\s'\":])(?P<file>[^\s'\":]{{1,4096}}{_SO}): (?:file too short|invalid ELF header)",
+        more=_cut_library,
+        shown="remove it, if a compiler has built it on this node; else install the package that has it again",
+    ),
+    CauseRule(
+        "an extension for another version",
+        "a compiled package was built for another version of torch or of a system library: install it again in this"
+        " environment",
+        pattern=r"undefined symbol: |version [`']GLIBC(?:XX)?_[\d.]+' not found|DLL load failed",
+        exceptions=frozenset({"ImportError", "OSError"}),
+    ),
+    CauseRule(
+        "a variable that is not set",
+        "{variable} is not set in the environment of this node's elaunch: set it there, or give the script a default",
+        pattern=r"^'(?P<variable>[A-Z][A-Z0-9_]*)'$",
+        exceptions=frozenset({"KeyError"}),
+        more=_variable,
+    ),
+    CauseRule(
+        "a file or folder that exists already",
+        "each restart runs the program from its beginning, and so does every rank: let it use what is there"
+        " (os.makedirs(path, exist_ok=True)), or make it in rank 0 only while ELAUNCH_GENERATION is 0",
+        pattern=r"\[Errno 17\] File exists",
+        exceptions=frozenset({"FileExistsError"}),
+    ),
+    CauseRule(
+        "processes started without a main guard",
+        'put the code that starts processes behind if __name__ == "__main__":, since spawn imports the script again',
+        pattern=NO_MAIN_GUARD,
+        exceptions=frozenset({"RuntimeError"}),
+        # The exception's own text is a page about this.
+        is_enough=True,
+    ),
+    CauseRule(
+        "a start method that is set twice",
+        'put the code that sets it behind if __name__ == "__main__":, since spawn imports the script again',
+        pattern=r"^context has already been set$",
+        exceptions=frozenset({"RuntimeError"}),
+    ),
+    CauseRule(
+        "an object that cannot be sent to a child process",
+        "processes that are spawned get pickled objects: use a function or class at the top level of a module, no"
+        " lambda and no local function",
+        pattern=r"Can't (?:pickle|get) local object|Can't pickle <function|cannot pickle '",
+    ),
+    CauseRule(
+        "a command that cannot be executed",
+        "make the file executable (chmod +x) with a first line such as #!/bin/bash, or leave --no-python out for a"
+        " Python script",
+        codes=frozenset({126}),
+        pattern=r"cannot be started: |Permission denied|cannot execute|Exec format error",
+    ),
+    CauseRule(
+        "a command that is not found",
+        "check the spelling of the command, and PATH on this node",
+        codes=frozenset({127}),
+        pattern=r"not found|cannot be started: No such file",
+    ),
+    CauseRule(
+        "a crash in native code, with its Python stack",
+        "native code that is called there crashed: update or rebuild that package, and check the sizes and types that"
+        " it is given",
+        codes=frozenset({_SIGSEGV, _SIGFPE}),
+        more=_crashed,
+    ),
+    CauseRule(
+        "an instruction that this CPU does not have",
+        "a package was built for another CPU: install one that is built for this node's",
+        codes=frozenset({_SIGILL}),
+    ),
+    CauseRule(
+        "a thread of native code that still ran at the program's end",
+        "end it before the program ends: call destroy_process_group(), close data loaders, writers and clients, join"
+        " threads, and let no daemon thread call torch",
+        codes=frozenset({_SIGABRT}),
+        pattern=r"terminate called without an active exception",
+    ),
+    CauseRule(
+        "the heap is corrupted",
+        "native code has written outside of its memory: update or rebuild the compiled packages that the program uses",
+        codes=frozenset({_SIGABRT}),
+        pattern=r"(?P<said>(?:malloc|free|realloc|munmap_chunk|corrupted|double free)[^\n]{0,100})\s*\Z",
+        detail="{said}",
+    ),
+    CauseRule(
+        "the CPU time is spent",
+        "raise the limit of CPU time (ulimit -t)",
+        codes=frozenset({_SIGXCPU}),
+    ),
+)

@@ -1,0 +1,227 @@
+"""Causes: files, disks, networks and limits of the host."""
+
+from __future__ import annotations
+
+from elaunch.agent.diagnosis.causes.cause import (
+    SOCKET_PATH_MAX,
+    TEMPORARY_MAX,
+    CauseRule,
+    Evidence,
+    FullDisks,
+    Question,
+    Space,
+    SpaceOf,
+    TemporaryFolder,
+    Values,
+    regex,
+)
+from elaunch.rendezvous.texts import bytes_text
+
+_QUOTED = regex(r"\[Errno \d+\][^\n]*?: (?P<quote>['\"])(?P<path>.*?)(?P=quote)")
+# At most so many full file systems are named.
+_NAMED_DISKS = 3
+# Of a socket that cannot be bound, which may be of a thread whose end nobody notices.
+SOCKET_PATH = "AF_UNIX path (?:too long|length)"
+MORE_PROCESSES = (
+    "raise the limit of processes and threads (ulimit -u, pids.max of the container), or use fewer DataLoader workers"
+    " and threads"
+)
+_WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
+_NO_ADDRESS = r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address"
+_CONNECTS = regex(r"\bconnect\(|create_connection")
+_STARTS_PROCESS = regex(r"fork|spawn|subprocess|popen|clone|thread")
+
+
+def _path(evidence: Evidence) -> str:
+    found = _QUOTED.search(evidence.words)
+    return found["path"] if found else ""
+
+
+def _ask_space(evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    path = _path(evidence)
+    return (SpaceOf(path),) if path else (FullDisks(),)
+
+
+def _full(evidence: Evidence, _values: Values) -> Values | None:
+    """Which file systems are full. The one of the path may have room again: another process may have removed files."""
+    facts, path = evidence.facts, _path(evidence)
+    # An error without a path may be about any of those that are full.
+    spaces = [each for each in (*facts.spaces.values(), *facts.full) if each.is_full or each.is_without_files]
+    if spaces:
+        named = spaces[:_NAMED_DISKS]
+        where = ", or ".join(map(_lack, named)) + (", or another one" if spaces[_NAMED_DISKS:] else "")
+        return {"where": where, "what": " or ".join(map(_remedy, named))}
+    if "No space left" in evidence.words:
+        at = f" at {path}" if path else ""
+        return {"where": "", "what": f"make room on the file system that the program writes to{at}"}
+    return None
+
+
+def _lack(space: Space) -> str:
+    if space.is_full:
+        return f"{space.mount} has {bytes_text(space.free)} free of {bytes_text(space.total)}"
+    return f"no more files can be made on {space.mount}"
+
+
+def _remedy(space: Space) -> str:
+    return f"make room on {space.mount}" if space.is_full else f"remove files on {space.mount}"
+
+
+def _ask_temporary(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
+    return (TemporaryFolder(),)
+
+
+def _socket_path(evidence: Evidence, _values: Values) -> Values | None:
+    """Whose path is too long: that of a library's socket below TMPDIR, or the program's own."""
+    folder = evidence.facts.temporary
+    if len(folder) > TEMPORARY_MAX:
+        return {
+            "step": f"set TMPDIR to a folder of at most {TEMPORARY_MAX} characters, as TMPDIR=/tmp: {folder} has"
+            f" {len(folder)}, a socket's path may have {SOCKET_PATH_MAX}, and multiprocessing (as DataLoader workers)"
+            " makes its sockets below TMPDIR"
+        }
+    own = (
+        f"a socket's path may have {SOCKET_PATH_MAX} characters: give its folder a shorter one; multiprocessing"
+        f" (as DataLoader workers) needs a TMPDIR of at most {TEMPORARY_MAX}"
+    )
+    return {"step": own} if "AF_UNIX" in evidence.words else None
+
+
+def _connects(evidence: Evidence, _values: Values) -> Values | None:
+    return {} if _CONNECTS.search(_call(evidence)) else None
+
+
+def _call(evidence: Evidence) -> str:
+    """The last lines of the traceback: what has raised it."""
+    return "\n".join(evidence.traceback.splitlines()[-4:])
+
+
+def _no_process(evidence: Evidence, _values: Values) -> Values | None:
+    """EAGAIN is also what a lock that is taken and a socket that is not ready say."""
+    call = _call(evidence)
+    is_other = "[Errno 11]" in evidence.words and call and not _STARTS_PROCESS.search(call)
+    return None if is_other else {}
+
+
+def _relative(evidence: Evidence, values: Values) -> Values | None:
+    return None if values["path"].startswith("/") or "://" in values["path"] else {}
+
+
+def _absolute(evidence: Evidence, values: Values) -> Values | None:
+    return {} if values["path"].startswith("/") and values["path"].count("/") > 1 else None
+
+
+RULES = (
+    CauseRule(
+        "a disk is full",
+        "{what}, or write somewhere else",
+        pattern=rf"No space left on device|{_WRITER.pattern}",
+        detail="{where}",
+        more=_full,
+        asks=_ask_space,
+        shown="make room on the file system that is named, or write somewhere else",
+    ),
+    CauseRule(
+        "a disk quota is spent",
+        "remove files, or ask for more: the user's or the project's quota is spent (quota -s, lfs quota)",
+        pattern=r"Disk quota exceeded",
+    ),
+    CauseRule(
+        "a file is larger than allowed",
+        "a file would be larger than the limit of this user (ulimit -f)",
+        pattern=r"\[Errno 27\] File too large",
+    ),
+    CauseRule(
+        "a read-only file system",
+        "write to a folder that can be written: this file system is mounted read-only",
+        pattern=r"\[Errno 30\] Read-only file system",
+    ),
+    CauseRule(
+        "too many open files",
+        "raise the limit (ulimit -n, LimitNOFILE= of systemd), or close files; DataLoaders need fewer with"
+        " torch.multiprocessing.set_sharing_strategy('file_system')",
+        pattern=r"Too many open files(?! in system)|received 0 items of ancdata",
+    ),
+    CauseRule(
+        "too many open files on the host",
+        "raise the host's limit (sysctl fs.file-max), or find what holds so many files (/proc/sys/fs/file-nr counts)",
+        pattern=r"Too many open files in system",
+    ),
+    CauseRule(
+        "a socket's path is too long",
+        "{step}",
+        pattern=rf"{SOCKET_PATH}|torch_shm_manager at [^\n]{{1,4096}}: (?:Invalid argument|File name too long)",
+        more=_socket_path,
+        asks=_ask_temporary,
+        shown=f"set TMPDIR to a folder of at most {TEMPORARY_MAX} characters, where it is longer",
+    ),
+    CauseRule(
+        "no more processes or threads",
+        MORE_PROCESSES,
+        pattern=(
+            r"can't start new thread|\[Errno 11\] Resource temporarily unavailable|pthread_create failed"
+            r"|Thread creation failed"
+        ),
+        more=_no_process,
+    ),
+    CauseRule(
+        "a port is in use",
+        "another process listens on that port (ss -ltnp shows it): let the script take a free one (port 0), or the"
+        " MASTER_PORT of its environment",
+        pattern=r"\[Errno 98\]|EADDRINUSE|address already in use",
+    ),
+    CauseRule(
+        "no address or port to connect from",
+        "IPv6 may be off on this node (connect to 127.0.0.1, not to localhost or ::1), or all ports may be in use"
+        " (ss -s; sysctl net.ipv4.ip_local_port_range)",
+        pattern=_NO_ADDRESS,
+        more=_connects,
+    ),
+    CauseRule(
+        "an address of another host",
+        "no interface of this node has that address (ip -br addr shows them): listen on 0.0.0.0 or on an address of"
+        " this node",
+        pattern=_NO_ADDRESS,
+    ),
+    CauseRule(
+        "an address that cannot be reached",
+        "this node has no way to that host: check the address, the routes and the firewall",
+        pattern=r"\[Errno 113\]|\[Errno 101\]|No route to host|Network is unreachable",
+    ),
+    CauseRule(
+        "a connection is refused",
+        "nobody listens at that address and port: check both, and that the service runs",
+        pattern=r"\[Errno 111\] Connection refused",
+        exceptions=frozenset({"ConnectionRefusedError", "URLError", "OSError"}),
+    ),
+    CauseRule(
+        "a file is not there",
+        "the path is relative to the folder where elaunch was started: give an absolute path, or start it there",
+        pattern=r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)",
+        exceptions=frozenset({"FileNotFoundError"}),
+        more=_relative,
+    ),
+    CauseRule(
+        "a file is not there on this node",
+        "check the spelling of the path, and that its file system is mounted on this node",
+        pattern=r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)",
+        exceptions=frozenset({"FileNotFoundError"}),
+        more=_absolute,
+    ),
+    CauseRule(
+        "permission denied",
+        "this user may not open {path} in that way: ls -l shows its owner and mode",
+        pattern=r"(?-i:\[Errno 13\] Permission denied: )(?P<quote>['\"])(?P<path>.*?)(?P=quote)",
+        exceptions=frozenset({"PermissionError"}),
+    ),
+    CauseRule(
+        "the storage fails",
+        "the file system does not answer as it should: check its mount and its server on this node",
+        pattern=r"\[Errno (?:5|116|107|121)\] (?:Input/output|Stale file handle|Transport endpoint|Remote I/O)",
+    ),
+    CauseRule(
+        "a torn checkpoint",
+        "the file is incomplete, as after a full disk or a kill while it was written: load the one before it",
+        pattern=r"PytorchStreamReader failed (?:reading zip archive|finding central directory|reading file)",
+    ),
+)

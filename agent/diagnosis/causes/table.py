@@ -1,0 +1,181 @@
+"""The table of recognised causes, and what it adds to a failure. `python -m` of this module prints docs/failures.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from elaunch.agent.diagnosis import exit_status
+from elaunch.agent.diagnosis.causes import hardware, network, program, system
+from elaunch.agent.diagnosis.causes.cause import NO_FACTS, CauseRule, Evidence, Facts, KnownCause, Question
+from elaunch.agent.diagnosis.causes.program import NO_MAIN_GUARD
+from elaunch.agent.diagnosis.causes.system import SOCKET_PATH
+from elaunch.agent.diagnosis.exit_status import parse_traceback
+from elaunch.agent.peer_lost import ends
+from elaunch.rendezvous.types import Failure, FailureKind
+
+_SIGABRT, _SIGKILL = -6, -9
+# Behind an exit code, only the very last lines are about it. An abort writes more: stacks of C++.
+_LAST_LINES, _ABORT_LINES = 3, 40
+_FILE = re.compile(r'^ *File "([^"]+)", line \d+', re.MULTILINE)
+# "raise X from error": the first error says more of the cause, and X of where it came up.
+_DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
+_RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
+# An exception of the parent of a child process.
+_CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker")
+# What waits in vain for a data loader or a manager.
+_NO_ANSWER = re.compile(r"DataLoader|EOFError|Broken|Connection|timed? ?out|Empty", re.IGNORECASE)
+# Nothing about the user's program is to be found out: somebody has left it, or it hangs, lives, or has said the cause.
+_NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG, FailureKind.REFUSED)
+
+
+def questions_about(failure: Failure) -> frozenset[Question]:
+    """What has to be found out on this host before the failure can be explained."""
+    return questions(_evidences(failure, NO_FACTS))
+
+
+def explained(failure: Failure, facts: Facts | None = None, mismatch: str = "") -> Failure:
+    """The failure, its output complete, with the advice for its cause and with what its own message does not say.
+
+    `mismatch` as in `RankTable`.
+    """
+    if failure.advice:
+        return failure
+    cause = recognise(_evidences(failure, replace(facts or NO_FACTS, mismatch=mismatch)))
+    if not cause.detail and not cause.advice:
+        return failure
+    message = failure.message
+    if cause.detail and cause.detail not in message:
+        # An exception's own text may end in a bracket.
+        is_open = not failure.exception and message.endswith(")")
+        message = f"{message[:-1]}; {cause.detail})" if is_open else f"{message} ({cause.detail})"
+    failure = replace(failure, message=message, advice=cause.advice)
+    return replace(failure, traceback=failure.frame, tail="", is_cut=True) if cause.is_enough else failure
+
+
+def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
+    """What rules look at. An exception and its direct causes are one each, the first cause first."""
+    if failure.kind in _NOT_RECOGNISED or failure.rank < 0 or failure.code is None:
+        return []
+    was_killed = failure.code < 0 and failure.message.startswith("was killed")
+    if failure.exception and not was_killed:
+        return _of_exceptions(failure, facts)
+    if failure.code < 0:
+        is_crash = failure.code in exit_status.CRASH_CODES and exit_status.is_crash_stack(failure.traceback)
+        return [
+            Evidence(
+                failure.code,
+                words=_last(failure.tail, _ABORT_LINES) if failure.code == _SIGABRT else "",
+                crash=failure.frame if is_crash else "",
+                was_out_of_memory=failure.kind is FailureKind.OUT_OF_MEMORY and failure.code == _SIGKILL,
+                has_no_sender=failure.kind is FailureKind.SIGNAL and was_killed,
+                facts=facts,
+            )
+        ]
+    return [Evidence(failure.code, words=_last(failure.tail, _LAST_LINES), facts=facts)]
+
+
+def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
+    found: list[Evidence] = []
+    if _NO_ANSWER.search(f"{failure.exception} {failure.message}") and re.search(SOCKET_PATH, failure.tail):
+        # A thread or process that could not make its socket has printed that. This one only waited for it.
+        found.append(Evidence(failure.code, "OSError", "AF_UNIX path too long", facts=facts))
+    if NO_MAIN_GUARD in failure.tail and _CHILD_ENDED.search(failure.message):
+        # The child process says why it has ended, on the same stderr. Its parent does not know.
+        found.append(Evidence(failure.code, "RuntimeError", NO_MAIN_GUARD, facts=facts))
+    for text in failure.traceback.split(_DIRECT_CAUSE):
+        raised = parse_traceback(text)
+        if raised is None:
+            # The middle of a long traceback is left out.
+            continue
+        files = tuple(_FILE.findall(text))
+        name = raised.exception.rpartition(".")[2]
+        found.append(Evidence(failure.code, name, ends(raised.message), files, text, facts=facts))
+    if found:
+        return found
+    said = _RAISED.match(failure.message)
+    words = (said["message"] or "") if said else failure.message
+    return [Evidence(failure.code, failure.exception.rpartition(".")[2], ends(words), facts=facts)]
+
+
+def _last(tail: str, count: int) -> str:
+    lines = [line for line in tail.rstrip().splitlines() if line.strip()]
+    return "\n".join(lines[-count:])
+
+
+# The first rule that applies has the word: a special cause stands before a general one.
+ROOMS: tuple[tuple[str, tuple[CauseRule, ...]], ...] = (
+    ("Memory", hardware.MEMORY_RULES),
+    ("GPUs", hardware.GPU_RULES),
+    ("Nodes that differ", network.NODES_RULES),
+    ("The script", program.RULES),
+    ("Files, disks, networks and limits", system.RULES),
+    ("Collectives", network.COLLECTIVES_RULES),
+)
+RULES = tuple(rule for _, rules in ROOMS for rule in rules)
+UNKNOWN = KnownCause()
+
+
+def recognise(evidences: Sequence[Evidence]) -> KnownCause:
+    """What is known about a failure. `evidences` are its exceptions, the first cause first."""
+    for evidence in evidences:
+        for rule in RULES:
+            if found := rule.cause(evidence):
+                return found
+    return UNKNOWN
+
+
+def questions(evidences: Sequence[Evidence]) -> frozenset[Question]:
+    """What has to be found out on this host before `recognise` can be asked; for most failures it is nothing."""
+    asked: set[Question] = set()
+    for evidence in evidences:
+        for rule in RULES:
+            if rule.values(evidence) is not None:
+                asked.update(rule.questions(evidence))
+                if rule.more is None:
+                    return frozenset(asked)
+    return frozenset(asked)
+
+
+_PAGE_HEAD = """\
+# What the report says, and what to do
+
+When a job fails, the report names the rank that failed first. If the cause is a usual one, a line says what to do next:
+
+```sh
+elaunch --nproc-per-node 2 train.py
+```
+
+```
+Why it stopped: it never got past its start, so another try would end the same way.
+Next step: install opencv-python in the Python environment of every node (python -m pip install opencv-python), …
+```
+
+A report without such a line is about a failure that elaunch does not know: wrong advice is worse than none. The
+tables below are made from the rules in the code (`agent/diagnosis/causes/`). Words in *italics* stand for what the
+report names. If several rules apply, the report uses the first.
+
+For a crash (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT) the report shows the Python stack of the worker, and its headline
+has the innermost line of your own code. [A worker and a fresh python](fidelity.md) says how that works.
+"""
+
+
+def markdown() -> str:
+    """The page docs/failures.md."""
+    lines = [_PAGE_HEAD]
+    for title, rules in ROOMS:
+        lines += [f"## {title}", "", "| cause | next step |", "|---|---|"]
+        lines += [f"| {rule.title} | {_shown(rule.shown or rule.advice)} |" for rule in rules]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _shown(template: str) -> str:
+    """A template for people: its values in italics, and nothing in it is Markdown or HTML."""
+    escaped = re.sub(r"([<>|*_])", r"\\\1", template.replace("{limit}", ""))
+    return re.sub(r"\{(\w+)\}", lambda m: f"*{m[1]}*", escaped)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,235 @@
+"""What torch's flight recorder says of the collectives of ranks: who is behind, who waits for how long; pure.
+
+The recorder keeps an entry for each collective that a rank has entered, with its number in its process group. All ranks
+of a group enter the same collectives in the same order: the numbers tell who is behind, and the names who is elsewhere.
+The form is that of `dump_json` in torch's FlightRecorderDetail.hpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elaunch.strict_json import parse_json
+
+DEFAULT_GROUP = "the default group"
+_DEFAULT = "default_pg"
+_NAME_MAX = 60
+_NS = 1e9
+
+
+# Four minutes. With so few looks as in one minute, two healthy ranks that wait for half of the time would often differ
+# by a tenth.
+LOOKS = 240
+# Ranks that enter nothing for so many looks do something else: an evaluation, a checkpoint, a compilation.
+_PAUSE_LOOKS = 12
+# torch's recorder of the collectives on a CPU is the first one, and each recorder's default group, too.
+_CPU, _DEFAULT_GROUP = 0, 0
+
+
+# A rank is slow if it waits for so much less of the time than any other rank of its node.
+_SLOW_MIN = 0.15
+
+
+@dataclass(frozen=True)
+class Count:
+    """Numbers of the last collectives of a process group: entered by the rank, begun on its GPU, ended; -1 for none.
+
+    Not every backend counts all three, and gloo counts a send as well.
+    """
+
+    entered: int
+    begun: int
+    ended: int
+
+    @property
+    def is_outstanding(self) -> bool:
+        """Whether one has not ended. A backend of which none has ended may not count ends."""
+        return 0 <= self.ended < self.entered
+
+
+# By recorder and group, in the order in which the groups were made.
+Counts = Mapping[tuple[int, int], Count]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A rank entered the collective `number` of `group` at `at_s`, on its host's clock."""
+
+    group: str
+    number: int
+    name: str
+    at_s: float
+    has_begun: bool
+    is_outstanding: bool
+
+    @property
+    def words(self) -> str:
+        return f"collective {self.number} of {self.group} ({self.name})"
+
+
+@dataclass(frozen=True)
+class LastEntered:
+    """What the recorder says of a rank: `words` has the rank's last collective in the default group.
+
+    `waits` says that a collective of any group has not ended, and `has_begun` that its GPU has begun it.
+    """
+
+    words: str
+    waits: bool
+    has_begun: bool
+
+
+def read_counts(text: bytes) -> Counts:
+    """The counts in dumps, one in each line. Nothing is read of what has another form."""
+    found: dict[tuple[int, int], Count] = {}
+    for recorder, dump in enumerate(_dumps(text)):
+        for group, status in _items(dump.get("pg_status")):
+            try:
+                numbers = (int(status[f"last_{which}_collective"]) for which in ("enqueued", "started", "completed"))
+                found[recorder, int(group)] = Count(*numbers)
+            except (KeyError, TypeError, ValueError):
+                continue
+    return dict(sorted(found.items()))
+
+
+def read_entries(text: bytes) -> tuple[Collective, ...]:
+    """The entries in dumps, one dump in each line, oldest first. Messages between two ranks are left out."""
+    counts, found = read_counts(text), []
+    for recorder, dump in enumerate(_dumps(text)):
+        entries = dump.get("entries")
+        for entry in entries if isinstance(entries, list) else ():
+            try:
+                if entry["is_p2p"]:
+                    continue
+                count = counts.get((recorder, int(entry["pg_id"])))
+                found.append(_entry(entry, is_outstanding=bool(count and count.is_outstanding)))
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue
+    return tuple(found)
+
+
+def is_stalled(before: Counts, now: Counts) -> bool:
+    """Whether a rank has entered and ended nothing between two looks, and one of its collectives has not ended."""
+    return before == now and any(count.is_outstanding for count in now.values())
+
+
+def evidence(entries: Mapping[int, Sequence[Collective]]) -> dict[int, LastEntered]:
+    """What each rank's entries say. Other groups than the default one are named where ranks differ in them."""
+    newest = {rank: {entry.group: entry for entry in each} for rank, each in entries.items()}
+    groups = list(dict.fromkeys(group for each in newest.values() for group in each))
+    said = [group for group in groups if group == DEFAULT_GROUP or _differ(group, newest)]
+    found = {}
+    for rank, each in newest.items():
+        words = [_said(each[group]) for group in said if group in each]
+        if not each:
+            continue
+        outstanding = [entry for entry in each.values() if entry.is_outstanding]
+        found[rank] = LastEntered(
+            " and ".join(words[:2]), bool(outstanding), any(entry.has_begun for entry in outstanding)
+        )
+    return found
+
+
+def _said(entry: Collective) -> str:
+    return f"{'in' if entry.is_outstanding else 'after'} {entry.words}"
+
+
+def _differ(group: str, newest: Mapping[int, Mapping[str, Collective]]) -> bool:
+    return len({(each[group].number, each[group].name) for each in newest.values() if group in each}) > 1
+
+
+def _entry(entry: Mapping[str, Any], *, is_outstanding: bool) -> Collective:
+    name, description = entry["process_group"]
+    return Collective(
+        DEFAULT_GROUP if description == _DEFAULT else f"group {_plain(name)}",
+        int(entry["collective_seq_id"]),
+        _plain(entry["profiling_name"].rpartition(":")[2]),
+        int(entry["time_created_ns"]) / _NS,
+        has_begun=entry.get("state") == "started",
+        is_outstanding=is_outstanding and entry.get("state") != "completed",
+    )
+
+
+def _plain(text: object) -> str:
+    """A text of the program for a log: cut, and without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:_NAME_MAX])
+
+
+def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:
+    for line in text.splitlines():
+        try:
+            dump = parse_json(line)
+        except ValueError:
+            dump = None
+        # The place of a dump says which recorder it is from.
+        yield dump if isinstance(dump, dict) else {}
+
+
+def _items(value: object) -> Iterator[tuple[str, Any]]:
+    yield from value.items() if isinstance(value, dict) else ()
+
+
+@dataclass(frozen=True)
+class WaitShares:
+    """For which share of the time each rank waits, by looks once a second.
+
+    A share needs no clock that other hosts have too, so ranks of different nodes can be compared by it: a rank that
+    waits less than all others is the one that they wait for. This window has had `looks` looks;
+    each rank waited at those in `waited`. `counts` are those of the last look.
+
+    At the last `paused` looks no rank had entered another collective.
+    """
+
+    looks: int = 0
+    counts: Mapping[int, Count] = field(default_factory=dict)
+    waited: Mapping[int, int] = field(default_factory=dict)
+    paused: int = 0
+
+    def after(self, counts: Mapping[int, Counts]) -> tuple[WaitShares, Mapping[int, float] | None]:
+        """The state after another look at all ranks, and each rank's share at the end of a window."""
+        known = {rank: count for rank, each in counts.items() if (count := _default_group(each)) is not None}
+        if len(known) < len(counts) or known.keys() != self.counts.keys():
+            return WaitShares(counts=known), None
+        has_moved = any(count.entered != self.counts[rank].entered for rank, count in known.items())
+        paused = 0 if has_moved else self.paused + 1
+        if paused > _PAUSE_LOOKS:
+            return WaitShares(counts=known), None
+        waited = {rank: self.waited.get(rank, 0) + _waits(count) for rank, count in known.items()}
+        state = replace(self, looks=self.looks + 1, counts=known, waited=waited, paused=paused)
+        if state.looks < LOOKS:
+            return state, None
+        return WaitShares(counts=known), {rank: looks / LOOKS for rank, looks in waited.items()}
+
+
+def _default_group(counts: Counts) -> Count | None:
+    """The count of the default group; None where it does not tell when the rank waits.
+
+    A GPU's collectives are entered long before the GPU comes to them: only their begin tells when it waits.
+    """
+    for (recorder, group), count in counts.items():
+        if group == _DEFAULT_GROUP and count.entered > 0 and count.ended >= 0:
+            return count if recorder == _CPU or count.begun >= 0 else None
+    return None
+
+
+def _waits(count: Count) -> bool:
+    return count.ended < (count.begun if count.begun >= 0 else count.entered)
+
+
+def slow_rank(shares: Mapping[int, float]) -> int:
+    """The rank that the others wait for: it waits less than all of them, by far; -1 if there is none."""
+    ordered = sorted(shares, key=lambda rank: shares[rank])
+    is_alone = len(ordered) > 1 and shares[ordered[1]] - shares[ordered[0]] >= _SLOW_MIN
+    return ordered[0] if is_alone else -1
+
+
+def slow_text(rank: int, local_rank: int, shares: Mapping[int, float]) -> tuple[str, float]:
+    """The sentence about a rank that was slow in two windows, and the least share for which the others wait."""
+    wait = min(share for other, share in shares.items() if other != local_rank)
+    return (
+        f"rank {rank} is slower than the other ranks of this node: they wait in collectives for {wait:.0%} of the time"
+        f" and more, and it for {shares[local_rank]:.0%}, for the last {2 * LOOKS} s",
+        wait,
+    )

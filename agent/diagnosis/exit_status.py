@@ -1,0 +1,477 @@
+"""From what is left of a worker (status, error file, output, faulthandler's stack) to a `Failure` in words; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
+from elaunch.rendezvous.codec import shown
+from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
+from elaunch.strict_json import parse_json
+from elaunch.threads import only_listens
+
+# Files that are not the user's: an error's place is looked for in the frames outside of them.
+NOT_USER_CODE = re.compile(
+    r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen "
+    # Where the trainer's ranks wait for each other, and what calls a job's function; also in a checkout.
+    r"|[/\\]elaunch[/\\](?:trainer[/\\]ranks|launcher[/\\]functions)[/\\]"
+)
+_FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+# The message of a DataLoader's exception has the traceback of its worker.
+_JOINTS = (*_CHAINED, "\nOriginal ", "]: Original ")
+_GROUP = "  + Exception Group Traceback (most recent call last):\n"
+# torch.distributed puts this before each line of an uncaught exception (its sys.excepthook).
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+_EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
+
+_SYNTAX_ERROR = re.compile(
+    r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)\n(?:    .*\n)*'
+    r"(?P<type>SyntaxError|IndentationError|TabError): (?P<message>.*)$",
+    re.MULTILINE,
+)
+
+# Python 3.11 names no place above this one.
+_NOT_UTF_8 = re.compile(
+    r"^(?P<type>SyntaxError): (?P<message>Non-UTF-8 code .* in file (?P<file>.+) on line (?P<line>\d+), .*)$",
+    re.MULTILINE,
+)
+
+# The last words of `python -m` about a module that is not there; they come without a traceback.
+_NO_MODULE = re.compile(
+    r"\S+: (?P<message>(?:No module named|Error while finding module specification for"
+    r"|No code object available for) .*)"
+)
+# Only blank lines stand between the sentence that joins two tracebacks and the second one.
+_CHAIN_CHARACTERS_MAX = 200
+
+_OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPUAllocator: can't allocate memory")
+# Where torch, the Keeper and the link wait for other ranks. A backward pass waits there for the gradients' all-reduce.
+_COLLECTIVES = re.compile(
+    r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)"
+    r"|[/\\]elaunch[/\\]trainer[/\\](?:link|ranks[/\\](?:peers|agreement))\.py$"
+)
+_WRAPPERS = {"wrapper", "inner", "<lambda>"}
+_EVEN_STEPS = (
+    "give every rank the same number of steps and collective calls: look for a `return`, `break` or `sys.exit` that"
+    " only this rank reaches, or for a data loader that is shorter on this rank (drop_last=True, or DDP's join())"
+)
+_NO_EXIT = "look for what keeps the process from its exit: an exit function (atexit), or a thread that is no daemon"
+# What pdb ends a program by: q, or the end of its input.
+_DEBUGGER_LEFT = "BdbQuit"
+# Words are looked for in this much of a message.
+_SAID_CHARACTERS_MAX = 64 << 10
+# Two texts with the same last characters, this many, are the same traceback.
+_ALIKE_CHARACTERS = 200
+_STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
+# 126 and 127 are the shell's words for a command that cannot run or is not there.
+_SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
+# The signals by which an agent may end a process before Python has returned its exit code for an exception, and that of
+# C++ for a thread that still runs then.
+_ON_THE_WAY_OUT, _EXCEPTION_CODE = (-_SIGKILL, -_SIGTERM, -_SIGABRT), 1
+_STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker ran."""
+
+    generation: int
+    node_id: str
+    host: str
+    rank: int
+    local_rank: int
+    pid: int
+    world_size: int = 0
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback.
+
+    `is_cut` says that the middle of the traceback was left out. `call` is the function of torch in which the rank
+    waited for others, or empty.
+    """
+
+    exception: str
+    message: str
+    frame: str
+    traceback: str
+    is_cut: bool = False
+    call: str = ""
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a worker left behind.
+
+    `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
+    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
+    that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
+    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
+    `lost` is the error by which it has lost a peer, `refused` why it cannot do what is asked, if that is known.
+    `step` and `lived_s` as in `Failure`.
+    """
+
+    code: int
+    error_record: str = ""
+    tail: str = ""
+    kernel: str = ""
+    crash: str = ""
+    progressed: bool | None = None
+    raised: bool = False
+    returned: bool = False
+    own_code: int | None = None
+    lost: Raised | None = None
+    refused: str = ""
+    step: int = -1
+    lived_s: float = 0.0
+
+
+def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
+    """How the worker failed. `signal_name` is the name of signal `-remains.code`, where that is one."""
+    raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
+    if remains.code < 0 and not remains.raised and (crashed := parse_crash(remains.crash, remains.code)):
+        raised = Raised("", "", crashed.frame, TRACEBACK.of(crashed.stack), not TRACEBACK.fits(crashed.stack))
+    has_crashed = remains.code in CRASH_CODES
+    if raised and remains.raised and remains.code in _ON_THE_WAY_OUT:
+        # The end of a process may take a second. Its peers have told the agent of a lost one meanwhile.
+        remains = replace(remains, code=_EXCEPTION_CODE)
+    kind, message = _kind_and_message(remains, raised, signal_name)
+    if raised and remains.raised and has_crashed:
+        message = f"{message}, and was then killed by {signal_name}"
+    return Failure(
+        kind,
+        place.generation,
+        place.node_id,
+        place.host,
+        place.rank,
+        place.local_rank,
+        place.pid,
+        remains.code,
+        message,
+        exception=raised.exception if raised else "",
+        frame=raised.frame if raised else "",
+        traceback=raised.traceback if raised else "",
+        tail=_kept(remains.tail, raised.traceback if raised else ""),
+        failed_at=failed_at,
+        progressed=remains.progressed,
+        is_cut=raised is not None and raised.is_cut,
+        call=next((each.call for each in (raised, remains.lost) if each and each.call), ""),
+        step=remains.step,
+        lived_s=remains.lived_s,
+        world_size=place.world_size,
+    )
+
+
+def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_gone: bool = True) -> Failure:
+    """The record of a program that ended without an exception, which is a failure only if other ranks still waited.
+
+    `clock` is the time in words. A process that is not gone yet has no code, nor has one that a signal ended on its way
+    out.
+    """
+    how = (
+        f"ended with exit code 0 at {clock}" if is_gone else "reached the end of its program, but did not exit in time"
+    )
+    return Failure(
+        FailureKind.ENDED_EARLY,
+        place.generation,
+        place.node_id,
+        place.host,
+        place.rank,
+        place.local_rank,
+        place.pid,
+        remains.code if is_gone else None,
+        how,
+        advice=_EVEN_STEPS if is_gone else _NO_EXIT,
+        failed_at=failed_at,
+        progressed=remains.progressed,
+        step=remains.step,
+        lived_s=remains.lived_s,
+        world_size=place.world_size,
+    )
+
+
+def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failure:
+    """The same failure, now that all of the worker's output has arrived.
+
+    `reached_store` says that any rank had used the worker store, None where that was on another node; it counts where
+    this rank's own progress is unknown.
+    """
+    progressed = reached_store if failure.progressed is None else failure.progressed
+    failure = replace(failure, tail=_kept(tail, failure.traceback), progressed=progressed)
+    if failure.code == -_SIGABRT and PEER_LOST.search(tail):
+        # NCCL's watchdog ends a survivor so.
+        return replace(failure, kind=FailureKind.PEER_LOST)
+    if failure.code is not None and failure.code < 0:
+        return _crashed(failure, tail)
+    if failure.code is None or not failure.message.startswith("exited with"):
+        # Nothing can be added to what an error file said.
+        return failure
+    where = failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid, failure.world_size
+    place = Place(failure.generation, *where)
+    remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
+    whole = failure_of(place, remains, "", failure.failed_at)
+    return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
+
+
+def _crashed(failure: Failure, tail: str) -> Failure:
+    """The death by a signal with what the output says of it: a program's own faulthandler, or C++."""
+    assert failure.code is not None
+    if not failure.traceback and (found := parse_crash(tail, failure.code)):
+        failure = replace(failure, frame=found.frame, traceback=found.stack)
+    words = abort_text(tail) if failure.code == -_SIGABRT else ""
+    frame = failure.frame if is_crash_stack(failure.traceback) else ""
+    if failure.kind is not FailureKind.SIGNAL or not (words or frame):
+        return failure
+    return replace(failure, message=failure.message.partition(" (")[0] + crash_text(frame, words))
+
+
+def parse_record(text: str) -> Raised | None:
+    """The exception in an error file as torch's `@record` and our workers write it; None for a torn or other one.
+
+    Its message and traceback may have any length. They are cut to what a failure record has room for.
+    """
+    try:
+        message = parse_json(text)["message"]
+        if isinstance(message, str):
+            return Raised("", message[:_SAID_CHARACTERS_MAX], "", "")
+        said, stack = _word(message["message"]), _word(message.get("extraInfo", {}).get("py_callstack", ""))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    is_cut, said, stack = not TRACEBACK.fits(stack), said[:_SAID_CHARACTERS_MAX], TRACEBACK.of(stack)
+    raised = parse_traceback(stack)
+    if raised is None:
+        return Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack, is_cut)
+    return replace(raised, traceback=stack.rstrip(), is_cut=is_cut)
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def tells_of_lost_peer(text: str) -> bool | None:
+    """Whether all tracebacks in `text` only tell that another rank is gone; None while the last has no end yet."""
+    raised = parse_traceback(text)
+    if raised is None:
+        return None
+    earlier = (parse_traceback(_TRACEBACK + rest) for rest in text.split(_TRACEBACK)[1:-1])
+    return _is_lost_peer(raised) and all(each is None or _is_lost_peer(each) for each in earlier)
+
+
+def chain_start(text: str) -> int:
+    """Where the last traceback in `text` begins, with the exceptions that it was raised from; -1 without one."""
+    start = text.rfind(_TRACEBACK)
+    while start >= 0 and text[max(start - _CHAIN_CHARACTERS_MAX, 0) : start].rstrip("\n").endswith(_JOINTS):
+        before = text.rfind(_TRACEBACK, 0, start)
+        if before < 0:
+            break
+        start = before
+    # To the line's start: torch.distributed puts the rank before it.
+    return text.rfind("\n", 0, start) + 1 if start >= 0 else -1
+
+
+def parse_traceback(text: str) -> Raised | None:
+    """The last exception that Python printed in `text`, or None."""
+    text = _RANK_PREFIX.sub("", text)
+    group = text.rfind(_GROUP)
+    if group >= 0 and f"\n{_TRACEBACK}" not in text[group:]:
+        # The members of a group are printed inside of it, behind a wider margin; what was raised is the group.
+        own = [line[4:] for line in text[group:].splitlines() if line.startswith("  | ")]
+        raised = _parse_plain("\n".join((_TRACEBACK, *own)))
+        return replace(raised, traceback=text[group:].rstrip()) if raised else None
+    return _parse_plain(text)
+
+
+def _parse_plain(text: str) -> Raised | None:
+    """`parse_traceback` for a text without a group of exceptions, and without rank prefixes."""
+    start = text.rfind(_TRACEBACK)
+    if start < 0:
+        if module := _NO_MODULE.fullmatch(text.rstrip().rpartition("\n")[2]):
+            return Raised("ModuleNotFoundError", module["message"], "", module[0])
+        # An error in the program's own text has no frames, and so no such line.
+        syntax = [*_SYNTAX_ERROR.finditer(text)] or [*_NOT_UTF_8.finditer(text)]
+        if not syntax:
+            return None
+        last = syntax[-1]
+        return Raised(last["type"], last["message"], f"{last['file']}:{last['line']}", last[0].rstrip())
+    body = text[start:]
+    frames = list(_FRAME.finditer(body))
+    rest = body[frames[-1].end() :] if frames else body[len(_TRACEBACK) :]
+    # The exception's line is the first one after the frames that is not indented; its message may go on below.
+    line = re.search(r"^(?=[A-Za-z_])", rest, re.MULTILINE)
+    if line is None:
+        return None
+    said = _EXCEPTION.match(rest[line.start() :].rstrip().partition("\n\n")[0])
+    if said is None:
+        return None
+    mine = [f for f in frames if not NOT_USER_CODE.search(f["file"])] or frames
+    frame = _place(mine[-1]) if mine else ""
+    whole = text[chain_start(text) :].rstrip()
+    # Python 3.10 writes __main__.MyError, later ones MyError.
+    exception = said["type"].removeprefix("__main__.")
+    return Raised(exception, (said["message"] or "").strip(), frame, whole, call=_call(frames))
+
+
+def _call(frames: Sequence[re.Match[str]]) -> str:
+    """The function in which the rank waited for others: torch.distributed's last one, `backward`, or the Keeper's.
+
+    A private one says nothing to a user, if there is another.
+    """
+    calls = [f["function"] for f in frames if f["function"] and _COLLECTIVES.search(f["file"])]
+    named = [call for call in reversed(calls) if call not in _WRAPPERS]
+    return next((call for call in named if not call.startswith("_")), named[0] if named else "")
+
+
+def _place(frame: re.Match[str]) -> str:
+    return f"{frame['file']}:{frame['line']}" + (f" in {frame['function']}" if frame["function"] else "")
+
+
+def _kept(tail: str, traceback: str) -> str:
+    """The end of the output for the failure record. A long one goes without its traceback, which is there already."""
+    if not traceback or TAIL.fits(tail):
+        return tail
+    if (start := chain_start(tail)) >= 0:
+        return tail[:start]
+    # The traceback is so long that its beginning is not in the output's end.
+    end = _RANK_PREFIX.sub("", tail).rstrip()[-_ALIKE_CHARACTERS:]
+    return "" if traceback.rstrip().endswith(end) else tail
+
+
+def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str) -> tuple[FailureKind, str]:
+    code = remains.code
+    if code < 0 and not (remains.raised and raised):
+        killed = f"was killed by {signal_name}"
+        if remains.kernel:
+            return FailureKind.OUT_OF_MEMORY, f"{killed} ({remains.kernel})"
+        if remains.raised and code == -_SIGKILL:
+            # By its agent, which had waited for the end of it.
+            return FailureKind.SIGNAL, f"raised an exception, did not end, and {killed}"
+        if remains.returned:
+            ended = "" if remains.own_code is None else f" with exit code {remains.own_code}"
+            killed = f"{killed} after its program had ended{ended}"
+        return FailureKind.SIGNAL, killed + crash_text(raised.frame if raised and remains.crash else "")
+    if remains.refused:
+        return FailureKind.REFUSED, f"refused to run{_said(remains.refused)}"
+    if raised is None:
+        if code in _STARTUP_CODES and not remains.progressed:
+            return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
+        if remains.lost:
+            # The program has caught the error.
+            return FailureKind.PEER_LOST, f"{_lost(remains.lost)} and exited with code {code}"
+        kind = FailureKind.PEER_LOST if PEER_LOST.search(remains.tail) else FailureKind.EXIT_CODE
+        return kind, f"exited with code {code}"
+    if raised.exception.rpartition(".")[2] == _DEBUGGER_LEFT:
+        return FailureKind.DEBUGGER, "left its debugger (BdbQuit)"
+    message = f"raised {raised.exception or 'an error'}{_said(raised.message)}"
+    if raised.exception.rpartition(".")[2] in _STARTUP_TYPES and not remains.progressed:
+        return FailureKind.STARTUP, message
+    if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
+        return FailureKind.OUT_OF_MEMORY, message
+    # A program may raise its own error from that of a lost peer.
+    chain = [*map(parse_traceback, raised.traceback.split(_CHAINED[1])[:-1]), raised]
+    if lost := next((each for each in chain if each and _is_lost_peer(each)), None):
+        return FailureKind.PEER_LOST, _lost(lost)
+    if remains.lost:
+        return FailureKind.PEER_LOST, f"{_lost(remains.lost)} and {message}"
+    return FailureKind.EXCEPTION, message
+
+
+def _lost(raised: Raised) -> str:
+    where = f" in {raised.call}" if raised.call else ""
+    return f"lost a peer{where} ({raised.exception}: {_essence(raised.message)})"
+
+
+def _said(message: str) -> str:
+    """The message as the end of a sentence. Of one in several lines, the rest is in the traceback or in the output."""
+    first, more, _ = message.partition("\n")
+    return f": {first} …" if more else f": {first}" if first else ""
+
+
+def _is_lost_peer(raised: Raised) -> bool:
+    return is_peer_lost(raised.exception, raised.message, in_torch=bool(raised.call))
+
+
+def _essence(message: str) -> str:
+    """A C++ message without the place in torch's sources before it and the advice behind it."""
+    return re.sub(r"^\[[^]]*:\d+\] ", "", message.partition("\n")[0]).partition(". ")[0].rstrip(".")
+
+
+# faulthandler's names of the signals that it handles (CPython, Modules/faulthandler.c).
+_NAMES = {
+    -4: ("Illegal instruction",),
+    -6: ("Aborted",),
+    -7: ("Bus error",),
+    -8: ("Floating point exception", "Floating-point exception"),
+    -11: ("Segmentation fault",),
+}
+CRASH_CODES = frozenset(_NAMES)
+_FATAL = "Fatal Python error: "
+_CURRENT = re.compile(r"^Current thread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
+_CRASH_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_CRASH_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<")
+_THROWN = re.compile(r"^terminate called after throwing an instance of '(?P<type>[^'\n]{1,200})'$", re.MULTILINE)
+_WHAT = re.compile(r"^ *what\(\): +(?P<text>.+)$", re.MULTILINE)
+_STACK_LINES_MAX = 200
+
+
+@dataclass(frozen=True)
+class Crash:
+    """`frame` is the innermost frame of the user's code in the thread that crashed, empty if it ran no Python."""
+
+    frame: str
+    stack: str
+
+
+def parse_crash(text: str, code: int) -> Crash | None:
+    """The last stack that faulthandler wrote into `text` for the signal `-code`."""
+    start = max((text.rfind(_FATAL + name) for name in _NAMES.get(code, ())), default=-1)
+    if start < 0:
+        return None
+    lines = text[start:].splitlines()
+    # After the stacks Python 3.10 and later list the extension modules.
+    end = next((i for i, line in enumerate(lines) if line.startswith("Extension modules:")), len(lines))
+    stack = "\n".join(lines[: min(end, _STACK_LINES_MAX)]).rstrip()
+    current = _CURRENT.search(stack)
+    text = "\n\n".join(block for block in stack.split("\n\n") if not _only_listens(block))
+    if current is None:
+        return Crash("", text)
+    own = stack[current.end() :].partition("\n\n")[0]
+    frames = list(_CRASH_FRAME.finditer(own))
+    mine = [frame for frame in frames if not _CRASH_LIBRARY.search(frame["file"])] or frames
+    where = f"{mine[0]['file']}:{mine[0]['line']} in {mine[0]['function']}" if mine else ""
+    return Crash(where, text)
+
+
+def _only_listens(block: str) -> bool:
+    """Whether it is the stack of a thread by which elaunch listens in the worker."""
+    files = [frame["file"] for frame in _CRASH_FRAME.finditer(block)]
+    return block.startswith("Thread ") and bool(files) and only_listens(files)
+
+
+def is_crash_stack(text: str) -> bool:
+    """Whether `text` is a stack as `parse_crash` returns it."""
+    return text.startswith(_FATAL)
+
+
+def abort_text(tail: str) -> str:
+    """The C++ exception that ended a process by SIGABRT: its type and the first line of its text."""
+    thrown = list(_THROWN.finditer(tail))
+    if not thrown:
+        return ""
+    what = _WHAT.search(tail, thrown[-1].end())
+    return f"{thrown[-1]['type']}: {what['text'].strip()}" if what else thrown[-1]["type"]
+
+
+def crash_text(frame: str, words: str = "") -> str:
+    """The words in brackets behind "was killed by SIGSEGV"."""
+    said = [f"crashed in {frame}"] if frame else []
+    if words:
+        said.append(words)
+    return f" ({'; '.join(said)})" if said else ""

@@ -1,0 +1,386 @@
+"""When all ranks of this node are idle or report nothing, and what it tells the job's leader then; pure.
+
+A rank stands still while it uses no CPU, or while it uses one whole CPU for nothing else: no memory is touched for the
+first time, nothing is read or written. It also stands still while torch's flight recorder says that a collective has
+not ended, and that the rank has entered no other: a rank that waits for its GPU spins. That alone proves nothing, so
+stacks are taken, again and again, and each rank must be at the same place in all of them, and in the same collective.
+`rendezvous/rules/hanging.py` has the rule for the whole job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from elaunch.agent.diagnosis.stack_groups import Stack, place_words, ranks_words
+from elaunch.agent.diagnosis.waits import Doing, does_where, doing, helpers_work, waits_for_ranks
+from elaunch.rendezvous.rules.hang_records import GROUPS_MAX, StillGroup, StillKind, StillNode
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """This generation's workers as their agent sees them from outside.
+
+    Those of `live` ran at the last look. `still` says how each rank stands still and for how many seconds; `spell_s` is
+    for how long all of them do. Stacks were taken in `looks` looks of this standstill; `stacks` are the last ones, and
+    ranks in `held_gil` held the GIL in all of them. `told` is this node's record in the store. `healed_s` is the
+    longest standstill that ended by itself. `said` is the verdict that the log has.
+    """
+
+    live: frozenset[int] = frozenset()
+    still: Mapping[int, tuple[Sort, float]] = field(default_factory=dict)
+    spell_s: float = 0.0
+    looks: int = 0
+    is_looking: bool = False
+    stacks: tuple[Stack, ...] = ()
+    held_gil: frozenset[int] = frozenset()
+    told: StillNode | None = None
+    healed_s: float = 0.0
+    said: str = ""
+
+
+# The sampler looks this often. A longer time between two looks has passed without this agent: it was stopped, and so
+# were its workers, perhaps.
+LOOK_EVERY_S = 5.0
+LOOK_S_MAX = 15.0
+# Per second, of a rank that stands still: threads that only wake up to look at a clock stay far below.
+_IDLE_CPU = 0.05
+_BUSY_CPU = 0.9
+_IO_BYTES = 4096
+_FAULTS_IDLE = 20
+_FAULTS_BUSY = 1
+_SWITCHES_BUSY = 2
+# sys.getswitchinterval(), as Python sets it.
+_GIL_S = 0.005
+# Stacks are taken when this part of the limit is over, and then once in each limit's time.
+_LOOKS_AT = (0.5, 0.75, 1.0)
+# What may go on by itself gets this many times the limit: a slow disk, a download, a long computation in C.
+PATIENCE = 5
+# A standstill that ended by itself was healthy. The next one may be so many times longer.
+_HEALED_TIMES = 3
+_HEALED_S_MAX = 3600.0
+
+
+class Sort(Enum):
+    """How a rank stands still."""
+
+    IDLE = "it uses no CPU"
+    SPINS = "it uses one CPU, for nothing that is seen from outside"
+    OUTSTANDS = "it uses a CPU, and a collective of it does not end"
+    STOPPED = "a signal or a debugger holds it"
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a worker's process did between two looks, `seconds` apart.
+
+    `cpu_s` is the CPU time of all its threads, `main_cpu_s` its main thread's, and `main_delay_s` how long that one
+    waited for a CPU. `faults` are page faults. `state` is the letter in /proc/PID/stat. The rest is read only where
+    `may_stand_still`, and `is_whole` says that it was: bytes read and written, times at which the main thread slept,
+    and the children's CPU time.
+
+    `earlier_s` is the length of the window before, if that could not be whole and the worker may have stood still then.
+    `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
+    `is_disturbed` says that the agent had the worker write down its collectives: what it did in that time says nothing.
+    `answers` counts the shorter questions, to which the worker's thread takes the GIL for a moment.
+    """
+
+    seconds: float
+    cpu_s: float
+    main_cpu_s: float
+    main_delay_s: float
+    faults: int
+    state: str
+    is_whole: bool = False
+    io_bytes: int = 0
+    switches: int = 0
+    children_cpu_s: float = 0.0
+    earlier_s: float = 0.0
+    is_outstanding: bool = False
+    is_disturbed: bool = False
+    answers: int = 0
+
+
+@dataclass(frozen=True)
+class HangLimit:
+    """For how long all ranks of the job must stand still to hang, and for how long of that the leader must know it."""
+
+    still_s: float
+    confirm_s: float
+
+
+def may_stand_still(window: Window) -> bool:
+    """Whether it is worth reading the rest of the window."""
+    return _sort(replace(window, is_whole=True)) is not None
+
+
+def after_windows(
+    before: Standstill, live: frozenset[int], windows: Mapping[int, Window], *, is_alone: bool
+) -> Standstill:
+    """The state after another look. `is_alone` says that the job has no other node."""
+    if before.live - live:
+        # One has exited: what the others do now begins now.
+        before = _afresh(replace(before, still={}, spell_s=0.0))
+        windows = {rank: replace(window, earlier_s=0.0) for rank, window in windows.items()}
+    before = replace(before, live=live)
+    looks = ((rank, _after_window(before.still.get(rank), windows[rank])) for rank in live if rank in windows)
+    still = {rank: found for rank, found in looks if found}
+    spell_s = min((for_s for _, for_s in still.values()), default=0.0) if len(still) == len(live) else 0.0
+    if spell_s >= before.spell_s > 0.0 or not before.looks:
+        return replace(before, still=still, spell_s=spell_s)
+    healed_s = max(before.healed_s, before.spell_s) if _counts_as_healed(before, is_alone) else before.healed_s
+    return _afresh(replace(before, still=still, spell_s=spell_s, healed_s=min(healed_s, _HEALED_S_MAX)))
+
+
+def wants_stacks(state: Standstill, limit: HangLimit) -> bool:
+    """Whether stacks are to be taken now."""
+    due = _LOOKS_AT[state.looks] if state.looks < len(_LOOKS_AT) else state.looks - len(_LOOKS_AT) + 2.0
+    return not state.is_looking and bool(state.still) and state.spell_s >= due * _told_at_s(state, limit)
+
+
+def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int) -> Standstill:
+    """The state with the stacks of another look. A rank that is at another place now does not stand still."""
+    before = replace(before, is_looking=False)
+    if not before.spell_s:
+        return before
+    known = {stack.rank: stack for stack in before.stacks} if before.looks else {}
+    moved = {stack.rank - first_rank for stack in stacks if _has_moved(known.get(stack.rank, stack), stack)}
+    gil = frozenset(stack.rank for stack in stacks if stack.main and stack.main.holds_gil)
+    if moved:
+        still = {rank: (sort, 0.0 if rank in moved else for_s) for rank, (sort, for_s) in before.still.items()}
+        return _afresh(replace(before, still=still, spell_s=0.0))
+    held = gil & before.held_gil if before.looks else gil
+    return replace(before, looks=before.looks + 1, stacks=stacks, held_gil=held)
+
+
+def record_of(
+    state: Standstill,
+    node_id: str,
+    first_rank: int,
+    exited: frozenset[int],
+    limit: HangLimit,
+    *,
+    is_lingering: bool = False,
+) -> StillNode | None:
+    """What this node tells the leader; None while its ranks work, or a person is at work in one of them.
+
+    The programs of `exited` have ended; with `is_lingering` not all of these processes are gone.
+    """
+    if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(state, limit):
+        return None
+    found: dict[tuple[StillKind, str, str], list[Stack]] = {}
+    is_patient = False
+    for stack in state.stacks:
+        if stack.rank - first_rank not in state.still:
+            # It has exited since.
+            continue
+        sort = state.still[stack.rank - first_rank][0]
+        kind = _kind(state, stack, sort)
+        if kind is None:
+            return None
+        is_patient = is_patient or (kind is StillKind.WAITS and _may_compute(stack, sort))
+        found.setdefault((kind, place_words(stack), _does(kind, stack)), []).append(stack)
+    groups = tuple(
+        StillGroup(kind, same[0].rank, len(same), ranks_words([each.rank for each in same]), where, does, same[0].pid)
+        for (kind, where, does), same in list(found.items())[:GROUPS_MAX]
+    )
+    is_patient = is_patient or any(group.kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN) for group in groups)
+    is_ready = not is_patient or state.spell_s >= _told_at_s(state, limit, PATIENCE)
+    gone = sorted(first_rank + rank for rank in exited)
+    words, first = (ranks_words(gone), gone[0]) if gone else ("", -1)
+    return StillNode(node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
+
+
+def ended_record(node_id: str, first_rank: int, ended: frozenset[int], limit: HangLimit) -> StillNode:
+    """The record of a node whose programs have all ended, and not all processes: the other nodes may wait for them."""
+    gone = sorted(first_rank + rank for rank in ended)
+    return StillNode(node_id, limit.still_s, True, (), ranks_words(gone), gone[0], is_lingering=True)
+
+
+def is_news(told: StillNode | None, record: StillNode | None) -> bool:
+    """Whether the store must learn of it. How long it lasts is no news."""
+    if told is None or record is None:
+        return told is not record
+    return (told.is_ready, told.groups, told.exited) != (record.is_ready, record.groups, record.exited)
+
+
+def _after_window(before: tuple[Sort, float] | None, window: Window) -> tuple[Sort, float] | None:
+    """How a rank stands still, and for how long, after another window; None while it works."""
+    if window.seconds > LOOK_S_MAX:
+        return None
+    if window.is_disturbed and before:
+        # If it worked meanwhile, the next window or the next stack shows it.
+        sort, for_s = before
+        return sort, for_s + window.seconds
+    sort_now = _sort(window)
+    if sort_now is None:
+        return None
+    known, for_s = before or (sort_now, window.earlier_s if window.earlier_s <= LOOK_S_MAX else 0.0)
+    is_same = known is sort_now or Sort.OUTSTANDS in (known, sort_now)
+    return sort_now, window.seconds + (for_s if is_same else 0.0)
+
+
+def _afresh(state: Standstill) -> Standstill:
+    return replace(state, looks=0, stacks=(), held_gil=frozenset(), is_looking=state.is_looking)
+
+
+def _counts_as_healed(state: Standstill, is_alone: bool) -> bool:
+    """Whether the standstill was this node's own: if all its ranks waited for others, another node may have worked."""
+    return is_alone or any(not (doing(stack).is_for_ranks or stack.waits) for stack in state.stacks)
+
+
+def _told_at_s(state: Standstill, limit: HangLimit, times: int = 1) -> float:
+    """How long the ranks have stood still when the leader is told, so that its verdict comes at the limit."""
+    return times * max(limit.still_s, _HEALED_TIMES * state.healed_s) - limit.confirm_s
+
+
+def _sort(window: Window) -> Sort | None:
+    seconds = window.seconds
+    if window.state in ("T", "t"):
+        return Sort.STOPPED
+    if not window.is_whole or window.io_bytes > _IO_BYTES * seconds:
+        return Sort.OUTSTANDS if window.is_outstanding else None
+    if window.cpu_s + window.children_cpu_s <= _IDLE_CPU * seconds:
+        is_idle = window.faults <= _FAULTS_IDLE * seconds
+        return Sort.IDLE if is_idle else Sort.OUTSTANDS if window.is_outstanding else None
+    if window.is_outstanding:
+        return Sort.OUTSTANDS
+    is_busy = window.main_cpu_s + window.main_delay_s >= _BUSY_CPU * seconds
+    # While another thread of the process has the GIL, the main thread wakes up at each interval. How long it sleeps in
+    # all, `is_busy` bounds.
+    switches_max = max(_SWITCHES_BUSY, (1 - _BUSY_CPU) / _GIL_S if window.answers else 0) * seconds
+    is_alike = window.faults <= _FAULTS_BUSY * seconds and window.switches <= switches_max
+    return Sort.SPINS if is_busy and is_alike else None
+
+
+def _has_moved(before: Stack, now: Stack) -> bool:
+    is_elsewhere = bool(before.entered and now.entered) and before.entered != now.entered
+    return is_elsewhere or _place(before) != _place(now)
+
+
+def _place(stack: Stack) -> object:
+    """What must be equal in two looks. A thread that only polls may be anywhere inside of the call that polls.
+
+    A loop whose variables change comes to an end some day: an index, a sum.
+    """
+    main = stack.main
+    if main is None:
+        return None
+    if main.is_active and doing(stack) is not Doing.GPU:
+        return main.frames, main.values
+    return tuple(frame for frame in main.frames if frame.is_users), doing(stack)
+
+
+def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
+    what = doing(stack)
+    if what in (Doing.PROMPT, Doing.TRACED):
+        return None
+    if what is Doing.STOPPED or sort is Sort.STOPPED:
+        return StillKind.STOPPED
+    if what is Doing.UNKNOWN:
+        return StillKind.WAITS if stack.waits else StillKind.UNKNOWN
+    if waits_for_ranks(stack):
+        return StillKind.WAITS
+    if sort is Sort.OUTSTANDS and what is Doing.RUNS:
+        # What lets no other thread run Python does something itself: a rank that waits for its GPU does not.
+        return None if stack.rank in state.held_gil or not stack.waits else StillKind.WAITS
+    if sort is Sort.SPINS:
+        return StillKind.RUNS if stack.rank in state.held_gil else StillKind.ELSEWHERE
+    if what is Doing.END or (what in (Doing.LOCK, Doing.LOADER) and not helpers_work(stack)):
+        return StillKind.STUCK
+    return StillKind.ELSEWHERE
+
+
+def _may_compute(stack: Stack, sort: Sort) -> bool:
+    """Whether its GPU may still do what the program gave it before the collective that it waits for."""
+    what = doing(stack)
+    is_on_gpu = what is Doing.GPU or (sort is Sort.OUTSTANDS and not what.is_for_ranks)
+    return is_on_gpu and not stack.has_begun
+
+
+def _does(kind: StillKind, stack: Stack) -> str:
+    """The middle of a sentence: what it does, where in the user's code, and the last collective that it entered."""
+    entered = f", {stack.entered}" if stack.entered else ""
+    if kind is StillKind.UNKNOWN:
+        return f"uses no CPU ({stack.trouble or 'no Python frame'}){entered}"
+    if kind is StillKind.WAITS and doing(stack) in (Doing.RUNS, Doing.UNKNOWN):
+        where = stack.main.innermost_user_frame if stack.main else None
+        return f"waits{f' in {where.words}' if where else ''}{entered}"
+    # Without a number: each look would change the record, and the store would hear of it.
+    looks = ", at the same line in every look" if doing(stack) is Doing.RUNS else ""
+    return f"{does_where(stack)}{looks}{entered}"
+
+
+# Links are looked at once a second. What passes beyond this between two looks has passed without this agent: it was
+# stopped, and so were its workers, perhaps.
+_REPORT_LOOK_S_MAX = 2.0
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """How long a generation's workers have reported nothing, by what their agent saw: `reports` until `looked_s`."""
+
+    reports: int = 0
+    looked_s: float = 0.0
+    quiet_s: float = 0.0
+    is_over: bool = False
+
+    def after(self, reports: int, now_s: float) -> Quiet:
+        """The state after another look. Before the first report no time counts as quiet."""
+        if reports > self.reports or not reports:
+            return replace(self, reports=reports, looked_s=now_s, quiet_s=0.0)
+        return replace(self, looked_s=now_s, quiet_s=self.quiet_s + min(now_s - self.looked_s, _REPORT_LOOK_S_MAX))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a worker reported last: a step (-1 for none) and what it was doing."""
+
+    step: int
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """The local rank to name, and what it did, as the middle of a sentence. `is_blameless` as in `Failure`."""
+
+    local_rank: int
+    message: str
+    is_blameless: bool
+
+
+def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], quiet_s: float) -> Suspect:
+    """The worker to name.
+
+    `standings` has the workers that have reported and still run, and `stacks` those whose stack was taken. Named is one
+    that a signal holds; else one that does not wait for other ranks while others do; else one that reported least.
+    Only the first two point at this node: the ranks of other nodes are silent too, and one of those may be the cause.
+    """
+    suspects, is_known = _suspects(standings, stacks)
+    least = min(standings[rank].step for rank in suspects)
+    behind = sorted(rank for rank in suspects if standings[rank].step == least)
+    named, phase = behind[0], standings[behind[0]].phase
+    stands = (f" since step {least}" if least >= 0 else "") + (f", in its phase {phase!r}" if phase else "")
+    others = ", ".join(str(rank) for rank in behind[1:])
+    if others:
+        stands += f", as did local rank {others}"
+    most = max(standing.step for standing in standings.values())
+    if most > least:
+        stands += f", while others had come to step {most}"
+    is_seen = named in stacks and doing(stacks[named]) is not Doing.UNKNOWN
+    does = f"; it {does_where(stacks[named])}" if is_seen else ""
+    message = f"hung: it reported nothing for {quiet_s:.0f} s{stands}{does},"
+    return Suspect(named, message, is_blameless=not is_known)
+
+
+def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) -> tuple[frozenset[int], bool]:
+    """The workers that may be the cause, and whether their stacks say so."""
+    everybody = frozenset(standings)
+    known = {rank: stack for rank, stack in stacks.items() if rank in everybody}
+    held = frozenset(rank for rank, stack in known.items() if doing(stack) in (Doing.STOPPED, Doing.TRACED))
+    waits = {rank: waits_for_ranks(stack) for rank, stack in known.items()}
+    elsewhere = frozenset(rank for rank, is_waiting in waits.items() if is_waiting is False)
+    if found := held or (elsewhere if True in waits.values() else frozenset()):
+        return found, True
+    return everybody, False

@@ -1,0 +1,188 @@
+"""Whom the kernel killed for lack of memory, who held how much, and the errors that the NVIDIA driver logged."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from elaunch.agent.linux import descendants
+from elaunch.rendezvous.texts import bytes_text
+
+_KILLED = re.compile(r"[Kk]illed process (\d+)")
+_XID = "NVRM: Xid"
+# Of a driver that repeats itself the first lines are enough.
+_XIDS_MAX = 32
+_KILLS_MAX = 1024
+
+
+class KernelLog:
+    """The kernel's messages since this object was made; none if this user may not read them. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kills: dict[int, str] = {}
+        self._xids: list[str] = []
+        try:
+            self._fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._fd, 0, os.SEEK_END)
+        except OSError:
+            self._fd = -1
+
+    def kill_of(self, pid: int) -> str:
+        """The message that the kernel killed that process for lack of memory, or the empty string."""
+        with self._lock:
+            self._read()
+            return self._kills.get(pid, "")
+
+    def xids(self) -> tuple[str, ...]:
+        """The driver's errors, oldest first, as in "Xid (PCI:0000:3b:00): 79, …"."""
+        with self._lock:
+            self._read()
+            return tuple(self._xids)
+
+    def _read(self) -> None:
+        while self._fd >= 0:
+            try:
+                record = os.read(self._fd, 8192).decode(errors="replace")
+            except BrokenPipeError:
+                # The kernel overwrote records before they were read. The next read begins at the oldest one left.
+                continue
+            except OSError:
+                return
+            if (killed := _KILLED.search(record)) and len(self._kills) < _KILLS_MAX:
+                self._kills[int(killed[1])] = record
+            _, found, rest = record.partition(_XID)
+            if found and len(self._xids) < _XIDS_MAX:
+                self._xids.append("Xid" + rest.partition("\n")[0])
+
+
+_ANONYMOUS = re.compile(r"anon-rss:(\d+)kB")
+_SHARED = re.compile(r"shmem-rss:(\d+)kB")
+_V1_NAMES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
+# A limit above this is none: v1 of cgroups writes the largest number of pages.
+_NO_LIMIT = 1 << 60
+# The most ranks whose memory is named: the largest ones.
+_NAMED_MAX = 4
+# Of kills that the kernel counted at once, the exits come within this time.
+_CLAIM_S = 5.0
+# A look at the memory of all workers takes this long at most.
+_LOOK_S = 0.1
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class OutOfMemoryWatch:
+    """Finds out whether a SIGKILL came from the kernel's out-of-memory killer.
+
+    Asks the kernel log, if it can be read, and `counters`: the event files of this process's memory cgroup (v2
+    `memory.events`, v1 `memory.oom_control`). Kills from before this object was made do not count.
+    """
+
+    def __init__(self, log: KernelLog, counters: Sequence[Path]) -> None:
+        self._log = log
+        self._counters = counters
+        self._counted = _kills(counters)
+        self._unclaimed, self._claim_until_s = 0, 0.0
+
+    def word_on(self, pid: int, now_s: float) -> str:
+        """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
+        is_counted = self._claim(now_s)
+        if record := self._log.kill_of(pid):
+            held = sum(int(m[1]) << 10 for pattern in (_ANONYMOUS, _SHARED) for m in [pattern.search(record)] if m)
+            return "out of memory, says the kernel log" + (f"; it held {bytes_text(held)}" if held else "")
+        return "its memory cgroup counted an out-of-memory kill at that time" if is_counted else ""
+
+    def _claim(self, now_s: float) -> bool:
+        """Take one kill that the cgroup has counted, if there is one for which no process was found yet."""
+        before, self._counted = self._counted, _kills(self._counters)
+        if now_s > self._claim_until_s:
+            self._unclaimed = 0
+        if self._counted > before:
+            # Several processes may have been killed at once, and each has its own exit.
+            self._unclaimed, self._claim_until_s = self._unclaimed + self._counted - before, now_s + _CLAIM_S
+        if not self._unclaimed:
+            return False
+        self._unclaimed -= 1
+        return True
+
+
+def are_counted(counters: Sequence[Path]) -> bool:
+    """Whether these files count kills, so that a count that has not grown says that there was none."""
+    return any(_count(path) is not None for path in counters)
+
+
+def _kills(counters: Sequence[Path]) -> int:
+    return sum(_count(path) or 0 for path in counters)
+
+
+def _count(path: Path) -> int | None:
+    with suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)", path.read_text(), re.MULTILINE):
+            return int(found[1])
+    return None
+
+
+def limit_text() -> str:
+    """The limit of this process's memory cgroup, and how much of it was used at most. Empty without a limit."""
+    for path in counter_files():
+        names = ("memory.max", "memory.peak") if path.name == "memory.events" else _V1_NAMES
+        limit, peak = (_number(path.with_name(name)) for name in names)
+        if 0 < limit < _NO_LIMIT:
+            return bytes_text(limit) + (f", of which {bytes_text(peak)} were used" if peak else "")
+    return ""
+
+
+def held_text(pids: Mapping[int, int]) -> str:
+    """How much memory the workers that live hold now, with their child processes; `pids` is by rank.
+
+    Empty if none of them lives. The agent's loop waits for this, so it looks at these processes only, and ends early
+    on a host that is too busy to tell soon.
+    """
+    until_s = time.monotonic() + _LOOK_S
+    held = {rank: size for rank, pid in pids.items() if (size := _resident(pid))}
+    for rank in sorted(held, key=lambda rank: -held[rank]):
+        if time.monotonic() > until_s:
+            break
+        held[rank] += sum(map(_resident, descendants(pids[rank])))
+    largest = sorted(held.items(), key=lambda item: -item[1])[:_NAMED_MAX]
+    return ", ".join(f"rank {rank} held {bytes_text(size)}" for rank, size in largest)
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that this process holds; 0 where it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb", 0) as file:  # noqa: PTH123
+            return int(file.read().split()[1]) * _PAGE
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _number(path: Path) -> int:
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
+
+
+def counter_files() -> list[Path]:
+    """The event counters of this process's own memory cgroups."""
+    mounts: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
+            left, _, right = line.partition(" - ")
+            kind, _, options = right.split()[0], *right.split()[1:3]
+            if kind == "cgroup2":
+                mounts[""] = left.split()[4]
+            elif kind == "cgroup" and "memory" in options.split(","):
+                mounts["memory"] = left.split()[4]
+        for line in Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "" and "" in mounts:
+                mounts[""] += path
+            elif "memory" in controllers.split(",") and "memory" in mounts:
+                mounts["memory"] += path
+    names = {"": "memory.events", "memory": "memory.oom_control"}
+    return [p for key, root in mounts.items() if (p := Path(root) / names[key]).exists()]

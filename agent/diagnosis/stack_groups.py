@@ -1,0 +1,273 @@
+"""Stacks of ranks as records; ranks with equal stacks as one group, in words and as an answer of limited size; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from elaunch.agent.diagnosis.exit_status import NOT_USER_CODE
+from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX
+from elaunch.rendezvous.rules.reports import RANKS_MAX
+from elaunch.threads import OWN
+
+# States in /proc/PID/stat: held by a signal, or by a debugger.
+_STOPPED, _TRACED = "T", "t"
+_RANKS_SHOWN = 12
+# A frame's path is shown from the package on: torch/distributed/distributed_c10d.py.
+_LIBRARY = re.compile(
+    r".*[/\\](?:(?:(?:site|dist)-packages|lib[/\\]python3\.\d+)[/\\]|(?=elaunch[/\\]trainer[/\\]ranks[/\\]))"
+)
+# The functions in which ranks wait for each other.
+_COLLECTIVES = ("torch/distributed/", "elaunch/trainer/ranks/channel.py")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call: the function, its file, and the line that it has come to."""
+
+    function: str
+    file: str
+    line: int
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is in the user's own code, not in a library or in Python."""
+        return not NOT_USER_CODE.search(self.file)
+
+    @property
+    def short_file(self) -> str:
+        """The file as people name it: from the package on for a library, else only its name."""
+        if shown := _LIBRARY.match(self.file):
+            return self.file[shown.end() :]
+        return self.file.replace("\\", "/").rpartition("/")[2]
+
+    @property
+    def words(self) -> str:
+        return f"{self.function} ({self.short_file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """One thread of a process; `frames` are innermost first.
+
+    `is_active` says that the thread was on a core, or wanted one. `syscall` is the system call that it sleeps in, empty
+    if it runs or if that cannot be read; `target` is the file, pipe, terminal or socket of that call, if it has one.
+    `is_own` says that elaunch has started it, in the worker. `values` stands for the values of its local variables, if
+    they were read: equal if none of them has changed.
+    """
+
+    name: str
+    frames: tuple[Frame, ...]
+    is_main: bool = False
+    is_own: bool = False
+    is_active: bool = False
+    holds_gil: bool = False
+    syscall: str = ""
+    target: str = ""
+    values: str = ""
+
+    @property
+    def innermost_user_frame(self) -> Frame | None:
+        return next((frame for frame in self.frames if frame.is_users), None)
+
+    @property
+    def library_frames(self) -> tuple[Frame, ...]:
+        """The frames inside of the innermost user frame: what the user's code has called."""
+        inner: list[Frame] = []
+        for frame in self.frames:
+            if frame.is_users:
+                break
+            inner.append(frame)
+        return tuple(inner)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The stacks of one process of a rank: of its worker, or of a child of the worker (a data loader).
+
+    `state` is the letter in /proc/PID/stat. `trouble` says why there are no threads, as the end of a sentence.
+    `children` are the worker's own child processes that run Python.
+
+    What torch's flight recorder says: `entered` has the rank's last collective, empty if that is not known. `waits`
+    says that a collective has not ended, and `has_begun` that the rank's GPU has begun it.
+    """
+
+    rank: int
+    pid: int
+    threads: tuple[ThreadStack, ...] = ()
+    state: str = ""
+    trouble: str = ""
+    children: tuple[Stack, ...] = ()
+    entered: str = ""
+    waits: bool = False
+    has_begun: bool = False
+
+    @property
+    def main(self) -> ThreadStack | None:
+        return next((thread for thread in self.threads if thread.is_main), None)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a SIGSTOP holds it."""
+        return self.state == _STOPPED
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a debugger holds it."""
+        return self.state == _TRACED
+
+
+@dataclass(frozen=True)
+class StackGroup:
+    """Ranks whose main threads have equal stacks; `stack` is that of the first of `ranks`."""
+
+    ranks: tuple[int, ...]
+    stack: Stack
+
+
+def grouped(stacks: Iterable[Stack]) -> tuple[StackGroup, ...]:
+    """Ranks with equal stacks together; the largest group first, then by rank."""
+    found: dict[object, list[Stack]] = {}
+    for stack in sorted(stacks, key=lambda stack: stack.rank):
+        main = stack.main
+        where = main.frames if main else stack.trouble
+        found.setdefault((where, stack.is_stopped, stack.is_traced), []).append(stack)
+    groups = [StackGroup(tuple(stack.rank for stack in alike), alike[0]) for alike in found.values()]
+    return tuple(sorted(groups, key=lambda group: (-len(group.ranks), group.ranks)))
+
+
+def group_words(group: StackGroup) -> str:
+    """One line: "ranks 0, 2–7: all_reduce (torch/distributed/distributed_c10d.py:2810) ← train_step (train.py:41)"."""
+    return f"{ranks_words(group.ranks)}: {place_words(group.stack)}"
+
+
+def place_words(stack: Stack) -> str:
+    """Where the main thread is: its innermost frame, and the innermost one in the user's code if that is another."""
+    held = "stopped by a signal, in " if stack.is_stopped else "held by a debugger, in " if stack.is_traced else ""
+    main = stack.main
+    if main is None or not main.frames:
+        return f"{held.removesuffix(', in ')}{': ' if held else ''}{stack.trouble or 'no Python frame'}"
+    words = called_frame(main).words
+    mine = main.innermost_user_frame
+    return held + (words if mine is None or mine == main.frames[0] else f"{words} ← {mine.words}")
+
+
+def called_frame(thread: ThreadStack) -> Frame:
+    """The frame to name: a collective itself, or the data loader's `__next__`; else the innermost frame."""
+    inner = thread.library_frames
+    collective = next((f for f in inner if f.short_file.startswith(_COLLECTIVES) and is_named(f)), None)
+    loader = next((f for f in reversed(inner) if f.short_file.startswith("torch/utils/data/")), None)
+    return collective or loader or thread.frames[0]
+
+
+def is_named(frame: Frame) -> bool:
+    """Whether its function's name says something to a user: no wrapper, and no private helper."""
+    name = frame.function.rpartition(".")[2]
+    return name != "wrapper" and not name.startswith(("_", "<"))
+
+
+def ranks_words(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0, 2–7"; three numbers in a row are a range."""
+    parts: list[str] = []
+    ordered = sorted(ranks)
+    while ordered:
+        count = 1
+        while count < len(ordered) and ordered[count] == ordered[0] + count:
+            count += 1
+        first, last = ordered[0], ordered[count - 1]
+        parts += [f"{first}–{last}"] if count > 2 else [str(number) for number in ordered[:count]]
+        del ordered[:count]
+    shown = ", ".join(parts[:_RANKS_SHOWN]) + (", …" if len(parts) > _RANKS_SHOWN else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def full_text(stacks: Iterable[Stack]) -> str:
+    """All threads of all ranks and their children, ranks with equal stacks once: for a file, or for a page."""
+    parts = []
+    for group in grouped(stacks):
+        parts.append(f"=== {ranks_words(group.ranks)} (pid {group.stack.pid}{_and_more(group)})")
+        parts.append(_process_text(group.stack))
+    return "\n".join(parts) + "\n"
+
+
+def _and_more(group: StackGroup) -> str:
+    return f" of rank {group.stack.rank}" if len(group.ranks) > 1 else ""
+
+
+def _process_text(stack: Stack, margin: str = "") -> str:
+    held = "stopped by a signal" if stack.is_stopped else "held by a debugger" if stack.is_traced else ""
+    lines = [f"{margin}{text}" for text in (held, stack.trouble) if text]
+    # The main thread first: most readers need no other.
+    for thread in sorted(stack.threads, key=lambda thread: (thread.is_own, not thread.is_main)):
+        own = f" ({OWN})" if thread.is_own else ""
+        lines.append(f"{margin}thread {thread.name}{own}: {_thread_words(thread)}")
+        lines += [f'{margin}  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in thread.frames]
+    for child in stack.children:
+        lines += [f"{margin}child process, pid {child.pid}", _process_text(child, f"{margin}    ")]
+    return "\n".join(lines)
+
+
+def _thread_words(thread: ThreadStack) -> str:
+    holds = ", holds the GIL" if thread.holds_gil else ""
+    if thread.is_active:
+        return f"runs{holds}"
+    where = f" in {thread.syscall}" + (f" of {thread.target}" if thread.target else "") if thread.syscall else ""
+    return f"waits{where}{holds}"
+
+
+_TOO_LONG = "its stacks are too long to show"
+
+
+@dataclass(frozen=True)
+class StackAnswer:
+    """The workers of one node in its newest generation: ranks with equal stacks once."""
+
+    node_id: str
+    generation: int
+    groups: tuple[StackGroup, ...]
+
+
+def stack_answer(node_id: str, generation: int, stacks: Iterable[Stack]) -> str:
+    """The answer as JSON. If it is too large, it has no child processes, then main threads only, then no stacks."""
+    groups = grouped(stacks)
+    for shorten in (lambda stack: stack, _without_children, _of_main_thread, _without_threads):
+        text = encode(StackAnswer(node_id, generation, _each(groups, shorten)))
+        if len(text) <= ANSWER_BYTES_MAX:
+            return text
+    return encode(StackAnswer(node_id, generation, ()))
+
+
+def read_stack_answer(text: str, node_id: str) -> StackAnswer | None:
+    """That node's answer; None if the text is none."""
+    try:
+        answer = decode(StackAnswer, text)
+    except ValueError:
+        return None
+    return (
+        answer if answer.node_id == node_id and sum(len(group.ranks) for group in answer.groups) <= RANKS_MAX else None
+    )
+
+
+def stacks_in(answers: Iterable[StackAnswer]) -> tuple[Stack, ...]:
+    """The stack of each rank; ranks that were in one group have the same one."""
+    return tuple(
+        replace(group.stack, rank=rank) for answer in answers for group in answer.groups for rank in group.ranks
+    )
+
+
+def _each(groups: tuple[StackGroup, ...], shorten: Callable[[Stack], Stack]) -> tuple[StackGroup, ...]:
+    return tuple(replace(group, stack=shorten(group.stack)) for group in groups)
+
+
+def _without_children(stack: Stack) -> Stack:
+    return replace(stack, children=())
+
+
+def _of_main_thread(stack: Stack) -> Stack:
+    return replace(stack, threads=(stack.main,) if stack.main else stack.threads[:1], children=())
+
+
+def _without_threads(stack: Stack) -> Stack:
+    return replace(stack, threads=(), children=(), trouble=stack.trouble or _TOO_LONG)

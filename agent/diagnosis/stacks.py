@@ -1,0 +1,224 @@
+"""Takes the stacks of processes with py-spy, at any time and from outside: they need not be prepared for it.
+
+py-spy reads the memory of a process without pausing it (`--nonblocking`), so a healthy training is not disturbed, and
+a process that a SIGSTOP holds can be read too. It takes 10 to 30 ms for each process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elaunch.agent import linux
+from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
+from elaunch.agent.linux import in_threads
+from elaunch.rendezvous.texts import plain
+from elaunch.strict_json import parse_json
+from elaunch.threads import is_own, only_listens
+
+# What Yama's kernel.yama.ptrace_scope allows: 0 all of this user's, 1 children, and processes that allow it, as workers
+# allow their agent, 2 only with CAP_SYS_PTRACE, 3 nothing until the host is booted again.
+_ADMIN_ONLY, _NOBODY = 2, 3
+
+
+def tracing_advice(scope: int | None) -> str:
+    """What to do where the kernel denies it. `scope` is ptrace_scope, None without Yama."""
+    if scope is not None and scope >= _NOBODY:
+        return "kernel.yama.ptrace_scope is 3, which only a reboot ends: boot this host with 1"
+    capability = "the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; in a pod: securityContext.capabilities)"
+    if scope == _ADMIN_ONLY:
+        return f"sysctl kernel.yama.ptrace_scope=1 on this host, or give elaunch {capability}"
+    return f"run elaunch as the workers' user; in a container, give it {capability}"
+
+
+TOOL = "py-spy"
+NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
+_LATE = f"{TOOL} did not come to an end in time"
+_TAKE_S = 10.0
+# A py-spy that is killed at the end of that time has this long to go.
+_KILL_S = 0.5
+# A process that is just changing its stack may be read wrongly; the next try is right.
+_TRIES = 3
+_CHILDREN_MAX = 16
+_THREADS_MAX = 256
+_FRAMES_MAX = 200
+_TEXT_MAX = 300
+_OUTPUT_BYTES_MAX = 8 << 20
+
+# The first argument of these system calls is a file descriptor.
+_OF_A_FILE = {
+    *("read", "write", "readv", "writev", "pread64", "pwrite64", "fsync", "fdatasync", "flock", "fcntl"),
+    *("connect", "accept", "accept4", "sendto", "recvfrom", "sendmsg", "recvmsg"),
+}
+
+
+def take(pids: Mapping[int, int], *, within_s: float = _TAKE_S) -> tuple[Stack, ...]:
+    """The stacks of these processes (by rank) and of their children, by rank, at most half a second after `within_s`.
+
+    It never raises: a stack that cannot be taken has its `trouble`. It waits for py-spy, so it is called in a thread
+    where somebody must not wait.
+    """
+    if not pids:
+        return ()
+    tool, until_s = find_tool(), time.monotonic() + within_s
+    looks = {rank: partial(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())}
+    # A py-spy that waits for a process in an uninterruptible sleep does not even end by SIGKILL.
+    found = in_threads(looks, within_s + _KILL_S, "elaunch-stacks")
+    return tuple(
+        found.get(rank) or Stack(rank, pids[rank], state=linux.state(pids[rank]), trouble=_LATE) for rank in looks
+    )
+
+
+def find_tool() -> str | None:
+    """Where py-spy is: beside this interpreter, since a virtual environment need not be on the PATH; or there."""
+    beside = Path(sys.executable).with_name(TOOL)
+    return str(beside) if beside.is_file() else shutil.which(TOOL)
+
+
+def _take_tree(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
+    stack = _take_one(tool, rank, pid, until_s)
+    children = []
+    for child in linux.children(pid)[:_CHILDREN_MAX]:
+        taken = _take_one(tool, rank, child, until_s)
+        # A shell or a compiler among the children has no Python stack to show.
+        if taken.threads:
+            children.append(taken)
+    return replace(stack, children=tuple(children))
+
+
+def _take_one(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
+    state = linux.state(pid)
+    if state in ("", "Z", "X"):
+        return Stack(rank, pid, state=state, trouble="the process is gone")
+    if tool is None:
+        return Stack(rank, pid, state=state, trouble=NO_TOOL)
+    for _ in range(_TRIES):
+        items, trouble = _dump(tool, pid, until_s)
+        if items or time.monotonic() >= until_s:
+            break
+    threads = tuple(_thread(pid, item) for item in items if item.tid == pid or not only_listens(item.files))
+    if any(thread.is_main and thread.is_active for thread in threads):
+        items, _ = _dump(tool, pid, until_s, "--locals")
+        # elaunch's own thread takes the GIL to answer. A look in that moment says nothing of what the main thread does.
+        held = any(item.tid == pid and item.owns_gil for item in items)
+        threads = tuple(
+            replace(each, values=_values(pid, items), holds_gil=each.holds_gil or held) if each.is_main else each
+            for each in threads
+        )
+    return Stack(rank, pid, threads, linux.state(pid), trouble)
+
+
+def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[_Thread], str]:
+    """The process's threads, or the trouble."""
+    command = [tool, "dump", "--json", "--nonblocking", "--full-filenames", *more, "--pid", str(pid)]
+    # py-spy prints tens of frames of its own where this is set.
+    env = {"RUST_BACKTRACE": "0", "PATH": "/usr/bin:/bin"}
+    try:
+        left_s = max(until_s - time.monotonic(), 0.0)
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, env=env, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [], _LATE
+    except OSError as error:
+        return [], f"{TOOL} cannot be started ({error.strerror})"
+    if ended.returncode:
+        return [], _trouble(ended.stderr.decode(errors="replace"))
+    if len(ended.stdout) > _OUTPUT_BYTES_MAX:
+        return [], "its stacks are too long to show"
+    try:
+        return [_parsed(item) for item in parse_json(ended.stdout)[:_THREADS_MAX]], ""
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [], f"{TOOL} wrote something that cannot be read"
+
+
+def _trouble(said: str) -> str:
+    """py-spy's last words as the end of a sentence."""
+    if "Permission" in said or "Operation not permitted" in said:
+        return f"this process may not look into it: {tracing_advice(linux.ptrace_scope())}"
+    if "Failed to find python version" in said or "Failed to find a python interpreter" in said:
+        return "it runs no Python, or Python is only just starting"
+    if "Check that the process is running" in said or "No such process" in said:
+        return "the process is gone"
+    causes = [line.strip().removeprefix("Error: ") for line in said.splitlines() if line.strip()]
+    return f"{TOOL} could not read it ({causes[0][:_TEXT_MAX]})" if causes else f"{TOOL} could not read it"
+
+
+class _Thread(NamedTuple):
+    """One thread of py-spy's JSON. `locals` are the local variables of all its frames, as they came."""
+
+    tid: int
+    name: str
+    is_active: bool
+    owns_gil: bool
+    frames: tuple[Frame, ...]
+    locals: tuple[object, ...]
+
+    @property
+    def files(self) -> list[str]:
+        return [frame.file for frame in self.frames]
+
+
+def _parsed(item: dict[str, Any]) -> _Thread:
+    """Raises KeyError, TypeError and ValueError where it has another form."""
+    frames = item["frames"]
+    if not isinstance(frames, list):
+        raise TypeError("no frames")
+    frames = frames[:_FRAMES_MAX]
+    tid = int(item["os_thread_id"])
+    return _Thread(
+        tid,
+        _text(item.get("thread_name") or f"of id {tid}"),
+        bool(item["active"]),
+        bool(item["owns_gil"]),
+        tuple(Frame(_text(f["name"]), _text(f["filename"]), int(f["line"])) for f in frames),
+        tuple(frame.get("locals") for frame in frames),
+    )
+
+
+def _thread(pid: int, item: _Thread) -> ThreadStack:
+    call, target = ("", "") if item.is_active else _sleeps_in(pid, item.tid)
+    return ThreadStack(
+        item.name,
+        item.frames,
+        is_main=item.tid == pid,
+        is_own=item.tid != pid and is_own(item.files),
+        is_active=item.is_active,
+        holds_gil=item.owns_gil,
+        syscall=call,
+        target=target,
+    )
+
+
+def _values(pid: int, items: list[_Thread]) -> str:
+    """The main thread's local variables as a hash: they may be secrets, and only a change of them is asked for."""
+    found = next((item.locals for item in items if item.tid == pid), None)
+    if found is None:
+        # What could not be read may have changed.
+        return f"unread at {time.monotonic()}"
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16] if any(found) else ""
+
+
+def _text(value: object) -> str:
+    """A text of the program for a log and for a terminal: cut, and without control characters."""
+    return plain(str(value)[:_TEXT_MAX])
+
+
+def _sleeps_in(pid: int, tid: int) -> tuple[str, str]:
+    """The system call in which a thread sleeps and the file of that call; both empty where they cannot be told."""
+    call, rest = linux.thread_call(pid, tid)
+    if call not in _OF_A_FILE:
+        return call, ""
+    with suppress(OSError, ValueError):
+        return call, _text(Path(f"/proc/{pid}/fd/{int(rest.partition(' ')[0], 16)}").readlink())
+    return call, ""

@@ -1,0 +1,315 @@
+"""Starts, reads, signals and clears away this node's workers, one generation at a time."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+from elaunch.agent import linux
+from elaunch.agent.core.actions import (
+    Blame,
+    Clear,
+    KeepStacks,
+    LookAtStacks,
+    ShowStacks,
+    SignalWorkers,
+    TakeStacks,
+    TellWorkers,
+)
+from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
+from elaunch.agent.core.timeline import WorkersSeen, of_seats
+from elaunch.agent.diagnosis.causes.cause import Facts
+from elaunch.agent.diagnosis.exit_status import with_tail
+from elaunch.agent.diagnosis.investigate import Investigator
+from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_files
+from elaunch.agent.output.folding import said_of_folded
+from elaunch.agent.services import Services
+from elaunch.agent.workers.exits import ExitReader, signal_name
+from elaunch.agent.workers.fork_server_monitor import ForksAhead, ForkServerMonitor
+from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
+from elaunch.agent.workers.link_monitor import LinkMonitor
+from elaunch.agent.workers.observers import Observers
+from elaunch.agent.workers.orphans import Leftovers, named, of_workers
+from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
+from elaunch.agent.workers.stdio import Stdio
+from elaunch.rendezvous.texts import node_host
+from elaunch.rendezvous.types import Failure, RankTable
+
+
+class Workers:
+    """Carries out what the agent decides about its workers.
+
+    The workers' messages on their links are kept for `take_news`. All other events go to `reporter`. The agent's loop
+    calls all methods, and waits for `selector`.
+    """
+
+    def __init__(self, services: Services, reporter: Reporter, selector: selectors.BaseSelector) -> None:
+        config, run_dir, fork_server = services.config, services.run_dir, services.fork_server
+        self._guardian = services.guardian
+        self._pump = services.pump
+        self._reporter = reporter
+        self._timeline = reporter.timeline
+        self._fork_server = fork_server
+        self._current = CurrentGroup()
+        self._port = MasterPort(config)
+        self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
+        # Before any worker starts: it reads what the kernel says from then on.
+        self._log, self._kill_counters = KernelLog(), counter_files()
+        oom = OutOfMemoryWatch(self._log, self._kill_counters)
+        self._exits = ExitReader(node_host(socket.gethostname()), oom, keeps_files=run_dir.logs is not None)
+        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
+        is_wanted = config.spec.max_restarts > 0
+        self._ahead = ForksAhead(fork_server, self._guardian, is_wanted=is_wanted)
+        self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
+        hang_timeout_s = config.times.hang_timeout_s
+        self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
+        hang_after_s = config.times.hang_after_s
+        self._observers = Observers(self._current, reporter, run_dir, hang_after_s, services.pump.do)
+        self._children_grace_s = config.children_grace_s
+        self._spares_leftovers = False
+        self._leftovers: Leftovers | None = None
+        selector.register(self._links, selectors.EVENT_READ, self._links.read_ready)
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` is due, on the monotonic clock."""
+        # A look at the processes waits for the look at the links, which is due once a second.
+        looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
+        left_s = self._leftovers.due_s if self._leftovers else None
+        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, left_s)
+        return min((at_s for at_s in timers_s if at_s is not None), default=None)
+
+    def tick(self, now_s: float, *, is_quiet: bool) -> None:
+        """Do what is due. `is_quiet` says that no descriptor of the selector had anything to read."""
+        self._links.tick(now_s)
+        self._observers.tick(now_s)
+        self._monitor.tick(now_s, is_quiet=is_quiet)
+        self._ahead.tick(now_s)
+
+    def read_links(self) -> None:
+        """Read all links now: how workers are stopped depends on their messages."""
+        self._links.read_all()
+
+    def take_news(self) -> Iterator[LinkEvent | Reported | Sampled]:
+        """The messages of workers since the last call, in the order in which each worker sent them; then samples."""
+        yield from self._links.take_news()
+        yield from self._observers.take_samples()
+
+    def seen(self, now_s: float) -> WorkersSeen | None:
+        """How the workers of the last generation are; None before the first one."""
+        return self._links.seen(now_s, self._observers.wait_shares)
+
+    def steps(self) -> dict[int, int]:
+        """The newest step of each rank that has reported one. Any thread may call it."""
+        group = self._current.latest
+        links = list(group.links.items()) if group else []
+        return {group.rank(local_rank): link.step for local_rank, link in links if group and link.step >= 0}
+
+    @property
+    def steps_per_s(self) -> float:
+        """How fast this node's workers were, over the last ten seconds or more."""
+        return self._links.steps_per_s
+
+    def word_of_kernel(self, pid: int) -> str:
+        """What the kernel says about the SIGKILL of another process of this job. Empty if it says nothing."""
+        return self._exits.word_of_kernel(pid, self._current.latest)
+
+    def reserve_port(self) -> int:
+        """The port of the next generation's worker store, if that is this node's. Raises NoPort."""
+        return self._port.reserve()
+
+    def spawn(self, table: RankTable, group_rank: int) -> None:
+        """Begin a generation: have the fork server start its workers, and its store if this node has rank 0."""
+        generation = table.generation
+        seat = table.seats[group_rank]
+        self._timeline.stamp(
+            generation,
+            "sealed",
+            world_size=table.world_size,
+            first_rank=seat.first_rank,
+            workers=seat.slots,
+            nodes=of_seats(table),
+            reason=table.reason,
+            restarts=table.restarts,
+        )
+        group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
+        self._current.begin(group)
+        warn_of_locks(self._environ, self._warn)
+        if group_rank != 0 or not self._spawner.has_store:
+            # No worker store of this node takes the port: rank 0 binds one, here or on another node.
+            self._port.close()
+        try:
+            self._spawner.start(group, self._port.listener)
+        except (BrokenPipeError, ConnectionResetError):
+            # The fork server is gone. The monitor reads the same from its socket, and handles it there.
+            return
+        except OSError as error:
+            self._monitor.replace(generation, f"could not be given the workers: {error.strerror}")
+            return
+        finally:
+            self._port.release()
+        self._timeline.stamp(generation, "ordered")
+        self._ahead.begin(group, time.monotonic())
+        self._links.begin(group)
+        self._observers.begin(has_store=self._spawner.has_store)
+        self._monitor.watch_store(group)
+
+    def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
+        """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
+        stage = "killing" if order.signum == signal.SIGKILL else "stopping"
+        name, count = signal_name(-order.signum), len(order.local_ranks)
+        self._timeline.stamp(order.generation, stage, signal=name, workers=count)
+        if is_ending and not self._monitor.is_ready:
+            self._monitor.abandon_import(order.generation)
+            return
+        if order.signum == signal.SIGINT:
+            self._current.group.is_interrupted = True
+        self._guardian.note_folders(self._fork_server.pids)
+        # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
+        signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
+        try:
+            for signum in signals:
+                self._spawner.signal(self._current.group, order.local_ranks, signum)
+        except OSError:
+            return
+        if order.signum != signal.SIGKILL:
+            self._let_go_on(order.local_ranks)
+
+    def tell(self, order: TellWorkers) -> None:
+        """Send workers a message on their links."""
+        self._links.tell(order)
+        if not isinstance(order.message, ShowStacks):
+            self._let_go_on(order.local_ranks)
+
+    def _let_go_on(self, local_ranks: Iterable[int]) -> None:
+        """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor take a signal before."""
+        pids = self._current.group.pids
+        stopped = sorted(rank for rank in local_ranks if linux.state(pids.get(rank, -1)) == "T")
+        if stopped:
+            try:
+                self._spawner.signal(self._current.group, stopped, signal.SIGCONT)
+            except OSError:
+                return
+            numbers = ", ".join(map(str, stopped))
+            self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
+
+    def take_stacks(self, order: TakeStacks) -> None:
+        """Log what workers are doing. Posts `WorkersHung`."""
+        self.tell(TellWorkers(order.generation, order.listening, ShowStacks()))
+        self._observers.take_stacks(order)
+
+    def look_at_stacks(self, order: LookAtStacks) -> None:
+        """Take workers' stacks. Posts `StacksTaken`."""
+        self._observers.look_at_stacks(order)
+
+    def keep_stacks(self, order: KeepStacks) -> None:
+        """Write stacks to a file, if the user keeps logs."""
+        self._observers.keep_stacks(order)
+
+    def blame(self, order: Blame) -> None:
+        """Make a failure of a hang. Posts `WorkersHung`."""
+        self._observers.blame(order)
+
+    def replace_fork_server(self, generation: int) -> None:
+        """End a fork server that does not answer, and start another; posts `ServiceLost`."""
+        self._monitor.replace(generation, "did not answer")
+
+    def clear(self, order: Clear, meanwhile: Callable[[], None]) -> None:
+        """End what is left of the generation and collect its output; posts `Cleared`.
+
+        It may take seconds: `meanwhile` is called again and again then.
+        """
+        generation = order.generation
+        self._timeline.stamp(generation, "stopped")
+        group = self._current.group
+        self._monitor.unwatch_store(group)
+        if group.store:
+            # A restart would wait for the store's answer, on the CPUs on which old workers end.
+            group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
+        self._links.end(group)
+        self._observers.end()
+        group.close_crash_files()
+        reached, progressed = group.reached_store, group.progressed or group.lasted
+        if order.is_done and self._spare_leftovers(generation):
+            # Their output goes on.
+            self._timeline.stamp(generation, "cleared")
+            self._reporter.post(Cleared(generation, {}, reached, progressed))
+            return
+        self._guardian.end_generation(generation, self._fork_server.pids, meanwhile)
+
+        def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
+            self._timeline.stamp(generation, "cleared")
+            hidden = _said_of_folded(group, folded)
+            try:
+                failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
+                # Those that lost a peer are explained only if there is no other.
+                causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
+                self._look_into(
+                    causes,
+                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
+                )
+            except Exception:
+                # Without this event the agent would wait for ever. A program's odd output must not do that.
+                self._reporter.post(Cleared(generation, tails, reached, progressed, hidden=hidden))
+                raise
+
+        self._pump.drain(generation, drained)
+
+    def _spare_leftovers(self, generation: int) -> bool:
+        """Whether something is left of a generation that has ended well, and may go on."""
+        left = self._find_leftovers(generation)
+        if left and not self._children_grace_s:
+            self._name_leftovers(left, "left behind at the end of the program (--children-grace 0)")
+        self._spares_leftovers = bool(left and self._children_grace_s)
+        return self._spares_leftovers
+
+    def _find_leftovers(self, generation: int) -> list[int]:
+        fork_servers = self._fork_server.pids
+        if not (found := self._guardian.left_of(generation, fork_servers)):
+            return []
+        return of_workers(found, fork_servers)
+
+    def _name_leftovers(self, pids: list[int], why: str) -> None:
+        if pids:
+            self._reporter.say(f"ending {named(pids)}: {why}")
+
+    def leftovers_go_on(self, now_s: float) -> bool:
+        """Whether what the workers have left behind still may go on. The loop asks again and again after a success."""
+        if not self._spares_leftovers:
+            return False
+        if not self._leftovers:
+            find = partial(self._find_leftovers, self._current.generation)
+            self._leftovers = Leftovers(find, self._children_grace_s, now_s, self._reporter)
+        self._leftovers.tick(now_s)
+        return self._leftovers.due_s is not None
+
+    def end_leftovers(self, why: str, meanwhile: Callable[[], None]) -> None:
+        """End what workers of a generation that has ended well have left behind, and collect its output."""
+        if not self._spares_leftovers:
+            return
+        group = self._current.group
+        self._name_leftovers(self._find_leftovers(group.generation), why)
+        self._spares_leftovers, self._leftovers = False, None
+        self._guardian.end_generation(group.generation, self._fork_server.pids, meanwhile)
+
+        def drained(_: dict[int, str], folded: dict[int, int]) -> None:
+            if hidden := _said_of_folded(group, folded):
+                self._reporter.say(hidden)
+
+        self._pump.drain(group.generation, drained)
+
+    def _look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
+        if not failures:
+            found({})
+            return
+        Investigator(self._log, self._kill_counters).look_into(failures, found)
+
+
+def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:
+    """A sentence about tracebacks that the console did not get; empty if it got all."""
+    lines = {group.rank(rank): count for rank, count in folded.items()}
+    return said_of_folded(lines, is_interrupted=group.is_interrupted) if lines else ""

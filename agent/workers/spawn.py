@@ -1,0 +1,256 @@
+"""Orders one generation's workers and worker store from the fork server, each with its descriptors and environment."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from elaunch import __version__
+from elaunch.agent import environment
+from elaunch.agent.config import AgentConfig
+from elaunch.agent.environment import extensions_root
+from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.linux import catches, is_pending
+from elaunch.agent.output.run_dir import RunDir
+from elaunch.agent.workers import numa
+from elaunch.agent.workers.group import CrashFile, StoreControl, WorkerGroup
+from elaunch.agent.workers.link import Link
+from elaunch.agent.workers.stdio import Stdio
+from elaunch.rendezvous.addresses import is_loopback
+from elaunch.rendezvous.job_spec import Program, ProgramKind
+
+_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]{1,80})['\"]", re.MULTILINE)
+_OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
+
+
+class NoPort(Exception):
+    """The worker store cannot listen on the wanted address or port. The message says why, and the way out."""
+
+
+class MasterPort:
+    """The port of this node's next worker store, reserved by a socket that listens on it."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._listener: socket.socket | None = None
+
+    def reserve(self) -> int:
+        """The reserved port. If none is reserved, reserve one. Raises NoPort."""
+        self._listener = self._listener or reserve(self._config)
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def listener(self) -> socket.socket | None:
+        """The socket, for a worker store to take over."""
+        return self._listener
+
+    def release(self) -> None:
+        """The worker store has the socket now: close it here. A single port that the user chose stays reserved."""
+        if len(self._config.master_ports) != 1:
+            self.close()
+
+    def close(self) -> None:
+        """Let another process bind the port."""
+        if self._listener:
+            self._listener.close()
+        self._listener = None
+
+
+def reserve(config: AgentConfig) -> socket.socket:
+    """A socket that listens on one of the config's master ports, or on a free port. No other process can take the port.
+
+    Raises NoPort if the wanted ports are taken, or the address is not this host's.
+    """
+    try:
+        # Not as text: Python would load its codec for names with other characters.
+        name = config.master_addr.encode() if config.master_addr.isascii() else config.master_addr
+        family, _, _, _, address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
+    host = str(address[0])
+    if _is_known_to_itself_only(config, host):
+        # Listen for IPv6 and IPv4, or only for IPv4 on a host without IPv6.
+        family, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    for port in config.master_ports or (0,):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # The next generation may use the same port while the kernel still keeps old connections.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise NoPort(
+                    f"{config.master_addr} is no address of this host ({error.strerror}); {_OWN_ADDRESS}"
+                ) from error
+            continue
+        return listener
+    ports = config.master_ports
+    wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
+    raise NoPort(f"{wanted} in use on {config.master_addr}; choose others with --master-port FIRST:LAST")
+
+
+def _is_known_to_itself_only(config: AgentConfig, host: str) -> bool:
+    """Whether this host knows MASTER_ADDR by a loopback address (Debian's 127.0.1.1) that no other node can mean."""
+    is_name = config.master_addr not in (host, "localhost")
+    return config.spec.nodes_max > 1 and is_name and is_loopback(host)
+
+
+def warn_of_locks(environ: Mapping[str, str], warn: Callable[[str], None]) -> None:
+    """Name the locks in the folder of extensions that workers with these variables use.
+
+    In a thread, since the folder may be on a disk that hangs.
+    """
+    if root := extensions_root(environ):
+        threading.Thread(target=_look_for_locks, args=(Path(root), warn), name="elaunch-builds", daemon=True).start()
+
+
+def _look_for_locks(root: Path, warn: Callable[[str], None]) -> None:
+    with suppress(OSError):
+        # An extension's folder may be below one for each kind of torch.
+        for lock in sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern)):
+            status = lock.lstat()
+            if status.st_uid == os.geteuid() and not status.st_size and stat.S_ISREG(status.st_mode):
+                warn(
+                    f"{lock} is the lock of a torch extension's build, {max(0, time.time() - status.st_mtime):.0f} s "
+                    f"old: ranks that load the extension wait until it is gone. If nothing builds it now, the builder "
+                    f"was killed: rm {lock}"
+                )
+
+
+class Spawner:
+    """Has the fork server start a generation's workers and its worker store, and signal them."""
+
+    def __init__(self, config: AgentConfig, run_dir: RunDir, stdio: Stdio, fork_server: ForkServer) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._stdio = stdio
+        self._server = fork_server
+        self._topology = numa.read_topology(config.slots, config.environment) if config.numa_binding else None
+        program = config.spec.program
+        ours = program.kind is ProgramKind.COMMAND or program.interpreter == sys.executable
+        # The store runs in this interpreter. Another interpreter's torch may use another version of its protocol.
+        self.has_store = ours and find_spec("torch") is not None
+
+    @property
+    def signals_groups(self) -> bool:
+        """Whether a worker is signalled with its process group, also with signals that it can handle."""
+        return self._config.spec.program.kind is ProgramKind.COMMAND
+
+    def start(self, group: WorkerGroup, listener: socket.socket | None) -> None:
+        """Order all workers, and a worker store for `listener`. Raises OSError where the fork server is gone."""
+        if listener:
+            self._start_store(group, listener)
+        for local_rank in range(group.slots):
+            self._start_worker(group, local_rank)
+        # The files of the last failure were kept until now: the job might have ended with it.
+        self._run_dir.forget_before(group.generation)
+
+    def signal(self, group: WorkerGroup, local_ranks: Iterable[int], signum: int) -> None:
+        """Signal workers. Raises OSError where the fork server is gone.
+
+        A Python program gets the signal alone, so that its data loaders live until its last save. A command gets it
+        with its process group, since a shell does not pass it on. A scheduler's notice goes only to a worker that has a
+        handler for it; another worker gets SIGTERM.
+        """
+        others = sorted(local_ranks)
+        if signum in self._config.notices and not self._config.has_named_signals:
+            noticing = [rank for rank in others if (pid := group.pids.get(rank, 0)) and catches(pid, signum)]
+            # Some schedulers signal all processes. If the notice is pending in the fork server, which blocks it,
+            # these workers have got it too.
+            if noticing and not is_pending(self._server.pid, signum):
+                self._server.signal(group.generation, noticing, signum, group=False)
+            others, signum = [rank for rank in others if rank not in noticing], signal.SIGTERM
+        if others:
+            self._server.signal(group.generation, others, signum, group=self.signals_groups or signum == signal.SIGKILL)
+
+    def _start_store(self, group: WorkerGroup, listener: socket.socket) -> None:
+        ours, theirs = wire.pair()
+        ours.setblocking(False)
+        group.store = StoreControl(ours)
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fds = (null, null, null, listener.fileno(), theirs.fileno())
+            self._server.spawn_store(group.home, group.table.master_addr, group.table.master_port, fds)
+        finally:
+            os.close(null)
+            theirs.close()
+
+    def _start_worker(self, group: WorkerGroup, local_rank: int) -> None:
+        theirs: list[int] = []
+        link, link_end = socket.socketpair()
+        link.setblocking(False)
+        group.links[local_rank] = Link(group.generation, local_rank, link)
+        try:
+            theirs += [*self._stdio.standard_fds(group, local_rank), link_end.detach()]
+            group.crash_files[local_rank] = CrashFile()
+            theirs.append(os.dup(group.crash_files[local_rank].fileno()))
+            env = self._environment(group, local_rank)
+            self._server.spawn(group.home, local_rank, env, self._cpus(local_rank), tuple(theirs))
+        finally:
+            for fd in theirs:
+                os.close(fd)
+
+    def _environment(self, group: WorkerGroup, local_rank: int) -> dict[str, str]:
+        config = self._config
+        rank = group.rank(local_rank)
+        has_folder = self._run_dir.rank(group.generation, rank) is not None
+        error_file = self._run_dir.error_file(group.generation, rank) if has_folder else None
+        if error_file:
+            group.error_files[local_rank] = error_file
+        env = environment.rank_variables(
+            group.table,
+            group.group_rank,
+            local_rank,
+            agent_store=self.has_store,
+            error_file=str(error_file or ""),
+            memory=str(self._run_dir.memory_at_start().folder or ""),
+        )
+        if config.virtual_local_rank:
+            env |= environment.one_gpu(config.environment, local_rank)
+        if size := self._stdio.terminal_size(group, local_rank):
+            env |= environment.terminal_variables(config.environment, *size)
+        return {**config.worker_env, **env, "ELAUNCH_LINK": "3"}
+
+    def _cpus(self, local_rank: int) -> list[int] | None:
+        if not self._config.numa_binding or not self._topology:
+            return None
+        return sorted(numa.cpu_set(self._config.numa_binding, local_rank, self._topology))
+
+
+def software(program: Program) -> str:
+    """The versions in words: elaunch's own alone if the workers run another interpreter, or one that is not known."""
+    own = f"elaunch {__version__}"
+    if program.interpreter != sys.executable:
+        return own
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    torch = _torch()
+    return f"torch {torch}, Python {python}, {own}" if torch else f"Python {python}, {own}"
+
+
+def _torch() -> str:
+    spec = find_spec("torch")
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        try:
+            # pip's record of it is not read: its folder would have to be searched for.
+            found = _VERSION.search(Path(folder, "version.py").read_text())
+        except (OSError, ValueError):
+            continue
+        if found:
+            return found[1]
+    return ""

@@ -1,0 +1,460 @@
+"""agent.core.standstill and hang_watch: when ranks stand still, and what an agent makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, TellWorkers
+from elaunch.agent.core.events import Reported, Sampled, StacksTaken, Tick, WorkerListens
+from elaunch.agent.core.state import Running
+from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows, may_stand_still
+from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
+from elaunch.rendezvous.rules.hang_records import StillKind
+from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, STEP, stack
+from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, started
+
+IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S", is_whole=True)
+SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R", is_whole=True)
+WORKS = Window(5.0, 2.0, 2.0, 0.1, 5000, "R", is_whole=True)
+HELD = Window(5.0, 0.0, 0.0, 0.0, 0, "T")
+LOOP = (Frame("spin", "/home/me/train.py", 12),)
+
+
+def watching(*, restarts: bool = False) -> Driver:
+    driver = started()
+    times = replace(TIMES, hang_after_s=60.0)
+    driver.agent = replace(driver.agent, times=times, restarts_hung=restarts)
+    return driver
+
+
+def busy(rank: int, values: str = "", *, gil: bool = True) -> Stack:
+    main = ThreadStack("MainThread", LOOP, is_main=True, is_active=True, holds_gil=gil, values=values)
+    return Stack(rank, 4000 + rank, (main,), "R")
+
+
+WAITING = tuple(stack(rank, *ALL_REDUCE) for rank in ALL)
+ONE_LOOPS = (WAITING[0], busy(1), WAITING[2])
+
+
+def samples(driver: Driver, for_s: float, windows: dict[int, Window], stacks: tuple[Stack, ...] = ()) -> list[Action]:
+    """Give the agent these windows for that long, and these stacks when it asks. Returns its other actions."""
+    done: list[Action] = []
+    for _ in range(int(for_s / 5)):
+        driver.now_s += 5.0
+        for action in driver.happen(Sampled(0, windows)):
+            if isinstance(action, LookAtStacks):
+                done += driver.happen(StacksTaken(0, stacks))
+            else:
+                done.append(action)
+        driver.settle()
+        done += driver.happen(Tick())
+        driver.settle()
+    return done
+
+
+def said(driver: Driver) -> str:
+    return "\n".join(getattr(action, "text", "") for action in driver.all_acted)
+
+
+IDLE_AND_LOOP = {0: IDLE, 1: SPINS, 2: IDLE}
+ALL_IDLE = dict.fromkeys(ALL, IDLE)
+
+
+def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_not_before() -> None:
+    driver = watching()
+
+    samples(driver, 55, IDLE_AND_LOOP, ONE_LOOPS)
+    early = said(driver)
+    samples(driver, 5, IDLE_AND_LOOP, ONE_LOOPS)
+
+    assert "hang" not in early
+    assert (
+        "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12)"
+        ", at the same line in every look, while ranks 0, 2"
+        " wait in all_reduce (train_step, train.py:41), for 60 s\n"
+        "  ranks 0, 2: all_reduce (torch/distributed/distributed_c10d.py:2810) ← train_step (train.py:41)\n"
+        "  rank 1: spin (train.py:12)" in said(driver)
+    )
+    assert [action.generation for action in driver.all_acted if isinstance(action, KeepStacks)] == [0]
+    assert not any(isinstance(action, Blame) for action in driver.all_acted)
+
+
+def test_a_look_at_the_collectives_of_a_rank_does_not_count_as_work_of_that_rank() -> None:
+    driver = watching()
+    written = Window(5.0, 4.9, 4.9, 0.1, 400, "R", is_whole=True, io_bytes=1 << 20, switches=300, is_disturbed=True)
+
+    for _ in range(10):
+        samples(driver, 25, IDLE_AND_LOOP, ONE_LOOPS)
+        samples(driver, 5, {**IDLE_AND_LOOP, 1: written}, ONE_LOOPS)
+
+    assert said(driver).count("the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin") == 1
+
+
+def test_a_window_that_could_not_be_whole_counts_if_the_next_one_shows_a_standstill() -> None:
+    first = dict.fromkeys(ALL, replace(IDLE, earlier_s=5.0))
+
+    state = after_windows(Standstill(), ALL, first, is_alone=True)
+    later = after_windows(state, ALL, first, is_alone=True)
+    slept = after_windows(Standstill(), ALL, dict.fromkeys(ALL, replace(IDLE, earlier_s=3600.0)), is_alone=True)
+    # One has exited: how long the others waited for it says nothing.
+    fewer = after_windows(state, frozenset({0, 1}), first, is_alone=True)
+
+    assert [each.spell_s for each in (state, later, slept, fewer)] == [10.0, 15.0, 5.0, 5.0]
+
+
+def test_it_is_said_once_and_a_failure_only_on_request() -> None:
+    driver = watching(restarts=True)
+    samples(driver, 300, IDLE_AND_LOOP, ONE_LOOPS)
+
+    assert said(driver).count("the job seems to hang") == 1
+    (blamed,) = (action for action in driver.all_acted if isinstance(action, Blame))
+    assert (blamed.local_rank, blamed.message.partition(",")[0]) == (1, "hung: it runs in spin (train.py:12)")
+    assert not blamed.is_blameless
+
+
+def test_another_look_at_the_same_places_is_no_news_for_the_store() -> None:
+    driver = watching()
+    samples(driver, 90, IDLE_AND_LOOP, ONE_LOOPS)
+    before = driver.store.read("").revision
+
+    samples(driver, 300, IDLE_AND_LOOP, ONE_LOOPS)
+
+    assert driver.store.read("").revision == before
+
+
+def test_a_job_that_works_costs_the_store_nothing_and_no_stack_is_taken() -> None:
+    driver = watching()
+    before = driver.store.read("").revision
+
+    for _ in range(200):
+        driver.happen(Sampled(0, {0: WORKS, 1: IDLE, 2: SPINS}))
+        driver.settle()
+
+    assert driver.store.read("").revision == before
+    assert not any(isinstance(action, LookAtStacks) for action in driver.all_acted)
+
+
+@pytest.mark.parametrize(
+    ("windows", "stacks"),
+    [
+        # Evaluation on one rank, a download, a person at a prompt, a debugger, programs that serve.
+        ({**ALL_IDLE, 1: WORKS}, WAITING),
+        (ALL_IDLE, (*WAITING[:2], stack(2, STEP, call="read", target="/dev/pts/0"))),
+        (ALL_IDLE, (*WAITING[:2], replace(stack(2, STEP), state="t"))),
+        (ALL_IDLE, tuple(stack(rank, STEP, call="accept4", target="socket:[1]") for rank in ALL)),
+        (ALL_IDLE, tuple(stack(rank, STEP) for rank in ALL)),
+    ],
+)
+def test_what_is_no_hang_is_none_for_ever(windows: dict[int, Window], stacks: tuple[Stack, ...]) -> None:
+    driver = watching()
+    samples(driver, 900, windows, stacks)
+
+    assert "hang" not in said(driver)
+
+
+def test_a_loop_whose_variables_change_works() -> None:
+    driver = watching()
+    for number in range(20):
+        samples(driver, 30, IDLE_AND_LOOP, (WAITING[0], busy(1, str(number)), WAITING[2]))
+
+    assert "hang" not in said(driver)
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        stack(1, STEP, call="read", target="/mnt/data/shard-3"),
+        stack(1, STEP, call="clock_nanosleep"),
+        busy(1, gil=False),
+        Stack(1, 4001, trouble="py-spy is not installed"),
+    ],
+)
+def test_what_may_end_by_itself_gets_five_times_as_long(slow: Stack) -> None:
+    driver = watching()
+    windows = {**ALL_IDLE, 1: SPINS} if slow.main and slow.main.is_active else ALL_IDLE
+    stacks = (WAITING[0], slow, WAITING[2])
+
+    samples(driver, 295, windows, stacks)
+    early = said(driver)
+    samples(driver, 5, windows, stacks)
+
+    assert "hang" not in early
+    assert "the job seems to hang: rank 1 " in said(driver)
+
+
+def test_a_standstill_that_ended_by_itself_makes_the_next_one_longer_by_three() -> None:
+    driver = watching()
+    samples(driver, 50, ALL_IDLE, WAITING)
+    samples(driver, 5, {**ALL_IDLE, 1: WORKS})
+
+    samples(driver, 145, ALL_IDLE, WAITING)
+    early = said(driver)
+    samples(driver, 5, ALL_IDLE, WAITING)
+
+    assert "hang" not in early
+    assert "the job seems to hang" in said(driver)
+
+
+def test_that_a_job_goes_on_after_all_is_said_and_the_store_forgets_it() -> None:
+    driver = watching()
+    samples(driver, 80, ALL_IDLE, WAITING)
+    assert driver.snapshot.hang
+    assert driver.snapshot.still[0]
+
+    samples(driver, 5, {**ALL_IDLE, 1: WORKS})
+
+    assert "the job is no longer idle" in said(driver)
+    assert (driver.snapshot.hang, driver.snapshot.still) == (None, {})
+
+
+def test_a_rank_that_sigstop_holds_is_named() -> None:
+    driver = watching()
+    held = replace(stack(1, *ALL_REDUCE), state="T")
+    samples(driver, 80, {**ALL_IDLE, 1: HELD}, (WAITING[0], held, WAITING[2]))
+
+    assert (
+        "rank 1 (pid 4001 on node-a) is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait"
+        in said(driver)
+    )
+    assert "\nto let rank 1 go on: kill -CONT 4001\n" in said(driver)
+
+
+def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
+    driver = watching()
+    samples(driver, 600, {**ALL_IDLE, 1: WORKS})
+    driver.exits(1, 0)
+    # It was the one that worked: how long the others waited for it says nothing.
+    samples(driver, 55, {0: IDLE, 2: IDLE}, (WAITING[0], WAITING[2]))
+    assert "hang" not in said(driver)
+
+    samples(driver, 5, {0: IDLE, 2: IDLE}, (WAITING[0], WAITING[2]))
+
+    assert "rank 1 on node-a exited with code 0, while ranks 0, 2 wait in all_reduce" in said(driver)
+
+
+def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
+    driver = watching()
+    driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=True))
+    samples(driver, 320, ALL_IDLE, tuple(Stack(rank, 1, trouble="py-spy is not installed") for rank in ALL))
+
+    assert "all 3 ranks use no CPU (py-spy is not installed)" in said(driver)
+    told = [action.local_ranks for action in driver.all_acted if isinstance(action, TellWorkers)]
+    assert told == [frozenset({2})]
+
+
+def test_workers_that_report_to_a_hang_timeout_are_left_to_it() -> None:
+    driver = watching()
+    driver.agent = replace(driver.agent, times=replace(driver.agent.times, hang_timeout_s=1000.0))
+    driver.happen(Reported(0, 5, ALL))
+
+    samples(driver, 600, ALL_IDLE, WAITING)
+
+    assert not any(isinstance(action, LookAtStacks) for action in driver.all_acted)
+
+
+# Ranks of a job on GPUs: the main thread spins in C, without the GIL, and its process does other things too.
+OUTSTANDS = replace(WORKS, is_outstanding=True)
+FIRST, OTHER = (
+    "in collective 38 of the default group (all_reduce)",
+    "after collective 37 of the default group (all_reduce)",
+)
+
+
+def on_gpu(rank: int, *, has_begun: bool = True, waits: bool = True, gil: bool = False) -> Stack:
+    return replace(busy(rank, gil=gil), entered=FIRST if waits else OTHER, waits=waits, has_begun=has_begun)
+
+
+def test_ranks_that_spin_in_a_collective_that_does_not_end_hang() -> None:
+    driver = watching()
+
+    samples(driver, 55, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
+    early = said(driver)
+    samples(driver, 5, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
+
+    assert "hang" not in early
+    assert f"all 3 ranks wait in spin (train.py:12), {FIRST} for 60 s" in said(driver)
+
+
+def in_commit(rank: int, *, line: int = 81, active: bool = False, waits: bool = True, has_begun: bool = True) -> Stack:
+    """A rank whose Keeper polls the GPU in a commit; `line` is where in that loop it is."""
+    poll = replace(GPU_WAIT[0], line=line)
+    found = stack(rank, poll, *GPU_WAIT[1:], call="clock_nanosleep", active=active)
+    return replace(found, entered=FIRST if waits else OTHER, waits=waits, has_begun=has_begun)
+
+
+def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somewhere_else() -> None:
+    driver = watching()
+    # They sleep a moment or ask the GPU, by chance.
+    looks = (
+        tuple(in_commit(rank, line=81 + number % 2, active=number % 2 == 1) for rank in (0, 2)) for number in range(99)
+    )
+
+    for zero, two in itertools.islice(looks, 16):
+        samples(driver, 5, {0: OUTSTANDS, 1: SPINS, 2: OUTSTANDS}, (zero, busy(1), two))
+
+    assert (
+        "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12)"
+        ", at the same line in every look, while ranks 0, 2"
+        f" wait for the GPU (train_step, train.py:41), {FIRST}, for 60 s" in said(driver)
+    )
+
+
+def test_where_the_gpu_may_still_compute_before_the_collective_it_gets_five_times_as_long() -> None:
+    driver = watching()
+    stacks = (on_gpu(0), on_gpu(1, has_begun=False), on_gpu(2))
+
+    samples(driver, 290, dict.fromkeys(ALL, OUTSTANDS), stacks)
+    early = said(driver)
+    samples(driver, 30, dict.fromkeys(ALL, OUTSTANDS), stacks)
+
+    assert "hang" not in early
+    assert "the job seems to hang" in said(driver)
+
+
+@pytest.mark.parametrize(
+    ("windows", "stacks"),
+    [
+        # One rank evaluates, or compiles: it has no collective that has not ended.
+        ({**dict.fromkeys(ALL, OUTSTANDS), 1: WORKS}, (on_gpu(0), on_gpu(1, waits=False), on_gpu(2))),
+        # It has begun one, and does something that holds the GIL before it waits.
+        (dict.fromkeys(ALL, OUTSTANDS), (on_gpu(0), on_gpu(1, gil=True), on_gpu(2))),
+    ],
+)
+def test_a_rank_that_works_beside_ranks_that_spin_is_waited_for(
+    windows: dict[int, Window], stacks: tuple[Stack, ...]
+) -> None:
+    driver = watching()
+    samples(driver, 900, windows, stacks)
+
+    assert "hang" not in said(driver)
+
+
+def test_a_rank_that_is_behind_is_named_with_the_numbers() -> None:
+    driver = watching()
+    stacks = tuple(replace(each, entered=OTHER if each.rank == 1 else FIRST) for each in WAITING)
+    samples(driver, 80, ALL_IDLE, stacks)
+
+    assert (
+        f"rank 1 (pid 4001 on node-a) waits in all_reduce (train_step, train.py:41), {OTHER}"
+        ", while ranks 0, 2 wait in all_reduce"
+        f" (train_step, train.py:41), {FIRST}, for 60 s" in said(driver)
+    )
+
+
+def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
+    state = after_windows(Standstill(), ALL, ALL_IDLE, is_alone=True)
+
+    asleep = after_windows(state, ALL, dict.fromkeys(ALL, replace(IDLE, seconds=3600.0)), is_alone=True)
+
+    assert (state.spell_s, asleep.spell_s) == (5.0, 0.0)
+    assert LOOK_S_MAX < 3600
+
+
+def test_the_verdict_is_given_when_it_has_held_for_a_while() -> None:
+    """A node whose last rank ended leaves others that have waited for it, and that are about to see that they go on."""
+    one, other = two_nodes()
+    both(one, other, 120, {0: IDLE, 1: IDLE}, {0: IDLE, 1: WORKS})
+    for local_rank in (0, 1):
+        other.exits(local_rank, 0)
+    other.happen(cleared(0))
+    other.settle()
+    for driver in (one, other):
+        driver.happen(driver.looked)
+        driver.settle()
+    assert one.snapshot.done[0]
+
+    samples(one, 5, {0: IDLE, 1: IDLE}, WAITING[:2])
+    samples(one, 10, {0: WORKS, 1: WORKS})
+
+    assert "hang" not in said(one)
+
+
+@pytest.mark.parametrize(
+    ("window", "stands"),
+    [
+        (IDLE, True),
+        (replace(IDLE, cpu_s=0.3), False),
+        (replace(IDLE, io_bytes=100_000), False),
+        (replace(IDLE, children_cpu_s=4.0), False),
+        (replace(IDLE, faults=500), False),
+        (replace(IDLE, is_whole=False), False),
+        (SPINS, True),
+        # Two ranks on one core: the rest of the time it waited for the core.
+        (replace(SPINS, cpu_s=2.0, main_cpu_s=2.0, main_delay_s=2.9), True),
+        (replace(SPINS, faults=50), False),
+        (replace(SPINS, switches=100), False),
+        (WORKS, False),
+        (OUTSTANDS, True),
+        (replace(OUTSTANDS, seconds=3600.0), False),
+        (HELD, True),
+    ],
+)
+def test_who_stands_still(window: Window, stands: bool) -> None:
+    state = after_windows(Standstill(), frozenset({0}), {0: window}, is_alone=True)
+
+    assert (state.spell_s > 0) is stands
+    assert may_stand_still(window) or not stands
+
+
+def two_nodes() -> tuple[Driver, Driver]:
+    """Two agents of a running job; the first leads."""
+    times = replace(TIMES, hang_after_s=60.0)
+    one = Driver(TWO, slots=2, times=times).begin()
+    one.settle()
+    other = Driver(TWO, store=one.store, host="node-b", slots=2, times=times, remote=True).begin()
+    for _ in range(8):
+        for driver in (one, other):
+            driver.happen(driver.looked)
+            driver.settle()
+    assert isinstance(one.agent.phase, Running)
+    assert isinstance(other.agent.phase, Running)
+    return one, other
+
+
+def both(
+    one: Driver, other: Driver, for_s: float, first: dict[int, Window], second: dict[int, Window], *loop: Stack
+) -> None:
+    for _ in range(int(for_s / 5)):
+        samples(one, 5, first, WAITING[:2])
+        samples(other, 5, second, (stack(2, *ALL_REDUCE), *loop))
+        for driver in (one, other):
+            driver.happen(driver.looked)
+            driver.settle()
+
+
+def test_one_nodes_idle_ranks_prove_nothing_while_another_node_works() -> None:
+    one, other = two_nodes()
+    before = one.store.read("").revision
+
+    both(one, other, 600, {0: IDLE, 1: IDLE}, {0: IDLE, 1: WORKS})
+
+    assert one.store.read("").revision == before + 1
+    assert "hang" not in said(one) + said(other)
+
+
+def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None:
+    one, other = two_nodes()
+    for driver in (one, other):
+        driver.agent = replace(driver.agent, restarts_hung=True)
+    seats = one.snapshot.tables[0].seats
+
+    both(one, other, 55, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
+    early = said(one)
+    both(one, other, 10, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
+
+    assert "hang" not in early
+    words = (
+        "the job seems to hang: rank 3 (pid 4003 on node-b) runs in spin (train.py:12)"
+        ", at the same line in every look, while"
+    )
+    assert words in said(one)
+    assert words in said(other)
+    assert re.search(r"ranks 0, 1, 2 wait in all_reduce .*, for 6[05] s", said(one))
+    assert [seat.host for seat in seats] == ["node-a", "node-b"]
+    assert [action.local_rank for action in other.all_acted if isinstance(action, Blame)] == [1]
+    assert not any(isinstance(action, Blame) for action in one.all_acted)
+    assert {g.kind for n in one.snapshot.still[0].values() for g in n.groups} == {StillKind.WAITS, StillKind.RUNS}

@@ -1,0 +1,110 @@
+"""agent.core.orders: what `elaunch stop` and `elaunch restart` make an agent do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core.actions import SignalWorkers
+from elaunch.agent.core.events import StoreAway, WorkerExited
+from elaunch.agent.core.leaving import OrderAnswer, order
+from elaunch.agent.core.state import Joining, Running, Stopping
+from elaunch.rendezvous.rules.questions import Topic
+from elaunch.rendezvous.types import OpenKind, OutcomeKind
+from tests.unit.agent.driver import ALL, SPEC, TERM, Driver, cleared, pair, settle, started
+
+
+def ordered(driver: Driver, topic: Topic) -> OrderAnswer:
+    event, answer = order(driver.agent, topic)
+    if event:
+        driver.happen(event)
+    return answer
+
+
+def signals(driver: Driver) -> list[tuple[int, frozenset[int]]]:
+    return [(each.signum, each.local_ranks) for each in driver.all_acted if isinstance(each, SignalWorkers)]
+
+
+def test_a_stop_ends_the_job_on_all_nodes_with_sigterm_and_time_to_save() -> None:
+    leader, other = pair()
+
+    answer = ordered(leader, Topic.STOP)
+    settle(leader, other)
+
+    assert answer.is_done
+    for driver in (leader, other):
+        phase = driver.agent.phase
+        assert isinstance(phase, Stopping)
+        assert phase.then
+        assert (phase.then.kind, phase.then.exit_code) == (OutcomeKind.INTERRUPTED, 130)
+        assert phase.then.reason == "elaunch stop was received by node-a"
+        assert phase.grace_s == driver.agent.times.stop_grace_s
+        # A shell's background job ignores SIGINT.
+        assert signals(driver) == [(TERM, driver_ranks(driver))]
+
+
+def driver_ranks(driver: Driver) -> frozenset[int]:
+    return frozenset(range(driver.agent.me.slots))
+
+
+def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() -> None:
+    driver = started()
+
+    answer = ordered(driver, Topic.RESTART)
+    driver.settle()
+    for rank in ALL:
+        driver.exits(rank, -TERM)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert answer == OrderAnswer(True, "job job: all workers stop, and start again as generation 1")
+    assert signals(driver) == [(TERM, ALL)]
+    phase = driver.agent.phase
+    assert isinstance(phase, Running)
+    assert (phase.table.generation, phase.table.restarts) == (1, 0)
+    assert phase.table.reason == "elaunch restart was received by node-a"
+    assert driver.agent.snapshot.generation
+    assert driver.agent.snapshot.generation.kind is OpenKind.RESTART
+    # It is no failure for --on-event.
+    assert [each.kind.value for each in driver.announcements] == ["restart"]
+
+
+def test_a_restart_runs_a_finished_node_again() -> None:
+    leader, other = pair()
+    for rank in driver_ranks(other):
+        other.happen(WorkerExited(0, rank, 0))
+    other.happen(cleared(0))
+    settle(leader, other)
+
+    assert ordered(other, Topic.RESTART).is_done
+    settle(leader, other)
+
+    assert isinstance(leader.agent.phase, Stopping)
+    assert isinstance(other.agent.phase, Joining)
+
+
+def test_a_restart_is_refused_where_there_is_nothing_to_restart() -> None:
+    once, stopped, forming = started(replace(SPEC, max_restarts=0)), started(), started()
+    ordered(stopped, Topic.STOP)
+    ordered(forming, Topic.RESTART)
+    forming.settle()
+
+    said = [ordered(driver, Topic.RESTART) for driver in (once, stopped, forming)]
+
+    assert said == [
+        OrderAnswer(
+            False, "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
+        ),
+        OrderAnswer(False, "the job ends already: elaunch stop was received"),
+        OrderAnswer(False, "no workers run now: generation 1 is about to start"),
+    ]
+    assert isinstance(once.agent.phase, Running)
+
+
+def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> None:
+    _, other = pair()
+    other.happen(StoreAway("it does not answer"))
+
+    restart, stop = ordered(other, Topic.RESTART), ordered(other, Topic.STOP)
+
+    assert restart == OrderAnswer(False, "the job's store is away, and without it no generation can be opened")
+    assert stop.text.startswith("job job stops on this node; the store is away, so stop the other nodes there: ")

@@ -1,0 +1,163 @@
+"""agent.core.membership: a node whose lease has ended, in each of its phases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core.actions import Action, Renew, SignalWorkers
+from elaunch.agent.core.events import Event, Leased, LeaseLost, Looked, Tag, Tick
+from elaunch.agent.core.state import Running
+from elaunch.agent.core.step import deadline_s, step
+from elaunch.rendezvous.types import OpenKind
+from tests.unit.agent.driver import (
+    ALL,
+    TERM,
+    TIMES,
+    Driver,
+    ends,
+    pair,
+    settle,
+    tags,
+)
+
+
+def test_a_running_node_whose_lease_ended_goes_on_as_the_same_member_if_nothing_was_opened() -> None:
+    first, second = pair()
+    me, workers = second.node_id, second.agent.phase
+
+    renewed = second.lose_lease()
+    gone = set(second.snapshot.members)
+    done = second.settle()
+
+    assert (renewed, done) == ([Renew()], [])
+    assert gone == {first.node_id}
+    assert set(second.snapshot.members) == {first.node_id, me}
+    assert (second.node_id, second.agent.phase) == (me, workers)
+
+
+def test_a_running_node_whose_lease_ended_stops_first_and_joins_as_a_new_one_if_a_generation_was_opened() -> None:
+    first, second = pair()
+    old = second.node_id
+    second.lose_lease()
+    first.settle()
+    assert first.snapshot.generation
+    assert first.snapshot.generation.kind is OpenKind.LOSS
+
+    stopped = second.settle()
+    while_it_stops = (second.node_id, set(second.snapshot.members))
+    ends(second, -TERM)
+    ends(first, -TERM)
+    settle(first, second)
+
+    assert stopped == [SignalWorkers(0, ALL, TERM)]
+    assert while_it_stops == (old, {first.node_id})
+    assert second.node_id != old
+    assert isinstance(second.agent.phase, Running)
+    assert second.agent.phase.table.generation == 1
+    assert second.agent.phase.table.restarts == 0
+
+
+def test_a_return_that_comes_too_late_is_refused_and_the_node_stops() -> None:
+    first, second = pair()
+    second.lose_lease()
+    first.settle()
+    second.answer()
+
+    late = second.happen(Looked(replace(second.agent.snapshot, revision=second.agent.snapshot.revision)))
+
+    assert late == []
+    assert tags(second) == [Tag.RETURN]
+    done = second.settle()
+    assert done == [SignalWorkers(0, ALL, TERM)]
+    old = second.node_id
+    ends(second, -TERM)
+    assert second.node_id != old
+
+
+def test_a_stopping_node_whose_lease_ended_comes_back_as_a_new_one_once_its_workers_are_gone() -> None:
+    first, second = pair()
+    old = second.node_id
+    first.exits(0, 3)
+    second.settle()
+    second.lose_lease()
+    second.settle()
+
+    while_it_stops = second.node_id
+    ends(second, -TERM)
+    ends(first, -TERM)
+    settle(first, second)
+
+    assert while_it_stops == old
+    assert second.node_id != old
+    assert isinstance(second.agent.phase, Running)
+
+
+def test_a_finished_node_whose_lease_ended_runs_again_as_a_new_one_if_a_generation_was_opened() -> None:
+    first, second = pair()
+    ends(second)
+    old = second.node_id
+    second.lose_lease()
+    first.exits(0, 3)
+    second.settle()
+    ends(first, -TERM)
+    settle(first, second)
+
+    assert second.node_id != old
+    assert isinstance(second.agent.phase, Running)
+    assert second.agent.phase.table.generation == 1
+
+
+def test_a_leader_whose_lease_ended_leads_no_more_until_it_is_elected_again() -> None:
+    first, second = pair()
+    first.lose_lease()
+
+    second.settle()
+    first.settle()
+
+    assert second.snapshot.leader == second.node_id
+    assert not first.agent.leads
+    assert second.agent.leads
+
+
+def end_leases_early(driver: Driver, seconds: float, held_s: float = 1.6) -> tuple[list[Action], int]:
+    """For `seconds` the store ends each lease after `held_s`. Returns the agent's actions and its number of leases."""
+    actions: list[Action] = []
+    end_s, leases, lease = driver.now_s + seconds, 0, 1000
+    happened: Event | None = Leased(lease, f"a-{lease}")
+    while happened and driver.now_s < end_s:
+        driver.agent, more = step(driver.agent, happened, driver.now_s)
+        actions += more
+        match happened:
+            case Leased():
+                leases += 1
+                driver.now_s += held_s
+                happened = LeaseLost(lease)
+            case _ if any(isinstance(action, Renew) for action in more):
+                lease += 1
+                happened = Leased(lease, f"a-{lease}")
+            case _:
+                due_s = deadline_s(driver.agent)
+                driver.now_s, happened = due_s or 0.0, Tick() if due_s else None
+    return actions, leases
+
+
+def test_leases_that_end_at_once_are_not_begun_at_once() -> None:
+    driver = Driver()
+
+    _, leases = end_leases_early(driver, 60, 0.0)
+
+    assert leases <= 60 / TIMES.keepalive_s + 2
+
+
+def test_leases_that_end_again_and_again_do_not_hide_a_loss_for_ever() -> None:
+    first, _ = pair()
+    until_s = [first.agent.lossless_until_s]
+    hidden_s, step_s = 0.0, 0.1
+    for lease in range(1000, 1200):
+        for event in (Leased(lease, f"a-{lease}"), LeaseLost(lease)):
+            first.agent, _ = step(first.agent, event, first.now_s)
+        until_s.append(first.agent.lossless_until_s)
+        hidden_s += step_s * (first.now_s < until_s[-1])
+        first.now_s += step_s
+
+    assert 0.3 < hidden_s / (200 * step_s) < 0.7

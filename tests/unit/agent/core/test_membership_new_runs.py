@@ -1,0 +1,213 @@
+"""agent.core.membership: who starts a run, on an id that is new, was used before, or is what is left of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.actions import Say
+from elaunch.agent.core.events import Committed, StoreBack, StoreRefuses, Tag, Tick
+from elaunch.agent.core.state import Joining
+from elaunch.agent.core.step import deadline_s
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.job_spec import Program, ProgramKind
+from elaunch.rendezvous.store import Delete, Put
+from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind
+from tests.unit.agent.driver import KEYS, SPEC, START_S, TIMES, TWO, Driver, tags
+
+STRANGER = KEYS.member("node-x-1")
+
+
+def vacant() -> Driver:
+    driver = Driver(remote=True)
+    driver.write(Put(STRANGER, "{}"))
+    driver.begin().settle()
+    # First the claim of the start is refused, and then the start itself.
+    at_next_deadline(driver)
+    return driver
+
+
+def at_next_deadline(driver: Driver) -> None:
+    """Advance to the next deadline, and do what is due on the way."""
+    due_s = driver.agent.lead_at_s
+    assert due_s is not None
+    while driver.now_s < due_s:
+        driver.now_s = min(due_s, deadline_s(driver.agent) or due_s)
+        driver.happen(Tick())
+    driver.settle()
+
+
+def test_a_run_on_an_old_id_does_not_end_with_the_last_one() -> None:
+    """The answer may arrive before the watch reports that the key of the last run's end is gone."""
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    driver.begin().answer()
+    driver.look()
+
+    driver.answer()
+
+    assert isinstance(driver.agent.phase, Joining)
+    driver.settle()
+    assert driver.snapshot.generation == Generation(4, OpenKind.START, "the job starts")
+    assert driver.node_id in driver.snapshot.joined[4]
+
+
+def first_run() -> tuple[Driver, Tag]:
+    return Driver(remote=True).begin(), Tag.FIRST_RUN
+
+
+def another_run() -> tuple[Driver, Tag]:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    return driver.begin(), Tag.RUN
+
+
+def a_run_of_others() -> tuple[Driver, Tag]:
+    first = Driver(TWO).begin()
+    first.settle()
+    return Driver(TWO, host="node-b", store=first.store, remote=True).begin(), Tag.JOIN
+
+
+@pytest.mark.parametrize("enter", [first_run, another_run, a_run_of_others])
+def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
+    enter: Callable[[], tuple[Driver, Tag]],
+) -> None:
+    driver, by = enter()
+    # First comes the answer about its own lease, then a look at the keys.
+    driver.answer()
+    driver.look()
+    if tags(driver) == [Tag.CLAIM]:
+        driver.answer()
+    assert tags(driver) == [by]
+    driver.answer()
+
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert isinstance(driver.agent.phase, Joining)
+    driver.happen(StoreBack())
+    driver.settle()
+    assert driver.node_id in driver.snapshot.members
+
+
+def claimed() -> tuple[Driver, Driver]:
+    """Two nodes of a new job. The first has claimed the start and does not know it yet; the second was refused."""
+    first = Driver(TWO, remote=True).begin()
+    second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
+    for driver in (first, second):
+        driver.answer()
+    nothing = second.looked
+    for driver in (first, second):
+        driver.happen(nothing)
+        assert tags(driver) == [Tag.CLAIM]
+    second.answer()
+    return first, second
+
+
+def test_a_run_whose_claimant_never_starts_it_is_started_by_another_node() -> None:
+    first, second = claimed()
+    second.look()
+    assert tags(second) == []
+
+    second.now_s = second.agent.membership.run_again_s
+    second.happen(Tick())
+
+    # Several nodes may try now. A start begins a lease only if no other node has started the run.
+    assert tags(second) == [Tag.RUN]
+    second.settle()
+    assert TIMES.lease_ttl_s / 2 <= second.now_s - START_S <= TIMES.lease_ttl_s
+    assert second.node_id in second.snapshot.members
+    # The node with the claim was only slow: its start is refused, and it joins.
+    first.settle()
+    assert [first.node_id in first.snapshot.joined[0], first.snapshot.leader] == [True, second.node_id]
+
+
+def test_who_sees_a_claim_writes_none_and_joins_the_run_that_follows() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.starter, "node-x-1"))
+    driver.begin().answer()
+
+    driver.look()
+
+    assert tags(driver) == []
+    assert deadline_s(driver.agent) == driver.agent.membership.run_again_s > driver.now_s
+    driver.write(Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))))
+    driver.look()
+    assert tags(driver) == [Tag.JOIN]
+
+
+def test_a_claim_whose_answer_was_lost_is_this_nodes_own_all_the_same() -> None:
+    driver = Driver(remote=True).begin()
+    driver.answer()
+    driver.look()
+    assert tags(driver) == [Tag.CLAIM]
+    seen = driver.looked
+    driver.answers.clear()
+    # The claim was sent again, and its own key refused it.
+    driver.happen(Committed(Tag.CLAIM, False, driver.snapshot.revision))
+    assert tags(driver) == []
+
+    driver.happen(seen)
+
+    assert tags(driver) == [Tag.FIRST_RUN]
+
+
+def test_a_run_that_was_awaited_and_is_of_another_command_is_not_taken_for_this_nodes_own() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.starter, "node-x-1"))
+    driver.begin().answer()
+    driver.look()
+    other = replace(SPEC, program=Program(ProgramKind.SCRIPT, "other.py")).terms
+    ended = Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 0, 0, 3)
+    driver.write(
+        Delete(KEYS.starter),
+        Put(KEYS.spec, encode(other)),
+        Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))),
+        Put(KEYS.ended, encode(ended)),
+    )
+
+    driver.look()
+
+    assert tags(driver) == [Tag.RUN]
+    driver.settle()
+    assert driver.snapshot.generation == Generation(1, OpenKind.START, "the job starts")
+
+
+def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
+    driver = vacant()
+
+    tried = bool(driver.commits)
+    for _ in range(3):
+        driver.look()
+        tried |= bool(driver.commits)
+
+    assert not tried
+    assert isinstance(driver.agent.phase, Joining)
+    assert driver.agent.lead_at_s == driver.now_s + TIMES.lease_ttl_s
+
+
+def test_a_run_starts_once_what_is_left_of_another_has_gone_with_its_lease() -> None:
+    driver = vacant()
+    driver.write(Delete(STRANGER))
+
+    at_next_deadline(driver)
+
+    assert driver.snapshot.generation
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_members_that_never_go_and_no_generation_are_no_job() -> None:
+    driver = vacant()
+
+    for _ in range(10):
+        if isinstance(driver.agent.phase, Joining):
+            at_next_deadline(driver)
+
+    said = [action.text for action in driver.all_acted if isinstance(action, Say)]
+    assert said[0].startswith("waiting for members that an earlier job job left in the store")
+
+    assert driver.outcome.kind is OutcomeKind.UNKNOWN
+    assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason

@@ -1,0 +1,135 @@
+"""Rules of agent.core that only a case at their edge shows: rank 0, one of several, and what is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.actions import Blame
+from elaunch.agent.core.events import Signalled, StoreAway, StoreRefuses
+from elaunch.agent.core.state import Clearing, Joining, Reach, Stopping, Trouble
+from elaunch.agent.core.store_outage import SAY_ANEW_S, gives_up_at_s, store_failed
+from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
+from elaunch.agent.diagnosis.hang import HangLimit, Standstill, wants_stacks
+from elaunch.agent.diagnosis.stack_groups import Frame, Stack, place_words
+from elaunch.agent.diagnosis.waits import Doing, doing
+from tests.unit.agent.core.test_hangs import IDLE, SPINS, WAITING, busy, said, samples, watching
+from tests.unit.agent.core.test_timeline_announcements import kinds
+from tests.unit.agent.diagnosis.causes.test_table import OOM, advice
+from tests.unit.agent.diagnosis.causes.test_table import exited as exit_of
+from tests.unit.agent.diagnosis.test_stack_groups import LIB, STEP, main_thread, stack
+from tests.unit.agent.driver import ALL, INT, SPEC, TERM, Driver, ends, started
+
+
+def test_a_hang_of_rank_0_is_blamed_on_it() -> None:
+    driver = watching(restarts=True)
+
+    samples(driver, 80, {0: SPINS, 1: IDLE, 2: IDLE}, (busy(0), *WAITING[1:]))
+
+    (blamed,) = (action for action in driver.all_acted if isinstance(action, Blame))
+    assert blamed.local_rank == 0
+
+
+def test_the_last_rank_of_a_job_that_nobody_waits_for_is_no_failure() -> None:
+    driver = watching(restarts=True)
+    for rank in (0, 2):
+        driver.exits(rank, 0)
+
+    samples(driver, 900, {1: IDLE}, (stack(1, STEP, call="wait4"),))
+
+    assert "after ranks 0, 2 exited with code 0" in said(driver)
+    assert not any(isinstance(action, Blame) for action in driver.all_acted)
+
+
+def test_after_the_verdict_stacks_are_taken_once_more_in_each_further_limit() -> None:
+    limit = HangLimit(60.0, 0.0)
+    state = Standstill(still={0: ()}, looks=4)  # type: ignore[dict-item]
+
+    assert [wants_stacks(replace(state, spell_s=spell_s), limit) for spell_s in (179.0, 180.0)] == [False, True]
+
+
+@pytest.mark.parametrize(("exited", "phase"), [(frozenset(), Stopping), (ALL, Clearing)])
+def test_an_order_that_comes_twice_hurries_nobody(exited: frozenset[int], phase: type) -> None:
+    driver = started()
+    driver.happen(Signalled(INT, "elaunch stop", is_order=True))
+    for rank in exited:
+        driver.exits(rank, -TERM)
+    before = driver.agent
+
+    assert isinstance(before.phase, phase)
+    assert driver.happen(Signalled(INT, "elaunch stop", is_order=True)) == []
+    assert driver.agent == before
+
+
+def test_the_only_node_of_a_job_that_may_grow_tells_its_end() -> None:
+    driver = started(replace(SPEC, nodes_max=2))
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    ends(driver, -TERM)
+
+    assert kinds(driver) == ["end"]
+
+
+def test_a_head_that_never_answered_is_waited_for_as_any_store() -> None:
+    joining = Driver(SPEC).begin().agent
+    assert isinstance(joining.phase, Joining)
+    times = joining.times
+    never = replace(joining, reach=Reach(ever=False, failing_since_s=10.0, is_heads=True, silent_since_s=10.0))
+    lost = replace(never, reach=replace(never.reach, ever=True))
+
+    assert gives_up_at_s(never) == 10.0 + times.store_wait_s
+    assert gives_up_at_s(lost) == 10.0 + times.store_timeout_s
+    assert times.store_wait_s != times.store_timeout_s
+
+
+def test_another_trouble_of_the_store_has_a_line_no_sooner_than_5_s_after_the_last_one() -> None:
+    agent = started().agent
+    said_of = frozenset({(Trouble.AWAY, False)})
+    agent = replace(agent, reach=Reach(ever=True, failing_since_s=50.0, said=said_of, said_s=100.0))
+
+    agent, _ = store_failed(agent, agent.phase, StoreRefuses("no space"), 101.0)
+    again, _ = store_failed(agent, agent.phase, StoreAway("no answer"), 101.5)
+
+    assert agent.reach.unsaid_until_s == again.reach.unsaid_until_s == 100.0 + SAY_ANEW_S
+
+
+@pytest.mark.parametrize(("lines", "has_step"), [(2, True), (3, False)])
+def test_of_an_exit_code_the_last_three_lines_are_about_it(lines: int, has_step: bool) -> None:
+    tail = f"{OOM}\n" + "".join(f"step {number}\n" for number in range(lines))
+
+    assert ("make room" in advice(exit_of(1, tail))) is has_step
+
+
+def test_two_tracebacks_that_tell_of_lost_peers_tell_of_nothing_else() -> None:
+    peer = (
+        'Traceback (most recent call last):\n  File "/home/u/train.py", line 3, in step\n'
+        "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:31937.\n"
+    )
+    own = peer.replace("[gloo] Connection closed by peer [127.0.0.1]:31937.", "the loss is NaN")
+
+    assert [tells_of_lost_peer(text) for text in (peer, peer + peer, own + peer, peer + own)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_main_thread_without_a_frame_has_no_place() -> None:
+    assert place_words(Stack(0, 7, (main_thread(),), "S")) == "no Python frame"
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "what"),
+    [
+        ("read", "/mnt/x", Doing.FILE),
+        ("wait4", "", Doing.CHILD),
+        ("clock_nanosleep", "", Doing.SLEEP),
+        ("futex", "", Doing.LOCK),
+    ],
+)
+def test_a_file_a_child_and_a_sleep_are_told_by_the_call_whatever_the_frames_are(
+    call: str, target: str, what: Doing
+) -> None:
+    assert doing(stack(0, Frame("Condition.wait", f"{LIB}/threading.py", 327), STEP, call=call, target=target)) is what

@@ -1,0 +1,163 @@
+"""agent.core.table: no cell of phase × event is undecided, and the page that shows them is up to date."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from elaunch.agent.core.events import (
+    Cleared,
+    Committed,
+    Event,
+    Leased,
+    LeaseLost,
+    OwnStoreLost,
+    Reported,
+    RestartOrdered,
+    Sampled,
+    ServiceLost,
+    Signal,
+    Signalled,
+    StacksTaken,
+    StoreAway,
+    StoreBack,
+    StoreLost,
+    StoreRefuses,
+    Tag,
+    Tick,
+    WatchRefused,
+    WorkerAsked,
+    WorkerExited,
+    WorkerListens,
+    WorkerRaised,
+    WorkerReturned,
+    WorkerSaved,
+    WorkerSaving,
+    WorkersHung,
+    WorkerStopped,
+)
+from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Stopping
+from elaunch.agent.core.step import ROWS, TABLE, Ignored, markdown, step
+from elaunch.agent.diagnosis.hang import Window
+from elaunch.agent.diagnosis.stack_groups import Stack
+from elaunch.rendezvous.types import FailureKind
+from tests.unit.agent.driver import KEYS, TERM, TWO, Driver, cleared, exited, failure, lost, pair
+
+REPOSITORY = Path(__file__).parents[4]
+PHASES: tuple[type[Phase], ...] = get_args(Phase)
+EVENTS: tuple[type[Event], ...] = get_args(Event)
+# The longest text that a reader can take in at a glance.
+
+
+def second_of_two(phase: type[Phase]) -> Driver:
+    """A node of a job of two, in that phase."""
+    _, driver = pair(TWO)
+    if phase is Joining:
+        driver.happen(lost(0, workers_too=True))
+        driver.happen(cleared(0))
+    if phase is Finished:
+        driver.exits(0, 0)
+        driver.exits(1, 0)
+        driver.exits(2, 0)
+        driver.happen(cleared(0))
+    if phase is Stopping:
+        driver.exits(1, 1)
+    if phase is Clearing:
+        driver.happen(lost(0, workers_too=True))
+    if phase is Exited:
+        driver.exits(1, 1, FailureKind.EXCEPTION)
+        driver.happen(Signalled(TERM, "SIGTERM"))
+        driver.happen(lost(0, workers_too=True))
+        driver.happen(cleared(0))
+    assert isinstance(driver.agent.phase, phase)
+    return driver
+
+
+def event_of(kind: type[Event], driver: Driver) -> Event:
+    """An event of that kind, about the generation that the node runs."""
+    events: tuple[Event, ...] = (
+        driver.looked,
+        Committed(Tag.LEAD, True, driver.store.read(KEYS.root).revision),
+        Leased(17, "node-b-00000017"),
+        LeaseLost(driver.agent.membership.lease),
+        StoreAway("it does not answer"),
+        StoreRefuses("it is full"),
+        WatchRefused("no role"),
+        StoreBack(),
+        StoreLost("it is another cluster"),
+        OwnStoreLost("the store was killed by SIGKILL"),
+        exited(0, 0, 1),
+        WorkerRaised(0, 0),
+        WorkerReturned(0, 0),
+        WorkerListens(0, 0, to_stop=True, to_failure=True),
+        WorkerSaving(0, 0, 7),
+        WorkerSaved(0, 0, 7),
+        WorkerStopped(0, 0, 7),
+        Reported(0, 3, frozenset({0})),
+        Sampled(0, {0: Window(5.0, 0.0, 0.0, 0.0, 0, "S")}),
+        StacksTaken(0, (Stack(0, 4711, trouble="it is gone"),)),
+        WorkersHung(0, failure(0, 0, None, FailureKind.HANG)),
+        WorkerAsked(0, failure(0, 0, None, FailureKind.REFUSED)),
+        lost(0, workers_too=True),
+        cleared(0),
+        Signalled(TERM, "SIGTERM"),
+        RestartOrdered(),
+        Tick(),
+    )
+    (event,) = (event for event in events if isinstance(event, kind))
+    return event
+
+
+def test_each_event_has_one_row_and_each_phase_one_column() -> None:
+    rows = Counter(row.event for row in ROWS)
+
+    assert rows == Counter(EVENTS)
+    assert [*TABLE] == [*PHASES]
+    assert all({*column} == {*EVENTS} for column in TABLE.values())
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("event", EVENTS)
+def test_each_cell_decides_and_an_ignored_event_changes_nothing(phase: type[Phase], event: type[Event]) -> None:
+    driver = second_of_two(phase)
+    before = driver.agent
+
+    agent, actions = step(before, event_of(event, driver), driver.now_s)
+
+    assert isinstance(agent, Agent)
+    if isinstance(TABLE[phase][event], Ignored):
+        assert (agent, actions) == (before, ())
+
+
+@pytest.mark.parametrize("phase", [Running, Stopping, Clearing])
+@pytest.mark.parametrize("event", [WorkerExited, ServiceLost, Cleared, WorkerListens, WorkersHung, Reported])
+def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], event: type[Event]) -> None:
+    driver = second_of_two(phase)
+    assert isinstance(driver.agent.phase, (Running, Stopping, Clearing))
+    driver.open(1)
+    old = event_of(event, driver)
+    newer: Event = {
+        WorkerExited: exited(1, 0, 1),
+        ServiceLost: lost(1, workers_too=True),
+        Cleared: cleared(1),
+        WorkerListens: WorkerListens(1, 0, to_stop=True, to_failure=True),
+        WorkersHung: WorkersHung(1, failure(1, 0, None, FailureKind.HANG)),
+        Reported: Reported(1, 3, frozenset({0})),
+    }[event]
+
+    assert type(newer) is type(old)
+    assert step(driver.agent, newer, driver.now_s) == (driver.agent, ())
+
+
+def test_the_page_shows_the_table_that_the_program_decides_by() -> None:
+    assert (REPOSITORY / "docs/phases.md").read_text() == markdown()
+
+
+def test_the_cores_signals_are_the_operating_systems() -> None:
+    assert {item.name: item.value for item in Signal} == {
+        item.name: item.value for item in signal.Signals if item.name in Signal.__members__
+    }

@@ -1,0 +1,452 @@
+"""agent.core.stop_orders: workers that listen on their links are told there, and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.core.actions import (
+    Action,
+    Clear,
+    PeerFailed,
+    SignalWorkers,
+    StopAtStepBoundary,
+    StopReason,
+    TellWorkers,
+)
+from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
+from elaunch.agent.core.running import STOPPED_HOLD_S
+from elaunch.agent.core.state import Finished, Joining, Running, Stopping
+from elaunch.agent.core.step import deadline_s
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
+from tests.unit.agent.driver import (
+    ALL,
+    FAILURE_GRACE_S,
+    INT,
+    KEYS,
+    KILL,
+    SPEC,
+    START_S,
+    STOP_GRACE_S,
+    TERM,
+    TIMES,
+    TWO,
+    Driver,
+    cleared,
+    pair,
+    settle,
+    started,
+)
+
+BOUNDARY_WAIT_S = TIMES.boundary_wait_s
+JOIN, LEAVE, INTERRUPT = (StopAtStepBoundary(reason) for reason in StopReason)
+
+
+def listening(driver: Driver, *ranks: int, to_stop: bool = True, to_failure: bool = True) -> Driver:
+    """Workers (all, if none is named) say that they listen."""
+    assert isinstance(driver.agent.phase, Running)
+    for rank in ranks or sorted(driver.agent.phase.live):
+        driver.happen(WorkerListens(driver.agent.phase.table.generation, rank, to_stop=to_stop, to_failure=to_failure))
+    return driver
+
+
+def tell(message: object, *ranks: int, generation: int = 0) -> TellWorkers:
+    return TellWorkers(generation, frozenset(ranks), message)  # type: ignore[arg-type]
+
+
+def signal(signum: int, *ranks: int, generation: int = 0) -> SignalWorkers:
+    return SignalWorkers(generation, frozenset(ranks), signum)
+
+
+def says_stopped(driver: Driver, *ranks: int, step: int = 7) -> list[Action]:
+    return [action for rank in ranks for action in driver.happen(WorkerStopped(0, rank, step))]
+
+
+def says_saved(driver: Driver, rank: int, step: int = 7) -> list[Action]:
+    return driver.happen(WorkerSaved(0, rank, step))
+
+
+# --- a failure of the group
+
+
+def test_who_saves_is_told_of_a_failure_and_gets_no_signal() -> None:
+    driver = listening(started(), 0)
+
+    done = driver.exits(1, 3)
+
+    assert done == [tell(PeerFailed(0), 0), signal(TERM, 2)]
+
+
+def test_it_is_killed_as_soon_as_it_has_saved_and_that_is_no_failure() -> None:
+    driver = listening(started())
+    driver.exits(1, 3)
+
+    killed = [says_saved(driver, 2), says_saved(driver, 2), says_saved(driver, 0)]
+    last = [driver.exits(2, -KILL, FailureKind.SIGNAL), driver.exits(0, -KILL, FailureKind.SIGNAL)]
+    driver.happen(cleared(0))
+
+    assert killed == [[signal(KILL, 2)], [], [signal(KILL, 0)]]
+    assert last == [[], [Clear(0)]]
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
+    assert [f.code for f in driver.snapshot.failures[0]] == [3]
+
+
+def test_who_was_killed_since_it_had_saved_is_not_taken_for_the_cause() -> None:
+    driver = listening(started())
+    driver.loses_peer(1)
+    for rank in (0, 2):
+        says_saved(driver, rank)
+        driver.exits(rank, -KILL, FailureKind.SIGNAL)
+
+    driver.happen(cleared(0))
+
+    (record,) = driver.snapshot.failures[0]
+    assert (record.local_rank, record.kind) == (1, FailureKind.PEER_LOST)
+
+
+def test_who_does_not_come_to_saving_is_killed_after_the_failure_grace() -> None:
+    driver = listening(started())
+    driver.exits(1, 3)
+    due_s = deadline_s(driver.agent)
+
+    driver.now_s += FAILURE_GRACE_S
+    done = driver.happen(Tick())
+
+    assert due_s == START_S + FAILURE_GRACE_S
+    assert done == [signal(KILL, 0, 2)]
+    assert says_saved(driver, 0) == []
+
+
+def test_who_listens_for_stops_only_gets_sigterm_after_a_failure() -> None:
+    driver = listening(started(), to_failure=False)
+
+    done = driver.exits(1, 3)
+
+    assert done == [signal(TERM, 0, 2)]
+    assert says_saved(driver, 0) == []
+
+
+def test_that_a_worker_saved_kills_nobody_while_nothing_has_failed() -> None:
+    driver = listening(started())
+
+    before = says_saved(driver, 0)
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    leaving = says_saved(driver, 0)
+
+    assert (before, leaving) == ([], [])
+
+
+# --- saving takes longer than the failure grace
+
+
+def test_who_saves_has_until_the_stop_grace_and_the_others_no_longer_than_before() -> None:
+    driver = listening(started(), 0, 1)
+    driver.exits(2, 3)
+    driver.happen(WorkerSaving(0, 0, 7))
+
+    driver.now_s += FAILURE_GRACE_S
+    first, said = driver.happen(Tick()), driver.said
+    due_s = deadline_s(driver.agent)
+    driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.now_s = START_S + STOP_GRACE_S - 0.01
+    early = driver.happen(Tick())
+
+    assert first == [signal(KILL, 1)]
+    assert said == "local rank 1 still ran after 2 s; SIGKILL"
+    assert due_s == START_S + STOP_GRACE_S
+    assert early == []
+    assert says_saved(driver, 0) == [signal(KILL, 0)]
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [2]
+
+
+def test_who_is_not_done_with_saving_then_is_killed_and_it_is_said() -> None:
+    driver = listening(started())
+    driver.exits(1, 3)
+    for rank in (0, 2):
+        driver.happen(WorkerSaving(0, rank, 7))
+
+    driver.now_s += FAILURE_GRACE_S
+    spared = driver.happen(Tick())
+    driver.now_s = START_S + STOP_GRACE_S
+    killed = driver.happen(Tick())
+
+    assert spared == []
+    assert killed == [signal(KILL, 0, 2)]
+    assert driver.said == "local rank 0, 2 was still saving 30 s after the failure; SIGKILL"
+
+
+# --- who listens no more
+
+
+def test_who_was_asked_to_stop_when_it_listened_no_more_gets_sigterm() -> None:
+    driver = listening(started())
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    says_stopped(driver, 2)
+
+    words = [driver.happen(WorkerListens(0, rank, to_stop=False, to_failure=True)) for rank in (1, 1, 2)]
+
+    assert words == [[signal(TERM, 1)], [], []], "once, and none to who has stopped"
+
+
+def test_who_was_told_of_a_failure_when_it_listened_no_more_gets_sigterm() -> None:
+    driver = listening(started())
+    driver.exits(1, 3)
+
+    done = driver.happen(WorkerListens(0, 0, to_stop=True, to_failure=False))
+
+    assert done == [signal(TERM, 0)]
+    assert says_saved(driver, 0) == []
+
+
+# --- nodes that come and go
+
+
+@pytest.mark.parametrize(("kind", "message"), [(OpenKind.JOIN, JOIN), (OpenKind.LEAVE, LEAVE)])
+def test_for_nodes_that_come_and_go_who_listens_is_asked_to_stop_after_a_step(
+    kind: OpenKind, message: StopAtStepBoundary
+) -> None:
+    driver = listening(started(), 0, 2)
+    driver.open(1, kind, "node-b joins")
+
+    done = driver.look()
+
+    assert done == [tell(message, 0, 2), signal(TERM, 1)]
+    assert driver.look() == []
+
+
+def test_they_stop_and_exit_and_the_next_generation_starts() -> None:
+    driver = listening(started())
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+
+    said = says_stopped(driver, *ALL)
+    ends = [driver.exits(0, 128 + TERM), driver.exits(1, 0), driver.exits(2, 128 + TERM)]
+    driver.happen(cleared(0))
+
+    assert said == []
+    assert ends == [[], [], [Clear(0)]]
+    assert not driver.snapshot.failures
+    assert isinstance(driver.agent.phase, Joining)
+
+
+def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_grace() -> None:
+    driver = listening(started())
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+    says_stopped(driver, 1)
+
+    first_s = deadline_s(driver.agent)
+    driver.now_s = START_S + BOUNDARY_WAIT_S - 0.01
+    early = driver.happen(Tick())
+    driver.now_s = START_S + BOUNDARY_WAIT_S
+    late, said = driver.happen(Tick()), driver.said
+    second_s = deadline_s(driver.agent)
+    driver.now_s += STOP_GRACE_S
+    last = driver.happen(Tick())
+
+    assert first_s == START_S + BOUNDARY_WAIT_S
+    assert early == []
+    assert late == [signal(TERM, 0, 2)]
+    assert said == "local rank 0, 2 came to no step boundary within 10 s; SIGTERM"
+    assert second_s == START_S + BOUNDARY_WAIT_S + STOP_GRACE_S
+    assert last == [signal(KILL, 0, 1, 2)]
+
+
+def test_a_failure_elsewhere_while_they_come_to_the_boundary_is_told_to_those_that_have_not_come() -> None:
+    driver = listening(started())
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+    says_stopped(driver, 1)
+    driver.now_s += 1
+    driver.open(2, OpenKind.LOSS, "node-c was lost")
+
+    done = driver.look()
+
+    assert done == [tell(PeerFailed(0), 0, 2)]
+    assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
+    assert driver.look() == []
+    assert says_saved(driver, 0) == [signal(KILL, 0)]
+    assert says_saved(driver, 1) == [], "it is on its way out"
+
+
+def test_a_failure_of_its_own_while_they_come_to_the_boundary_is_told_to_the_others() -> None:
+    driver = listening(started())
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+
+    done = driver.exits(0, 1, FailureKind.EXCEPTION)
+
+    assert done == [tell(PeerFailed(0), 1, 2)]
+    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
+    assert driver.snapshot.generation
+    assert driver.snapshot.generation.kind is OpenKind.FAIL
+
+
+# --- all ranks stop after the same step, also on a node whose agent has not heard why
+
+
+@pytest.mark.parametrize("code", [0, 128 + TERM, 128 + INT])
+def test_a_worker_that_stopped_before_its_agent_heard_why_is_held(code: int) -> None:
+    driver = listening(started())
+    says_stopped(driver, *ALL)
+
+    ends = [driver.exits(rank, code) for rank in ALL]
+    due_s = deadline_s(driver.agent)
+    driver.now_s += STOPPED_HOLD_S - 0.01
+    early = driver.happen(Tick())
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    heard = driver.look()
+    driver.happen(cleared(0))
+
+    assert ends == [[], [], []]
+    assert due_s == START_S + STOPPED_HOLD_S
+    assert early == []
+    assert heard == [Clear(0)]
+    assert not driver.snapshot.failures
+    assert not driver.snapshot.done
+    assert isinstance(driver.agent.phase, Joining)
+
+
+def test_where_nothing_is_heard_an_exit_with_nought_is_what_it_is() -> None:
+    driver = listening(started())
+    says_stopped(driver, *ALL)
+    for rank in ALL:
+        driver.exits(rank, 0)
+
+    driver.now_s += STOPPED_HOLD_S
+    done = driver.happen(Tick())
+    driver.happen(cleared(0))
+
+    assert done == [Clear(0, is_done=True)]
+    assert isinstance(driver.agent.phase, Finished)
+
+
+@pytest.mark.parametrize("code", [1, -KILL])
+def test_a_worker_that_fails_after_it_had_stopped_is_a_failure_at_once(code: int) -> None:
+    driver = listening(started())
+    says_stopped(driver, 0, 1)
+    driver.exits(1, 128 + TERM)
+
+    driver.exits(0, code)
+
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [0]
+
+
+# --- signals to the agent
+
+
+@pytest.mark.parametrize(
+    ("signum", "message"),
+    [(TERM, LEAVE), (1, LEAVE), (10, LEAVE), (INT, INTERRUPT)],
+    ids=["TERM", "HUP", "USR1", "INT"],
+)
+def test_a_signal_is_passed_on_to_those_only_that_do_not_listen(signum: int, message: StopAtStepBoundary) -> None:
+    driver = listening(started(), 0, 1)
+
+    done = driver.happen(Signalled(signum, "SIGX"))
+
+    assert done == [tell(message, 0, 1), signal(signum, 2)]
+    assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
+
+
+def test_a_notice_ends_a_job_without_restarts_and_its_workers_get_it_too() -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "node-b leaves", 1, 0, 0))))
+
+    assert signal(10, *ALL) in driver.look()
+
+
+@pytest.mark.parametrize("signum", [10, 12])
+def test_a_schedulers_notice_that_another_node_had_first_is_passed_on_once(signum: int) -> None:
+    driver = listening(started(), 0)
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", signum)
+
+    told = driver.look()
+    own = driver.happen(Signalled(signum, "SIGX"))
+
+    assert told == [tell(LEAVE, 0), signal(signum, 1, 2)]
+    assert own == [tell(LEAVE, 0)], "they have it already"
+
+
+def test_any_other_signal_by_which_a_node_leaves_is_its_own() -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 1)
+
+    assert driver.look() == [signal(TERM, *ALL)]
+
+
+@pytest.mark.parametrize("code", [-10, 128 + 10, -TERM])
+def test_who_ends_of_the_notice_has_not_failed(code: int) -> None:
+    driver = started()
+    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
+    driver.look()
+
+    driver.exits(0, code, FailureKind.SIGNAL)
+
+    assert not driver.snapshot.failures
+    assert isinstance(driver.agent.phase, Stopping)
+    assert driver.agent.phase.live == {1, 2}
+
+
+def test_a_signal_while_they_stop_for_a_join_is_told_too_and_leaves_no_more_than_the_stop_grace() -> None:
+    driver = listening(started(), 0, 1)
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+    driver.now_s += 1
+
+    done = driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert done == [tell(LEAVE, 0, 1), signal(TERM, 2)]
+    assert deadline_s(driver.agent) == START_S + 1 + STOP_GRACE_S
+
+
+def test_a_worker_that_fails_after_a_signal_lets_nobody_wait_for_the_end_of_its_step() -> None:
+    driver = listening(started())
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    done = driver.exits(0, -KILL, FailureKind.SIGNAL)
+
+    assert done == [tell(PeerFailed(0), 1, 2)]
+    assert not driver.snapshot.failures
+    assert says_saved(driver, 1) == [signal(KILL, 1)]
+
+
+def test_when_a_person_ends_the_job_elsewhere_who_listens_stops_after_a_step() -> None:
+    driver = listening(started(TWO_ALONE), 0)
+    ended = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received by node-b", 0, 0, 3, signum=INT)
+    driver.write(Put(KEYS.ended, encode(ended)))
+
+    done = driver.look()
+
+    assert done == [tell(INTERRUPT, 0), signal(TERM, 1, 2)]
+
+
+TWO_ALONE = replace(SPEC, nodes_max=2)
+
+
+def test_a_node_that_leaves_has_the_others_stop_after_the_same_step() -> None:
+    first, second = pair(TWO)
+    for driver in (first, second):
+        listening(driver)
+
+    leaving = first.happen(Signalled(TERM, "SIGTERM"))
+    settle(first, second)
+
+    assert leaving == [tell(LEAVE, 0, 1, 2)]
+    assert tell(LEAVE, 0, 1, 2) in second.all_acted
+    assert isinstance(second.agent.phase, Stopping)
+    assert not [action for action in second.all_acted if isinstance(action, SignalWorkers)]
+
+
+def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handlers_have_less() -> None:
+    deaf, hearing = started(), listening(started(), 0)
+    for driver in (deaf, hearing):
+        driver.agent = replace(driver.agent, times=replace(TIMES, failure_grace_s=0.5))
+
+        driver.exits(1, 3)
+
+    assert [deadline_s(driver.agent) for driver in (deaf, hearing)] == [START_S + 0.5, START_S + 2.0]

@@ -1,0 +1,143 @@
+"""agent.core.entries: what an agent learns and decides is on its timeline, in the documented form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elaunch.agent.core.events import StoreAway, StoreBack, Tick
+from elaunch.agent.core.timeline import Entry
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.hang_records import Hang
+from elaunch.rendezvous.store import Delete, Put
+from elaunch.rendezvous.types import FailureKind
+from tests.event_schema import check_event
+from tests.unit.agent.driver import KEYS, SPEC, TERM, TWO, Driver, ends, exited, pair, settle, started
+
+
+def check(driver: Driver) -> None:
+    for entry in driver.entries:
+        check_event(
+            {"at": 0.0, "monotonic_s": 0.0, "generation": entry.generation, "event": entry.event} | entry.fields
+        )
+
+
+def named(driver: Driver, *events: str) -> list[Entry]:
+    return [entry for entry in driver.entries if entry.event in events]
+
+
+def test_a_failure_is_told_at_once_again_with_its_output_and_as_the_reason_of_the_restart() -> None:
+    driver = started()
+
+    driver.exits(1, -9, FailureKind.SIGNAL)
+    driver.settle()
+    ends(driver, -15)
+    driver.settle()
+
+    check(driver)
+    story = [(entry.generation, entry.event) for entry in driver.entries if entry.generation >= 0]
+    assert story == [
+        (0, "opened"),
+        (0, "joined"),
+        (0, "failed"),
+        (1, "opened"),
+        (0, "cause"),
+        (1, "joined"),
+        (1, "restarting"),
+    ]
+    (restarting,) = named(driver, "restarting")
+    assert restarting.fields["reason"] == "restart 1 of 3"
+    assert (restarting.fields["restarts"], restarting.fields["max_restarts"]) == (1, 3)
+    assert restarting.fields["failure"]["rank"] == 1
+    for entry in named(driver, "failed", "cause"):
+        assert (entry.fields["rank"], entry.fields["code"], entry.fields["kind"]) == (1, -9, "signal")
+    assert "traceback" not in named(driver, "failed")[0].fields
+
+
+def test_a_job_that_gives_up_says_so_before_its_end() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+
+    driver.happen(exited(0, 2, 1))
+    ends(driver, -15)
+    driver.settle()
+
+    check(driver)
+    gave_up, ended = driver.entries[-2:]
+    assert (gave_up.event, gave_up.fields["failure"]["rank"]) == ("gave_up", 2)
+    assert gave_up.fields["reason"] == "max_restarts is 0, so any failure ends the job"
+    assert (ended.event, ended.fields["outcome"], ended.fields["code"]) == ("ended", "failed", 1)
+
+
+def test_the_jobs_first_failure_is_told_before_the_one_that_ended_the_job_where_the_kinds_differ() -> None:
+    first, second = pair(replace(TWO, max_restarts=1))
+    for driver, code in ((second, 7), (first, 9)):
+        driver.exits(1, code)
+        settle(first, second)
+        ends(second, -TERM)
+        ends(first, -TERM)
+        settle(first, second)
+
+    check(first)
+    for driver in (first, second):
+        (gave_up,) = named(driver, "gave_up")
+        assert list(gave_up.fields)[-2:] == ["first_failure", "failure"]
+        assert (gave_up.fields["first_failure"]["generation"], gave_up.fields["first_failure"]["code"]) == (0, 7)
+        assert gave_up.fields["failure"]["code"] == 9
+    end = first.announcements[-1]
+    assert end.text.startswith("job job FAILED: failed first in generation 0: rank 1 (")
+    assert "exited with code 9" in end.text
+    assert list(end.fields)[-2:] == ["first_failure", "failure"]
+
+
+def test_a_lost_node_and_the_one_that_takes_its_place_are_named_on_each_node() -> None:
+    first, second = pair()
+    spare = Driver(TWO, host="node-c", store=first.store, remote=True).begin()
+    settle(first, spare)
+    assert [(entry.generation, entry.event) for entry in spare.entries][-1] == (0, "spare")
+
+    second.lose_lease()
+    first.write(Delete(KEYS.member(second.node_id)))
+    first.settle()
+    ends(first, -15)
+    settle(first, spare)
+
+    for driver in (first, spare):
+        check(driver)
+        (lost,), (joined,) = named(driver, "node_lost"), named(driver, "node_joined")
+        assert (lost.fields["hosts"], joined.fields["hosts"]) == (["node-b"], ["node-c"])
+        (restarting,) = named(driver, "restarting")
+        assert restarting.fields["kind"] == "loss"
+        assert restarting.fields["reason"].startswith("node-b was lost")
+    assert len(named(spare, "spare")) == 1
+
+
+def test_a_store_that_fails_is_told_when_the_log_says_so_and_once() -> None:
+    driver = started()
+
+    driver.happen(StoreAway("no route to host"))
+    assert not named(driver, "store_away")
+    driver.now_s += 3
+    driver.happen(Tick())
+    driver.now_s += 100
+    driver.happen(Tick())
+    driver.happen(StoreBack())
+    driver.happen(StoreBack())
+
+    check(driver)
+    away, back = named(driver, "store_away", "store_back")
+    assert (away.event, away.fields["why"], back.event) == ("store_away", "no route to host", "store_back")
+
+
+def test_a_job_that_seems_to_hang_and_goes_on_after_all_is_told_once_each() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, restarts_hung=False)
+
+    driver.write(Put(KEYS.hang, encode(Hang(0, driver.node_id, 1, "hung: it sleeps, and the others wait,"))))
+    # The leader takes the verdict back: no node stands still.
+    driver.settle()
+
+    check(driver)
+    hung, on = named(driver, "seems_hung", "goes_on")
+    assert hung.fields == {"host": "node-a", "message": "it sleeps, and the others wait", "rank": 1}
+    assert (on.event, on.generation) == ("goes_on", 0)
+    (told,) = driver.announcements
+    assert told.text == "job job seems to hang: rank 1 on node-a sleeps, and the others wait"

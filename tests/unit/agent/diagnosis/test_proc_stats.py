@@ -1,0 +1,111 @@
+"""agent.workers.vitals: what real processes look like from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elaunch.agent.diagnosis.hang import Sort, Standstill, Window, after_windows
+from elaunch.agent.diagnosis.proc_stats import Vitals
+from tests.descriptors import opened
+from tests.harness import DEADLINE_S, wait_for
+
+PROGRAMS = {
+    "idle": "threading.Lock().acquire(); lock = threading.Lock(); lock.acquire(); ready(); lock.acquire()",
+    "loop": "ready()\nwhile True: pass",
+    "touches_memory": "ready()\nwhile True: bytes(1 << 24)",
+    "reads": "file = open('/dev/zero', 'rb'); ready()\nwhile not time.sleep(0.01): file.read(1 << 14)",
+    "child": "ready()\nif os.fork(): time.sleep(600)\nwhile True: pass",
+    "stopped": "ready(); time.sleep(600)",
+}
+# One that gets a twentieth of a CPU does nothing, by definition: on a busy machine they need more than a fair share.
+BEGIN = """
+import contextlib, os, threading, time
+with contextlib.suppress(PermissionError): os.nice(-15)
+def ready(): print('ready', flush=True)
+"""
+EXPECTED = {"idle": Sort.IDLE, "loop": Sort.SPINS, "stopped": Sort.STOPPED}
+
+
+@pytest.fixture
+def running() -> Iterator[dict[str, int]]:
+    programs = {
+        name: subprocess.Popen([sys.executable, "-c", BEGIN + text], stdout=subprocess.PIPE, process_group=0)
+        for name, text in PROGRAMS.items()
+    }
+    for program in programs.values():
+        assert program.stdout
+        assert program.stdout.readline() == b"ready\n"
+    yield {name: program.pid for name, program in programs.items()}
+    for program in programs.values():
+        os.killpg(program.pid, signal.SIGKILL)
+        program.communicate(timeout=DEADLINE_S)
+
+
+def sort_of(window: Window) -> Sort | None:
+    state = after_windows(Standstill(), frozenset({0}), {0: window}, is_alone=True)
+    return state.still[0][0] if 0 in state.still else None
+
+
+def test_a_process_that_does_nothing_is_told_from_one_that_works(running: dict[str, int]) -> None:
+    os.kill(running["stopped"], signal.SIGSTOP)
+    names = list(running)
+    vitals = Vitals(every_s=0.25)
+    told: set[str] = set()
+
+    def are_told() -> bool:
+        # They share few CPUs, so a short look at one of them may be between two turns of its work.
+        if not vitals.is_due(time.monotonic()):
+            return False
+        windows = vitals.look(dict(enumerate(running.values())), time.monotonic())
+        sorts = {names[rank]: sort_of(window) for rank, window in windows.items()}
+        told.update(name for name, sort in sorts.items() if sort is EXPECTED.get(name))
+        return told == set(names)
+
+    try:
+        wait_for(are_told, "each process is what it is", every_s=0.05)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; {told} are") from None
+
+
+def test_a_pid_that_another_process_has_now_is_not_the_worker() -> None:
+    vitals = Vitals(every_s=0.0)
+    with subprocess.Popen(["sleep", "600"]) as worker:
+        vitals.look({0: worker.pid}, 1.0)
+        assert vitals.look({0: worker.pid}, 2.0)
+        worker.kill()
+
+    # The open files are the dead worker's, whoever has its pid.
+    assert vitals.look({0: worker.pid}, 3.0) == {}
+
+
+def test_the_window_before_the_first_whole_one_is_told_with_it() -> None:
+    vitals = Vitals(every_s=0.0)
+    with subprocess.Popen(["sleep", "600"]) as worker:
+        # One that is held may stand still in each window, whatever it did before.
+        worker.send_signal(signal.SIGSTOP)
+        wait_for(lambda: os.waitpid(worker.pid, os.WUNTRACED | os.WNOHANG)[0], "it is stopped")
+        looks = [vitals.look({0: worker.pid}, now_s) for now_s in (1000.0, 1004.0, 1007.0, 1009.0)]
+        worker.kill()
+
+    assert looks[0] == {}
+    told = [(look[0].seconds, look[0].is_whole, look[0].earlier_s) for look in looks[1:]]
+    assert told == [(4.0, False, 0.0), (3.0, True, 4.0), (2.0, True, 0.0)]
+
+
+def test_the_open_files_are_closed_with_the_generation() -> None:
+    before = opened()
+    vitals = Vitals(every_s=0.0)
+    vitals.look({0: os.getpid(), 1: -1, 2: 0}, 1.0)
+    assert (opened() - before).total() == 2
+
+    vitals.forget()
+
+    assert not opened() - before
+    assert vitals.due_s is None

@@ -1,0 +1,188 @@
+"""agent.workers.stacks: the stacks of real processes, by py-spy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent import linux
+from elaunch.agent.diagnosis import stacks
+from elaunch.agent.diagnosis.stack_groups import Stack
+from elaunch.agent.diagnosis.stacks import NO_TOOL, take
+from elaunch.agent.diagnosis.waits import Doing, doing
+from tests.harness import DEADLINE_S, script, wait_for
+
+PROGRAM = """
+import os, sys, threading, time
+def locked():
+    lock = threading.Lock()
+    lock.acquire()
+    print("ready", flush=True)
+    lock.acquire()
+def busy():
+    print("ready", flush=True)
+    while True: pass
+def asleep():
+    print("ready", flush=True)
+    time.sleep(600)
+def reads_a_pipe():
+    pipe = os.pipe()
+    print("ready", flush=True)
+    os.read(pipe[0], 1)
+def a_thread_sleeps():
+    threading.Thread(target=time.sleep, args=(600,), daemon=True, name="helper").start()
+    locked()
+def a_child_sleeps():
+    if os.fork(): locked()
+    else: time.sleep(600)
+globals()[sys.argv[1]]()
+"""
+
+
+class Programs:
+    """Processes of the program above, which end with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = script(folder, PROGRAM)
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(self, what: str) -> int:
+        command = [sys.executable, str(self._path), what]
+        program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+        self._running.append(program)
+        assert program.stdout
+        assert program.stdout.readline() == "ready\n"
+        return program.pid
+
+    def end(self) -> None:
+        for program in self._running:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.communicate(timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    programs = Programs(tmp_path)
+    yield programs
+    programs.end()
+
+
+def settled(pid: int, expected: Doing, others_call: str = "") -> Stack:
+    """The process's stack once it has come to where it stays. Its other threads then are in that system call."""
+
+    def found() -> Stack | None:
+        (stack,) = take({0: pid}, within_s=DEADLINE_S)
+        calls = {thread.syscall for thread in stack.threads if not thread.is_main}
+        return stack if doing(stack) is expected and calls == {*filter(None, [others_call])} else None
+
+    return wait_for(found, f"pid {pid} does {expected}")
+
+
+def test_the_stack_says_where_a_process_is_and_what_it_waits_for(programs: Programs) -> None:
+    pids = {rank: programs.start(what) for rank, what in enumerate(("locked", "busy", "asleep", "reads_a_pipe"))}
+    for rank, what in enumerate((Doing.LOCK, Doing.RUNS, Doing.SLEEP, Doing.OTHER)):
+        settled(pids[rank], what)
+
+    taken = take(pids, within_s=DEADLINE_S)
+
+    assert [(stack.rank, stack.pid) for stack in taken] == list(pids.items())
+    mains = [stack.main for stack in taken]
+    assert [main and main.frames[0].function for main in mains] == ["locked", "busy", "asleep", "reads_a_pipe"]
+    assert [main and main.is_active for main in mains] == [False, True, False, False]
+    assert [main and main.holds_gil for main in mains] == [False, True, False, False]
+    assert mains[3]
+    assert mains[3].target.startswith("pipe:")
+    assert all(main and main.frames[0].short_file == "train.py" for main in mains)
+
+
+def test_a_moment_in_which_another_thread_has_the_gil_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """elaunch's thread takes the GIL when the agent asks it. A loop that was seen so once was told far too late."""
+    frames = [{"name": "busy", "filename": "/train.py", "line": 9, "locals": []}]
+    main = {"os_thread_id": os.getpid(), "thread_name": "MainThread", "active": True, "frames": frames}
+    (tmp_path / "seen").write_text(json.dumps([{**main, "owns_gil": False}]))
+    (tmp_path / "seen--locals").write_text(json.dumps([{**main, "owns_gil": True}]))
+    tool = tmp_path / "py-spy"
+    tool.write_text(
+        f"#!/bin/sh\nwith=\nfor word; do [ $word = --locals ] && with=$word; done\ncat {tmp_path}/seen$with\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setattr(stacks, "find_tool", lambda: str(tool))
+
+    (stack,) = take({0: os.getpid()})
+
+    assert stack.main
+    assert stack.main.holds_gil
+
+
+def test_a_process_that_sigstop_holds_is_read_all_the_same(programs: Programs) -> None:
+    pid = programs.start("busy")
+    os.kill(pid, signal.SIGSTOP)
+
+    stack = settled(pid, Doing.STOPPED)
+
+    assert stack.main
+    assert stack.main.frames[0].function == "busy"
+
+
+def test_a_process_that_cannot_be_read_says_why() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(DEADLINE_S)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        wait_for(lambda: Path(f"/proc/{other.pid}/comm").read_text() == "sleep\n", "exec")
+        troubles = [stack.trouble for stack in take({0: gone.pid, 1: other.pid}, within_s=DEADLINE_S)]
+        other.kill()
+
+    assert troubles == ["the process is gone", "it runs no Python, or Python is only just starting"]
+
+
+def test_without_py_spy_that_is_the_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_tool", lambda: None)
+
+    (stack,) = take({5: os.getpid()})
+
+    assert (stack.rank, stack.trouble, linux.state(os.getpid())) == (5, NO_TOOL, "R")
+
+
+@pytest.mark.parametrize("printed", ["", "{}", "[1]", '[{"frames": 1}]', "[" * 100_000])
+def test_output_that_is_none_of_py_spys_is_a_trouble(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: str
+) -> None:
+    other = tmp_path / "py-spy"
+    (tmp_path / "printed").write_text(printed)
+    other.write_text(f"#!/bin/sh\ncat {tmp_path}/printed\n")
+    other.chmod(0o700)
+    monkeypatch.setattr(stacks, "find_tool", lambda: str(other))
+
+    (stack,) = take({0: os.getpid()})
+
+    assert stack.trouble == "py-spy wrote something that cannot be read"
+
+
+def test_a_py_spy_that_does_not_even_end_when_it_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As one that waits for a process in an uninterruptible sleep, which no test can make.
+    never = threading.Event()
+
+    def hangs(command: list[str], timeout: float, **_: object) -> None:
+        never.wait(DEADLINE_S)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(stacks.subprocess, "run", hangs)
+    begun_s = time.monotonic()
+
+    (stack,) = take({3: os.getpid()}, within_s=0.2)
+
+    never.set()
+    assert time.monotonic() - begun_s < 60
+    assert (stack.rank, stack.pid, stack.threads) == (3, os.getpid(), ())
+    assert stack.trouble == "py-spy did not come to an end in time"

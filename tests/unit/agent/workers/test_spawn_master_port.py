@@ -1,0 +1,124 @@
+"""agent.workers.master_port: the worker store's port, with real sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from elaunch.agent.config import AgentConfig
+from elaunch.agent.workers.spawn import MasterPort, NoPort, reserve
+from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
+from tests.harness import DEADLINE_S, free_ports
+
+SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
+
+
+def config(*ports: int, addr: str = "127.0.0.1") -> AgentConfig:
+    return AgentConfig(SPEC, 1, {}, master_addr=addr, master_ports=ports)
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def taken() -> Iterator[list[int]]:
+    """Two ports that somebody listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        yield [port_of(s) for s in sockets]
+
+
+def free_port() -> int:
+    return free_ports(1)[0]
+
+
+def test_without_a_wish_a_free_port_is_taken_a_fresh_one_each_time() -> None:
+    with reserve(config()) as one, reserve(config()) as other:
+        assert 0 < port_of(one) != port_of(other)
+
+
+def test_a_reserved_port_stays_reserved() -> None:
+    with reserve(config()) as listener:
+        port = port_of(listener)
+
+        with pytest.raises(NoPort), reserve(config(port)):
+            pass
+        with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_the_first_free_port_of_a_range_is_taken(taken: list[int]) -> None:
+    port = free_port()
+
+    with reserve(config(*taken, port)) as listener:
+        assert port_of(listener) == port
+
+
+def test_a_port_can_be_had_again_while_old_connections_linger() -> None:
+    listener = reserve(config())
+    port = port_of(listener)
+    client = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    served, _ = listener.accept()
+    # The side that closes first keeps the connection in TIME_WAIT.
+    served.close()
+    client.close()
+    listener.close()
+
+    with reserve(config(port)) as again:
+        assert port_of(again) == port
+
+
+def test_a_taken_port_is_said_with_its_number_and_the_way_out(taken: list[int]) -> None:
+    with pytest.raises(NoPort) as caught:
+        reserve(config(taken[0]))
+
+    assert f"port {taken[0]} is in use on 127.0.0.1" in str(caught.value)
+    assert "--master-port" in str(caught.value)
+
+
+def test_an_address_of_another_host_or_of_none_is_a_sentence_with_the_way_out() -> None:
+    # TEST-NET-1 (RFC 5737) is nobody's, and so is the .invalid domain (RFC 2606).
+    with pytest.raises(NoPort, match=r"192\.0\.2\.1 is no address of this host .* --master-addr"):
+        reserve(config(addr="192.0.2.1"))
+    with pytest.raises(NoPort, match=r"the address nowhere\.invalid is unknown .* --master-addr"):
+        reserve(config(addr="nowhere.invalid"))
+
+
+def test_a_name_that_is_loopback_to_this_host_alone_is_reached_at_every_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **how: real("127.0.1.1" if host == b"me" else host, *rest, **how)
+    )
+    several = replace(config(addr="me"), spec=replace(SPEC, nodes_min=2, nodes_max=2))
+
+    with reserve(several) as listener, socket.create_connection(("127.0.0.2", port_of(listener)), timeout=DEADLINE_S):
+        pass
+    with reserve(config(addr="me")) as listener:
+        assert listener.getsockname()[0] == "127.0.1.1"
+
+
+def is_taken(port: int) -> bool:
+    try:
+        reserve(config(port)).close()
+    except NoPort:
+        return True
+    return False
+
+
+def test_the_one_port_that_was_asked_for_stays_reserved_between_two_generations() -> None:
+    wanted = free_port()
+    port = MasterPort(config(wanted))
+    port.reserve()
+
+    port.release()
+
+    assert is_taken(wanted)
+    assert port.reserve() == wanted
+    port.close()
