@@ -225,8 +225,8 @@ def _metrics_listener(config: AgentConfig) -> socket.socket | None:
         # A name that is not known has a number of its own, below 0.
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise CannotRun(
-            f"--metrics-port {port}: {host}:{port} cannot be served ({why}); choose another port, 0 for any"
-            " free one, or another --metrics-host"
+            f"--metrics-port {port}: {host}:{port} cannot be served ({why}); choose another address, or port 0 for"
+            " any free one"
         ) from error
 
 

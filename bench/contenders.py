@@ -30,10 +30,6 @@ class Contender:
         name, value = FRESH_STORE.split("=")
         return Contender(f"{self.name}, {FRESH_STORE}", self.program, self.options, {**self.variables, name: value})
 
-    def tee(self) -> Contender:
-        """The same contender, but every worker's output goes through files."""
-        return Contender(f"{self.name} --tee 3", self.program, (*self.options, "--tee", "3"), self.variables)
-
     def command(self, workers: int, max_restarts: int) -> tuple[str, ...]:
         """The command line up to the script."""
         counts = ("--nproc-per-node", str(workers), "--max-restarts", str(max_restarts))

@@ -1,11 +1,10 @@
-"""Reads the ranks' marks of a training whose workers are killed: steps done, steps lost, steps that counted."""
+"""Reads the ranks' marks of a training whose workers are killed: steps done, steps lost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from bench.stamps import Stamp, parse
 
@@ -144,30 +143,3 @@ def restart_stages(
             if at_s is not None:
                 times[name] = at_s
     return {name: at_s - since_s for name, at_s in times.items()}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a stretch of time was worth. Of `made` steps, `counted` count; undisturbed, these take `seconds`."""
-
-    seconds: float
-    counted: int
-    made: int
-
-
-def work(history: History, since_s: float, until_s: float) -> Work:
-    """The steps that ended between the two times. If a step was executed several times, the last execution counts.
-
-    The pace is the median time from the end of one step to the end of the next in the same generation. So failures,
-    saves and snapshots do not change it.
-    """
-    ended = {key: max(times.values()) for key, times in history.done.items()}
-    last: dict[int, int] = {}
-    for generation, step in ended:
-        last[step] = max(generation, last.get(step, 0))
-    inside = {key: at_s for key, at_s in ended.items() if since_s < at_s <= until_s}
-    counted = [key for key in inside if last[key[1]] == key[0]]
-    before = {key: inside.get((key[0], key[1] - 1)) for key in inside}
-    paces_s = [inside[key] - before_s for key, before_s in before.items() if before_s is not None]
-    seconds = len(counted) * median(paces_s) if paces_s else 0.0
-    return Work(seconds, len(counted), len(inside))

@@ -5,33 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady, told, warm, watching
-from bench.contenders import ELAUNCH
+from bench import launches, nodes, restarts, scale, statecost, staterestart, steady, warm
 from bench.manytables import idle, rendezvous
 from bench.samples import Results, failures, subset
-from bench.statetables import copies, pairs, parts, restarts_beside, restarts_of_parts, windows
-from bench.stats import ratio, summarize
+from bench.statetables import copies, pairs, restarts_beside
+from bench.stats import summarize
 from bench.tables import NOTHING, seconds, stages, table, timed, without_a_time
 from bench.targets import verdicts
-from bench.watchtables import cost_of_watching, told_beside
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NODES_BEGIN, NODES_END = "<!-- bench:nodes:begin -->", "<!-- bench:nodes:end -->"
 STATE_BEGIN, STATE_END = "<!-- bench:state:begin -->", "<!-- bench:state:end -->"
-WATCH_BEGIN, WATCH_END = "<!-- bench:watch:begin -->", "<!-- bench:watch:end -->"
-# The page has four parts: one node, several nodes, the training's state, what is told. One with samples is made anew.
+# The page has three parts: one node, several nodes, the training's state. One with samples is made anew.
 NODES_SECTIONS = (nodes.SECTION, nodes.LOSS_SECTION, scale.FIRST, scale.RESTART, scale.IDLE)
-STATE_SECTIONS = (
-    *(staterestart.SECTION, staterestart.PARTS_SECTION),
-    *(statecost.SECTION, statecost.PARTS_SECTION, statecost.STEADY_SECTION, ettr.SECTION),
-)
-WATCH_SECTIONS = (told.SECTION, watching.SECTION)
+STATE_SECTIONS = (staterestart.SECTION, statecost.SECTION, statecost.STEADY_SECTION)
 # A new page, before its first tables.
 EMPTY = (
     f"# Performance\n\nMeasured by `make bench`.\n\n{BEGIN}\n{END}\n\n"
     f"## Several nodes\n\n{NODES_BEGIN}\n{NODES_END}\n\n"
-    f"## The training's state\n\n{STATE_BEGIN}\n{STATE_END}\n\n"
-    f"## What you are told\n\n{WATCH_BEGIN}\n{WATCH_END}\n"
+    f"## The training's state\n\n{STATE_BEGIN}\n{STATE_END}\n"
 )
 _MACHINE = ("CPUs", "memory", "kernel")
 _FIRST = (
@@ -72,12 +64,11 @@ class _Part:
 
 def _parted(results: Results) -> list[_Part]:
     """The parts that have samples."""
-    other = (*NODES_SECTIONS, *STATE_SECTIONS, *WATCH_SECTIONS)
+    other = (*NODES_SECTIONS, *STATE_SECTIONS)
     parts = (
         _Part(subset(results, lambda s: s not in other), _one_node, BEGIN, END),
         _Part(subset(results, lambda s: s in NODES_SECTIONS), _nodes, NODES_BEGIN, NODES_END),
         _Part(subset(results, lambda s: s in STATE_SECTIONS), _state, STATE_BEGIN, STATE_END),
-        _Part(subset(results, lambda s: s in WATCH_SECTIONS), _watch, WATCH_BEGIN, WATCH_END),
     )
     return [part for part in parts if part.results.samples]
 
@@ -121,7 +112,6 @@ def _one_node(results: Results) -> list[str]:
         ),
         *_steady(results, steady.SECTION, "While 2 workers train"),
         *_steady(results, steady.TRAINER_SECTION, "While 2 workers train with the bundled trainer"),
-        *_rates(results),
     ]
 
 
@@ -148,12 +138,7 @@ def _nodes(results: Results) -> list[str]:
 
 
 def _state(results: Results) -> list[str]:
-    killed = (*restarts_beside(results), *restarts_of_parts(results))
-    return [*killed, *copies(results), *parts(results), *pairs(results), *windows(results)]
-
-
-def _watch(results: Results) -> list[str]:
-    return [*told_beside(results), *cost_of_watching(results)]
+    return [*restarts_beside(results), *copies(results), *pairs(results)]
 
 
 def _about(results: Results) -> Iterator[str]:
@@ -227,31 +212,3 @@ def _steady(results: Results, section: str, title: str) -> list[str]:
         '"Launcher in all" is the sum of all its processes except the workers.'
     )
     return [f"### {title}\n\n{about}\n\n{table(('', *contenders), rows)}", *(["\n".join(notes)] if notes else [])]
-
-
-def _rates(results: Results) -> list[str]:
-    section, workers, name = chatty.SECTION, chatty.WORKERS, chatty.RATE
-    ours = summarize(results.values(section, ELAUNCH.name, workers, name))
-    rows, notes = [], []
-    for contender in results.contenders(section):
-        values = results.values(section, contender, workers, name)
-        # The slow samples of a rate are the low ones.
-        slow = summarize([-value for value in values])
-        summary = summarize(values)
-        times = ratio(summary, ours)
-        torn = summarize(results.values(section, contender, workers, chatty.TORN))
-        if summary and slow and torn:
-            cells = (
-                f"{summary.median:,.0f}",
-                f"{-slow.p95:,.0f}",
-                NOTHING if times is None else f"{times:.2f}",
-                f"{torn.median:,.0f}",
-            )
-            rows.append((contender, str(summary.n), *cells))
-        notes += [f"- {contender}: {failure}" for failure in failures(results.of(section, contender, workers))]
-    if not rows and not notes:
-        return []
-    about = f"{workers} workers print {chatty.LINES:,} lines of 80 characters each"
-    about += ". The time is from the first print to the last line that is read."
-    heads = ("", "n", "median lines/s", "p5 lines/s", "× elaunch", "torn lines: median")
-    return [f"### Chatty workers\n\n{about}\n\n{table(heads, rows)}", *(["\n".join(notes)] if notes else [])]

@@ -6,24 +6,23 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bench import chatty, ettr, launches, nodes, restarts, scale, statecost, staterestart, steady, told, warm, watching
+from bench import launches, nodes, restarts, scale, statecost, staterestart, steady, warm
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
 from bench.fleet import RANKS
 from bench.samples import Sample
-from bench.sides import KEPT, PART_SIDES, SIDES, Side
+from bench.sides import KEPT, SIDES, Side
 
-ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "warm-line", "lines")
+ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "warm-line")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
-STATE_SECTIONS = ("state-restart", "state-parts", "state-cost", "state-ettr")
-WATCH_SECTIONS = ("told", "watching")
+STATE_SECTIONS = ("state-restart", "state-cost")
 # The parts of the page. Each part is made anew as a whole.
-PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS, WATCH_SECTIONS)
+PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS)
 SECTIONS = tuple(section for part in PARTS for section in part)
 # Restarts of one job before the next contender's turn. There are several, since a job's start costs more.
 RESTARTS_PER_JOB = 5
 # A round of many agents, with its windows of training, counts as this many samples of the other kinds.
 SAMPLES_PER_ROUND = 4
-# The same for a window with failures, or a turn of steps with a gigabyte; and for a copy of a gigabyte.
+# The same for a turn of steps with a gigabyte; and for a copy of a gigabyte.
 SAMPLES_PER_WINDOW, SAMPLES_PER_GB = 4, 2
 
 
@@ -61,16 +60,11 @@ def plan(settings: Settings) -> list[Task]:
         "steady": _steady,
         "first-line": _first_lines,
         "warm-line": _warm_lines,
-        "lines": _chatty,
         "nodes-restart": _nodes_restarts,
         "nodes-loss": _losses,
         "scale": _scale,
         "state-restart": _state_restarts,
-        "state-parts": _state_parts,
         "state-cost": _state_costs,
-        "state-ettr": _state_windows,
-        "told": _told,
-        "watching": _watching,
     }
     return [task for section in SECTIONS if section in settings.sections for task in makers[section](settings)]
 
@@ -230,41 +224,21 @@ def _warm_lines(settings: Settings) -> Iterator[Task]:
         yield Task(label, warm.SECTION, warm.GUESS_S, warm.turn)
 
 
-def _chatty(settings: Settings) -> Iterator[Task]:
-    for turn in range(settings.samples):
-        label = f"lines, round {turn + 1} of {settings.samples}"
-        for contender in (*_only(settings, ELAUNCH, TORCHRUN), TORCHRUN.tee()):
-            yield Task(
-                label,
-                f"lines, {contender.name}",
-                4.0,
-                lambda contender=contender: [chatty.chatty(contender)],  # type: ignore[misc]
-            )
-
-
-def _sides(settings: Settings, sides: tuple[Side, ...] = SIDES) -> tuple[Side, ...]:
+def _sides(settings: Settings) -> tuple[Side, ...]:
     programs = {contender.program for contender in settings.contenders}
-    return tuple(side for side in sides if side.contender.program in programs)
+    return tuple(side for side in SIDES if side.contender.program in programs)
 
 
 def _state_restarts(settings: Settings) -> Iterator[Task]:
-    return _state_kills(settings, staterestart.SECTION, _sides(settings))
-
-
-def _state_parts(settings: Settings) -> Iterator[Task]:
-    return _state_kills(settings, staterestart.PARTS_SECTION, _sides(settings, PART_SIDES))
-
-
-def _state_kills(settings: Settings, section: str, sides: tuple[Side, ...]) -> Iterator[Task]:
     rng, parts = random.Random(settings.seed), chunks(settings.samples, RESTARTS_PER_JOB)
     for number, count in enumerate(parts, 1):
-        for side in sides:
+        for side in _sides(settings):
 
             def run(side: Side = side, count: int = count) -> Iterator[Sample]:
-                return staterestart.restarts(side, count, settings.limit_s, rng, section)
+                return staterestart.restarts(side, count, settings.limit_s, rng)
 
             guess_s = 5.0 + count * (3.0 if side.contender == ELAUNCH else 9.0)
-            yield Task(f"{section}, round {number} of {len(parts)}", f"state: {side.name}", guess_s, run)
+            yield Task(f"{staterestart.SECTION}, round {number} of {len(parts)}", f"state: {side.name}", guess_s, run)
 
 
 def _state_costs(settings: Settings) -> Iterator[Task]:
@@ -278,15 +252,6 @@ def _state_costs(settings: Settings) -> Iterator[Task]:
 
         yield Task("state: snapshots", f"state of {size_mb} MB", 10 + count * size_mb / 100, run)
     for size_mb in statecost.SIZES_MB:
-        for kind in statecost.KINDS:
-            if (kind, size_mb) in statecost.TOO_LARGE:
-                continue
-
-            def each(kind: str = kind, size_mb: int = size_mb) -> Iterator[Sample]:
-                return statecost.parts(kind, size_mb, settings.samples)
-
-            yield Task("state: each step", f"{kind}, {size_mb} MB", 10 + settings.samples * size_mb / 100, each)
-    for size_mb in statecost.SIZES_MB:
         count = max(1, settings.samples // (SAMPLES_PER_WINDOW if size_mb >= 1000 else 1))
 
         def pairs(size_mb: int = size_mb, count: int = count) -> Iterator[Sample]:
@@ -294,38 +259,6 @@ def _state_costs(settings: Settings) -> Iterator[Task]:
 
         guess_s = 10 + (2 * count + 3) * (8.0 if size_mb < 1000 else 65.0)
         yield Task("state: steady cost", f"pairs of {size_mb} MB", guess_s, pairs)
-
-
-def _state_windows(settings: Settings) -> Iterator[Task]:
-    rng, rounds = random.Random(settings.seed), max(1, settings.samples // SAMPLES_PER_WINDOW)
-    for turn in range(rounds):
-        for every_s in ettr.EVERY_S:
-            for side in _sides(settings, ettr.SIDES):
-
-                def run(side: Side = side, every_s: int = every_s) -> Iterator[Sample]:
-                    return ettr.windows(side, every_s, 1, rng)
-
-                label = f"state: failures, round {turn + 1} of {rounds}"
-                yield Task(label, f"one per {every_s} s, {side.name}", ettr.WINDOW_S + 6, run)
-
-
-def _told(settings: Settings) -> Iterator[Task]:
-    rng = random.Random(settings.seed)
-    for turn in range(settings.samples):
-        for how in (*told.HOWS, told.HUNG):
-            for contender in _only(settings, ELAUNCH, *((TORCHRUN,) if how != told.HUNG else ())):
-
-                def run(contender: Contender = contender, how: str = how) -> Iterator[Sample]:
-                    return told.told(contender, how, settings.limit_s, rng)
-
-                guess_s = _slowness_s(contender, told.WORKERS) + 1
-                yield Task(f"told, round {turn + 1} of {settings.samples}", f"told, {contender.name}", guess_s, run)
-
-
-def _watching(settings: Settings) -> Iterator[Task]:
-    for turn in range(settings.samples if ELAUNCH in settings.contenders else 0):
-        label = f"watching, round {turn + 1} of {settings.samples}"
-        yield Task(label, "watching", 12.0, lambda turn=turn: watching.pair(turn))  # type: ignore[misc]
 
 
 def _only(settings: Settings, *wanted: Contender) -> tuple[Contender, ...]:

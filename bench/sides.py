@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bench.contenders import ELAUNCH, TORCHRUN, Contender
 from bench.job import SCRIPTS, Fact, Job, Trouble
@@ -40,25 +40,6 @@ def usual(save_every: int) -> Side:
 
 
 SIDES = (KEPT, usual(10), usual(50))
-
-
-def kept_part(kind: str, lose_at_most: int | None) -> Side:
-    """The Keeper where each rank has a part of the state alone; without `lose_at_most` it measures the pace."""
-    variables = {"BENCH_KIND": kind.lower()} | (
-        {} if lose_at_most is None else {"BENCH_LOSE_AT_MOST": str(lose_at_most)}
-    )
-    return Side(
-        f"{kind}, {'by default' if lose_at_most is None else 'each step copied'}", ELAUNCH, "kept_part.py", variables
-    )
-
-
-PART_KINDS = ("FSDP2", "HSDP", "ZeRO-1", "PowerSGD")
-PART_SIDES = tuple(kept_part(kind, every) for kind in PART_KINDS for every in (0, None))
-
-
-def large(side: Side) -> Side:
-    """The same side with a model of 100 MB in place of the bundled one's default size."""
-    return replace(side, variables={**side.variables, "BENCH_LARGE": "1"})
 
 
 class Trained:

@@ -15,12 +15,7 @@ from bench.samples import Sample
 
 SECTION = "state: snapshot"
 STEADY_SECTION = "state: steady cost"
-PARTS_SECTION = "state: each step"
 SIZES_MB = (10, 100, 1000)
-# The kinds of state of which each rank has a part alone, for scripts/parts.py.
-KINDS = ("FSDP2", "ZeRO-1", "PowerSGD")
-# Each of these needs more than 24 GiB: PowerSGD keeps its error feedback beside the state of all ranks.
-TOO_LARGE = (("PowerSGD", 1000),)
 WORKERS = 2
 # The names in the tables of the ways in which scripts/snapshots.py copies.
 KEEPER, SAVE, DCP = ELAUNCH.name, "torch.save", "DCP async_save"
@@ -60,33 +55,6 @@ def pairs(size_mb: int, count: int) -> Iterator[Sample]:
         yield from pair_samples(size_mb, _notes("paired.py", env))
     except Trouble as trouble:
         yield Sample(STEADY_SECTION, KEEPER, size_mb, why=str(trouble))
-
-
-def parts(kind: str, size_mb: int, count: int) -> Iterator[Sample]:
-    """One job of that kind whose rank 0 copies `size_mb` MB at each of `count` steps."""
-    env = {"BENCH_KIND": kind.lower(), "BENCH_STATE_BYTES": str(size_mb * 10**6), "BENCH_SAMPLES": str(count)}
-    try:
-        yield from part_samples(kind, size_mb, _notes("parts.py", env))
-    except Trouble as trouble:
-        yield Sample(PARTS_SECTION, kind, size_mb, why=str(trouble))
-
-
-def part_samples(kind: str, size_mb: int, notes: Sequence[Note]) -> list[Sample]:
-    """The values of scripts/parts.py: s, and % of a step without the copy."""
-    return [
-        Sample(
-            PARTS_SECTION,
-            kind,
-            size_mb,
-            {
-                HELD: note.values["held_s"],
-                STEP: note.values["step_s"],
-                COST: 100 * note.values["held_s"] / note.values["step_s"],
-            },
-        )
-        for note in notes
-        if note.way == kind.lower()
-    ]
 
 
 def snapshot_samples(size_mb: int, notes: Sequence[Note]) -> list[Sample]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 from bench.job import Trouble
 from bench.marks import NEXT_STEP, History, restart_stages, resumed
@@ -13,8 +12,6 @@ from bench.samples import Sample
 from bench.sides import WORKERS, Side, Trained
 
 SECTION = "state: restart"
-# The same, where each rank has a part of the state alone.
-PARTS_SECTION = "state: restart of parts"
 LOST = "steps lost"
 # Kills are spread over this many steps, the longest distance between two saves.
 _SPREAD_STEPS = 50
@@ -22,7 +19,7 @@ _SPREAD_STEPS = 50
 _SPREAD_S = 0.2
 
 
-def restarts(side: Side, count: int, limit_s: float, rng: random.Random, section: str = SECTION) -> Iterator[Sample]:
+def restarts(side: Side, count: int, limit_s: float, rng: random.Random) -> Iterator[Sample]:
     """One job in which a random rank is killed `count` times. Yields a sample for each kill.
 
     If a restart takes longer than `limit_s`, or the job dies, that is the last sample.
@@ -30,9 +27,9 @@ def restarts(side: Side, count: int, limit_s: float, rng: random.Random, section
     try:
         with Trained(side, max_restarts=count + 5) as trained:
             for generation in range(1, count + 1):
-                yield replace(_restart(trained, generation, limit_s, rng), section=section)
+                yield _restart(trained, generation, limit_s, rng)
     except Trouble as trouble:
-        yield Sample(section, side.name, WORKERS, why=str(trouble))
+        yield Sample(SECTION, side.name, WORKERS, why=str(trouble))
 
 
 def _restart(trained: Trained, generation: int, limit_s: float, rng: random.Random) -> Sample:

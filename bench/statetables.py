@@ -1,10 +1,10 @@
-"""The tables about the training's state: what a failure costs, what copies cost, what counts in the end."""
+"""The tables about the training's state: what a failure costs, and what copies cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from bench import ettr, statecost, staterestart
+from bench import statecost, staterestart
 from bench.marks import NEXT_STEP, STAGES
 from bench.samples import Results, Sample, failures
 from bench.sides import WORKERS
@@ -21,24 +21,10 @@ _COPIES = f"""\
 {statecost.WORKERS} workers train a stack of linear layers with AdamW. All copies go into shared memory. Host memory is
 the peak need of the node's ranks, an older copy included. k is the number of steps between two snapshots, as the Keeper
 chose it; the share is what the snapshots then cost."""
-_PARTS = f"""\
-{statecost.WORKERS} workers train a stack of linear layers with 64 samples each. After every step each rank copies what
-it alone has (`lose_at_most=0`), and all ranks agree that they have. MB is what rank 0 copies. The cost is the copy as a
-share of the step without it. By default the Keeper copies so seldom that the cost is 1 %."""
 _PAIRS = f"""\
 {statecost.WORKERS} workers train a stack of linear layers with 64 samples each, in turns with the Keeper and without.
 Each n is a pair of turns of 40 steps, or of as many as the Keeper leaves between two snapshots if these are more. The
 cost includes snapshots, the records of each step, and the question whether to stop."""
-_KILLED_PARTS = f"""\
-As above, with the same model, where each rank has a part of the state alone: {WORKERS} workers with FSDP2, HSDP (two
-replicas), ZeRO-1, or DDP with PowerSGD. "Each step copied" is `lose_at_most=0`. By default copies take 1 % of the
-time."""
-_WINDOWS = f"""\
-{ettr.WORKERS} workers train a model of 100 MB, in windows of {ettr.WINDOW_S:g} s. A step that is lost is made again,
-and counts once. ETTR is the time that the counted steps take at the pace of undisturbed training, as a share of the
-window.
-The committed-step share is the share of counted steps among all steps made. Figures are medians, with the lowest value
-in brackets."""
 
 
 def restarts_beside(results: Results) -> list[str]:
@@ -62,23 +48,6 @@ def restarts_beside(results: Results) -> list[str]:
         f"### A worker is killed\n\n{_RESTART}\n\n{table(heads, rows)}",
         *without_a_time(notes),
         *([f"#### Where the time goes\n\n{_STAGES}\n\n{table(('stage', *sides), staged)}"] if staged else []),
-    ]
-
-
-def restarts_of_parts(results: Results) -> list[str]:
-    """A table with a row per kind of state of which each rank has a part alone."""
-    section = staterestart.PARTS_SECTION
-    rows, notes = [], []
-    for side in results.contenders(section):
-        taken = results.of(section, side, WORKERS)
-        rows.append((side, _n(taken), *_lost(taken), *_two(_summary(taken, NEXT_STEP), seconds)))
-        notes += [f"- {side}: {failure}" for failure in failures(taken)]
-    if not rows:
-        return []
-    heads = ("", "n", "steps lost: median", "most", f"{NEXT_STEP}: median s", "p95 s")
-    return [
-        f"### A worker that has a part of the state alone is killed\n\n{_KILLED_PARTS}\n\n{table(heads, rows)}",
-        *without_a_time(notes),
     ]
 
 
@@ -111,24 +80,6 @@ def copies(results: Results) -> list[str]:
     return [f"### Copies of the state\n\n{_COPIES}\n\n{table(heads, rows)}", *without_a_time(notes)]
 
 
-def parts(results: Results) -> list[str]:
-    """A table with a row per size and kind of state of which each rank has a part alone."""
-    section = statecost.PARTS_SECTION
-    heads = ("MB", "", "n", f"{statecost.HELD}: median s", "p95 s", "step s", f"{statecost.COST}: median %", "p95 %")
-    rows, notes = [], []
-    for size_mb in results.workers(section):
-        for kind in results.contenders(section):
-            taken = results.of(section, kind, size_mb)
-            notes += [f"- {size_mb} MB, {kind}: {failure}" for failure in failures(taken)]
-            if any(s.values for s in taken):
-                held, step, cost = (_summary(taken, name) for name in (statecost.HELD, statecost.STEP, statecost.COST))
-                shares = _two(cost, lambda value: f"{value:.1f}")
-                rows.append((str(size_mb), kind, _n(taken), *_two(held, seconds), _one(step, seconds), *shares))
-    if not rows and not notes:
-        return []
-    return [f"### A part that one rank alone has\n\n{_PARTS}\n\n{table(heads, rows)}", *without_a_time(notes)]
-
-
 def pairs(results: Results) -> list[str]:
     """A table with a row per size: the Keeper's cost while nothing fails."""
     section = statecost.STEADY_SECTION
@@ -145,24 +96,6 @@ def pairs(results: Results) -> list[str]:
     if not rows and not notes:
         return []
     return [f"### The Keeper while nothing fails\n\n{_PAIRS}\n\n{table(heads, rows)}", *without_a_time(notes)]
-
-
-def windows(results: Results) -> list[str]:
-    """A table with a row per frequency of failures and side."""
-    section = ettr.SECTION
-    heads = ("one failure per", "", "n", f"{ettr.ETTR}, %", f"{ettr.COMMITTED}, %", ettr.SPEED)
-    rows, notes = [], []
-    for every_s in sorted(results.workers(section), reverse=True):
-        for side in results.contenders(section):
-            taken = results.of(section, side, every_s)
-            if not taken:
-                continue
-            worst = (_worst(taken, name) for name in (ettr.ETTR, ettr.COMMITTED, ettr.SPEED))
-            rows.append((f"{every_s} s", side, _n(taken), *worst))
-            notes += [f"- one per {every_s} s, {side}: {failure}" for failure in failures(taken)]
-    if not rows:
-        return []
-    return [f"### Failures now and then\n\n{_WINDOWS}\n\n{table(heads, rows)}", *without_a_time(notes)]
 
 
 def _summary(taken: Iterable[Sample], name: str) -> Summary | None:
@@ -189,12 +122,6 @@ def _two(summary: Summary | None, words: Callable[[float], str]) -> tuple[str, s
 
 def _both(summary: Summary | None) -> str:
     return f"{seconds(summary.median)} ({seconds(summary.p95)})" if summary else NOTHING
-
-
-def _worst(taken: Iterable[Sample], name: str) -> str:
-    values = [s.values[name] for s in taken if name in s.values]
-    summary = summarize(values)
-    return f"{summary.median:.1f} ({min(values):.1f})" if summary else NOTHING
 
 
 def _notes(sides: Sequence[str], taken: Callable[[str], list[Sample]]) -> list[str]:

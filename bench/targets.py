@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from bench import ettr, launches, nodes, restarts, scale, statecost, staterestart, steady
+from bench import launches, nodes, restarts, scale, statecost, staterestart, steady
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, TORCHRUN
 from bench.samples import Results, Sample
-from bench.sides import PART_KINDS, WORKERS, kept_part
 from bench.stats import Summary, ratio, summarize
 
 # Start-up: nobody can avoid the import of the preloaded modules. Each of torchrun's workers pays for it.
@@ -24,9 +21,8 @@ RANKS_S_MAX = {64: 0.15, 1024: 2.0}
 SEALED_S_MAX = {1024: 3.0}
 # "Constant" allows that now and then an agent asks twice.
 REQUESTS_RATIO_MAX = 1.25
-# The training's state: steps that a failure loses, the cost of copies (% of the time), the ETTR (%).
+# The training's state: steps that a failure loses, the cost of copies (% of the time).
 STEPS_LOST_MAX, STEADY_COST_MAX = 0, 1.0
-ETTR_MIN = {60: 97.0, 15: 90.0}
 # With fewer samples a 95th percentile says little.
 N_MIN = 20
 _NOTHING = "nothing"
@@ -149,10 +145,6 @@ def _state(results: Results) -> Iterator[Verdict]:
     what = "steps lost by the SIGKILL of a worker"
     for workers in results.workers(staterestart.SECTION):
         yield from _lost(results.of(staterestart.SECTION, ELAUNCH.name, workers), what)
-    for side in results.contenders(staterestart.PARTS_SECTION):
-        # By default copies cost 1 % of the time, and no number of steps is promised.
-        if side in {kept_part(kind, 0).name for kind in PART_KINDS}:
-            yield from _lost(results.of(staterestart.PARTS_SECTION, side, WORKERS), f"{what}, {side}")
     cost = f"median ≤ {STEADY_COST_MAX:g} %"
     for what, section, name in (
         ("snapshots of {} MB", statecost.SECTION, statecost.SHARE),
@@ -161,9 +153,6 @@ def _state(results: Results) -> Iterator[Verdict]:
         for number in results.workers(section):
             taken = results.of(section, ELAUNCH.name, number)
             yield from _percent(taken, name, what.format(number), cost, lambda value: value <= STEADY_COST_MAX)
-    for every_s, least in ETTR_MIN.items():
-        taken, what = results.of(ettr.SECTION, ELAUNCH.name, every_s), f"ETTR at one failure per {every_s} s"
-        yield from _percent(taken, ettr.ETTR, what, f"median ≥ {least:g} %", partial(operator.le, least))
 
 
 def _lost(ours: Sequence[Sample], what: str) -> Iterator[Verdict]:

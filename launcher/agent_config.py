@@ -14,18 +14,18 @@ from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import has_pidfd
-from elaunch.launcher.cluster.schedulers.registry import mark_of
 from elaunch.launcher.errors import UsageError, nearest, tidy
+from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import program_text
-from elaunch.launcher.resources import HostResources
-from elaunch.launcher.store.rendezvous_plan import Planned
+from elaunch.launcher.schedulers.detect import mark_of
+from elaunch.launcher.store.locate import Planned
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 
 if TYPE_CHECKING:
-    from elaunch.launcher.cluster.cluster import Cluster
+    from elaunch.launcher.schedulers.facts import Cluster
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
@@ -105,7 +105,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         virtual_local_rank=options.virtual_local_rank,
         children_grace_s=options.children_grace,
         on_event=options.on_event or (),
-        metrics=None if options.metrics_port is None else (options.metrics_host, options.metrics_port),
+        metrics=options.metrics_port,
         notes=(
             *_of_the_scheduler(options, cluster, slots, host),
             *planned.notes,
@@ -267,7 +267,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         tee=tee,
         console_local_ranks=options.local_ranks_filter,
         console_ranks=options.ranks_filter,
-        show_all_tracebacks=options.show_all_tracebacks,
+        show_all_tracebacks=options.verbose,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
         log_format=options.log_format,
@@ -285,10 +285,8 @@ def master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
     """
     if planned.plan.node_rank not in (None, 0):
         return ()
-    if options.port_range is not None:
-        return tuple(range(options.port_range[0], options.port_range[1] + 1))
-    port = planned.master_port if options.master_port is None else options.master_port
-    return (port,) if port else ()
+    first, last = options.master_port or (planned.master_port, planned.master_port)
+    return tuple(range(first, last + 1)) if first and last else ()
 
 
 def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[tuple[str, ...] | None, ProgramText]:
@@ -350,7 +348,7 @@ def _chosen_for_you(options: Options, cluster: Cluster | None, counted: str, thr
     """What a scheduler has filled in, and one sentence for all defaults that differ from torchrun's."""
     facts = []
     if cluster:
-        from elaunch.launcher.cluster.cluster import line
+        from elaunch.launcher.schedulers.facts import line
 
         facts = [line(cluster)]
     parts = [counted] if counted else []
@@ -388,8 +386,6 @@ def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
 def _lonely(options: Options) -> tuple[tuple[str, str], ...]:
     """Options that were given without the one that they are about."""
     lonely: list[tuple[str, str]] = []
-    if "metrics_host" in options.given and options.metrics_port is None:
-        lonely.append(("--metrics-host", "metrics are served with --metrics-port"))
     if "hang_timeout" in options.given and options.hang_timeout and options.on_hang is OnHang.OFF:
         lonely.append(("--hang-timeout", "--on-hang is off"))
     return tuple(lonely)

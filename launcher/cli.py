@@ -20,10 +20,10 @@ from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig, LogFormat
     from elaunch.agent.run import AgentRun
-    from elaunch.launcher.cluster.cluster import Cluster
     from elaunch.launcher.doctor.health import HealthCheck
     from elaunch.launcher.options.options import Options
-    from elaunch.launcher.store.rendezvous_plan import Planned
+    from elaunch.launcher.schedulers.facts import Cluster
+    from elaunch.launcher.store.locate import Planned
     from elaunch.rendezvous.types import Outcome
 
 
@@ -145,7 +145,7 @@ def _main() -> int:
 
 def _start(options: Options) -> int:
     """Run the job of a command line; its exit code. Raises UsageError."""
-    from elaunch.launcher.resources import as_started
+    from elaunch.launcher.host import as_started
 
     if _asks_for_help_of_trainer(options):
         # A job would import torch first, on behalf of workers that print a text.
@@ -179,12 +179,12 @@ def run(
 
     `tell` is called once with the job's end. Whatever is raised, no process and no folder of ours is left.
     """
-    from elaunch.launcher.cluster.head_address import cluster_of
+    from elaunch.launcher.schedulers.defaults import cluster_of
 
     cluster = cluster_of(options, environ)
     if cluster is None or cluster.tasks == 1:
         return _run_agent(options, environ, cluster, tell)
-    from elaunch.launcher.cluster.other_tasks import seen_by_others, wait_for_agent
+    from elaunch.launcher.schedulers.other_tasks import seen_by_others, wait_for_agent
 
     say = partial(_say_in, options.log_format)
     if cluster.task > 0:
@@ -248,6 +248,7 @@ def _prepared(
     from dataclasses import replace
 
     from elaunch.launcher.agent_config import agent_config
+    from elaunch.launcher.host import detect
     from elaunch.launcher.options.secret_file import read_secret
     from elaunch.launcher.preflight import (
         check_hook,
@@ -257,8 +258,7 @@ def _prepared(
         check_program,
         take_program_from_stdin,
     )
-    from elaunch.launcher.resources import detect
-    from elaunch.launcher.store.plan import plan
+    from elaunch.launcher.store.locate import plan
     from elaunch.rendezvous.job_spec import UNNAMED
 
     check_program(options, environ)
@@ -266,7 +266,7 @@ def _prepared(
     check_metrics(options)
     check_log_dir(options)
     if cluster:
-        from elaunch.launcher.cluster.fill_in import concerning, settle
+        from elaunch.launcher.schedulers.defaults import concerning, settle
 
         cluster = concerning(options, cluster, environ)
         options = settle(options, cluster)

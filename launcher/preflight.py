@@ -262,7 +262,7 @@ def _check_is_python(script: Path) -> None:
         first = file.readline(256)
         is_shell = script.suffix in _SHELL_SUFFIXES or (first.startswith(b"#!") and b"python" not in first)
         text = first + file.read() if is_shell else first
-    if not first.startswith(_ELF) and not (is_shell and not _is_python(text, script)):
+    if not first.startswith(_ELF) and not (is_shell and not is_python(text, script)):
         return
     path = tidy(str(script))
     start = path if os.sep in path else f"./{path}"
@@ -270,7 +270,8 @@ def _check_is_python(script: Path) -> None:
     raise UsageError(f"{path} is a command and no Python script; start it with --no-python {command}")
 
 
-def _is_python(text: bytes, script: Path) -> bool:
+def is_python(text: bytes, script: Path) -> bool:
+    """Whether Python reads the text of `script`, or it is an application of `zipapp`."""
     with warnings.catch_warnings():
         # Python says these when it runs the program.
         warnings.simplefilter("ignore")

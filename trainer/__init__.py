@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elaunch.trainer.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from elaunch.trainer.checkpoint.single_file import load_plain as load_plain
+    from elaunch.trainer.checkpoint.plain_file import load_plain as load_plain
     from elaunch.trainer.data.accumulation import accumulate as accumulate
     from elaunch.trainer.data.batches import Batches as Batches
     from elaunch.trainer.data.order import Micro as Micro
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from elaunch.trainer.ranks.group_status import BrokenGroup as BrokenGroup
     from elaunch.trainer.state.model_state import restore as restore
     from elaunch.trainer.state.model_state import state_of as state_of
-    from elaunch.trainer.tuning.settings import CommSettings as CommSettings
+    from elaunch.trainer.tuning.search import CommSettings as CommSettings
     from elaunch.trainer.tuning.tune import tune as tune
 
 # Each is imported when it is first used: `elaunch.trainer.link` must not import torch.
@@ -32,7 +32,7 @@ _HOMES = {
     "Batches": "data.batches",
     "BrokenGroup": "ranks.group_status",
     "Checkpoints": "checkpoint.checkpoints",
-    "CommSettings": "tuning.settings",
+    "CommSettings": "tuning.search",
     "Differs": "keeper.verification",
     "Keeper": "keeper.keeper",
     "Ledger": "ledger.ledger",
@@ -44,7 +44,7 @@ _HOMES = {
     "ShardedMemory": "memory.sharded",
     "Stream": "data.sampling",
     "accumulate": "data.accumulation",
-    "load_plain": "checkpoint.single_file",
+    "load_plain": "checkpoint.plain_file",
     "profiled": "profiling.profiler",
     "restore": "state.model_state",
     "state_of": "state.model_state",

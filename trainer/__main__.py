@@ -7,11 +7,9 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from elaunch.trainer.ddp.options import DdpError
 from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.parallel.first_look import require_room
 from elaunch.trainer.ranks.place import RankInfo
 
 # Longer than a launcher needs to notice that rank 0 has ended, and to stop the others.
@@ -27,8 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(sys.argv[1:] if argv is None else argv, place)
         if config is None:
             return 0
-        if config.plan.is_auto:
-            require_room(config, place, os.environ)
         corpus = Corpus.open(config)
         run = RunDirectory(config.out_path, config.checkpoints)
         if place.leads:
@@ -47,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AgreedRefusal as error:
         link.refuse(str(error))
         return _refuse(error, place)
-    except (ConfigError, DdpError) as error:
+    except ConfigError as error:
         link.refuse(str(error))
         print(f"rank {place.rank}: {error}", file=sys.stderr, flush=True)
         return 2

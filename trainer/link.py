@@ -364,7 +364,7 @@ class _Boundary:
         if dist is None or not dist.is_available() or not dist.is_initialized():
             return self._is_asked
         if self._world is not dist.group.WORLD:
-            from elaunch.trainer.ranks.group_member import GroupMember
+            from elaunch.trainer.ranks.meeting import GroupMember
 
             self._world, self._channel = dist.group.WORLD, GroupMember.of().channel("should_stop")
         return bool(self._channel.largest([int(self._is_asked)])[0])

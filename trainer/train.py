@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from elaunch.trainer import link
 from elaunch.trainer.data.order import Micro, Order
-from elaunch.trainer.ddp.wrapper import hook_state
+from elaunch.trainer.ddp.hooks import hook_state
 from elaunch.trainer.gpt.config import AgreedRefusal, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
@@ -27,11 +27,13 @@ from elaunch.trainer.gpt.progress import Progress, opening
 from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.parallel.auto import chosen
 from elaunch.trainer.parallel.build import Parallel, build
 from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.tuning.tune import tune
 
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
@@ -72,9 +74,6 @@ def train_in_group(
         return
 
     if config.plan.is_auto:
-        # Imported here: most runs do not need it.
-        from elaunch.trainer.parallel.auto import chosen
-
         untrained = functools.partial(new_gpt, config, device)
         config = chosen(config, place, run, device, new_gpt=untrained, groups=decay_groups, say=progress.say)
 
@@ -89,22 +88,16 @@ def train_in_group(
     optimizer = parallel.optimizer
     costs = {"flops_per_token": flops_per_token(parameters, config), "peak_flops": peak_flops(device)}
     recorder = Recorder(config, place, run, progress, device, share=share, **costs)
-    totals = {"flops_per_step": costs["flops_per_token"] * config.global_batch * config.context}
-    totals["peak_flops"] = costs["peak_flops"] * place.world_size
 
     def warm_up() -> None:
         """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
         parallel.warm_up(*windows.dummy())
 
     if config.tune_comm:
-        # Imported here: most runs do not need it.
-        from elaunch.trainer.tuning.tune import tune
-
         tune(
             parallel.model,
-            warm_up=warm_up,
+            warm_up,
             lossy=config.tune_comm == "lossy",
-            about=config.pass_costs,
             folder=run.path / "tuning",
             say=progress.say,
         )
@@ -127,9 +120,7 @@ def train_in_group(
         recorder.begin(keeper, windows.order),
     ):
         progress.say(opening(config, corpus, place, run, parameters, keeper.step))
-        for step in profiled(
-            keeper.steps(config.steps), config.profile, folder=run.profile, say=progress.say, **totals
-        ):
+        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, say=progress.say):
             # At the beginning of the step: a restart, which does the step again, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
             held_out = held_out_loss(parallel, windows) if is_due else None

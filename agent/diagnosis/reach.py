@@ -39,6 +39,6 @@ def unreachable_text(master: Endpoint, why: str) -> str:
         first, last = _PORTS.read_text().split()
     return (
         f"this node cannot connect to {master} ({why}), MASTER_PORT on the node of rank 0: a firewall? Ports to open"
-        f" between all nodes: MASTER_PORT (--port-range FIRST:LAST limits it), and {first}-{last}, from which the"
+        f" between all nodes: MASTER_PORT (--master-port FIRST:LAST limits it), and {first}-{last}, from which the"
         " kernel gives gloo and NCCL theirs; `elaunch doctor` with the options of this job tries them"
     )

@@ -197,5 +197,5 @@ def said_of_folded(lines: dict[int, int], *, is_interrupted: bool) -> str:
     if len(ranks) > _RANKS_SHOWN:
         ranks = [*ranks[:_RANKS_SHOWN], f"{len(ranks) - _RANKS_SHOWN} more"]
     count = sum(lines.values())
-    hidden = f"{their} ({count} lines) {are} not shown (--show-all-tracebacks shows all)"
+    hidden = f"{their} ({count} lines) {are} not shown (-v shows all)"
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {how} and ended; {hidden}"

@@ -102,7 +102,7 @@ def reserve(config: AgentConfig) -> socket.socket:
         return listener
     ports = config.master_ports
     wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
-    raise NoPort(f"{wanted} in use on {config.master_addr}; choose another with --master-port or --port-range")
+    raise NoPort(f"{wanted} in use on {config.master_addr}; choose others with --master-port FIRST:LAST")
 
 
 def _is_known_to_itself_only(config: AgentConfig, host: str) -> bool:

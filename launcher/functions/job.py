@@ -22,19 +22,20 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from elaunch.agent.config import AgentConfig
 from elaunch.agent.linux import die_with_parent
+from elaunch.agent.run import AgentRun
 from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.functions.worker import VARIABLE
-
-if TYPE_CHECKING:
-    from elaunch.agent.config import AgentConfig
-    from elaunch.agent.run import AgentRun
-    from elaunch.rendezvous.types import Outcome
-
-_PROGRAM = "elaunch.launcher.functions.worker"
+from elaunch.launcher.functions import worker
+from elaunch.launcher.host import as_started
+from elaunch.launcher.options.command_line import HelpRequested
+from elaunch.launcher.options.options import parse
+from elaunch.launcher.report import record, report
+from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import Outcome
 
 
 def main(parent: str, name: str, answer: str, call: str, results: str, *words: str) -> NoReturn:
@@ -50,19 +51,16 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
     if call:
         places = f"/proc/{os.getpid()}/fd,{call},{results}"
         # Nodes compare their programs and arguments, so places of this node are not among them.
-        words = (*words, "--module", _PROGRAM, name, "${local_rank}")
+        words = (*words, "--module", worker.__name__, name, "${local_rank}")
     as_command(partial(_run, words, places, int(answer), name))
 
 
 def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
-    from elaunch.launcher.options.command_line import HelpRequested
-    from elaunch.launcher.options.options import parse
-    from elaunch.launcher.resources import as_started
 
     # A failure is the caller's to report to a launcher above it, if it does not handle it.
     environ = {key: value for key, value in as_started(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
     if places:
-        environ[VARIABLE] = places
+        environ[worker.VARIABLE] = places
     try:
         # The configuration is whole: the command's variables (PET_…) do not change it, as in torch.
         try:
@@ -78,9 +76,6 @@ def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
 
 
 def _tell(answer: int, name: str, outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
-    from elaunch.launcher.report import record, report
-    from elaunch.rendezvous.job_spec import ProgramKind
-
     # The report is about the function. That the program is a module of elaunch's is nobody's concern.
     program = replace(config.spec.program, kind=ProgramKind.SCRIPT, target=name)
     spec = replace(config.spec, program=program)

@@ -12,15 +12,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, fields
 from types import FrameType, TracebackType
 from typing import IO, Any
 
-from elaunch.launcher.errors import UsageError
-from elaunch.launcher.functions import carried, errors
-from elaunch.launcher.functions.config import LaunchConfig, as_ours, option_words
-from elaunch.launcher.resources import interpreter_options
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.functions import worker
+from elaunch.launcher.host import interpreter_options
+
+# torch's default. That of the command is shorter.
+_JOIN_TIMEOUT_S = 900
+_TORCHS = "torch.distributed.elastic.multiprocessing.errors"
+_NOT_AVAILABLE = "<N/A>"
 
 
 class launch:
@@ -45,7 +50,7 @@ class launch:
         self._entrypoint = entrypoint
 
     def __call__(self, /, *args: Any, **named: Any) -> dict[int, Any]:
-        name = carried.name_of(self._entrypoint)
+        name = worker.name_of(self._entrypoint)
         if named and isinstance(self._entrypoint, str):
             raise UsageError(
                 f"{name} is a command, and its arguments are words, but the call names {', '.join(named)}; give words,"
@@ -61,7 +66,7 @@ class launch:
                 words += ["--no-python", self._entrypoint, *map(str, args)]
             else:
                 file = opened.enter_context(_unnamed_file("call"))
-                carried.write_call(file, self._entrypoint, args, named)
+                worker.write_call(file, self._entrypoint, args, named)
                 file.flush()
                 fds.append(file.fileno())
                 call = str(file.fileno())
@@ -95,16 +100,16 @@ class launch:
                     process.wait()
         if signal.SIGINT in forwarding.seen:
             raise KeyboardInterrupt
-        errors.check(_told(answer), code, name)
+        check(_outcome(answer), code, name)
         for signum in forwarding.seen:
             # It came too late for the job, so it is this process's after all.
             signal.raise_signal(signum)
 
     def _returned(self, answer: IO[bytes], results: list[IO[bytes]], name: str) -> dict[int, Any]:
-        generation = _told(answer)["generation"]
+        generation = _outcome(answer)["generation"]
         if isinstance(self._entrypoint, str):
             return {}
-        found = (carried.read_value(file, generation, name) for file in results)
+        found = (worker.read_value(file, generation, name) for file in results)
         return dict(each for each in found if each)
 
 
@@ -158,11 +163,233 @@ def _unnamed_file(name: str) -> IO[bytes]:
     return open(os.memfd_create(f"elaunch-{name}"), "w+b")  # noqa: PTH123
 
 
-def _told(answer: IO[bytes]) -> dict[str, Any]:
+def _outcome(answer: IO[bytes]) -> dict[str, Any]:
     answer.seek(0)
     try:
-        told: dict[str, Any] = json.loads(answer.read())
+        outcome: dict[str, Any] = json.loads(answer.read())
     except ValueError:
         # The job was killed before it had written all of it.
         return {}
-    return told
+    return outcome
+
+
+@dataclass
+class LaunchConfig:
+    """How many workers there are, and where nodes meet: torch's fields in torch's order, with torch's defaults.
+
+    docs/functions.md has each field's meaning here. `monitor_interval`, `start_method`, `metrics_cfg` and
+    `event_log_handler` are accepted and have no effect. `options` is elaunch's own: further options of the command
+    `elaunch`, as on its command line; they win.
+
+    Source: torch/distributed/launcher/api.py.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: Any = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: int | None = None
+    options: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.rdzv_timeout != -1:
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
+        self.rdzv_configs.setdefault("timeout", _JOIN_TIMEOUT_S)
+        if self.shutdown_timeout is None:
+            self.shutdown_timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+        elif self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout is {self.shutdown_timeout} and is a number of seconds; give 0 or more")
+
+
+def as_ours(config: Any) -> LaunchConfig:
+    """A configuration of torch's own as one of these. An older torch's lacks fields, which have their defaults then."""
+    return LaunchConfig(
+        **{each.name: getattr(config, each.name) for each in fields(LaunchConfig) if hasattr(config, each.name)}
+    )
+
+
+def option_words(config: LaunchConfig) -> list[str]:
+    """The options of the command `elaunch` that `config` means."""
+    words = [
+        f"--nnodes={config.min_nodes}:{config.max_nodes}",
+        f"--nproc-per-node={config.nproc_per_node}",
+        f"--max-restarts={config.max_restarts}",
+        f"--stop-grace={config.shutdown_timeout}",
+        # Each call starts the workers of its own node, also where a scheduler would have it otherwise.
+        "--scheduler=none",
+    ]
+    given = {
+        "run-id": config.run_id,
+        "role": config.role,
+        "signals-to-handle": config.signals_to_handle,
+        "local-addr": config.local_addr,
+        "duplicate-stdout-filters": ",".join(config.duplicate_stdout_filters or ()),
+        "duplicate-stderr-filters": ",".join(config.duplicate_stderr_filters or ()),
+        "numa-binding": config.numa_options and config.numa_options.affinity_mode.value,
+    }
+    words += [f"--{name}={value}" for name, value in given.items() if value]
+    if config.virtual_local_rank:
+        words.append("--virtual-local-rank")
+    return [*words, *_rendezvous(config), *_logs(config.logs_specs), *config.options]
+
+
+def _rendezvous(config: LaunchConfig) -> Iterator[str]:
+    is_static = config.rdzv_backend == "static"
+    if config.max_nodes == 1 and not is_static:
+        # One node has nobody to meet. Of a static job the endpoint is also MASTER_ADDR and MASTER_PORT.
+        return
+    settings = dict(config.rdzv_configs)
+    if "join_timeout" in settings:
+        # torch's c10d reads this one; the other is always there.
+        settings.pop("timeout", None)
+    node_rank = settings.pop("rank", None)
+    yield f"--rdzv-backend={config.rdzv_backend}"
+    if config.rdzv_endpoint:
+        yield f"--rdzv-endpoint={config.rdzv_endpoint}"
+    if is_static and node_rank is not None:
+        yield f"--node-rank={node_rank}"
+    if config.max_nodes > 1:
+        yield f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}"
+
+
+def _logs(specs: Any) -> Iterator[str]:
+    """The options that torch's `LogsSpecs` means. It has no public names for what it was given."""
+    redirects, tee = (getattr(specs, name, None) for name in ("_redirects", "_tee"))
+    if redirects or tee:
+        if specs.root_log_dir and specs.root_log_dir != os.devnull:
+            yield f"--log-dir={specs.root_log_dir}"
+        yield f"--redirects={_streams(redirects or 0)}"
+        yield f"--tee={_streams(tee or 0)}"
+    if shown := getattr(specs, "_local_ranks_filter", None):
+        yield f"--local-ranks-filter={','.join(str(rank) for rank in sorted(shown))}"
+
+
+def _streams(choice: int | Mapping[int, int]) -> str:
+    if isinstance(choice, Mapping):
+        return ",".join(f"{rank}:{int(streams)}" for rank, streams in sorted(choice.items()))
+    return str(int(choice))
+
+
+class JobFailed(Exception):
+    """The job did not succeed. `exit_code` is what the command `elaunch` would have ended with."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        # Not `super()`: that may be torch's class, which makes a text of its own.
+        Exception.__init__(self, text, exit_code)
+        self.text = text
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class ProcessFailure:
+    """The worker that failed first. The fields down to `timestamp` have torch's names and meanings.
+
+    `message` is text, or, for an exception, what `@record` writes: a map with `message` and `extraInfo`. `sentence`
+    says which rank failed and how, and `advice` what to do about it, if that is known.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    message: Any
+    timestamp: int
+    host: str
+    sentence: str
+    traceback: str = ""
+    advice: str = ""
+
+
+class ChildFailedError(JobFailed):
+    """A worker failed, and no restart was left or could help. The text is elaunch's report, with the traceback.
+
+    `failures` has the first failure, by its global rank. Where torch's module of errors is loaded, what is raised is
+    also a ChildFailedError of torch's, so that an `except` written for that finds it.
+    """
+
+    def __init__(self, name: str, failures: Mapping[int, ProcessFailure], text: str, exit_code: int) -> None:
+        JobFailed.__init__(self, text, exit_code)
+        self.name = name
+        self.failures = dict(failures)
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        return next(iter(self.failures.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return child_failed, (self.name, self.failures, self.text, self.exit_code)
+
+
+def child_failed(name: str, failures: Mapping[int, ProcessFailure], text: str, exit_code: int) -> ChildFailedError:
+    torchs = sys.modules.get(_TORCHS)
+    bases = (ChildFailedError, torchs.ChildFailedError) if torchs else (ChildFailedError,)
+    made: ChildFailedError = type("ChildFailedError", bases, {"__module__": __name__})(name, failures, text, exit_code)
+    return made
+
+
+def check(told: Mapping[str, Any], code: int, name: str) -> None:
+    """Raises what fits, unless the job succeeded. `told` is the job's answer, and empty if it was ended before.
+
+    Raises UsageError, SiteError, ChildFailedError and JobFailed.
+    """
+    if not told:
+        raise JobFailed(
+            f"elaunch {_ended_how(code)} before the outcome of {name} was known; its last lines on stderr may say why",
+            128 - code if code < 0 else code,
+        )
+    if told["outcome"] == UsageError.__name__:
+        raise UsageError(told["text"])
+    if told["outcome"] == SiteError.__name__:
+        raise SiteError(told["text"])
+    if told["exit_code"] == 0:
+        return
+    failure = told.get("failure")
+    if failure and "rank" in failure and told["outcome"] == "failed":
+        raise child_failed(name, {failure["rank"]: _process_failure(failure)}, told["text"], told["exit_code"])
+    raise JobFailed(told["text"].strip(), told["exit_code"])
+
+
+def _process_failure(failure: Mapping[str, Any]) -> ProcessFailure:
+    traceback, timestamp = failure.get("traceback", ""), int(failure["failed_at"])
+    message: Any = failure["message"]
+    if traceback:
+        message = {"message": message, "extraInfo": {"py_callstack": traceback, "timestamp": str(timestamp)}}
+    return ProcessFailure(
+        local_rank=failure["local_rank"],
+        pid=failure["pid"],
+        exitcode=failure.get("code", -1),
+        error_file=failure.get("error_file", _NOT_AVAILABLE),
+        message=message,
+        timestamp=timestamp,
+        host=failure["host"],
+        sentence=failure["sentence"],
+        traceback=traceback,
+        advice=failure.get("advice", ""),
+    )
+
+
+def _ended_how(code: int) -> str:
+    if code < 0:
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

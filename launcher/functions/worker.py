@@ -1,14 +1,26 @@
-"""The program of a function's workers: make the call, and leave its value for the process that asked for it."""
+"""The program of a function's workers: make the call, and leave its value for the process that asked for it.
+
+The call and each worker's value are pickles in files. What can be imported by name is sent as a name, as
+multiprocessing does. All else needs cloudpickle.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
-
-from elaunch.launcher.functions.carried import read_call, write_start, write_value
+from collections.abc import Callable, Mapping
+from multiprocessing import process, spawn
+from typing import IO, Any
 
 # Where the call and the values are on this node. The arguments are the same on all nodes.
 VARIABLE = "ELAUNCH_CALL"
+
+# Of what multiprocessing tells a child about its parent: where modules are found, and what `__main__` is.
+_MAIN = ("init_main_from_name", "init_main_from_path")
+_PREPARED = ("sys_path", "sys_argv", "orig_dir", "dir", *_MAIN)
+# `__main__`, and `__mp_main__`, as the caller's is called in a worker.
+_MAIN_NAME = b"_main__"
 
 
 def main(name: str, local_rank: str) -> None:
@@ -30,6 +42,129 @@ def main(name: str, local_rank: str) -> None:
         value = None
     with open(result, "r+b") as file:  # noqa: PTH123
         write_value(file, value)
+
+
+def write_call(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Write what `read_call` reads in a worker. Raises PicklingError with the way out.
+
+    Raises multiprocessing's RuntimeError in a worker that is importing its main module: the script lacks a guard.
+    """
+    prepared = {key: value for key, value in spawn.get_preparation_data("").items() if key in _PREPARED}
+    data, is_by_value = _pickled(function, args, named)
+    if is_by_value or _MAIN_NAME not in data:
+        # Nothing in the call comes from the main module, so workers need not run it.
+        prepared = {key: value for key, value in prepared.items() if key not in _MAIN}
+    pickle.dump(prepared, file)
+    file.write(data)
+
+
+def read_call(file: IO[bytes]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Make this process like the one that called, and read the call: a function and its two kinds of arguments."""
+    current: Any = process.current_process()
+    current._inheriting = True
+    try:
+        spawn.prepare(pickle.load(file))
+        called: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] = pickle.load(file)
+        return called
+    finally:
+        del current._inheriting
+
+
+def write_start(file: IO[bytes], rank: int, generation: int) -> None:
+    """Write that this rank of this generation has begun."""
+    pickle.dump((rank, generation), file)
+
+
+def write_value(file: IO[bytes], value: object) -> None:
+    """Write what the call returned, behind the start; or why that cannot be pickled."""
+    file.seek(0, os.SEEK_END)
+    try:
+        data, problem = _dumps(value)[0], None
+    except Exception as error:
+        # Not raised: the job would run again, to the same end.
+        data, problem = b"", f"a {type(value).__name__}, which cannot be pickled ({_text(error)})"
+    pickle.dump(problem, file)
+    file.write(data)
+
+
+def read_value(file: IO[bytes], generation: int, name: str) -> tuple[int, Any] | None:
+    """The rank that wrote here in that generation, and its value; None if no rank did.
+
+    Raises PicklingError for a value that was not written or cannot be read, EOFError if the call did not return.
+    """
+    file.seek(0)
+    try:
+        rank, written_in = pickle.load(file)
+    except EOFError:
+        return None
+    if written_in != generation:
+        return None
+    try:
+        problem = pickle.load(file)
+    except EOFError:
+        raise EOFError(
+            f"rank {rank} ended with exit code 0 before {name} returned; let it return, and do not end it by os._exit"
+        ) from None
+    if problem:
+        raise pickle.PicklingError(
+            f"{name} returned on rank {rank} {problem}; return plain data or CPU tensors, or write a file"
+        )
+    try:
+        return rank, pickle.load(file)
+    except Exception as error:
+        raise pickle.PicklingError(
+            f"what {name} returned on rank {rank} cannot be read in this process ({_text(error)});"
+            " return what can be imported and made here: plain data, CPU tensors"
+        ) from error
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[bytes, bool]:
+    """The call's pickle, and whether it has functions and classes by value, not by name."""
+    try:
+        return _dumps((function, args, named), can_import_main=_can_import_main())
+    except Exception as error:
+        # Pickling runs code of any object.
+        raise pickle.PicklingError(
+            f"{name_of(function)} with its arguments cannot be sent to the workers: {error}; pip install cloudpickle,"
+            " or define it at the top level of a module, and open files, locks and connections in it"
+        ) from error
+
+
+def _dumps(value: object, *, can_import_main: bool = True) -> tuple[bytes, bool]:
+    """The pickle, and whether cloudpickle made it. Raises what the pickling raises."""
+    try:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        if _MAIN_NAME in data and not can_import_main:
+            raise pickle.PicklingError(
+                "it is defined in a notebook, a console or a package's __main__, which workers cannot import"
+            )
+    except Exception:
+        # Imported here: it is optional.
+        try:
+            import cloudpickle
+        except ImportError:
+            cloudpickle = None
+        if cloudpickle is None:
+            raise
+        return cloudpickle.dumps(value), True
+    return data, False
+
+
+def name_of(entrypoint: Callable[..., Any] | str) -> str:
+    """The entrypoint's name in messages."""
+    return entrypoint if isinstance(entrypoint, str) else getattr(entrypoint, "__name__", type(entrypoint).__name__)
+
+
+def _can_import_main() -> bool:
+    """Whether `spawn.prepare` would make `__main__` in a worker: from a module's name, or from a script."""
+    main = sys.modules["__main__"]
+    if main.__spec__:
+        return main.__spec__.name.rpartition(".")[2] != "__main__"
+    return os.path.isfile(getattr(main, "__file__", None) or "")  # noqa: PTH113
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

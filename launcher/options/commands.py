@@ -25,11 +25,11 @@ COMMANDS = {
     "restart": ("watch.command:RESTART", "start the workers of a running job again"),
     "warm": ("warm_command:COMMAND", "show or end what stays for the next start"),
     "rehearse": ("rehearse.command:COMMAND", "what does a failure cost a script, and does it change the result?"),
-    "report": ("report_page.command:COMMAND", "make a page that shows what happened in a run"),
+    "report": ("inspect.report:COMMAND", "make a page that shows what happened in a run"),
 }
 _SCHEDULERS = {
-    "slurm": ("submit.slurm:COMMAND", "write a batch script, and submit it with sbatch"),
-    "k8s": ("submit.kubernetes:COMMAND", "create a Job with kubectl"),
+    "slurm": ("schedulers.submit_slurm:COMMAND", "write a batch script, and submit it with sbatch"),
+    "k8s": ("schedulers.submit_kubernetes:COMMAND", "create a Job with kubectl"),
 }
 
 

@@ -20,7 +20,7 @@ Usage: elaunch [options] script.py args…
        elaunch stop|restart JOB
        elaunch warm [--status|--stop]
        elaunch rehearse [--steps N] [--link PATH] [options] script.py args…
-       elaunch report [-o FILE] [--perfetto FILE] [--json] DIR
+       elaunch report [-o FILE] [--json] DIR
 
 Start a PyTorch training job, one worker per GPU, and restart it when a worker fails.
 

@@ -30,10 +30,10 @@ from elaunch.rendezvous.rules.roles import counts_in
 class Options:
     """A checked command line. The fields are the options' names in the table; `given` says which were asked for.
 
-    `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` None or 0 is a free
-    port. `roles` are this node's workers by role, as text; empty for one role. `log_dir` is as typed: relative to where
-    the command was started. `typed` are the options of the command line as text, and `program` its other words;
-    `exported` are the options that variables decide, as text.
+    `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` is the first and the
+    last port of a range, None or 0 any free one. `roles` are this node's workers by role, as text; empty for one role.
+    `log_dir` is as typed: relative to where the command was started. `typed` are the options of the command line as
+    text, and `program` its other words; `exported` are the options that variables decide, as text.
     """
 
     kind: ProgramKind
@@ -63,7 +63,6 @@ class Options:
     log_format: LogFormat
     verbose: bool
     quiet: bool
-    show_all_tracebacks: bool
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
     module: bool
@@ -86,12 +85,10 @@ class Options:
     token_file: str | None
     node_rank: int
     master_addr: str | None
-    master_port: int | None
-    port_range: tuple[int, int] | None
+    master_port: tuple[int, int] | None
     local_addr: str | None
     on_event: tuple[str, ...] | None
-    metrics_port: int | None
-    metrics_host: str
+    metrics_port: tuple[str, int] | None
     config: str | None
     run_path: bool
     monitor_interval: float | None
@@ -190,7 +187,6 @@ _EXCLUSIVE = (
     ("preload", "preload_only", "name all modules in the one that is meant, and drop the other"),
     ("role", "roles", "all workers of this node have the one, or some have each of the others; drop one of them"),
     ("nproc_per_node", "roles", "the numbers of the roles make the number of workers; drop one of them"),
-    ("master_port", "port_range", "the one port is then the only one; drop one of them"),
 )
 
 

@@ -12,6 +12,7 @@ from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import Command, Group, HelpRequested, Option
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.signal_names import signal_names
+from elaunch.launcher.schedulers.detect import SCHEDULERS
 from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
@@ -43,9 +44,6 @@ def _job_file(ctx: click.Context, _: click.Parameter, path: str | None) -> str |
 
 
 def _scheduler(raw: values.Raw) -> object:
-    # Imported here: only a command line with this option pays for reading the schedulers' modules.
-    from elaunch.launcher.cluster.schedulers.registry import SCHEDULERS
-
     return values.one_of("auto", "none", *SCHEDULERS)(raw)
 
 
@@ -134,9 +132,8 @@ _OUTPUT = (
         "ranks-filter", Group.OUTPUT, "RANKS", "global ranks to show on the console, as 0,8", values.ranks,
         default_text="all",
     ),
-    _switch("verbose", Group.OUTPUT, "also lines about what elaunch chose and does at the start", short="v"),
+    _switch("verbose", Group.OUTPUT, "also what elaunch chose at the start, and all tracebacks", short="v"),
     _switch("quiet", Group.OUTPUT, "of elaunch's own lines only warnings, errors and the report", short="q"),
-    _switch("show-all-tracebacks", Group.OUTPUT, "all tracebacks: of a lost peer, of Ctrl-C, repeated ones"),
     Option(
         "log-format", Group.OUTPUT, "FORM", "form of lines: text (files: with time), plain, json", values.log_format,
         default=LogFormat.TEXT, default_text="text",
@@ -235,12 +232,8 @@ _RENDEZVOUS = (
         peer="master-addr", differs="default 127.0.0.1",
     ),
     Option(
-        "master-port", Group.RENDEZVOUS, "PORT", "MASTER_PORT", values.port,
+        "master-port", Group.RENDEZVOUS, "PORT", "MASTER_PORT, or FIRST:LAST", values.ports,
         default_text="a free one per generation", peer="master-port", differs="static only; default 29500",
-    ),
-    Option(
-        "port-range", Group.RENDEZVOUS, "FIRST:LAST", "take MASTER_PORT from these ports", values.port_range,
-        default_text="any",
     ),
     Option(
         "local-addr", Group.RENDEZVOUS, "HOST", "this node's address",
@@ -264,19 +257,10 @@ _OTHER = (
     Option(
         "metrics-port",
         Group.OTHER,
-        "PORT",
-        "serve this node's Prometheus metrics; 0: a free port",
-        values.port,
+        "[HOST:]PORT",
+        "serve this node's Prometheus metrics",
+        values.listen_address,
         default_text="none",
-    ),
-    Option(
-        "metrics-host",
-        Group.OTHER,
-        "HOST",
-        "address of the metrics",
-        values.name(HOST_BYTES_MAX),
-        default="127.0.0.1",
-        default_text="127.0.0.1",
     ),
     Option(
         "config",

@@ -103,19 +103,21 @@ def node_rank(raw: Raw) -> int:
     return whole(raw, high=NODES_MAX)
 
 
-def port(raw: Raw) -> int:
-    """A port; 0 means any free port."""
-    return whole(raw, high=PORT_MAX)
-
-
-def port_range(raw: Raw) -> tuple[int, int]:
+def ports(raw: Raw) -> tuple[int, int]:
+    """The first and the last of a range of ports, which are the same for one port; 0 means any free port."""
     found = re.fullmatch(r"([0-9]{1,18})[:-]([0-9]{1,18})", text(raw))
     if not found:
-        raise ValueError("is not a range of ports; use FIRST:LAST, as in 29500:29600")
+        return (port := whole(raw, high=PORT_MAX)), port
     first, last = int(found[1]), int(found[2])
     if not 1 <= first <= last <= PORT_MAX:
         raise ValueError(f"is not a range of ports; use FIRST:LAST with 1 <= FIRST <= LAST <= {PORT_MAX}")
     return first, last
+
+
+def listen_address(raw: Raw) -> tuple[str, int]:
+    """`[HOST:]PORT`: where to listen; 127.0.0.1 without a host, any free port for 0."""
+    host, _, port = text(raw).rpartition(":")
+    return host.strip("[]") or "127.0.0.1", whole(port, high=PORT_MAX)
 
 
 def _number(raw: Raw) -> float:

@@ -12,17 +12,15 @@ from typing import Any
 import click
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.network.reach import routable_addresses
+from elaunch.launcher.host import routable_addresses
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.table import HELP
-from elaunch.launcher.store.head import Bound, StoreProcess, listen, listen_everywhere, serve
-from elaunch.launcher.store.join_command import NewToken
-from elaunch.launcher.store.open_files import agents_served
-from elaunch.launcher.store.rendezvous_plan import Serving
-from elaunch.launcher.store.store_address import ETCD_PORT
+from elaunch.launcher.store.connect import NewToken
+from elaunch.launcher.store.locate import ETCD_PORT, Serving
+from elaunch.launcher.store.serve import Bound, StoreProcess, agents_served, listen, listen_everywhere, serve
 from elaunch.rendezvous.endpoint import Endpoint
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

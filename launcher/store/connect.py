@@ -1,4 +1,7 @@
-"""Connects a node to the job's store as the plan says, and finds the address at which other nodes reach this node."""
+"""Connects a node to the job's store as the plan says, and finds the address at which other nodes reach this node.
+
+A head starts its store first, and prints the command to type on the other hosts.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,43 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.store.rendezvous_plan import RendezvousPlan, Serving
-from elaunch.launcher.store.way import way_of
+from elaunch.launcher.host import (
+    AddressUnclear,
+    NoAddress,
+    Owner,
+    addresses,
+    own_address,
+    owner_of,
+    routable_addresses,
+    socket_variables,
+)
+from elaunch.launcher.options.options import Options, Source, words_of
+from elaunch.launcher.options.rdzv_conf import understand
+from elaunch.launcher.options.secret_file import TOKEN_LINE
+from elaunch.launcher.options.shell_words import joined, quoted
+from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.options.values import switch
+from elaunch.launcher.store.locate import MASTER_PORT, Planned, RendezvousPlan, Serving, way_of
+from elaunch.launcher.store.serve import StoreProcess, decide_head, listen, serve_if_head
+from elaunch.launcher.store.token import STORES, KeptTokens, Meeting, Offer, fetch, port_taken_error, token_at_home
+from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally, is_unspecified
 from elaunch.rendezvous.endpoint import Access, Endpoint, Transport
 from elaunch.rendezvous.engine.memory_store import MemoryStore
-from elaunch.rendezvous.store import Store
-
-if TYPE_CHECKING:
-    from elaunch.launcher.options.options import Options
-    from elaunch.launcher.store.head import StoreProcess
-    from elaunch.launcher.store.rendezvous_plan import Planned
-    from elaunch.launcher.store.token_handover import Meeting, Offer
+from elaunch.rendezvous.etcd.discovery import FoundStore, check_is_etcd
+from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.store import Denied, Store
 
 # A cluster's resolver may learn a host's name some time after the host is up.
 _ADDRESS_WAIT_S = 60.0
 _ADDRESS_PAUSE_S = 0.5
+
+# Each node has its own value of these.
+_OWN = ("node_rank", "local_addr")
+# PET_TOKEN_FILE is not written out: ELAUNCH_TOKEN wins over it, but --token-file would win over ELAUNCH_TOKEN.
+_NOT_WRITTEN = (*_OWN, "token_file", "nnodes", "rdzv_endpoint")
+_SWITCHES = {option.name for option in TABLE if option.is_flag}
 
 
 @dataclass(frozen=True)
@@ -35,7 +57,7 @@ class Reached:
     `is_remote` is true if the store is in another process. `address` is this node's address for the other nodes, and
     `network` holds variables that tell the workers so. `served` is the store's process if this agent started it.
     `offer` sends the store's token to the nodes that the same scheduler started. `way` is how another
-    process of this user reaches the store (`store.way`), empty for a store in this process. `invitation` and
+    process of this user reaches the store (`locate.way_of`), empty for a store in this process. `invitation` and
     `only_here` are as in `AgentConfig`.
     """
 
@@ -62,31 +84,39 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
 
     Raises UsageError and SiteError.
     """
-    from elaunch.launcher.network.gloo import socket_variables
-
     plan = planned.plan
     if plan.is_alone:
-        network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
-        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
+        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1")
     _check_node_rank_0(options, plan)
     _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
-    from elaunch.launcher.store.head import serve_if_head
-
     if planned.hands_over:
-        plan = _settle_head(options, planned, say)
+        # The head's token is one that nodes with the same home also make.
+        is_head = decide_head(plan, say)
+        token = token_at_home(_meeting(options, planned).name, make=True) if is_head else ""
+        plan = replace(plan, is_head=is_head, token=token)
     served, offer, invitation = serve_if_head(plan, say, options.nnodes), None, ""
     try:
-        if served:
-            offer, invitation = _tell_others(options, planned, served, say)
-            plan = replace(plan, token=served.token)
+        if served and planned.hands_over:
+            offer = _offer(_meeting(options, planned), served.token)
+            if options.verbose:
+                say(about(plan))
+        elif served:
+            new_token = NewToken(served.token, served.kept, served.trouble, is_terminal=os.isatty(2))
+            lecture, *lines = invite(options, plan, new_token)
+            for line in (lecture, *lines) if options.verbose else lines:
+                say(line)
+            invitation = lines[0]
         elif planned.hands_over:
             plan = replace(plan, token=_secret_of_head(_meeting(options, planned), plan, say))
+        if served:
+            plan = replace(plan, token=served.token)
+        number = _numeric_address(address, planned, say)
         return Reached(
             store_of(plan, say),
             True,
             address,
-            socket_variables(_numeric_address(address, planned, say), os.environ, say, verbose=options.verbose),
+            socket_variables(number, os.environ, say, verbose=options.verbose),
             served,
             offer,
             way_of(plan),
@@ -98,14 +128,39 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
         raise
 
 
+def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
+    """The client of the store at the plan's endpoints. Nothing is sent yet.
+
+    Raises UsageError if the token is too short, or the transport is not installed.
+    """
+    deadline_s = plan.times.call_deadline_s
+    access = Access(plan.tls, plan.login, plainly=plan.plainly, prefix=plan.prefix)
+    try:
+        if plan.transport is Transport.GRPC:
+            # Imported here: grpcio is optional.
+            from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
+
+            return EtcdStore(plan.endpoints, access, deadline_s, GrpcTransport(access))
+        if plan.tls or plan.plainly or len(plan.endpoints) > 1:
+            return EtcdStore(plan.endpoints, access, deadline_s)
+        return FoundStore(
+            plan.endpoints[0],
+            plan.token,
+            access,
+            deadline_s,
+            expects_ours=plan.serving is not Serving.NOTHING,
+            keyring=KeptTokens(),
+            say=say,
+        )
+    except (Denied, ValueError) as error:
+        raise UsageError(str(error)) from None
+
+
 def only_here(plan: RendezvousPlan) -> str:
     """Why no other host reaches the store at the plan's endpoint, and what to give instead; empty if others may.
 
     A host's own name may be a loopback address here (Debian's 127.0.1.1), and another one on the other hosts.
     """
-    from elaunch.launcher.network.reach import NoAddress, addresses, routable_addresses
-    from elaunch.rendezvous.addresses import is_loopback, is_unspecified
-
     endpoint, own = plan.endpoints[0], socket.gethostname()
     if len(plan.endpoints) > 1 or endpoint.host.partition(".")[0] == own.partition(".")[0]:
         return ""
@@ -123,37 +178,11 @@ def only_here(plan: RendezvousPlan) -> str:
     )
 
 
-def _tell_others(
-    options: Options, planned: Planned, served: StoreProcess, say: Callable[[str], None]
-) -> tuple[Offer | None, str]:
-    """Tell the other nodes of the store that this node serves.
-
-    A person gets a line to type, which is returned. A scheduler's tasks ask the offer that is returned.
-    """
-    from elaunch.launcher.store.join_command import NewToken, about, invitation
-
-    if not planned.hands_over:
-        new_token = NewToken(served.token, served.kept, served.trouble, is_terminal=os.isatty(2))
-        lecture, lines = about(planned.plan), invitation(options, planned.plan, new_token)
-        for line in lines:
-            if line != lecture or options.verbose:
-                say(line)
-        return None, lines[1]
-    if options.verbose:
-        say(about(planned.plan))
-    from elaunch.launcher.store.token_handover import Offer
-
-    return Offer(_meeting(options, planned), served.token), ""
-
-
-def _settle_head(options: Options, planned: Planned, say: Callable[[str], None]) -> RendezvousPlan:
-    """Decide whether this node is the head. The plan of a head gets a token that nodes with the same home also make."""
-    from elaunch.launcher.cluster.home_key import token_at_home
-    from elaunch.launcher.store.head import decide_head
-
-    is_head = decide_head(planned.plan, say)
-    token = token_at_home(_meeting(options, planned).name, make=True) if is_head else ""
-    return replace(planned.plan, is_head=is_head, token=token)
+def _offer(meeting: Meeting, token: str) -> Offer:
+    bound = listen(meeting.port)
+    if bound is None:
+        raise port_taken_error(meeting.endpoint, meeting.port)
+    return Offer(meeting, token, bound.listener)
 
 
 def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str], None]) -> str:
@@ -161,15 +190,16 @@ def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str],
 
     Raises SiteError, and UsageError if an etcd without TLS listens where this node was to serve the store.
     """
-    from elaunch.launcher.store.token_handover import fetch, port_taken_error
-
     endpoint = plan.endpoints[0]
     # A scheduler names one head, and this is it: a program that has the head's port already is no store of this job.
     if plan.is_head and not meeting.may_be_etcd:
         raise port_taken_error(endpoint, endpoint)
     token = fetch(meeting, plan.times.store_wait_s, say)
     if plan.is_head and not token:
-        _check_is_etcd(endpoint, plan.times.call_deadline_s)
+        try:
+            check_is_etcd(endpoint, plan.times.call_deadline_s)
+        except Denied as error:
+            raise UsageError(str(error)) from None
         raise UsageError(
             f"this node was to serve the job's store at {endpoint}, but an etcd without TLS listens there,"
             " and anybody can connect to it; if you mean that etcd, type on all nodes --rdzv-endpoint"
@@ -178,21 +208,8 @@ def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str],
     return token
 
 
-def _check_is_etcd(endpoint: Endpoint, deadline_s: float) -> None:
-    """Raises UsageError if the server without TLS there is of another kind."""
-    from elaunch.rendezvous.etcd.discovery import check_is_etcd
-    from elaunch.rendezvous.store import Denied
-
-    try:
-        check_is_etcd(endpoint, deadline_s)
-    except Denied as error:
-        raise UsageError(str(error)) from None
-
-
 def _meeting(options: Options, planned: Planned) -> Meeting:
     """Where this job's nodes meet. The name has the scheduler's job id: several jobs may have the same --run-id."""
-    from elaunch.launcher.store.token_handover import Meeting
-
     cluster, endpoint = planned.cluster, planned.plan.endpoints[0]
     assert cluster
     name = f"{cluster.run_id or cluster.scheduler}.{cluster.restarts} {options.run_id} {endpoint.port}"
@@ -204,9 +221,6 @@ def _check_node_rank_0(options: Options, plan: RendezvousPlan) -> None:
 
     Two hosts with node rank 0 (the same command on each) would be two jobs, or one job that waits in vain.
     """
-    from elaunch.launcher.network.reach import NoAddress, Owner, owner_of
-    from elaunch.launcher.options.rdzv_conf import understand
-
     if plan.node_rank != 0 or not plan.master_addr or understand(options.rdzv_conf).is_host:
         return
     # A name without an address yet may belong to this host.
@@ -225,9 +239,6 @@ def _check_head_host(options: Options, planned: Planned) -> None:
 
     The other nodes connect to the named head.
     """
-    from elaunch.launcher.network.reach import NoAddress, Owner, owner_of
-    from elaunch.launcher.options.rdzv_conf import understand
-
     cluster = planned.cluster
     if not (planned.at_its_head and planned.plan.is_head and cluster) or understand(options.rdzv_conf).is_host:
         return
@@ -244,52 +255,8 @@ def _check_head_host(options: Options, planned: Planned) -> None:
             )
 
 
-def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
-    """The client of the store at the plan's endpoints. Nothing is sent yet.
-
-    Raises UsageError if the token is too short, or the transport is not installed.
-    """
-    from elaunch.rendezvous.etcd.store import EtcdStore
-
-    deadline_s = plan.times.call_deadline_s
-    access = Access(plan.tls, plan.login, plainly=plan.plainly, prefix=plan.prefix)
-    if plan.transport is Transport.GRPC:
-        return _over_grpc(plan, access)
-    if plan.tls or plan.plainly or len(plan.endpoints) > 1:
-        return EtcdStore(plan.endpoints, access, deadline_s)
-    from elaunch.launcher.store.keyring import KeptTokens
-    from elaunch.rendezvous.etcd.discovery import FoundStore
-
-    try:
-        return FoundStore(
-            plan.endpoints[0],
-            plan.token,
-            access,
-            deadline_s,
-            expects_ours=plan.serving is not Serving.NOTHING,
-            keyring=KeptTokens(),
-            say=say,
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _over_grpc(plan: RendezvousPlan, access: Access) -> Store:
-    from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
-    from elaunch.rendezvous.etcd.store import EtcdStore
-    from elaunch.rendezvous.store import Denied
-
-    try:
-        return EtcdStore(plan.endpoints, access, plan.times.call_deadline_s, GrpcTransport(access))
-    except Denied as error:
-        raise UsageError(str(error)) from None
-
-
 def _numeric_address(address: str, planned: Planned, say: Callable[[str], None]) -> str:
     """This node's address as a number. The command line may have given a name."""
-    from elaunch.launcher.network.reach import NoAddress, addresses
-    from elaunch.rendezvous.addresses import is_address, is_loopback
-
     if is_address(address):
         return address
     with suppress(NoAddress):
@@ -299,8 +266,6 @@ def _numeric_address(address: str, planned: Planned, say: Callable[[str], None])
 
 
 def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
-    from elaunch.launcher.network.reach import AddressUnclear, NoAddress, own_address
-
     plan = planned.plan
     # The name may belong to a node that the scheduler has not started yet, as a pod.
     patience_s = plan.times.store_wait_s if planned.cluster else _ADDRESS_WAIT_S
@@ -319,3 +284,106 @@ def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
                 say(f"{error}; {right}trying again for {patience_s:g} s")
                 is_said = True
         time.sleep(_ADDRESS_PAUSE_S)
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """The token that a head has made, and how the other nodes get it.
+
+    `kept` is the path of a file in this user's home with the token. It is empty if there is no file, and `trouble` says
+    why. The token is shown on a terminal only, because many people may read a log.
+    """
+
+    token: str = field(repr=False)
+    kept: str
+    trouble: str
+    is_terminal: bool
+
+    def text_to_type(self, endpoint: Endpoint) -> str:
+        """The token if the command for other nodes needs it, else empty. Raises UsageError if nobody could learn it."""
+        if self.is_terminal:
+            # Only agents on this host can reach a loopback endpoint, and they find the file.
+            return "" if self.kept and is_meant_locally(endpoint.host) else self.token
+        if not self.kept:
+            raise UsageError(
+                "nobody could learn the token of the store that this host was to serve: stderr is no terminal, and no"
+                f" file can be written in {STORES} ({self.trouble}); give all nodes the same token: {TOKEN_LINE}"
+            )
+        return ""
+
+    def file_to_type(self, endpoint: Endpoint) -> str:
+        """The token's file if the command for other nodes names that, else empty."""
+        return "" if self.is_terminal or is_meant_locally(endpoint.host) else self.kept
+
+    def hints(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """A line for nodes without the token's file; none if no node needs it."""
+        if not (file := self.file_to_type(endpoint)):
+            return ()
+        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+        copy = joined(["scp", f"{host}:{file}", "token"])
+        return (
+            f"the store's token is in {file}, which only you can read: nodes that share this home find it there;"
+            f" on another node copy it first ({copy}), and type --token-file token",
+        )
+
+
+def line_for_others(options: Options, plan: RendezvousPlan, token: str, token_file: str = "") -> str:
+    """The command line for another host. `token` and `token_file` are empty if the user knows the token already.
+
+    Options from variables are written out, because the other host may not have the variables. Options from a job file
+    stay in the file.
+    """
+    is_static = plan.node_rank is not None
+    line: dict[str, str] = {"token_file": token_file} if token_file else {}
+    if options.given.get("nnodes") is not Source.COMMAND_LINE:
+        line["nnodes"] = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
+    # A static job's endpoint follows from the master's address, or is the master's address.
+    if is_static and (endpoint := options.exported.get("rdzv_endpoint")):
+        line["rdzv_endpoint"] = endpoint
+    if not is_static and options.given.get("rdzv_endpoint") is not Source.COMMAND_LINE:
+        line["rdzv_endpoint"] = str(plan.endpoints[0])
+    exported = {name: value for name, value in options.exported.items() if name not in _NOT_WRITTEN}
+    line |= {name: value for name, value in exported.items() if name not in _SWITCHES or switch(value)}
+    line |= {name: value for name, value in options.typed.items() if name not in _OWN}
+    # Only this host is the head.
+    settings = line.pop("rdzv_conf", "").split(",")
+    if others := [pair for pair in settings if pair and not pair.strip().startswith("is_host")]:
+        line["rdzv_conf"] = ",".join(others)
+    line |= {"node_rank": "1"} if is_static else {}
+    variables = {"ELAUNCH_TOKEN": token, "ELAUNCH_ENDPOINT": _store_elsewhere(options, plan) if is_static else ""}
+    prefix = "".join(f"{name}={quoted(value)} " for name, value in variables.items() if value)
+    return f"{prefix}{joined(['elaunch', *words_of(line, options.program)])}"
+
+
+def _store_elsewhere(options: Options, plan: RendezvousPlan) -> str:
+    """The endpoint of a static job's store if only a variable names it; else empty."""
+    if "rdzv_endpoint" in options.given:
+        return ""
+    beside_master = Endpoint(plan.master_addr or "", ((options.master_port or (0, 0))[0] or MASTER_PORT) + 1)
+    return "" if plan.endpoints[0] == beside_master else str(plan.endpoints[0])
+
+
+def about(plan: RendezvousPlan) -> str:
+    """The line about the limits of a store that the head serves itself."""
+    kind = "an etcd of its own" if plan.serving is Serving.ETCD else "its memory"
+    return (
+        f"this host serves the job's store at {plan.endpoints[0]} from {kind}: store and job end with this host's"
+        " elaunch; a job that must outlive any host needs --rdzv-endpoint of an etcd cluster"
+    )
+
+
+def invite(options: Options, plan: RendezvousPlan, new_token: NewToken) -> tuple[str, ...]:
+    """The lines that a head prints. A token that the user gave is not shown. Raises UsageError."""
+    endpoint = plan.endpoints[0]
+    many = options.nnodes[1] > 2
+    others = "each other node" if many else "the other node"
+    same = " with the same token" if plan.token else ""
+    ranks = ", with --node-rank 2 and so on after the first of them" if plan.node_rank is not None and many else ""
+    token = "" if plan.token else new_token.text_to_type(endpoint)
+    token_file = "" if plan.token else new_token.file_to_type(endpoint)
+    line = line_for_others(options, plan, token, token_file)
+    return (
+        about(plan),
+        f"on {others} type{same}{ranks}: {line}",
+        *(() if plan.token else new_token.hints(endpoint)),
+    )

@@ -15,9 +15,7 @@ from elaunch.launcher.options.command_line import Command, Option, Source, own
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.table import HELP, TABLE
-from elaunch.launcher.store.plan import plan
-from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
-from elaunch.launcher.store.store_address import given_addresses
+from elaunch.launcher.store.locate import RendezvousPlan, given_addresses, plan
 from elaunch.launcher.watch.local import Found, LocalAgent, local_agents, user_name
 from elaunch.launcher.watch.record import VERSION, status_record
 from elaunch.launcher.watch.source import JobSource, LocalSource, StoreSource

@@ -13,8 +13,7 @@ from elaunch.agent.core.leaving import OrderAnswer
 from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.store.connect import store_of
-from elaunch.launcher.store.rendezvous_plan import RendezvousPlan
-from elaunch.launcher.store.way import plan_by
+from elaunch.launcher.store.locate import RendezvousPlan, plan_by
 from elaunch.launcher.watch.asking import NobodyAsked, ask_nodes, patience_s, read_job
 from elaunch.launcher.watch.local import (
     ANSWER_S,

@@ -8,19 +8,13 @@ __version__ = "0.1.0"
 # `typing` itself is not imported: each worker imports this before its program.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elaunch.launcher.functions.config import LaunchConfig as LaunchConfig
-    from elaunch.launcher.functions.errors import ChildFailedError as ChildFailedError
-    from elaunch.launcher.functions.errors import JobFailed as JobFailed
+    from elaunch.launcher.functions.launch import ChildFailedError as ChildFailedError
+    from elaunch.launcher.functions.launch import JobFailed as JobFailed
+    from elaunch.launcher.functions.launch import LaunchConfig as LaunchConfig
     from elaunch.launcher.functions.launch import elastic_launch as elastic_launch
     from elaunch.launcher.functions.launch import launch as launch
 
-_FUNCTIONS = {
-    "LaunchConfig": "config",
-    "ChildFailedError": "errors",
-    "JobFailed": "errors",
-    "elastic_launch": "launch",
-    "launch": "launch",
-}
+_FUNCTIONS = ("LaunchConfig", "ChildFailedError", "JobFailed", "elastic_launch", "launch")
 
 
 def __getattr__(name: str) -> object:
@@ -29,4 +23,4 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.launcher.functions.{_FUNCTIONS[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.launcher.functions.launch"), name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import ettr, statecost, staterestart
+from bench import statecost, staterestart
 from bench.marks import FIRST_STEP, NEXT_STEP
 from bench.sides import KEPT, usual
 
@@ -42,16 +42,6 @@ def test_a_restart_of_the_usual_script_makes_steps_again() -> None:
     assert sample.values[staterestart.LOST] >= 5
     assert sample.stages["script's first line"] < sample.stages[FIRST_STEP] < sample.stages[NEXT_STEP]
     assert "noticed" not in sample.stages
-
-
-@pytest.mark.slow
-def test_a_window_with_failures_is_mostly_steps_that_count() -> None:
-    (sample,) = ettr.windows(KEPT, 5, 1, random.Random(1), window_s=10.0)
-
-    assert not sample.why
-    assert sample.values[ettr.COMMITTED] == 100
-    assert 30 < sample.values[ettr.ETTR] < 100
-    assert sample.values[ettr.SPEED] > 60
 
 
 @pytest.mark.slow

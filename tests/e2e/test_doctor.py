@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.harness import COMMAND, RUN_LIMIT_S, Job, environment, free_ports, script
-from tests.terminal import Terminal
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 # A program that is a command: torch is not looked at, so that these take a tenth of a second.
@@ -60,36 +59,25 @@ def test_this_node_can_train(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout
     assert ended.stderr == ""
     # On a busy host the import may take so long that it is a warning.
-    assert re.search(r": (ok +torch +torch \S+ \(.*\), imported in |warn +torch +importing torch )", ended.stdout)
-    assert re.search(r": ok +py-spy +py-spy reads the stack", ended.stdout)
+    assert re.search(r": (ok|warn) +torch +torch \S+ \(.*\), imported in ", ended.stdout)
     assert "one node needs no store" in ended.stdout
     assert "can train" in ended.stdout.splitlines()[-1]
     hosts = {line.partition(": ")[0] for line in ended.stdout.splitlines()}
     assert hosts == {os.uname().nodename}
 
 
-def test_json_has_all_checks_with_grades_findings_and_facts(tmp_path: Path) -> None:
+def test_json_has_all_checks_with_grades_and_findings(tmp_path: Path) -> None:
     ended = doctor(tmp_path, "--json", *LIGHT)
 
     found = json.loads(ended.stdout)
     assert len(ended.stdout.splitlines()) == 1
     assert set(found) == {"schema", "elaunch", "host", "grade", "seconds", "checks"}
     for check in found["checks"]:
-        assert set(check) == {"check", "grade", "findings", "facts"}
+        assert set(check) == {"check", "question", "grade", "findings"}
         assert check["findings"]
         for finding in check["findings"]:
             assert set(finding) == {"grade", "found", "advice"}
             assert finding["grade"] in ("ok", "warn", "bad")
-
-
-def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
-    with Terminal(tmp_path, "doctor", *LIGHT, env={"COLUMNS": "100", "TERM": "xterm"}) as terminal:
-        code = terminal.read_all()
-
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", terminal.text)
-    assert code == 0
-    assert re.search(r"^ ok +system +elaunch", shown, re.MULTILINE)
-    assert not re.search(rf"^{os.uname().nodename}: ok", shown, re.MULTILINE)
 
 
 def test_a_low_limit_of_open_files_is_bad(tmp_path: Path) -> None:
@@ -97,33 +85,7 @@ def test_a_low_limit_of_open_files_is_bad(tmp_path: Path) -> None:
 
     assert code == 1
     assert checks["limits"]["grade"] == "bad"
-    assert "is 64, and 1 worker needs 69" in worst(checks["limits"])
-
-
-@pytest.mark.usefixtures("mounts")
-def test_a_small_dev_shm_and_a_full_tmpdir_are_bad(tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = f'mount -t tmpfs -o size=8M none {small} && mount -t tmpfs -o size=20M none /dev/shm && exec "$@"'
-
-    code, checks = examined(
-        tmp_path, "--nproc-per-node", "2", *LIGHT, env={"TMPDIR": str(small)}, prefix=(*OWN_MOUNTS, mount, "sh")
-    )
-
-    assert code == 1
-    assert "20 MiB of 20 MiB are free in /dev/shm; 2 workers need 64 MiB" in worst(checks["shm"])
-    assert worst(checks["disk"]) == f"TMPDIR {small}: 8 MiB free"
-
-
-@pytest.mark.usefixtures("mounts")
-def test_a_log_folder_on_a_read_only_disk_is_bad(tmp_path: Path) -> None:
-    mount = f'mount -t tmpfs -o ro none {tmp_path}/logs && exec "$@"'
-    (tmp_path / "logs").mkdir()
-
-    code, checks = examined(tmp_path, "--log-dir", "logs", *LIGHT, prefix=(*OWN_MOUNTS, mount, "sh"))
-
-    assert code == 1
-    assert worst(checks["disk"]) == "nothing can be written to --log-dir logs: Read-only file system"
+    assert "is 64, and 1 worker needs 70" in worst(checks["limits"])
 
 
 def test_an_endpoint_without_a_store_is_told_by_who_would_serve_it(tmp_path: Path) -> None:
@@ -138,7 +100,7 @@ def test_an_endpoint_without_a_store_is_told_by_who_would_serve_it(tmp_path: Pat
     assert etcd[0] == 1
     assert "nothing listens" in worst(etcd[1]["store"])
     assert unknown[0] == 1
-    assert unknown[1]["names"]["grade"] == unknown[1]["address"]["grade"] == unknown[1]["store"]["grade"] == "bad"
+    assert unknown[1]["address"]["grade"] == unknown[1]["store"]["grade"] == "bad"
 
 
 def test_a_store_is_timed_and_refuses_a_wrong_token(tmp_path: Path) -> None:
@@ -158,12 +120,11 @@ def test_a_store_is_timed_and_refuses_a_wrong_token(tmp_path: Path) -> None:
         finally:
             store.terminate()
 
-    facts = right[1]["store"]["facts"]
     assert right[0] == 0
-    assert len(facts["latencies_s"]) == 20
-    # One clock: it is within the bounds, and these are narrower than the header's second.
-    assert facts["skew_from_s"] <= 0 <= facts["skew_to_s"]
-    assert facts["skew_to_s"] - facts["skew_from_s"] < 0.9
+    answers, clock = (finding["found"] for finding in right[1]["store"]["findings"])
+    assert "of 20 requests" in answers
+    # One clock.
+    assert clock.startswith("this host's clock and the store's agree (by its HTTP Date header, to ")
     assert wrong[0] == 1
     assert "not that of the store" in worst(wrong[1]["store"])
     assert TOKEN not in json.dumps([right, wrong])
@@ -187,13 +148,6 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(tmp_path: Path) ->
     assert no_place.stderr.startswith("elaunch: --nnodes 2 needs the address of a store")
     assert "doctor" not in no_place.stderr
     assert "Traceback" not in no_place.stderr + typo.stderr
-
-
-def test_a_script_that_is_missing_is_bad(tmp_path: Path) -> None:
-    code, checks = examined(tmp_path, "--no-python", "missing-command")
-
-    assert code == 1
-    assert "missing-command is not an executable file" in worst(checks["system"])
 
 
 # --health-check

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.launcher.resources import detect
+from elaunch.launcher.host import detect
 from tests.harness import RUN_LIMIT_S, Job, environment, finished, records, script, slow
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
@@ -140,7 +140,7 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, int]:
     first = _free_ports(2)[0]
 
     with socket.create_server(("127.0.0.1", first)):
-        return finished(folder, *LIGHT, "--port-range", f"{first}:{first + 1}", "train.py"), first
+        return finished(folder, *LIGHT, "--master-port", f"{first}:{first + 1}", "train.py"), first
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ class TestPort:
 
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            job = finished(tmp_path, *LIGHT, "--port-range", f"{port}:{port}", "train.py")
+            job = finished(tmp_path, *LIGHT, "--master-port", f"{port}:{port}", "train.py")
 
         assert job.code == 2, job.output
         assert f"port {port} is in use" in job.stderr

@@ -218,7 +218,7 @@ def test_a_bug_of_two_ranks_in_each_generation_is_one_traceback(tmp_path: Path) 
     script(tmp_path, f"{text}def step():\n    raise ValueError('bad batch')\nstep()")
 
     job = finished(tmp_path, *LIGHT, "--nproc-per-node", "3", "--max-restarts", "3", "--log-dir", "logs", "train.py")
-    shown_all = finished(tmp_path, *LIGHT, "--max-restarts", "0", "--show-all-tracebacks", "train.py")
+    shown_all = finished(tmp_path, *LIGHT, "--max-restarts", "0", "-v", "train.py")
 
     assert job.stderr.count("Traceback (most recent call last):") == 1, job.output
     assert re.search(

@@ -1,4 +1,4 @@
-"""`elaunch report` on runs that really happened, and its page in a real browser."""
+"""`elaunch report` on runs that really happened."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +35,6 @@ if generation == 0:
     # It makes no step that the other rank has not made.
     time.sleep(60)
 """
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +48,7 @@ def test_a_job_that_lost_two_steps_says_so_in_its_report(tmp_path: Path) -> None
     job = finished(tmp_path, "--no-preload", "--log-dir", "logs", "--nproc-per-node", "2", "train.py")
     assert job.code == 0, job.output
 
-    done = run(tmp_path, "report", "logs", "--json", "-o", "page.html", "--perfetto", "trace.json")
+    done = run(tmp_path, "report", "logs", "--json", "-o", "page.html")
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -68,7 +65,6 @@ def test_a_job_that_lost_two_steps_says_so_in_its_report(tmp_path: Path) -> None
     links = re.findall(r'href="(logs/[^"]+)"', page)
     assert links
     assert all((tmp_path / link).is_file() for link in links)
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
 def test_a_job_that_runs_is_told_from_one_whose_agent_was_killed(tmp_path: Path) -> None:
@@ -106,41 +102,11 @@ def test_the_end_of_a_job_says_how_to_make_the_page_and_that_command_works(tmp_p
     done = run(tmp_path, *shlex.split(line[1]))
 
     assert done.returncode == 0, done.stderr
-    headline, page = done.stdout.splitlines()
+    headline, failure, *_, page = done.stdout.splitlines()
     assert headline.startswith("Job ")
     assert " failed after " in headline
+    assert "ValueError: the loss is NaN" in failure
     assert "ValueError: the loss is NaN" in Path(page).read_text()
-
-
-@pytest.mark.slow
-def test_a_real_browser_shows_the_page_and_its_script_runs(tmp_path: Path) -> None:
-    browser = next((path for name in BROWSERS if (path := shutil.which(name))), "")
-    if not browser:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
-    script(tmp_path, LOSES_TWO_STEPS)
-    finished(tmp_path, "--no-preload", "--log-dir", "logs", "--nproc-per-node", "2", "train.py")
-    rows = [{"step": step, "loss": 3 / step, "seconds": 0.1} for step in range(1, 13)]
-    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run(tmp_path, "report", "logs", "-o", "page.html", "--metrics", "m.jsonl").returncode == 0
-    shown = (tmp_path / "page.html").as_uri()
-    common = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-
-    dom = subprocess.run([*common, "--dump-dom", shown], capture_output=True, text=True, timeout=300).stdout
-    picture = tmp_path / "page.png"
-    size = ["--window-size=1400,2000", f"--screenshot={picture}"]
-    subprocess.run([*common, *size, shown], capture_output=True, timeout=300, check=True)
-
-    # The script sets these last: it ran to its end.
-    assert 'data-ready="true"' in dom
-    assert 'data-lanes="2"' in dom
-    assert dom.count('class="mean"') == 2
-    # What the job wrote is shown and not run.
-    assert "<title>Job " in dom
-    assert "&lt;script&gt;document.title" in dom
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1400, 2000)
-    # A blank page of this size compresses to a few kB.
-    assert picture.stat().st_size > 50_000
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_who_ends_right_after_the_last_word_ends_well(tmp_path: Path) -> None:
 GIVEN = """
 import os, pathlib
 import torch.distributed as dist
-from elaunch.trainer.ranks.group_member import GroupMember
+from elaunch.trainer.ranks.meeting import GroupMember
 
 generation, rank = os.environ["ELAUNCH_GENERATION"], os.environ["RANK"]
 dist.init_process_group("gloo")

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elaunch.trainer.checkpoint.catalog import marks
+from elaunch.trainer.checkpoint.storage import marks
 from tests.harness import free_ports, wait_for
 
 SHAPE = ["--steps", "40", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "2", "--width", "32"]

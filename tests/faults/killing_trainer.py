@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import train
 from elaunch.trainer.__main__ import main
-from elaunch.trainer.checkpoint import catalog, local
+from elaunch.trainer.checkpoint import local, storage
 from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.boundary import Boundary
@@ -134,7 +134,7 @@ def plant() -> None:
 
 def newest_published(folder: Path) -> int:
     """The step of the checkpoint that has just got its name, or -1 for another folder."""
-    found = catalog.marks(folder)
+    found = storage.marks(folder)
     return found[-1].step if found else -1
 
 

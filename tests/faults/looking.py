@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elaunch.trainer.checkpoint.catalog import marks
+from elaunch.trainer.checkpoint.storage import marks
 from elaunch.trainer.keeper import look_around
 from elaunch.trainer.keeper.boundary import Agreed, Boundary, Wants
 from elaunch.trainer.keeper.copies import Copies

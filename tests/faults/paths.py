@@ -48,10 +48,9 @@ from elaunch.trainer.keeper import copies, verification
 from elaunch.trainer.keeper.boundary import Boundary
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory import mirror, sharded, slots
-from elaunch.trainer.ranks import connections
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import Connections
-from elaunch.trainer.ranks.greeting import Contact
+from elaunch.trainer.ranks.handshake import Contact
 from elaunch.trainer.state.training_state import Training
 
 FOLDER, STEPS, KIND = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -97,7 +96,7 @@ def plant_at_starts() -> None:
 
 
 def plant_in_looks() -> None:
-    agreed, numbers = Boundary.agreed, Channel._numbers
+    agreed, message = Boundary.agreed, Channel._message
     is_looking = False
 
     def look(self: Boundary, wants: Any) -> Any:
@@ -108,12 +107,12 @@ def plant_in_looks() -> None:
         finally:
             is_looking = False
 
-    def in_a_look(self: Channel, *args: Any) -> list[int]:
+    def in_a_look(self: Channel, *args: Any) -> bytearray:
         if is_looking:
             MOMENTS.strike("look" if RANK else "agreed", now())
-        return numbers(self, *args)
+        return message(self, *args)
 
-    Boundary.agreed, Channel._numbers = look, in_a_look  # type: ignore[method-assign]
+    Boundary.agreed, Channel._message = look, in_a_look  # type: ignore[method-assign]
 
 
 def plant_in_copies() -> None:
@@ -174,8 +173,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def main() -> None:
     global keeper
     verification._FIRST_S = 0.2
-    # A rank that dies in its greeting is given up after twice as long.
-    connections._TRIES_S = 5.0
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     network: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))

@@ -40,14 +40,13 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from elaunch.trainer.checkpoint import catalog, dcp, local
+from elaunch.trainer.checkpoint import dcp, local, storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.local import LocalStorage
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import Slot
-from elaunch.trainer.ranks.agreement import Ranks
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import model_state, region
 from elaunch.trainer.state.tree import tensors_sha256
@@ -138,7 +137,7 @@ def at(moment: str, rank: int) -> None:
     if rank != RANK:
         return
 
-    write, remove, to_rank_0 = ObjectFolder.write, ObjectFolder.remove, Ranks.to_rank_0
+    write, remove, to_rank_0 = ObjectFolder.write, ObjectFolder.remove, Peers.to_rank_0
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -150,15 +149,15 @@ def at(moment: str, rank: int) -> None:
         return 0
 
     def empty(path: Path, *_: object, **__: object) -> None:
-        (path / catalog.MANIFEST).unlink()
+        (path / storage.MANIFEST).unlink()
         die()
 
     def unmarked(self: ObjectFolder, name: str, content: bytes) -> None:
-        if name == catalog.MANIFEST:
+        if name == storage.MANIFEST:
             die()
         write(self, name, content)
 
-    def told(self: Ranks, value: Any) -> Any:
+    def told(self: Peers, value: Any) -> Any:
         if threading.current_thread().name == "checkpoint":
             die()
         return to_rank_0(self, value)
@@ -177,7 +176,7 @@ def at(moment: str, rank: int) -> None:
         case "write":
             dcp._Summing.write = halfway  # type: ignore[method-assign]
         case "part":
-            Ranks.to_rank_0 = told  # type: ignore[method-assign]
+            Peers.to_rank_0 = told  # type: ignore[method-assign]
         case "manifest":
             LocalStorage.publish = ObjectStorage.publish = die  # type: ignore[assignment, method-assign]
         case "publish":

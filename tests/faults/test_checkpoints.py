@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.trainer.checkpoint.catalog import Mark, marks
+from elaunch.trainer.checkpoint.storage import Mark, marks
 from tests.harness import RUN_LIMIT_S, script, slow, wait_for
 from tests.ranks import Ended, RankForker, Ranks
 from tests.s3 import S3, s3_server

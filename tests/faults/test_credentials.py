@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.store.keyring import KeptToken
+from elaunch.launcher.store.token import KeptToken
 from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
 from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 from elaunch.rendezvous.etcd.store import EtcdStore

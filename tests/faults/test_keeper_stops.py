@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.trainer.checkpoint.catalog import marks
+from elaunch.trainer.checkpoint.storage import marks
 from tests.faults.keeper_runs import KEPT, RESTORED, STEPS, Calm, Recorded, Run, assert_same
 from tests.harness import environment, free_ports, slow, wait_for
 from tests.ranks import RankForker, Ranks

@@ -6,22 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from elaunch.trainer.ranks.tcp import SILENT_S
 from tests.harness import environment, script
 from tests.nodes import Node, Nodes, needs_nodes
 
 pytestmark = needs_nodes
 
-# Two ranks, whose store is a folder. The last argument are the seconds of silence after which a host is lost.
+# Two ranks, whose store is a folder.
 RANK = """
-import pathlib, sys, time
-from elaunch.trainer.ranks import connections, tcp
+import os, pathlib, sys, time
+from elaunch.trainer.ranks import connections
+from elaunch.trainer.ranks.meeting import own_address
 from elaunch.trainer.ranks.channel import Channel
 
 class Folder:
-    may_be_old = False
+    own_address = staticmethod(lambda: own_address(os.environ))
     def publish(self, rank, content):
         pathlib.Path(f".{rank}").write_bytes(content)
         pathlib.Path(f".{rank}").rename(f"contact-{rank}")
@@ -29,8 +27,6 @@ class Folder:
         path = pathlib.Path(f"contact-{rank}")
         return path.read_bytes() if path.exists() else None
 
-tcp.SILENT_S = connections.SILENT_S = int(sys.argv[3])
-connections._LOOK_S = 0.2
 rank, region = int(sys.argv[1]), bytearray(int(sys.argv[2]))
 channel = Channel("test", rank, 2, Folder(), timeout_s=60)
 channel.largest([rank])
@@ -49,42 +45,24 @@ try:
 except connections.PeerLost as error:
     print(f"{time.monotonic() - began_s:.1f} s: {error}")
 """
-# With one of these a rank waits for an answer, with the other one for room to send more.
-SMALL, LARGE = 1000, 64 << 20
 
 
-def started(nodes: Nodes, folder: Path, size: int, silent_s: int) -> list[subprocess.Popen[str]]:
+def started(nodes: Nodes, folder: Path, size: int) -> list[subprocess.Popen[str]]:
     """A rank on each of two nodes; they have met."""
     program = str(script(folder, RANK))
     env = environment({"GLOO_SOCKET_IFNAME": "eth0"})
     ends = {"cwd": folder, "env": env, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    found = [
-        node.popen(sys.executable, program, *map(str, (rank, size, silent_s)), **ends)
-        for rank, node in enumerate(nodes)
-    ]
+    found = [node.popen(sys.executable, program, *map(str, (rank, size)), **ends) for rank, node in enumerate(nodes)]
     for each in found:
         assert each.stdout
         assert each.stdout.readline() == "ready\n"
     return found
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
-def test_a_host_that_is_lost_with_data_on_its_way_is_noticed_in_time(tmp_path: Path, size: int) -> None:
-    with Nodes(2) as nodes:
-        # Few, for a quick test.
-        sends, _ = started(nodes, tmp_path, size, silent_s=4)
-
-        nodes[1].unplug()
-        said, _ = sends.communicate("go\n", timeout=180)
-
-    assert "rank 1 is gone or has failed: connection closed by peer (its host has not answered for 4 s)" in said
-    assert 3 < float(said.split(" s: ")[0]) < 30, said
-
-
 def test_a_link_that_drops_packets_is_no_lost_host(tmp_path: Path) -> None:
     with Nodes(2) as nodes:
         # A packet may be lost several times in a row.
-        ranks = started(nodes, tmp_path, 16 << 20, silent_s=SILENT_S)
+        ranks = started(nodes, tmp_path, 16 << 20)
         nodes.lose(10)
 
         for each in ranks:
@@ -98,7 +76,7 @@ def test_a_link_that_drops_packets_is_no_lost_host(tmp_path: Path) -> None:
 
 ASKS = """
 import os, sys
-from elaunch.trainer.ranks.own_address import own_address
+from elaunch.trainer.ranks.meeting import own_address
 words = dict(each.split("=") for each in sys.argv[1:])
 try:
     print(own_address(words))
@@ -128,11 +106,7 @@ def test_a_rank_on_the_first_node_tells_an_address_that_the_others_reach(tmp_pat
 
         first.run("ip", "link", "add", "other0", "type", "veth", "peer", "name", "other1")
         first.run("ip", "addr", "add", "192.168.7.1/24", "dev", "other0")
-        said = own_address(first, tmp_path, **several)
-        assert said.startswith("node0 means 127.0.0.1 on this host, where no other node reaches it")
-        assert f"{first.ipv4} on eth0" in said
-        assert "192.168.7.1 on other0" in said
-        assert "GLOO_SOCKET_IFNAME=" in said
+        assert own_address(first, tmp_path, **several) in (first.ipv4, "192.168.7.1")
 
         first.run("ip", "route", "add", "default", "dev", "eth0")
         assert own_address(first, tmp_path, **several) == first.ipv4

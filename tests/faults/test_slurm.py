@@ -128,9 +128,8 @@ def test_each_node_of_a_slurm_job_is_examined_with_the_needs_of_that_job(slurm: 
 
     lines = output.splitlines()
     assert {line.partition(": ")[0] for line in lines} == {"node0", "node1"}
-    assert len([line for line in lines if re.search(r": ok +system .*Slurm says: job test-\d+\.0, 2 nodes", line)]) == 2
-    assert [line for line in lines if re.search("node0: ok +store .*this node would serve the job's store", line)]
-    assert [line for line in lines if re.search("node1: warn store .*nothing listens at node0:", line)]
+    assert [line for line in lines if re.search("node0: ok +store +.*this node would serve the job's store", line)]
+    assert [line for line in lines if re.search("node1: warn store +.*nothing listens at node0:", line)]
     assert len([line for line in lines if "this node can train" in line]) == 2
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.checkpoint.catalog import found
+from elaunch.trainer.checkpoint.storage import found
 from tests.faults.trainings import GENTLE, STEPS, CalmTrainings, OneNode
 from tests.harness import RUN_LIMIT_S, wait_for
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.checkpoint.catalog import marks
+from elaunch.trainer.checkpoint.storage import marks
 from tests.faults.trainings import GENTLE, CalmTrainings, OneNode
 from tests.harness import wait_for
 

@@ -23,12 +23,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from elaunch.trainer.checkpoint.catalog import Mark, fencing_generation, marks
 from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
-from elaunch.trainer.checkpoint.single_file import load_plain
-from elaunch.trainer.checkpoint.storage import Folder, Where, storage_at
-from elaunch.trainer.checkpoint.urls import StorageError
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.checkpoint.plain_file import load_plain
+from elaunch.trainer.checkpoint.storage import Folder, Mark, StorageError, Where, fencing_generation, marks, storage_at
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
 
 if TYPE_CHECKING:
@@ -75,7 +73,7 @@ class Checkpoints:
         generation: int,
         keep: int = KEPT,
         say: Callable[[str], None] = print,
-        group: dist.ProcessGroup | Ranks | None = None,
+        group: dist.ProcessGroup | Peers | None = None,
         require_ours: Callable[[], None] = lambda: None,
     ) -> None:
         if keep < 1:
@@ -86,9 +84,9 @@ class Checkpoints:
         self._said = ""
         self._size = 0
         self._keep, self._say, self._require_ours = keep, say, require_ours
-        self._ranks = group if isinstance(group, Ranks) else Ranks(group)
+        self._ranks = group if isinstance(group, Peers) else Peers(group)
         # The threads that write have connections of their own.
-        self._writers: Ranks | None = None
+        self._writers: Peers | None = None
         # On rank 0: those are of no use any more. A rank whose connections break tells rank 0 by that.
         self._is_cut_off = False
         self._fence = generation
@@ -283,7 +281,7 @@ class Checkpoints:
             self._writers.close()
             self._writers = None
 
-    def _writers_met(self) -> Ranks:
+    def _writers_met(self) -> Peers:
         if self._writers is None:
             self._writers = self._ranks.apart("checkpoint")
             # A disk may take any time.

@@ -4,14 +4,15 @@ DCP's own `save` and `load` agree between ranks by collectives in whatever threa
 disturb and in which a survivor of a failure waits for minutes. Here its planners, its writer and its reader are called
 one by one; who agrees with whom, and when, is the caller's. The files are DCP's, readable with its tools.
 
-DCP trusts what it reads: `.metadata` is a pickle. Here it is data, of which `dcp_records` makes DCP's records. It is
-read once, and what was read then says where everything is.
+DCP trusts what it reads: `.metadata` is a pickle, written for DCP's tools and never read here. What it says is in
+`tensors.json` too, and of that DCP's records are made: each chunk lies in its tensor, and in a file of the checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pickle
 import zlib
@@ -27,14 +28,14 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from elaunch.trainer.checkpoint.dcp_records import loads, read_metadata, require_files
-from elaunch.trainer.checkpoint.storage import Folder
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.strict_json import parse_json
+from elaunch.trainer.checkpoint.storage import LAYOUT, Folder
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import tree
 from elaunch.trainer.state.pickles import require_shallow
 
@@ -46,7 +47,6 @@ __all__ = [
     "contents",
     "fill",
     "finish",
-    "loads",
     "local_chunks",
     "plan",
     "write",
@@ -63,7 +63,7 @@ class Plan:
     metadata: records.Metadata | None
 
 
-def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: Ranks | None) -> Plan:
+def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: Peers | None) -> Plan:
     """Share the writing among these ranks, which all call this. With None this process writes everything.
 
     If several ranks have the same data, one of them writes it.
@@ -141,16 +141,34 @@ def write(folder: Folder, items: SavePlan, staging: Staging) -> Part:
 
 
 def finish(folder: Folder, metadata: records.Metadata, parts: Sequence[Part]) -> Part:
-    """Write `.metadata`, which says where everything is; on rank 0, when all `parts` are there."""
+    """Write `.metadata` and `tensors.json`, which say where everything is; on rank 0, when all `parts` are there."""
     disk = _Files(folder)
     _writer(disk).finish(metadata, [part.results for part in parts])
     # It is written under another name first.
-    return Part([], {name.removesuffix(".tmp"): seal for name, seal in disk.files.items()})
+    files = {name.removesuffix(".tmp"): seal for name, seal in disk.files.items()}
+    layout = _described(metadata)
+    folder.write(LAYOUT, layout)
+    return Part([], {**files, LAYOUT: (len(layout), zlib.crc32(layout))})
+
+
+def _described(metadata: records.Metadata) -> bytes:
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, records.TensorStorageMetadata)
+        chunks = []
+        for chunk in entry.chunks:
+            place = metadata.storage_data[records.MetadataIndex(name, chunk.offsets)]
+            where = place.relative_path, place.offset, place.length
+            chunks.append((list(chunk.offsets), list(chunk.sizes), *where))
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        path = metadata.planner_data[name]
+        tensors[name] = {"dtype": dtype, "size": list(entry.size), "path": path, "chunks": chunks}
+    return json.dumps(tensors).encode()
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What `.metadata` says of a checkpoint in `folder`: its tensors, and where they lie in its `files`."""
+    """What `tensors.json` says of a checkpoint in `folder`: its tensors, and where they lie in its `files`."""
 
     folder: Folder
     metadata: records.Metadata
@@ -181,14 +199,46 @@ class Contents:
         reader.read_data(items, planner).wait()
 
 
-def contents(folder: Folder, metadata: bytes, lengths: Mapping[str, int]) -> Contents:
-    """What the bytes of `.metadata` say; `lengths` are those of all files in the folder by name.
+def contents(folder: Folder, layout: bytes, lengths: Mapping[str, int]) -> Contents:
+    """What the bytes of `tensors.json` say; `lengths` are those of all files in the folder by name.
 
-    Raises pickle.UnpicklingError.
+    Raises ValueError for what `finish` has not written.
     """
-    found = read_metadata(metadata)
-    require_files(found, lengths)
+    found = records.Metadata({}, planner_data={}, storage_data={})
+    try:
+        for name, entry in parse_json(layout).items():
+            size, properties = torch.Size(entry["size"]), records.TensorProperties(dtype=_dtype(entry["dtype"]))
+            chunks = []
+            for offsets, sizes, file, at, length in entry["chunks"]:
+                chunk = records.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                _require_inside(name, chunk, size)
+                if (
+                    type(at) is not int
+                    or type(length) is not int
+                    or not 0 <= at <= at + length <= lengths.get(file, -1)
+                ):
+                    raise ValueError(f"{name} is said to lie in {file!r:.200}, or a place of it, that is not there")
+                chunks.append(chunk)
+                found.storage_data[records.MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, at, length)
+            found.state_dict_metadata[name] = records.TensorStorageMetadata(properties, size, chunks)
+            found.planner_data[name] = tuple(map(str, entry["path"]))
+    except (AttributeError, KeyError, TypeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{LAYOUT} cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
     return Contents(folder, found, frozenset(lengths))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{name:.80} is no type of tensors")
+    return found
+
+
+def _require_inside(name: str, chunk: records.ChunkStorageMetadata, size: torch.Size) -> None:
+    bounds = list(zip(chunk.offsets, chunk.sizes, size, strict=False))
+    is_alike = len(chunk.offsets) == len(chunk.sizes) == len(size)
+    if not is_alike or min(size, default=0) < 0 or any(not 0 <= at <= at + many <= most for at, many, most in bounds):
+        raise ValueError(f"{name} has a chunk that does not lie in its tensor of shape {tuple(size)}")
 
 
 def local_chunks(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, WriteItem]]:

@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.checkpoint import single_file
-from elaunch.trainer.checkpoint.catalog import (
-    METADATA,
+from elaunch.trainer.checkpoint.storage import (
+    LAYOUT,
+    LAYOUT_BYTES_MAX,
     PLAIN,
+    PLAIN_BYTES_MAX,
     Corrupt,
+    Folder,
     Manifest,
     Mark,
+    Storage,
+    StorageError,
     found,
     read_manifest,
     read_verified,
     verify,
 )
-from elaunch.trainer.checkpoint.storage import METADATA_BYTES_MAX, PLAIN_BYTES_MAX, Folder, Storage
-from elaunch.trainer.checkpoint.urls import StorageError
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 from elaunch.trainer.state.tree import Path as Place
 
@@ -53,31 +55,31 @@ class _Whole:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
 
 
-def load_from_rank_0(storage: Storage, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+def load_from_rank_0(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:
     """Rank 0 reads and sends; see `Checkpoints.load_newest`."""
     mark, source, whole = None, "", None
     unread: list[str] = []
     for candidate, folder in _newest_first(storage, unread) if ranks.leads else ():
         with _passing_over(storage, folder, say, unread):
-            whole = _read(candidate, folder, flatten(state).tensors)
+            whole = _read(folder, flatten(state).tensors)
             mark, source = candidate, str(folder)
             break
     _require_read(unread if whole is None else [], ranks)
     return _send(mark, source, whole, state, ranks)
 
 
-def load_from_all(storage: Storage, state: State, ranks: Ranks, say: Callable[[str], None]) -> Mark | None:
+def load_from_all(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:
     """Every rank reads its part; see `Checkpoints.load_newest`."""
     unread: list[str] = []
     candidates = iter(_newest_first(storage, unread) if ranks.leads else ())
     while True:
         # Only rank 0's list counts: another's view of a network's file system may be old.
-        offer = _offer(storage, candidates, say, unread) if ranks.leads else _Offer()
-        name = offer.folder.name if offer.folder else ""
-        mark, name, manifest = ranks.from_rank_0((offer.mark, name, offer.manifest))
-        if mark is None or manifest is None:
-            _require_read(unread if offer.whole is None else [], ranks)
-            return _send(offer.mark, str(offer.folder), offer.whole, state, ranks)
+        offer = _offer(storage, candidates, say, unread) if ranks.leads else None
+        (offer,) = ranks.from_rank_0([offer])
+        if offer is None:
+            _require_read(unread, ranks)
+            return None
+        mark, name, manifest = offer
         folder = storage.folder(name)
         opened, problem = _open_share(folder, manifest, ranks)
         problems = ranks.from_all(problem)
@@ -97,25 +99,14 @@ def load_from_all(storage: Storage, state: State, ranks: Ranks, say: Callable[[s
                 raise worst
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """Rank 0's next candidate: with the manifest of a folder, or the content of a single file; empty at the end."""
-
-    mark: Mark | None = None
-    folder: Folder | None = None
-    manifest: Manifest | None = None
-    whole: _Whole | None = None
-
-
 def _offer(
     storage: Storage, candidates: Iterator[tuple[Mark, Folder]], say: Callable[[str], None], unread: list[str]
-) -> _Offer:
+) -> tuple[Mark, str, Manifest] | None:
+    """Rank 0's next candidate: its mark, its folder's name and its manifest; None at the end."""
     for mark, folder in candidates:
         with _passing_over(storage, folder, say, unread):
-            if folder.single is None:
-                return _Offer(mark, folder, manifest=read_manifest(folder))
-            return _Offer(mark, folder, whole=_read(mark, folder, {}))
-    return _Offer()
+            return mark, folder.name, read_manifest(folder)
+    return None
 
 
 class _Unseen(Exception):
@@ -124,7 +115,7 @@ class _Unseen(Exception):
 
 @dataclass(frozen=True)
 class _Opened:
-    """A verified checkpoint: what `.metadata` says, and the packed plain values."""
+    """A verified checkpoint: what `tensors.json` says, and the packed plain values."""
 
     contents: Contents
     packed: bytes
@@ -135,16 +126,16 @@ def _open(folder: Folder, manifest: Manifest) -> _Opened:
     from elaunch.trainer.checkpoint import dcp
 
     packed = read_verified(folder, manifest, PLAIN, PLAIN_BYTES_MAX)
-    metadata = read_verified(folder, manifest, METADATA, METADATA_BYTES_MAX)
+    layout = read_verified(folder, manifest, LAYOUT, LAYOUT_BYTES_MAX)
     lengths = {name: length for name, (length, _) in manifest.files.items()}
-    return _Opened(dcp.contents(folder, metadata, lengths), packed)
+    return _Opened(dcp.contents(folder, layout, lengths), packed)
 
 
 def _tensor_files(manifest: Manifest) -> list[str]:
-    return sorted(name for name in manifest.files if name not in (PLAIN, METADATA))
+    return sorted(name for name in manifest.files if name not in (PLAIN, LAYOUT))
 
 
-def _open_share(folder: Folder, manifest: Manifest, ranks: Ranks) -> tuple[_Opened | None, Exception | None]:
+def _open_share(folder: Folder, manifest: Manifest, ranks: Peers) -> tuple[_Opened | None, Exception | None]:
     """The checkpoint, once this rank's share of the files is verified; or what is wrong with it."""
     try:
         if not folder.is_there():
@@ -161,14 +152,11 @@ def _open_share(folder: Folder, manifest: Manifest, ranks: Ranks) -> tuple[_Open
     return opened, None
 
 
-def _read(mark: Mark, folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
+def _read(folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
     """A whole checkpoint, verified. Raises Corrupt, or torch's own error if torch cannot read a whole checkpoint.
 
-    The tensors that fit are put into `targets`, which saves a copy: of a folder only, and once it is verified.
+    The tensors that fit are put into `targets`, which saves a copy, once it is verified.
     """
-    if folder.single is not None:
-        held = flatten(single_file.read(folder.single, mark.step))
-        return _Whole(held.plain, held.paths, held.tensors)
     manifest = read_manifest(folder)
     verify(folder, manifest, _tensor_files(manifest))
     opened = _open(folder, manifest)
@@ -180,7 +168,7 @@ def _read(mark: Mark, folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
     return _Whole(plain, paths, tensors)
 
 
-def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ranks: Ranks) -> Mark | None:
+def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ranks: Peers) -> Mark | None:
     """Put what rank 0 has read into everybody's state."""
     head: Any = (mark, source, whole.plain, whole.paths, whole.kinds) if whole else None
     head = ranks.from_rank_0(head)
@@ -362,7 +350,7 @@ def _passing_over(storage: Storage, folder: Folder, say: Callable[[str], None], 
         say(f"skipping {folder}: it cannot be read ({_reason(error)}); trying the one before it")
 
 
-def _require_read(unread: list[str], ranks: Ranks) -> None:
+def _require_read(unread: list[str], ranks: Peers) -> None:
     """Raise Unreadable on all ranks where rank 0 has passed over what may be whole, and found nothing else."""
     if told := ranks.from_rank_0(unread):
         raise Unreadable(

@@ -1,7 +1,7 @@
 """Checkpoints in a folder of a file system: made under a hidden name, synced, and renamed.
 
 A checkpoint is a folder `generation-GGGG-step-SSSSSSSS`, made under a hidden name and renamed when all of it is on the
-disk. Its `manifest.json` lists the other files with lengths and CRC-32. Before folders there were single files, `….pt`.
+disk. Its `manifest.json` lists the other files with lengths and CRC-32.
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ import os
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from elaunch.trainer.checkpoint.manifest import MANIFEST, Manifest, Mark
-from elaunch.trainer.checkpoint.storage import METADATA_BYTES_MAX, NOTE_BYTES_MAX, Folder
+from elaunch.trainer.checkpoint.storage import MANIFEST, NOTE_BYTES_MAX, Folder, Manifest, Mark
 from elaunch.trainer.files import open_regular, read_regular, sync_directory, write_durably
 
 CORRUPT_SUFFIX = ".corrupt"
 _HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replaced)")
 _OLD = ".old"
 _REPLACED = ".replaced"
-_BLOCK_BYTES = 4 << 20
 # After the rename a rank can add only the one file that it is just opening: it no longer finds the folder.
 _TRIES_MAX = 5
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder, or the single file of an earlier release."""
+    """A folder."""
 
     path: Path
     is_remote = False
@@ -44,29 +41,14 @@ class LocalFolder:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def single(self) -> Path | None:
-        return None if self.path.is_dir() else self.path
-
     def is_there(self) -> bool:
         return self.path.is_dir()
-
-    def has(self, name: str) -> bool:
-        return (self.path / name).exists()
 
     def names(self) -> list[str]:
         return [path.name for path in self.path.iterdir()]
 
-    def read(self, name: str, bytes_max: int = METADATA_BYTES_MAX) -> bytes:
+    def read(self, name: str, bytes_max: int) -> bytes:
         return read_regular(self.path / name, bytes_max)
-
-    def sums(self, name: str) -> tuple[int, int]:
-        length = crc = 0
-        with open_regular(self.path / name) as file:
-            while block := file.read(_BLOCK_BYTES):
-                length += len(block)
-                crc = zlib.crc32(block, crc)
-        return length, crc
 
     def open(self, name: str) -> IO[bytes]:
         return open_regular(self.path / name)
@@ -101,7 +83,8 @@ class LocalStorage:
 
     def found(self) -> list[tuple[Mark, Folder]]:
         try:
-            listed = sorted((mark, path) for path in self.directory.iterdir() if (mark := Mark.of(path)))
+            paths = [path for path in self.directory.iterdir() if path.is_dir()]
+            listed = sorted((mark, path) for path in paths if (mark := Mark.of(path)))
         except (FileNotFoundError, NotADirectoryError):
             return []
         return [(mark, LocalFolder(path)) for mark, path in listed]
@@ -142,13 +125,10 @@ class LocalStorage:
 
     def discard(self, folder: Folder) -> None:
         path = _path(folder)
-        if path.is_dir():
-            # Killed in between, it leaves a hidden folder, never a half-empty one that looks whole.
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            path.rename(old)
-            shutil.rmtree(old)
-        else:
-            path.unlink()
+        # Killed in between, it leaves a hidden folder, never a half-empty one that looks whole.
+        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        path.rename(old)
+        shutil.rmtree(old)
 
     def restore(self) -> None:
         # The writer was killed before the one in their place had the name.

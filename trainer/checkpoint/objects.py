@@ -5,23 +5,34 @@ below this URL, and N is random: no two writers ever name the same object. `mani
 that it lists has been seen to be there, and it is deleted first. Objects without it are no checkpoint.
 
 One thing is taken for granted: the store finds an object by its name as soon as it has been written (S3, GCS, Azure and
-MinIO do). A listing may lag.
+MinIO do). A listing may lag. fsspec, which is optional, and a file system's own package are imported for a URL alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import random
 import re
 import secrets
-import zlib
+import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import IO, Any, cast
+from urllib.parse import unquote
 
-from elaunch.trainer.checkpoint.manifest import MANIFEST, Manifest, Mark
-from elaunch.trainer.checkpoint.storage import MANIFEST_BYTES_MAX, METADATA_BYTES_MAX, NOTE_BYTES_MAX, Folder
-from elaunch.trainer.checkpoint.urls import StorageError, Url, connect, plain_errors
+from elaunch.trainer.checkpoint.storage import (
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    NOTE_BYTES_MAX,
+    Folder,
+    Manifest,
+    Mark,
+    StorageError,
+)
 from elaunch.trainer.files import require_size
 
 # Takes the manifest's place in what has proved to be corrupt.
@@ -31,15 +42,77 @@ _BEGUN = "begun"
 _ATTEMPT = re.compile(r"(generation-\d+-step-\d+)\.(\d+)-[0-9a-f]+")
 # In these a folder is a part of a name; making one may even make a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
-_BLOCK_BYTES = 4 << 20
 _READ_AHEAD_BYTES = 8 << 20
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+# What `pathlib.Path` makes of a URL.
+_ONE_SLASH = re.compile(rf"({'|'.join(_FLAT)}|file):/[^/].*", re.DOTALL)
+_UNREACHED = re.compile(r"Connect|Endpoint|Timeout|Timed|gaierror|DNS|SSL|HTTPClient")
+
+
+@dataclass(frozen=True)
+class Url:
+    """`text` is what fsspec gets, with the secrets that may be in it; `str()` is for people."""
+
+    scheme: str
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        head, _, rest = self.text.partition("://")
+        host, slash, path = rest.partition("/")
+        if "@" in host:
+            host = "***@" + host.rpartition("@")[2]
+        shown, mark, _ = f"{head}://{host}{slash}{path}".partition("?")
+        return shown.rstrip("/") + ("?***" if mark else "")
+
+    def scrubbed(self, text: str) -> str:
+        """Another's message, without this URL's secrets."""
+        text = text.replace(self.text, str(self))
+        rest = self.text.partition("://")[2]
+        user, _, _ = rest.partition("/")[0].rpartition("@")
+        # A user without a password is often a token. A library may name a secret as it is written or as it is meant.
+        for secret in filter(None, (user, user.partition(":")[2], rest.partition("?")[2])):
+            text = text.replace(secret, "***").replace(unquote(secret), "***")
+        return text
+
+
+def parse(text: str) -> Path | Url:
+    """A path of this machine (`file:///…` too), or a URL that fsspec knows and whose package is there.
+
+    Raises ValueError with one sentence for one that cannot be meant.
+    """
+    if "::" in text and "://" in text:
+        raise ValueError("checkpoints cannot go to a chained URL (…::…); give the last one of the chain")
+    match = _URL.fullmatch(text)
+    if match is None:
+        if _ONE_SLASH.fullmatch(text) and not os.path.lexists(text.partition("/")[0]):
+            meant = Url("", text.replace(":/", "://", 1))
+            raise ValueError(
+                f"{text.partition('/')[0]}/ has one slash (pathlib.Path makes one of two); give the text {meant}"
+            )
+        return Path(text)
+    scheme, rest = match[1].lower(), match[2]
+    if scheme in ("file", "local"):
+        if not rest.startswith("/"):
+            raise ValueError(f"{text} is no absolute path; write {scheme}:///folder, or the path alone")
+        return Path(rest)
+    url = Url(scheme, text)
+    if found := re.search(r"[*\[\]]", rest):
+        raise ValueError(f"{url} has a {found[0]}, which fsspec reads as a pattern; take a name without * [ ]")
+    if not rest.strip("/"):
+        raise ValueError(f"{text} names no bucket; write {scheme}://bucket/folder")
+    try:
+        import fsspec
+
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{url} cannot be used: {error}") from None
+    return url
 
 
 class ObjectFolder:
     """The objects of one attempt."""
 
     is_remote = True
-    single: Path | None = None
 
     def __init__(self, storage: ObjectStorage, name: str) -> None:
         self._storage, self._name = storage, name
@@ -73,16 +146,8 @@ class ObjectFolder:
         except FileNotFoundError:
             return None
 
-    def read(self, name: str, bytes_max: int = METADATA_BYTES_MAX) -> bytes:
+    def read(self, name: str, bytes_max: int) -> bytes:
         return self._storage.read(f"{self._name}/{name}", bytes_max)
-
-    def sums(self, name: str) -> tuple[int, int]:
-        length = crc = 0
-        with self.open(name) as file:
-            while block := file.read(_BLOCK_BYTES):
-                length += len(block)
-                crc = zlib.crc32(block, crc)
-        return length, crc
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
@@ -181,12 +246,13 @@ class ObjectStorage:
 
     def set_aside(self, folder: Folder) -> None:
         with contextlib.suppress(OSError):
-            content = folder.read(MANIFEST, MANIFEST_BYTES_MAX) if folder.has(MANIFEST) else b""
+            is_there = cast(ObjectFolder, folder).has(MANIFEST)
+            content = folder.read(MANIFEST, MANIFEST_BYTES_MAX) if is_there else b""
             folder.write(_SET_ASIDE, content)
             folder.remove([MANIFEST])
 
     def discard(self, folder: Folder) -> None:
-        if folder.has(MANIFEST):
+        if cast(ObjectFolder, folder).has(MANIFEST):
             folder.remove([MANIFEST])
         # Listed and deleted together where the store can.
         with self.errors(), contextlib.suppress(FileNotFoundError):
@@ -312,3 +378,48 @@ class _Told:
 
     def fileno(self) -> int:
         return int(self._file.fileno())
+
+
+def connect(url: Url) -> tuple[Any, str]:
+    """fsspec's file system, and the path in it. Raises StorageError."""
+    import fsspec
+
+    with plain_errors(url):
+        system, root = fsspec.core.url_to_fs(url.text)
+    if retries := sys.modules.get("botocore.retryhandler"):
+        # A retry of S3's client in its thread would draw from the generator of the program.
+        vars(retries)["random"] = random.Random()
+    return system, root.rstrip("/")
+
+
+@contextlib.contextmanager
+def plain_errors(url: Url) -> Iterator[None]:
+    """Whatever a file system raises becomes StorageError, or FileNotFoundError where it is that."""
+    try:
+        yield
+    except (StorageError, MemoryError):
+        raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, _words(error, url), str(url)) from None
+    except Exception as error:
+        number = getattr(error, "errno", None) or errno.EIO
+        raise StorageError(number, _reason(error, url), str(url)) from None
+
+
+def _reason(error: Exception, url: Url) -> str:
+    words, kind = _words(error, url), type(error).__name__
+    if "Credentials" in kind:
+        return f"{words}; give the credentials in the store's usual variables or files (S3: AWS_ACCESS_KEY_ID, …)"
+    if isinstance(error, PermissionError):
+        return f"access is denied ({words}); check the credentials, and what they may do"
+    if isinstance(error, ConnectionError | TimeoutError) or _UNREACHED.search(kind):
+        return f"it does not answer ({words}); check the network and the endpoint"
+    if isinstance(error, NotImplementedError):
+        return f"{url.scheme}:// cannot be written to"
+    return words
+
+
+def _words(error: Exception, url: Url) -> str:
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    first = next(iter(said.strip().splitlines()), "")
+    return url.scrubbed(first).rstrip(".") or type(error).__name__

@@ -14,10 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elaunch.trainer.checkpoint import dcp
-from elaunch.trainer.checkpoint.catalog import METADATA, PLAIN, Manifest, Mark, keep_newest
-from elaunch.trainer.checkpoint.storage import METADATA_BYTES_MAX, PLAIN_BYTES_MAX, Folder, Storage
+from elaunch.trainer.checkpoint.storage import (
+    LAYOUT,
+    LAYOUT_BYTES_MAX,
+    PLAIN,
+    PLAIN_BYTES_MAX,
+    Folder,
+    Manifest,
+    Mark,
+    Storage,
+    keep_newest,
+)
 from elaunch.trainer.files import reason, require_size
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.ranks.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,7 @@ class WriteOrder:
     plan: dcp.Plan
     staging: dcp.Staging
     plain: bytes
-    ranks: Ranks | None
+    ranks: Peers | None
     keep: int
     require_ours: Callable[[], None] = lambda: None
 
@@ -126,7 +135,7 @@ class Writing:
         for part in (*parts, dcp.finish(order.folder, order.plan.metadata, parts)):
             files.update(part.files)
         # Nothing is published that no rank would read.
-        require_size(METADATA, files[METADATA][0], METADATA_BYTES_MAX)
+        require_size(LAYOUT, files[LAYOUT][0], LAYOUT_BYTES_MAX)
         require_size(PLAIN, files[PLAIN][0], PLAIN_BYTES_MAX)
         order.require_ours()
         order.storage.publish(order.folder, Manifest(order.mark, len(parts), files))

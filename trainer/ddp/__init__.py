@@ -1,1 +1,1 @@
-"""DistributedDataParallel: its buckets, its options, and its communication hooks."""
+"""DistributedDataParallel: its buckets and its communication hooks."""

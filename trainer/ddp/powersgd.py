@@ -1,13 +1,13 @@
 """PowerSGD: ranks exchange two thin factors of each gradient matrix in place of the matrix.
 
 The method is that of Vogels et al., "PowerSGD" (2019), with error feedback and warm start, as in torch's
-`powerSGD_hook` and `batched_powerSGD_hook`. Those cannot be taken. With several buckets torch's hook starts collectives
-from callbacks, in another order on each rank, and hangs with gloo. Its batched hook raises at its first compression.
+`powerSGD_hook`. With several buckets torch's hook starts collectives from callbacks, in another order on each rank, and
+hangs with gloo; so it cannot be used.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-from elaunch.trainer.ddp.quantised import devices_of
 
 # A matrix is compressed only if its factors have less than 1/SAVES_MIN of its elements.
 SAVES_MIN = 2
@@ -33,7 +31,7 @@ class Parts:
     whole: tuple[tuple[int, int], ...]
 
 
-def parts_by_tensor(shapes: Sequence[Sequence[int]], rank: int) -> Parts:
+def parts_of(shapes: Sequence[Sequence[int]], rank: int) -> Parts:
     """Each parameter's gradient is a matrix: its first dimension by all others. Vectors are sent whole."""
     matrices: list[tuple[int, Shape]] = []
     whole: list[tuple[int, int]] = []
@@ -50,30 +48,14 @@ def parts_by_tensor(shapes: Sequence[Sequence[int]], rank: int) -> Parts:
     return Parts(tuple(matrices), tuple(whole))
 
 
-def parts_as_square(shapes: Sequence[Sequence[int]], rank: int) -> Parts:
-    """The bucket is one matrix, nearly square. The few elements that are left over are sent whole."""
-    size = sum(map(math.prod, shapes))
-    side = math.isqrt(size)
-    # The factors of each of these heights are less than 1 % larger than a square's. One leaves almost no rest.
-    rows = min(range(side, side * 7 // 8, -1), key=lambda height: size % height, default=1)
-    columns = size // rows
-    if rank * (rows + columns) * SAVES_MIN >= size:
-        return Parts((), ((0, size),))
-    left = size - rows * columns
-    return Parts(((0, (rows, columns)),), ((rows * columns, left),) if left else ())
-
-
 class PowerSgd:
     """The hook's state: each bucket's error, and the right factors of all matrices, by their shapes.
 
-    The first `start` steps exchange whole gradients. `divide` is `parts_by_tensor` or `parts_as_square`.
+    The first `start` steps exchange whole gradients.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, rank: int, start: int, divide: Callable[[Sequence[Sequence[int]], int], Parts]
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, start: int) -> None:
         self.group, self.rank, self.start = group, rank, start
-        self._divide = divide
         self._step = 0
         self._errors: list[Tensor] = []
         self._factors: list[Tensor] = []
@@ -97,7 +79,7 @@ class PowerSgd:
             # An earlier backward pass may have failed halfway.
             self._buckets = []
         shapes = [part.shape for part in bucket.gradients()]
-        self._buckets.append(_Bucket(bucket.buffer(), self._divide(shapes, self.rank)))
+        self._buckets.append(_Bucket(bucket.buffer(), parts_of(shapes, self.rank)))
         future = self._buckets[-1].future
         if bucket.is_last():
             # All ranks come here with the same matrices, so two messages are enough, and their order is certain. They
@@ -225,7 +207,9 @@ class _Bucket:
     def __init__(self, gradient: Tensor, parts: Parts) -> None:
         self.gradient = gradient
         self._parts = parts
-        self.future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices_of(gradient))
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[gradient.device] if gradient.device.type != "cpu" else []
+        )
 
     def matrices(self, error: Tensor) -> list[tuple[Shape, Tensor, Tensor]]:
         """Each matrix: its shape, and its places in the gradient and in the error."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import os
 import shutil
@@ -17,7 +16,6 @@ import click
 
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import fitting_micro_batch
-from elaunch.trainer.ddp.options import DdpOptions
 from elaunch.trainer.parallel import checks
 from elaunch.trainer.parallel.plan import ParallelPlan, PlanError, Sizes, fit
 from elaunch.trainer.parallel.plan import parse as parse_plan
@@ -48,8 +46,7 @@ _LEARNING_RATE = "Peak learning rate: warms up, then falls as a cosine to a tent
 _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or hsdp, or their number along each axis, as
   dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved, microbatches=N); auto: measure at the
   start which one fits into the memory and is fastest."""
-_COMM_HOOK = """How DDP exchanges gradients: none (whole), fp16, bf16, quantised (8 bits), powersgd,
-  batched-powersgd, or a hook of your own as MODULE:NAME.  [default: none]"""
+_COMM_HOOK = "How DDP compresses gradients.  [default: not at all]"
 _POWERSGD_RANK = "Rank of PowerSGD's matrices: more is more exact and more bytes.  [default: 1]"
 _BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
 _PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
@@ -57,17 +54,10 @@ _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothi
 _TUNE_COMM = """Measure at the first start how DDP sends gradients fastest on this network, and remember it; lossy: also
   try hooks that round gradients.  [default: no; without a word: neutral]"""
 # They may differ between two starts of one run.
-_FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every", "log_every", "compile", "tensorboard"}
+_FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every", "log_every", "compile"}
 # The size of buckets changes at most the order of float sums, as another number of workers does.
 _FREE |= {"ledger", "profile", "tune_comm", "bucket_mb"}
 
-# Options of before: what has their place, or nothing.
-_BEFORE = dict.fromkeys(("--snapshot-every", "--copy-every"), "give --lose-at-most STEPS")
-_BEFORE |= dict.fromkeys(
-    ("--static-graph", "--find-unused-parameters", "--no-bucket-view", "--first-bucket-mb", "--powersgd-start"),
-    "leave it out; examples/ddp has DDP with options of your own",
-)
-_BEFORE["--peak-tflops"] = "leave it out; the share of known GPUs' peak (MFU) is in metrics.jsonl"
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
 
@@ -116,11 +106,9 @@ class TrainConfig:
     bf16: bool = _option(False, bool, None, "Compute in bfloat16 (autocast); weights stay float32.")
     parallel: str = _option("ddp", None, "PLAN", _PARALLEL)
     compile: bool = _option(False, bool, None, "Compile the network with torch.compile.")
-    tensorboard: bool = _option(False, bool, None, "Write the metrics for TensorBoard too, to DIR/tensorboard.")
     ledger: bool = _option(False, bool, None, _LEDGER)
     profile: str | None = _option(None, None, "STEPS", _PROFILE)
-    # None by default: a run directory of before has none of them.
-    comm_hook: str | None = _option(None, None, "HOOK", _COMM_HOOK)
+    comm_hook: str | None = _option(None, click.Choice(["fp16", "bf16", "powersgd"]), None, _COMM_HOOK)
     powersgd_rank: int | None = _option(None, _COUNT, "N", _POWERSGD_RANK)
     bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _BUCKET_MB)
     tune_comm: str | None = _option(
@@ -165,19 +153,10 @@ class TrainConfig:
         return Path("runs") / f"gpt-{self.layers}x{self.width}-{digest[:8]}"
 
     @property
-    def pass_costs(self) -> str:
-        """The options that decide how long a pass takes, but for the model's shape."""
-        return f"{self.micro_batch} x {self.context}, bf16 {self.bf16}, compiled {self.compile}"
-
-    @property
-    def ddp(self) -> DdpOptions:
-        """The options of DistributedDataParallel."""
-        return DdpOptions(self.comm_hook or "none", powersgd_rank=self.powersgd_rank, bucket_mb=self.bucket_mb)
-
-    @property
-    def needs_ddp(self) -> bool:
-        """Whether an option is given that DDP alone has."""
-        return bool(self.ddp.given() or self.tune_comm)
+    def ddp_options(self) -> list[str]:
+        """The options that are given and that DDP alone has."""
+        names = ("comm_hook", "powersgd_rank", "bucket_mb", "tune_comm")
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
 
     def check(self, place: RankInfo) -> None:
         """Raise ConfigError where the options contradict each other or the number of workers."""
@@ -190,8 +169,10 @@ class TrainConfig:
         self._check_batch()
         if not self.plan.is_auto:
             self._check_plan(self.sizes(place))
-        if refusal := self.ddp.refusal():
-            raise ConfigError(refusal)
+        if self.powersgd_rank is not None and self.comm_hook != "powersgd":
+            raise ConfigError(
+                f"--powersgd-rank {self.powersgd_rank} needs --comm-hook powersgd; add it, or leave the rank out"
+            )
         if self.checkpoints is not None:
             try:
                 storage_at(self.checkpoints)
@@ -205,17 +186,11 @@ class TrainConfig:
             checks.require_fitting(self.plan, sizes, self.shape)
         except PlanError as error:
             raise ConfigError(str(error)) from error
-        if not self.plan.has_ddp and (given := self.ddp.given()):
+        if not self.plan.has_ddp and (given := self.ddp_options):
             raise ConfigError(f"{given[0]} is DDP's, and --parallel {self.parallel} has no DDP; leave it out")
-        if self.tune_comm and not self.plan.has_ddp:
-            raise ConfigError(
-                f"--tune-comm measures DDP's buckets, and --parallel {self.parallel} has none; leave one of them out"
-            )
 
     def check_machine(self) -> None:
         """Raise ConfigError where this machine lacks what an option needs."""
-        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("--tensorboard needs the package tensorboard: pip install tensorboard")
         if self.compile and not (os.environ.get("CXX") or any(map(shutil.which, _COMPILERS))):
             raise ConfigError("--compile needs a C++ compiler, and none is on the PATH; install g++ or leave it out")
 
@@ -267,8 +242,6 @@ def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
         with printing:
             config = _command.main(list(argv), prog_name="elaunch -m elaunch.trainer", standalone_mode=False)
     except click.ClickException as error:
-        if isinstance(error, click.NoSuchOption) and error.option_name in _BEFORE:
-            raise ConfigError(f"{error.option_name} was removed: {_BEFORE[error.option_name]}") from error
         sentence = error.format_message().rstrip(".")
         raise ConfigError(f"{sentence}; see elaunch -m elaunch.trainer --help") from error
     if not isinstance(config, TrainConfig):

@@ -1,18 +1,17 @@
-"""The progress of a run, for people: one line that is rewritten on a terminal, a few plain lines in a log."""
+"""The progress of a run, for people: ten lines over the run, and what else happens."""
 
 from __future__ import annotations
 
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.gpt.metrics import Line
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
 
-_PLAIN_LINES = 10
-# The weight of the newest step in the average step time, which settles over about ten steps.
-_NEWEST = 0.1
+# What is known of a step, by name; `step` is always there. docs/trainer.md lists the names.
+Line: TypeAlias = dict[str, float]
+_LINES = 10
 
 
 class Progress:
@@ -20,57 +19,34 @@ class Progress:
 
     def __init__(self, stream: TextIO, *, steps: int, speaks: bool = True) -> None:
         self._stream, self._steps, self._speaks = stream, steps, speaks
-        self._live = stream.isatty()
-        self._step_s = 0.0
-        self._plain_next = 0
-        self._width = 0
+        self._next = 0
 
     def update(self, line: Line) -> None:
-        """Show a step. In a log only ten steps are shown over the whole run, and those with a held-out loss."""
-        if not self._speaks:
-            return
-        step, step_s = int(line["step"]), line["seconds"]
+        """Show a step: ten of them over the whole run, and those with a held-out loss."""
+        step = int(line["step"])
         if "held_out_loss" in line:
-            # The time of this step is mostly that of the evaluation.
             self.say(f"held-out loss {line['held_out_loss']:.3f} after step {step - 1}")
-        else:
-            self._step_s = step_s if not self._step_s else (1 - _NEWEST) * self._step_s + _NEWEST * step_s
-        shown = progress_line(line, self._steps, self._step_s or step_s)
-        if self._live:
-            # Spaces erase the rest of a longer line.
-            self._stream.write("\r" + shown.ljust(self._width))
-            self._width = len(shown)
-        elif step >= self._plain_next or step == self._steps:
-            self._stream.write(shown + "\n")
-            tenth = max(1, self._steps // _PLAIN_LINES)
-            self._plain_next = (step // tenth + 1) * tenth
-        self._stream.flush()
+        if step >= self._next or step == self._steps:
+            self.say(progress_line(line, self._steps))
+            tenth = max(1, self._steps // _LINES)
+            self._next = (step // tenth + 1) * tenth
 
     def say(self, sentence: str) -> None:
         """Write a sentence on a line of its own."""
-        if not self._speaks:
-            return
-        if self._width:
-            self._stream.write("\n")
-            self._width = 0
-        self._stream.write(sentence + "\n")
-        self._stream.flush()
+        if self._speaks:
+            print(sentence, file=self._stream, flush=True)
 
 
-def progress_line(line: Line, steps: int, step_s: float) -> str:
-    """`step 40/120  loss 2.815  norm 0.52  9,400 tokens/s  MFU 31.0 %  0:24 left`; speeds are those of `step_s`."""
-    step, tokens_per_s = int(line["step"]), line["tokens"] / step_s
-    mfu = f"  MFU {100 * line['mfu'] * line['seconds'] / step_s:.1f} %" if "mfu" in line else ""
+def progress_line(line: Line, steps: int) -> str:
+    """`step 40/120  loss 2.815  norm 0.52  9,400 tokens/s  MFU 31.0 %  0:24 left`; speeds are those of this step."""
+    step = int(line["step"])
+    mfu = f"  MFU {100 * line['mfu']:.1f} %" if "mfu" in line else ""
     norm = f"  norm {line['grad_norm']:.2f}" if "grad_norm" in line else ""
-    left = clock(round((steps - step) * step_s))
-    return f"step {step}/{steps}  loss {line['loss']:.3f}{norm}  {tokens_per_s:,.0f} tokens/s{mfu}  {left} left"
-
-
-def clock(seconds: int) -> str:
-    """`0:24`, `12:05` or `1:02:03`."""
-    minutes, second = divmod(seconds, 60)
+    minutes, second = divmod(round((steps - step) * line["seconds"]), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    left = f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    speed = f"{line['tokens'] / line['seconds']:,.0f} tokens/s"
+    return f"step {step}/{steps}  loss {line['loss']:.3f}{norm}  {speed}{mfu}  {left} left"
 
 
 def printable(text: bytes) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,8 +20,7 @@ from torch import Tensor
 from elaunch.trainer.checkpoint.checkpoints import tensors_sha256
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
-from elaunch.trainer.gpt.metrics import Line, Metrics
-from elaunch.trainer.gpt.progress import Progress, printable
+from elaunch.trainer.gpt.progress import Line, Progress, printable
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
@@ -28,7 +31,6 @@ from elaunch.trainer.ranks.place import RankInfo
 # The figures of a step as they are kept on the device, one row per step. NaN stands for what is not known.
 FIGURES = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss", "seconds", "world_size", "generation")
 _WHOLE_NUMBERS = ("step", "world_size", "generation")
-_CURVES = ("loss", "held_out_loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu")
 
 
 class Recorder:
@@ -59,7 +61,6 @@ class Recorder:
         self._log_every = config.log_every or (1 if device.type == "cpu" else 10)
         self._metrics: Metrics | None = None
         self._ledger: Ledger | None = None
-        self._tensorboard: Any = None
         self._lines_lost = False
         self._marked_s, self._seconds = 0.0, torch.zeros(())
         # Rank 0's clock at the end of the steps that are not written yet.
@@ -82,11 +83,6 @@ class Recorder:
         if self._place.leads:
             done = keeper.step + keeper.repeated
             self._metrics = Metrics(self._run.metrics, keeper.step, done=done)
-            if self._config.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                # Steps that are done again hide what they had shown.
-                self._tensorboard = SummaryWriter(str(self._run.tensorboard), purge_step=keeper.step + 1)
             self._write_lines()
         self._open_ledger(order, keeper.step)
         self._marked_s = time.monotonic()
@@ -103,8 +99,6 @@ class Recorder:
             if kind is None or issubclass(kind, SystemExit):
                 self._write_lines(durably=True)
             self._metrics.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
         if self._ledger is not None:
             self._ledger.close()
 
@@ -209,7 +203,6 @@ class Recorder:
                     self._progress.update(line)
                     line["at"] = round(at, 6)
                 self._metrics.append(line)
-                self._show(line)
             if durably:
                 self._metrics.sync()
         except OSError as error:
@@ -217,20 +210,6 @@ class Recorder:
                 self._progress.say(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
             self._lines_lost = True
             self._at.clear()
-
-    def _show(self, line: Line) -> None:
-        """Give the line to TensorBoard. The weights that a step began with are those of the step before."""
-        if self._tensorboard is None:
-            return
-        try:
-            for name in _CURVES:
-                if name in line:
-                    step = int(line["step"]) - (name == "held_out_loss")
-                    self._tensorboard.add_scalar(name, line[name], step, line.get("at"))
-            self._tensorboard.flush()
-        except OSError as error:
-            self._progress.say(f"{self._run.tensorboard} ends before step {line['step']}: {error.strerror}")
-            self._tensorboard = None
 
     def _open_ledger(self, order: Order, after: int) -> None:
         """Open this rank's file with --ledger, under a generation that no earlier start has used."""
@@ -262,3 +241,58 @@ class Recorder:
     def _say_ledger_ends(self, step: int, error: OSError) -> None:
         # The gap stays: the verdict can only be that steps are missing.
         print(f"rank {self._place.rank}: the ledger ends in step {step}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+class Metrics:
+    """`metrics.jsonl`: one JSON line per step, in order, each step once, continued after the line of `restored_step`.
+
+    Later lines belong to steps that were done and are lost: new lines overwrite them. `done` is the newest step that is
+    known to be done, besides those in the file. `steps_lost` counts all lost steps since the run began; a step that is
+    lost twice counts twice. Every line contains the count, so that it survives the process. `newest` is the step of the
+    last line that counts.
+    """
+
+    def __init__(self, path: Path, restored_step: int, *, done: int = 0) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._end = self.newest = self.steps_lost = 0
+        with path.open("rb") as file:
+            for row in file:
+                record = _record(row)
+                if record is None:
+                    break
+                step, self.steps_lost = int(record["step"]), int(record.get("steps_lost", 0))
+                done = max(done, step)
+                if step <= restored_step:
+                    self._end, self.newest = self._end + len(row), step
+        # If this process ends before its first line, the next start counts these steps again.
+        self.steps_lost += max(0, done - restored_step)
+
+    def append(self, line: Line) -> None:
+        """Add one line. If it raises OSError, the file is as before: a full disk leaves no half line."""
+        content = json.dumps({**line, "steps_lost": self.steps_lost}).encode() + b"\n"
+        written = os.pwrite(self._descriptor, content, self._end)
+        if written < len(content):
+            os.ftruncate(self._descriptor, self._end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._end, self.newest = self._end + written, int(line["step"])
+        # After a restart there may be lost lines, or half a line of a killed writer.
+        if os.fstat(self._descriptor).st_size > self._end:
+            os.ftruncate(self._descriptor, self._end)
+
+    def sync(self) -> None:
+        """Make all lines durable. Call it before a checkpoint: a restart from there never writes these lines again."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _record(row: bytes) -> dict[str, Any] | None:
+    """The row's values; None for half a row, or for a line that is not from here."""
+    try:
+        # Not `parse_json`: a loss may be NaN.
+        record = json.loads(row)
+        int(record["step"]), int(record.get("steps_lost", 0))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+    return record if row.endswith(b"\n") and isinstance(record, dict) else None

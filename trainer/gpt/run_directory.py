@@ -17,9 +17,9 @@ from elaunch.trainer.gpt.corpus import Corpus
 class RunDirectory:
     """The files of one run.
 
-    Rank 0 alone writes `config.yaml`, `metrics.jsonl`, `tensorboard/`, with `--parallel auto` `plan.json`, and
-    `result.json` once the run is complete. All ranks write `ledger/` and `profile/`, and all that have a part of the
-    state `checkpoints/`. Checkpoints that are elsewhere have a `config.yaml` of their own beside them.
+    Rank 0 alone writes `config.yaml`, `metrics.jsonl`, with `--parallel auto` `plan.json`, and `result.json` once the
+    run is complete. All ranks write `ledger/` and `profile/`, and all that have a part of the state `checkpoints/`.
+    Checkpoints that are elsewhere have a `config.yaml` of their own beside them.
     """
 
     def __init__(self, path: Path, checkpoints: str | None = None) -> None:
@@ -27,7 +27,6 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints: Path | str = path / "checkpoints" if checkpoints is None else checkpoints
         self.ledger = path / "ledger"
-        self.tensorboard = path / "tensorboard"
         self.profile = path / "profile"
         self.plan = path / "plan.json"
         self._config = path / "config.yaml"

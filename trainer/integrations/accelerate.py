@@ -7,8 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from elaunch.trainer.integrations.epochs import KeptEpochs
-from elaunch.trainer.integrations.options import require_free
+from elaunch.trainer.integrations.epochs import KeptEpochs, require_free
 from elaunch.trainer.state.tree import several
 
 

@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from elaunch.trainer.data.batches import first_iterator, require_skippable, set_epoch
-from elaunch.trainer.integrations.epochs import EpochOrder
-from elaunch.trainer.integrations.options import require_free, with_own
+from elaunch.trainer.integrations.epochs import EpochOrder, require_free, with_own
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.rng_state import RandomStates

@@ -9,8 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
 from elaunch.trainer.data.batches import require_skippable, skip_once
-from elaunch.trainer.integrations.epochs import EpochOrder
-from elaunch.trainer.integrations.options import require_free, with_own
+from elaunch.trainer.integrations.epochs import EpochOrder, require_free, with_own
 from elaunch.trainer.keeper.keeper import Keeper
 
 # What a Trainer records of a run. The other fields come from its arguments.

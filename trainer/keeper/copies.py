@@ -25,7 +25,6 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.optimizer_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
-from elaunch.trainer.state.region import fingerprint
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, cloned
 from elaunch.trainer.state.version import Version
@@ -183,9 +182,6 @@ class Copies:
         now = Version(self._place.generation, version.step)
         if said := self._training.settings.restored(version.step):
             self._tell(said)
-        with self.gpu.reading():
-            # Later, while a collective is stuck, there may be no room on the GPU for what this needs.
-            fingerprint(self._training.frozen() if self._training.device.type == "cuda" else ())
         if version.step and (self._parts is not None or self._mirror is not None):
             # A state that was restored from elsewhere lacks one copy until then.
             self.snapshot(now)
@@ -363,7 +359,7 @@ class Copies:
             spare = self._spare[:1] if version in copied else [*self._spare, *newer]
             with self.gpu.reading():
                 memory, state = self._node_memory.memory, self._training.replicated
-                found = memory.save(version, state, self.gpu.copy, spare, self._training.frozen())
+                found = memory.save(version, state, self.gpu.copy, spare)
             return found >= version
         except NoRoom as error:
             self._has_room = False

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.trainer import link
-from elaunch.trainer.checkpoint.catalog import marks
 from elaunch.trainer.checkpoint.checkpoints import KEPT, Checkpoints
 from elaunch.trainer.checkpoint.claim import UNNAMED, Claim, NotOurs
-from elaunch.trainer.checkpoint.import_ahead import import_ahead
 from elaunch.trainer.checkpoint.loading import Unreadable
-from elaunch.trainer.checkpoint.storage import Storage
-from elaunch.trainer.checkpoint.urls import StorageError
+from elaunch.trainer.checkpoint.storage import Storage, StorageError, marks
 from elaunch.trainer.memory.recovery_plan import repeated
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
@@ -29,7 +26,7 @@ _LASTING = {getattr(errno, f"E{name}") for name in ("ACCES", "PERM", "ROFS", "NO
 class DiskCopies:
     """The checkpoints in `storage` of generation `generation`; with None there are none, and every call does nothing.
 
-    `folder` is the job's memory on this node. `look`, `step_done`, `close` and `where_to_go_on` are local to a rank;
+    `folder` is the job's memory on this node. `look`, `close` and `where_to_go_on` are local to a rank;
     all other methods are collective.
     """
 
@@ -46,7 +43,6 @@ class DiskCopies:
     ) -> None:
         self._training, self._peers, self._say = training, peers, say
         self._generation = generation
-        self._is_ready = False
         # The newest step of which a checkpoint was begun or restored.
         self._newest = -1
         # The step of the newest whole checkpoint that was there at the start, as far as is known; 0 if there was none.
@@ -163,12 +159,6 @@ class DiskCopies:
         names = ("random", "per_rank", "own_buffers")
         of_ranks = {name: [its[name] for its in of_all if name in its] for name in names}
         self._checkpoints.save_async(version.step, self._training.whole(of_ranks))
-
-    def step_done(self) -> None:
-        """A step is behind this process: get ready for the first checkpoint, which training would wait for."""
-        if not self._is_ready and self._checkpoints is not None and (self._peers.leads or self._training.is_in_parts):
-            import_ahead()
-        self._is_ready = True
 
     def look(self) -> None:
         """Report failures of background writes as soon as they are known."""

@@ -82,8 +82,9 @@ class Door:
         self._say, self._is_first, self.is_others = say, is_first, is_others
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in several(kept["scheduler"]) if isinstance(one, LRScheduler)]
-        # What schedules change, by name, at the end of the last commit.
-        self._scheduled: dict[Any, Any] = {}
+        # What schedules change, at the end of the last commit: how often they were stepped, and the options.
+        self._counted: list[Any] = []
+        self._optioned: list[Any] = []
         self._unkept = Unkept(training, kept, self._tell, self._numbers)
         self._again_s, self._is_again, self._next_look = 0.0, False, 0
         self._commits = self._looks = 0
@@ -113,13 +114,15 @@ class Door:
         """Name a scheduler that was stepped since the last commit, and a program without `step_begin`."""
         if not self._has_begun and not self.is_others:
             self._tell("loop", _NO_LOOP)
-        self._compare_scheduled(step - 1, self._counts)
+        self._compare_scheduled(step - 1, with_options=False)
 
-    def committed(self, step: int) -> None:
-        """The commit of `step` has ended."""
+    def committed(self, step: int, *, is_checked: bool) -> None:
+        """The commit of `step` has ended. Without `is_checked` only options are noted."""
         self._commits += 1
         if self._may_tell("options"):
-            self._scheduled = self._what_schedules_change()
+            self._counted, self._optioned = self._counts(), self._numbers()
+        if not (is_checked or self._is_again):
+            return
         if step == self._expected[0] and not self.is_others:
             self._tell(
                 "drawn",
@@ -155,15 +158,19 @@ class Door:
         if self._evaluated != self._commits or not self._training.shares_buffers:
             # DDP gives all ranks those of rank 0 before any pass.
             self._look_at_buffers()
-        self._compare_scheduled(step, self._what_schedules_change)
+        self._compare_scheduled(step)
 
-    def _what_schedules_change(self) -> dict[Any, Any]:
-        return self._counts() | self._numbers()
-
-    def _compare_scheduled(self, step: int, read: Callable[[], dict[Any, Any]]) -> None:
-        for name, value in read().items() if self._may_tell("options") else ():
-            if name in self._scheduled and (old := self._scheduled[name]) != value:
-                place = name if isinstance(name, str) else "param_groups[{}].{}".format(*name)
+    def _compare_scheduled(self, step: int, *, with_options: bool = True) -> None:
+        if not self._commits or not self._may_tell("options"):
+            return
+        counts, numbers = self._counts(), self._numbers() if with_options else self._optioned
+        if (counts, numbers) == (self._counted, self._optioned):
+            return
+        names = [f"{type(one).__name__}.last_epoch" for one in self._every_scheduler()]
+        names += [f"param_groups[{n // len(_NUMBERS)}].{_NUMBERS[n % len(_NUMBERS)]}" for n in range(len(numbers))]
+        pairs = zip(names, self._counted + self._optioned, counts + numbers, strict=False)
+        for place, old, value in pairs:
+            if old != value:
                 self._tell(
                     "options",
                     f"`{place}` changed outside keeper.commit() after step {step} (from {old!s:.40} to {value!s:.40}): "
@@ -171,12 +178,12 @@ class Door:
                     "(options of an optimizer also at the beginning of a step)",
                 )
 
-    def _counts(self) -> dict[str, Any]:
-        if not self._schedulers:
-            return {}
+    def _counts(self) -> list[int]:
+        return [getattr(one, "last_epoch", 0) for one in self._every_scheduler()] if self._schedulers else []
+
+    def _every_scheduler(self) -> list[Any]:
         # A ChainedScheduler counts in those that it has.
-        every = [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
-        return {f"{type(one).__name__}.last_epoch": getattr(one, "last_epoch", 0) for one in every}
+        return [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
 
     def drawn(self, step: int, own: Callable[[], State]) -> None:
         """A backward pass of `step` begins, and `own` returns what this rank has drawn and fetched for it."""
@@ -250,13 +257,11 @@ class Door:
                 file.write(f"{kind}\n")
         self._say(sentence)
 
-    def _numbers(self) -> dict[Any, Any]:
-        """The options of all groups that schedules change; none if a library sets them."""
+    def _numbers(self) -> list[Any]:
+        """The options of all groups that schedules change, one group after the other; none if a library sets them."""
         its = () if self.is_others else self._training.optimizers
-        groups = enumerate(group for one in its for group in getattr(one, "param_groups", ()))
-        found = {(n, name): group.get(name) for n, group in groups for name in _NUMBERS}
-        is_plain = set(map(type, found.values())) <= _VALUES
-        return found if is_plain else {key: _number(value) for key, value in found.items()}
+        found = [group.get(name) for one in its for group in getattr(one, "param_groups", ()) for name in _NUMBERS]
+        return found if set(map(type, found)) <= _VALUES else [*map(_number, found)]
 
     def _difference(self, when: str = "") -> str:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""

@@ -25,6 +25,8 @@ _LOOK_S = 0.001
 # How long a rescue waits for a commit: so long, and so many times as long as the longest commit took. A commit that
 # takes longer waits for the failed peer, in a collective within `optimizer.step`.
 _COMMIT_S = 1.0
+# The first commits of a process are checked, then those of steps that may be copied, and one in so many.
+_CHECKED, _APART = 16, 16
 _COMMITS = 3
 
 
@@ -43,8 +45,11 @@ class GuardedState:
         # Whether `begin` was called and `end` was not: the training's thread holds the lock.
         self.is_changing = False
         self._is_put_down = self._has_told_of_draws = False
+        self._commits = 0
+        # Whether what the last commit has made was checked: whether a restart can bring it back.
+        self.is_checked = True
         self._outside = OutsideChanges(training.live_tensors, training.model.named_buffers)
-        # Called with the step that a commit begins to complete.
+        # Called with the step that a checked commit begins to complete.
         self.before_commit: Callable[[int], object] = id
         # Called in a commit: whether all ranks look at the state after it, and may copy it.
         self.is_looked_at: Callable[[], bool] = bool
@@ -111,7 +116,9 @@ class GuardedState:
         if self.is_changing:
             raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
         self._require_clean(f"step {self.next_version.step} is not committed, since its gradients may be incomplete")
-        self.before_commit(self.next_version.step)
+        self.is_checked = self._is_to_be_checked()
+        if self.is_checked:
+            self.before_commit(self.next_version.step)
         if left := self._left.commit_begins(self.next_version.step):
             link.refuse(left)
             raise RuntimeError(left)
@@ -124,13 +131,19 @@ class GuardedState:
             self._lock.release()
             time.sleep(_END_S)
             raise SystemExit(Wish.LEAVE.exit_code)
-        self._tell_of_changes()
+        if self.is_checked:
+            self._tell_of_changes()
         self._outside.forget()
         if news := self._training.settings.unreduced():
             self._report(news)
         self._training.settings.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()
+
+    def _is_to_be_checked(self) -> bool:
+        self._commits += 1
+        is_copied = self.copies_next or self._copies.copies_in_commit or self.is_looked_at()
+        return is_copied or self._commits <= _CHECKED or not self._commits % _APART
 
     def _require_clean(self, otherwise: str) -> None:
         """Wait until all that this rank has begun is done, and raise BrokenGroup if a collective has failed."""
@@ -154,7 +167,8 @@ class GuardedState:
         """The step is complete; without `is_whole` its changes have failed, and the state is of no step."""
         try:
             if is_whole:
-                self._require_kept()
+                if self.is_checked:
+                    self._require_kept(f"step {self.next_version.step} is not committed")
                 if self._rehearsal is not None:
                     self._rehearsal.committing()
                 is_first = not self.version.step and self._copies.lacks_base
@@ -172,7 +186,7 @@ class GuardedState:
                     self._copies.before_snapshot()
                 elif self.copies_next:
                     self.has_failed_copy |= not self._copies.steps.after_commit(self.next_version)
-                self._outside.note()
+                self._outside.note(is_brief=not self.is_checked)
                 self._be_at(self.next_version)
                 self._is_whole = True
                 self._left.commit_ended()
@@ -186,16 +200,22 @@ class GuardedState:
             self.copies_next &= self.copies_each
             self._lock.release()
 
-    def _require_kept(self) -> None:
+    def _require_kept(self, otherwise: str) -> None:
         """Raise TypeError if a restart could not bring back what the commit has made, or the program has set."""
         self._copies.require_plain_values()
-        if why := self._training.refusal(is_copied=self._copies.copies_in_commit or self.is_looked_at()):
-            refused = f"step {self.next_version.step} is not committed: {why}"
-            link.refuse(refused)
+        if why := self._training.refusal():
+            link.refuse(refused := f"{otherwise}: {why}")
             raise TypeError(refused)
+        self.is_checked = True
+
+    def require_checked(self) -> None:
+        """Check the state that is to be copied, if the last commit has not. Raises TypeError."""
+        if not self.is_checked:
+            self._require_kept(f"step {self.version.step} is not copied")
 
     def snapshot(self) -> None:
         """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""
+        self.require_checked()
         if self._training.is_in_parts:
             # ZeRO-1's step has collectives after the commit has begun.
             self._require_clean(f"step {self.version.step} may be incomplete, and is not kept")
@@ -244,7 +264,7 @@ class GuardedState:
         if not has_lock:
             return
         try:
-            is_changed = self._outside.found(self.version.step) or self._training.refusal(is_copied=True)
+            is_changed = self._outside.found(self.version.step) or self._training.refusal()
             if self._is_whole and not is_changed:
                 self._copies.save_replicated(self.version)
                 if self._outside.found(self.version.step):

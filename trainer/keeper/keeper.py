@@ -364,7 +364,7 @@ class Keeper:
 
     def _committed(self) -> None:
         self._random = self._copies.random_of(self._state.version)
-        self._door.committed(self.step)
+        self._door.committed(self.step, is_checked=self._state.is_checked)
         self._is_aside = False
         if self._total is not None:
             self._step_aside()

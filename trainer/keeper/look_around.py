@@ -48,15 +48,18 @@ class LookAround:
         return is_agreed or self._state.has_failed_copy
 
     def is_next(self) -> bool:
-        """Whether the ranks look after the step that is under way, or their loop ends with it."""
-        return self._state.next_version.step >= min(self._looks.next, self._total)
+        """Whether the ranks look after the step that is under way, or their loop ends with it.
+
+        A process that is alone looks after each step, and mostly makes no copy.
+        """
+        step = self._state.next_version.step
+        return step >= self._total or (self._boundary.has_peers and step >= self._looks.next)
 
     def look(self) -> Wish:
         """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""
         step = self._state.version.step
         if self._looks.steps:
             self._pace.step_took(self._looks.step_s, self._looks.steps)
-            self._copies.disk.step_done()
         is_due = self._is_due(step)
         snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
         wanted = self._looks.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))
@@ -71,6 +74,7 @@ class LookAround:
         self._copies.disk.look()
         if step // self._checkpoint_every > self._checkpointed // self._checkpoint_every:
             self._checkpointed = step
+            self._state.require_checked()
             self._copies.checkpoint(self._state.version)
         self._looks.agreed(step, agreed.steps)
         self._looks.leave(step, time.monotonic())

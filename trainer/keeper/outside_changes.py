@@ -33,7 +33,9 @@ class OutsideChanges:
         self._live, self._named_buffers = live, named_buffers
         self._buffers: dict[str, Tensor] | None = None
         self._buffer_versions: list[int] = []
+        # The number of the note, and which of the optimizers' states it has; None if none.
         self._turn = 0
+        self._seen_in: int | None = None
         self._noted: list[Tensor] | None = None
         self._versions: list[int] = []
         self._memory: list[int] = []
@@ -47,14 +49,23 @@ class OutsideChanges:
         self._samples: list[bytes | Tensor] = []
         self._exchanged = ""
 
-    def note(self) -> None:
-        """A commit has ended, or a state was restored. Raises TypeError if a tensor cannot be kept."""
+    def note(self, *, is_brief: bool = False) -> None:
+        """A commit has ended, or a state was restored. Raises TypeError if a tensor cannot be kept.
+
+        If `is_brief` only changes of weights and `extra` show, and other memory by its values alone.
+        """
         self._turn += 1
-        seen = self._live.seen(self._turn)
+        self._seen_in = None if is_brief else self._turn
+        seen = self._live.seen(self._seen_in)
+        self._noted, self._states, self._versions = seen, self._live.states(), list(map(_VERSION, seen))
+        self._samples = list(map(_sample, self._sampled))
+        self._sentence = self._exchanged = ""
+        if is_brief:
+            self._memory = []
+            return
         if not self._kinds.issuperset(kinds := set(map(type, seen))):
             self._live.require_dense()
             self._kinds |= kinds
-        self._versions = list(map(_VERSION, seen))
         try:
             self._memory = list(map(_MEMORY, seen))
         except RuntimeError:
@@ -66,9 +77,7 @@ class OutsideChanges:
             weights = [getattr(each, "_local_tensor", each) for each in weights[:: max(1, len(weights) // _SAMPLED)]]
             counts = [min(_SAMPLE, each.numel()) for each in weights]
             self._sampled = [(w, (w.numel() - count) // 2, count) for w, count in zip(weights, counts, strict=True)]
-        self._noted, self._states = seen, self._live.states()
-        self._samples = list(map(_sample, self._sampled))
-        self._sentence = self._exchanged = ""
+            self._samples = list(map(_sample, self._sampled))
 
     def note_buffers(self) -> None:
         """This rank's own state of a step is stored: the buffers change again in the next step's passes only."""
@@ -111,7 +120,7 @@ class OutsideChanges:
             return self._sentence
         if self._samples and not isinstance(self._samples[0], Tensor):
             self.look(step)
-        now = self._live.seen(self._turn)
+        now = self._live.seen(self._seen_in)
         if not self._is_same(self._noted, now):
             self._sentence = (
                 f"{self._changed(self._noted, now)} changed outside keeper.commit() after step {step}. A failure "
@@ -139,12 +148,12 @@ class OutsideChanges:
             and len(before) == len(now)
             and all(map(is_, before, now))
             and self._versions == list(map(_VERSION, now))
-            and self._memory == list(map(_MEMORY, now))
+            and (not self._memory or self._memory == list(map(_MEMORY, now)))
         )
 
     def _changed(self, before: list[Tensor], now: list[Tensor]) -> str:
         """The first tensor that differs, and the number of the others."""
-        known = {id(tensor): facts for tensor, *facts in zip(before, self._versions, self._memory, strict=True)}
+        known = {id(tensor): facts for tensor, *facts in zip(before, self._versions, self._memory or map(_MEMORY, before))}
         # A new one may have no memory of its own.
         changed = [t for t in now if id(t) not in known or known[id(t)] != [t._version, t.data_ptr()]]
         if not changed:

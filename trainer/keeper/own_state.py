@@ -40,20 +40,16 @@ class OwnState:
         except NotRestorable as error:
             link.refuse(str(error))
             raise
-        buffers = versions(present)
-        is_again, self.is_replaced = version == self._put[0], False
+        buffers, is_again = versions(present), version == self._put[0]
+        have_changed = is_again and buffers != self._put[1]
+        self.is_replaced = is_again and unless_same and not equal(own, self._put[2])
         if not is_begun:
-            is_changed = is_again and buffers != self._put[1]
-            self._training.of_commit = changed_since(self._put[1], present) if is_changed else {}
-        if unless_same and is_again:
-            is_same = equal(own, self._put[2])
-            before, after = self._put[2]["random"], own["random"]
-            if not is_begun and not equal(before, after):
+            self._training.of_commit = changed_since(self._put[1], present) if have_changed else {}
+            if self.is_replaced and not equal(before := self._put[2]["random"], own["random"]):
                 # Where the ranks draw alike, one that dies in this step finds here how far they came.
-                self._training.of_commit["random"] = {"before": before, "after": after}
-            if buffers == self._put[1] and is_same:
-                return False
-            self.is_replaced = not is_same
+                self._training.of_commit["random"] = {"before": before, "after": own["random"]}
+        if unless_same and is_again and not (have_changed or self.is_replaced):
+            return False
         self._put, self._is_begun = (version, buffers, own), is_begun
         return self._stage(version, present)
 

@@ -68,7 +68,7 @@ class Unkept:
         training: Training,
         kept: Mapping[str, Any],
         tell: Callable[[str, str], None],
-        options: Callable[[], dict[Any, Any]],
+        options: Callable[[], list[Any]],
     ) -> None:
         self._training, self._kept, self._tell, self._options = training, kept, tell, options
         self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
@@ -170,7 +170,7 @@ class Unkept:
         has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
         return its if has_ours and not any(is_a(value, nn.Module) for value in its.values()) else None
 
-    def _counted(self, its: dict[str, Any], options: dict[Any, Any], counters: list[float]) -> list[float] | None:
+    def _counted(self, its: dict[str, Any], options: list[Any], counters: list[float]) -> list[float] | None:
         """The numbers of such an object if they and the options of the optimizers have changed; else None."""
         now = _counters(its)
         return now if now != counters and self._options() != options else None

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Record
@@ -39,6 +40,8 @@ class Records:
         # Another node sends snapshots only.
         self.mirrored = Slots(path, layout, (2, 3))
         self._done = Slot(folder / f"{name}.done-{rank}", layout)
+        # What is mapped of it once this process has written it.
+        self._done_region = torch.empty(0, dtype=torch.uint8)
         self._state: object = None
         self._packed: Packed | None = None
 
@@ -62,12 +65,11 @@ class Records:
 
     def done(self, version: Version) -> None:
         """Note that this rank has completed `version`."""
-        region = self._done.region()
-        if region.numel() < _DONE_BYTES:
+        if self._done_region.numel() < _DONE_BYTES:
             self._done.grow(_DONE_BYTES)
-            region = self._done.region()
+            self._done_region = self._done.region()
         content = _DONE.pack(version.generation, version.step)
-        put(region, 0, content + zlib.crc32(content).to_bytes(4, "little"))
+        put(self._done_region, 0, content + zlib.crc32(content).to_bytes(4, "little"))
 
     def completed(self) -> Version | None:
         """The newest completed step; None if there is none, or if its checksum is wrong."""

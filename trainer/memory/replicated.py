@@ -4,7 +4,7 @@
     NAME.rank-R-0, NAME.rank-R-1   rank R's own state (buffers, random states), after even and after odd steps
     NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
     NAME.done-R                    the newest step that rank R completed
-    NAME.lock, NAME.stripes        who may begin a copy, and which parts of it are complete (`stripes`)
+    NAME.lock                      who may write a copy
     NAME.said                      the sentences about the program that the job has had (`keeper/door`)
     NAME.left                      the loops that the program left by `break`, as JSON (`keeper/loops`)
 
@@ -17,20 +17,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-
-from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Holding
 from elaunch.trainer.memory.room import Room, room_in
 from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host
-from elaunch.trainer.memory.stripes import JointPlan, JointWrite, cut
-from elaunch.trainer.state.packing import Placer, pack
-from elaunch.trainer.state.region import Header, Packed
+from elaunch.trainer.state.packing import pack
+from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.version import Piece, Version
 
 # How long to wait for another worker of the node. After a failure the agent kills a stopped worker when --failure-grace
@@ -39,9 +35,6 @@ from elaunch.trainer.state.version import Piece, Version
 _LOCK_S = 20.0
 _LOCK_S_PER_BYTE = 4e-9
 _LOCK_POLL_S = 0.001
-# Workers that write together begin at different stripes. A node has so many GPUs as a rule.
-_WORKERS = 8
-_STRIPE_BYTES = 64 << 20
 
 
 class NoRoom(Exception):
@@ -70,7 +63,7 @@ class ReplicatedMemory:
     def __init__(self, folder: Path, name: str, layout: bytes, rank: int = 0, world_size: int = 1) -> None:
         self.folder = folder
         self._rank, self._world_size = rank, world_size
-        self._lock_path, self._stripes_path = folder / f"{name}.lock", folder / f"{name}.stripes"
+        self._lock_path = folder / f"{name}.lock"
         self.pair = Slots(folder / f"{name}.state", layout)
 
     @property
@@ -84,41 +77,18 @@ class ReplicatedMemory:
         state: Callable[[], object],
         copy: Copy = copy_on_host,
         spare: Collection[Version] = (),
-        fixed: Iterable[Tensor] = (),
     ) -> Version:
         """Store `version` unless it or a newer one is in memory. Returns the newest one there.
 
-        `fixed` are the tensors of the state that training does not change: they are copied once.
-
-        Workers that store the same version at the same time share the work, and wait for those that store another.
-        Copies in `spare` are never overwritten; if they leave no slot, nothing is written. Raises NoRoom, OSError,
-        NotPlain.
+        One worker at a time does, and the others find it there. Copies in `spare` are never overwritten; if they leave
+        no slot, nothing is written. Raises NoRoom, OSError, NotPlain.
         """
-        with JointWrite(self._stripes_path, self._limit_s()) as joint:
-            with self.locked():
-                if newest := self._better(version, spare):
-                    return newest
-                packed = pack(state(), Placer(fixed))
-                self._reserve(packed.length)
-                digest = _digest(version, packed)
-                plan = joint.join(digest)
-                if plan is None:
-                    joint.wait_until_alone()
-                    if newest := self._better(version, spare):
-                        return newest
-                    # Before the slot is cleared: who joined the older write would take its stripes for copied.
-                    joint.forget()
-                    chosen = self.pair.older(spare)
-                    plan = JointPlan(digest, self.pair.slots.index(chosen), chosen.prepare(packed))
-                    joint.begin(plan)
-                else:
-                    self.pair.slots[plan.slot].forget()
-            slot, first = self.pair.slots[plan.slot], packed.fixed if plan.has_fixed else 0
-            stripes = cut(slot.places(packed)[first:], packed.tensors[first:], packed.offsets[first:], _STRIPE_BYTES)
-            for number in joint.stripes(len(stripes), self._rank % _WORKERS * len(stripes) // _WORKERS):
-                copy(*stripes[number])
-            joint.complete(lambda: slot.finish(Piece(version, self._world_size, self._rank), packed))
-            slot.remember()
+        with self.locked():
+            if newest := self._better(version, spare):
+                return newest
+            packed = pack(state())
+            self._reserve(packed.length)
+            self.pair.older(spare).write(Piece(version, self._world_size, self._rank), packed, copy)
         return version
 
     def _better(self, version: Version, spare: Collection[Version]) -> Version | None:
@@ -153,17 +123,14 @@ class ReplicatedMemory:
 
     def discard(self, version: Version) -> None:
         """Declare the copy of `version` torn, when nobody writes. Raises TimeoutError."""
-        with JointWrite(self._stripes_path, self._limit_s()) as joint, self.locked():
-            joint.wait_until_alone()
-            joint.forget()
+        with self.locked():
             for header, slot in self.pair.versions():
                 if header.version == version:
                     slot.discard()
 
     def drop_newer(self, version: Version) -> None:
         """Declare copies newer than `version` torn: those steps are given up, and must not be found again."""
-        with JointWrite(self._stripes_path, self._limit_s()) as joint, self.locked():
-            joint.forget()
+        with self.locked():
             for header, slot in self.pair.versions():
                 if header.version > version:
                     slot.discard()
@@ -208,11 +175,3 @@ class ReplicatedMemory:
             raise NoRoom(self.folder, 2 * length, room)
         for slot in self.pair.slots:
             slot.grow(length)
-
-
-def _digest(version: Version, packed: Packed) -> bytes:
-    """Workers that write together must have this in common: the version, and where everything lies."""
-    kinds = [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
-    found = hashlib.sha256(packed.skeleton)
-    found.update(repr((version, packed.data_length, packed.fixed, packed.offsets, kinds)).encode())
-    return found.digest()

@@ -1,6 +1,6 @@
 """Chooses the snapshot of a sharded state that the pieces on the living nodes cover. Pure.
 
-A state consists of *parts*: sets of boxes of its tensors. Ranks that hold the same boxes hold the same part, as the
+A state consists of *parts*: sets of boxes of its tensors. Peers that hold the same boxes hold the same part, as the
 replicas of HSDP do. Each piece says which parts it holds, and has the digest of all parts of the state. So the pieces
 of all ranks are not needed, but all parts are.
 """

@@ -20,8 +20,6 @@ from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import (
     Header,
     Packed,
-    checksum_of_fixed,
-    fingerprint,
     finish,
     header_of,
     is_intact,
@@ -63,10 +61,6 @@ class Slot:
         self._views: list[Tensor] = []
         # Whether nothing has been written to the file since `fit` made it.
         self._is_blank = False
-        # Fingerprints of the tensors here that do not change, and of those that are being written; their checksum.
-        self._fixed: list[int] = []
-        self._next_fixed: list[int] = []
-        self._fixed_checksum: int | None = None
         self._is_settled = threading.Event()
         self._is_settled.set()
         # What this object has written last, if it is whole and still there; and its first header.
@@ -139,63 +133,42 @@ class Slot:
     def write_again(self, piece: Piece, packed: Packed) -> None:
         """The same for a state whose tensors have not changed since `packed` was made.
 
-        If it was the last to be written here only the header is.
+        If it was the last to be written here only the header is: for files that this process alone writes.
         """
-        region = self.region()
         if self._written is None or self._written[0] is not packed:
             self._written = packed, self.write(piece, packed)
         else:
-            renew(region, self._written[1], piece)
+            renew(self._region, self._written[1], piece)
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
         self._is_settled.clear()
         try:
-            first = packed.fixed if self.prepare(packed) else 0
-            copy(self.places(packed)[first:], packed.tensors[first:])
+            region, shape = self.region(), self._shape_of(packed)
+            self._written = None
+            tear(region)
+            if shape != self._shape:
+                # The checksum also covers the gaps between the tensors.
+                if not self._is_blank:
+                    region.zero_()
+                self._shape, self._views = shape, views(region, packed)
+            self._is_blank = False
+            copy(self._views, packed.tensors)
         except BaseException:
             self._is_settled.set()
             raise
 
-    def prepare(self, packed: Packed) -> bool:
-        """Tear the slot before it is written. Returns whether the tensors that do not change are there already."""
-        region = self.region()
-        self._written = None
-        tear(region)
-        # The checksum also covers the gaps between the tensors.
-        if self._shape_of(packed) != self._shape and not self._is_blank:
-            region.zero_()
-        self._is_blank = False
-        self.places(packed)
-        found = fingerprint(packed.tensors[: packed.fixed])
-        if not packed.fixed or (self._fixed == found and self._is_alike(packed)):
-            return bool(packed.fixed)
-        self._fixed, self._next_fixed, self._fixed_checksum = [], found, None
-        return False
-
-    def places(self, packed: Packed) -> list[Tensor]:
-        """Where each tensor belongs, as views of the memory."""
-        shape = self._shape_of(packed)
-        if shape != self._shape:
-            self._shape, self._views = shape, views(self.region(), packed)
-            self.forget()
-        return self._views
-
     @staticmethod
     def _shape_of(packed: Packed) -> tuple[object, ...]:
         kinds = [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
-        return packed.skeleton_room, packed.offsets, packed.fixed, kinds
+        return packed.skeleton_room, packed.offsets, kinds
 
     def finish(self, piece: Piece, packed: Packed) -> Header:
         """Declare the slot whole, after `begin`."""
         try:
-            if self._fixed_checksum is None:
-                self._fixed_checksum = checksum_of_fixed(self.region(), packed)
-            header = finish(self.region(), self._layout, piece, packed, self._fixed_checksum)
-            self.remember()
+            return finish(self.region(), self._layout, piece, packed)
         finally:
             self._is_settled.set()
-        return header
 
     @property
     def is_being_written(self) -> bool:
@@ -205,26 +178,6 @@ class Slot:
     def wait_until_settled(self, limit_s: float) -> None:
         """Wait until no thread of this process is between `begin` and the end of `finish`; `limit_s` at most."""
         self._is_settled.wait(limit_s)
-
-    def forget(self) -> None:
-        """Another worker has prepared the slot: this one does not know which of the tensors are here already."""
-        self._fixed, self._next_fixed, self._fixed_checksum = [], [], None
-
-    def remember(self) -> None:
-        """The tensors that do not change are here: this worker, or another with which it wrote, has declared it."""
-        self._fixed = self._next_fixed
-
-    def _is_alike(self, packed: Packed) -> bool:
-        """Whether the last whole content, perhaps of another worker, had everything where `packed` has it.
-
-        A worker that gives something another place clears the file first, and its header with it.
-        """
-        header = header_of(self.region(), marked=False)
-        return (
-            header is not None
-            and header.layout == self._layout
-            and (header.skeleton_room, header.data_length) == (packed.skeleton_room, packed.data_length)
-        )
 
     def is_intact(self, header: Header) -> bool:
         """Whether the content has not changed since `write`."""

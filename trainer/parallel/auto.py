@@ -1,11 +1,12 @@
-"""`--parallel auto`: the workers are measured, some plans are tried, one is chosen, and a restart keeps it."""
+"""`--parallel auto`: plans that fit the memory are tried, the fastest is chosen, and a restart keeps it."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,45 +15,141 @@ from elaunch.strict_json import parse_json
 from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.memory.room import SPARE_SHARE, shared_by, tightest_room
 from elaunch.trainer.parallel.build import Groups
-from elaunch.trainer.parallel.candidates import Candidate, WorkerCount, candidates, successors
-from elaunch.trainer.parallel.choice import (
-    NothingFits,
-    PlanChoice,
-    PlanOption,
-    PlanRoom,
-    PlanTrial,
-    StepMemory,
-    choose,
-    choose_by_estimate,
-    gib,
-    rows,
-    table,
-)
-from elaunch.trainer.parallel.estimate import KeptCopies, WorkerSpeed, estimate
+from elaunch.trainer.parallel.estimate import Candidate, KeptCopies, Memory, candidates, memory, successors
 from elaunch.trainer.parallel.plan import AUTO, PlanError, parse
-from elaunch.trainer.parallel.speed import worker_speed
-from elaunch.trainer.parallel.trial import try_plan
-from elaunch.trainer.parallel.worker_memory import PeakMeter, keep_little_of_what_is_freed, worker_room
+from elaunch.trainer.parallel.trial import PlanTrial, collect, try_plan
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 
-_FORMAT = 2
+# So many plans are measured at most, and none after so many seconds, if one fits.
+TRIALS_MAX = 8
+TRYING_ENOUGH_S = 120.0
+# The formulas may be too low by this share.
+_MARGIN = 0.25
+# A plainer plan is chosen if it takes at most so many times as long: two measurements differ by more.
+_AS_FAST = 1.03
+_FORMAT = 3
+_GIB = 1 << 30
+
+
+class NothingFits(Exception):
+    """No plan fits into the memory: a sentence with the values and the way out."""
+
+
+@dataclass(frozen=True)
+class WorkerRoom:
+    """The bytes that a worker may take, those that are taken before any plan, and what limits it."""
+
+    most: int
+    taken: int
+    where: str
+
+
+@dataclass(frozen=True)
+class PlanOption:
+    """A candidate, and its memory by the formulas. `taken` is what the process has without it."""
+
+    candidate: Candidate
+    memory: Memory
+    taken: int
+
+    @property
+    def text(self) -> str:
+        """What a user would type."""
+        return self.candidate.plan.text
+
+    @property
+    def needs(self) -> int:
+        """The memory without which it is not tried."""
+        return self.needs_with(int(max(self.memory.step, self.memory.ending) * (1 + _MARGIN)))
+
+    def needs_with(self, training: int) -> int:
+        """What the worker needs if the training itself takes so much."""
+        return self.taken + self.memory.copies + training
+
+    def needs_as_measured(self, trial: PlanTrial) -> int:
+        """What it needs for the whole run, and not only for the steps that were tried."""
+        return self.needs_with(max(trial.memory, self.memory.ending))
+
+
+def to_try(options: Sequence[PlanOption], room: WorkerRoom) -> list[PlanOption]:
+    """Those that fit by the formulas, the plainest first; one of those that differ in the order of computation only."""
+    found: dict[tuple[str, int, int], PlanOption] = {}
+    for option in options:
+        if option.needs <= room.most:
+            found.setdefault(option.candidate.plan.form, option)
+    return list(found.values())
+
+
+def choose(
+    options: Sequence[PlanOption],
+    room: WorkerRoom,
+    measure: Callable[[PlanOption], PlanTrial],
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[PlanOption, dict[str, PlanTrial]]:
+    """The fastest of those that fit as measured, and all trials by the plans' texts. Raises NothingFits.
+
+    `options` begin with the plainest. No further one is measured once `is_over`. All workers call this with the same
+    values and get the same choice.
+    """
+    trials: dict[str, PlanTrial] = {}
+    fitting: list[PlanOption] = []
+    for option in to_try(options, room):
+        if fitting and (len(trials) >= TRIALS_MAX or is_over()):
+            break
+        trial = trials[option.text] = measure(option)
+        if option.needs_as_measured(trial) <= room.most:
+            fitting.append(option)
+    if not fitting:
+        raise NothingFits(refusal(options, room))
+    best_s = min(trials[each.text].step_s for each in fitting)
+    return next(each for each in fitting if trials[each.text].step_s <= _AS_FAST * best_s), trials
+
+
+def refusal(options: Sequence[PlanOption], room: WorkerRoom) -> str:
+    """Why nothing can be chosen, and the way out."""
+    least = min(options, key=lambda each: each.needs)
+    parts = {"the process itself": least.taken, "copies of the state": least.memory.copies}
+    of_which = ", ".join(f"{gib(size)} {what}" for what, size in parts.items() if size)
+    return (
+        f"--parallel auto: no plan fits. The smallest is {least.text}: it needs {gib(least.needs)} for each worker"
+        f"{f' (of which {of_which})' if of_which else ''}, and a worker may take {gib(room.most)}: {room.where}; "
+        "give the job more memory, or use fewer workers on a node, a smaller --micro-batch or a smaller network"
+    )
+
+
+def table(
+    chosen: PlanOption, trials: Mapping[str, PlanTrial], options: Sequence[PlanOption], room: WorkerRoom
+) -> list[str]:
+    """Lines for people: what each measured plan took, and how many others there are."""
+    cells: list[tuple[str, ...]] = [("plan", "memory: formula", "measured", "step", "")]
+    for option in sorted((each for each in options if each.text in trials), key=lambda each: trials[each.text].step_s):
+        trial = trials[option.text]
+        verdict = "chosen" if option.text == chosen.text else ""
+        if option.needs_as_measured(trial) > room.most:
+            verdict = f"needs {gib(option.needs_as_measured(trial))} of {gib(room.most)}"
+        took = f"{1000 * trial.step_s:,.1f} ms"
+        cells.append((option.text, gib(option.memory.step), gib(trial.memory), took, verdict))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    too_large = sum(each.needs > room.most for each in options)
+    lines.append(f"{len(options) - len(trials)} more plans not measured, {too_large} of them too large")
+    return lines
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, with two decimals."""
+    return f"{size / _GIB:.2f} GiB"
 
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """A choice that a run has made. Its state belongs to that plan.
-
-    `memory` is that of its steps. `worker` is as it was measured then. `room` and `tried` are for people and benches:
-    the bytes that a worker may take, and a row for each plan.
-    """
+    """A choice that a run has made: its state belongs to that plan. `tried` has a row for each measured plan."""
 
     plan: str
     world_size: int
-    memory: StepMemory
-    worker: WorkerSpeed
-    room: int
     tried: list[dict[str, Any]]
 
     @classmethod
@@ -62,17 +159,16 @@ class KeptPlan:
         if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
             raise ValueError(f"it is not of format {_FORMAT}")
         try:
-            parts = {"worker": WorkerSpeed(**found["worker"]), "memory": StepMemory(**found["memory"])}
-            record = cls(**{**found, **parts})
-            if parse(record.plan).is_auto or record.world_size < 1 or min(asdict(record.memory).values()) < 1:
+            record = cls(**found)
+            if parse(record.plan).is_auto or record.world_size < 1:
                 raise ValueError("it is damaged")
-        except (TypeError, KeyError, PlanError) as error:
+        except (TypeError, PlanError) as error:
             raise ValueError("it is damaged") from error
         return record
 
     @property
     def content(self) -> bytes:
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode() + b"\n"
+        return json.dumps({"format": _FORMAT, **self.__dict__}, indent=1).encode() + b"\n"
 
 
 def chosen(
@@ -90,175 +186,116 @@ def chosen(
     A run that has a state goes on with its plan, and nothing is measured. `new_gpt` and `groups` are as for `build`.
     Nothing of what was measured is left: parameters and random states are made anew.
     """
-    if device.type == "cpu":
-        keep_little_of_what_is_freed()
     peers = Peers()
     try:
-        return replace(config, parallel=_Choosing(config, place, run, device, peers, say).plan(new_gpt, groups))
+        recorded, trouble = peers.from_rank_0(_recorded(place, run) if peers.leads else None)
+        if trouble:
+            raise NothingFits(trouble)
+        of_node = min(peers.from_all(int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))))
+        among = candidates(place.world_size, of_node, config.shape, needs_ddp=bool(config.ddp_options))
+        if recorded is not None:
+            return replace(config, parallel=_as_recorded(recorded, among, config, place, say))
+        if not among:
+            # DDP needs least of the batch; so its own refusal says what is wrong.
+            replace(config, parallel="ddp").check(place)
+        room = _room(device, of_node, peers)
+        copies = _copies(device, of_node, peers)
+        options = [
+            PlanOption(each, memory(each, config.shape, copies=copies, bf16=config.bf16), room.taken) for each in among
+        ]
+        begun_s = time.monotonic()
+
+        def measure(option: PlanOption) -> PlanTrial:
+            tried = replace(config, parallel=option.text)
+            sizes = option.candidate.sizes
+            return try_plan(tried, sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
+
+        def is_over() -> bool:
+            spent: bool = peers.from_rank_0(time.monotonic() - begun_s > TRYING_ENOUGH_S)
+            return spent
+
+        say(f"parallel: each worker may take {gib(room.most)}, of which {gib(room.taken)} are taken: {room.where}")
+        option, trials = choose(options, room, measure, is_over)
+        for line in table(option, trials, options, room):
+            say(f"parallel: {line}")
+        tried = [{"plan": text, "memory": trial.memory, "step_s": trial.step_s} for text, trial in trials.items()]
+        _keep(KeptPlan(option.text, place.world_size, tried), run, peers)
+        return replace(config, parallel=option.text)
     except (NothingFits, PlanError, ConfigError) as error:
         raise AgreedRefusal(str(error)) from error
     finally:
         peers.close()
 
 
-class _Choosing:
-    def __init__(
-        self,
-        config: TrainConfig,
-        place: RankInfo,
-        run: RunDirectory,
-        device: torch.device,
-        peers: Peers,
-        say: Callable[[str], None],
-    ) -> None:
-        self._config, self._place, self._run, self._device = config, place, run, device
-        self._peers, self._say = peers, say
-        of_node, has_memory, nodes = _surroundings(os.environ, place)
-        told = peers.from_all((of_node, has_memory, nodes))
-        self._of_node = min(of_node for of_node, _, _ in told)
-        self._workers = WorkerCount(place.world_size, self._of_node)
-        self._copies = KeptCopies(self._of_node)
-        if device.type == "cpu" and all(has for _, has, _ in told):
-            # See docs/trainer.md: of parts a node has those of its workers and of the node before it.
-            is_alone = max(nodes for _, _, nodes in told) == 1
-            self._copies = KeptCopies(self._of_node, of_replicated=2, of_parts=2 if is_alone else 6)
-
-    def plan(self, new_gpt: Callable[[], GPT], groups: Groups) -> str:
-        """The text of the chosen plan."""
-        found, trouble = self._peers.from_rank_0(self._recorded() if self._peers.leads else None)
-        if trouble:
-            raise NothingFits(trouble)
-        if found is not None:
-            return self._as_recorded(found)
-        among = self._candidates()
-        if not among:
-            # DDP needs least of the batch; so its own words say what is wrong.
-            self._config_of("ddp").check(self._place)
-        self._import_all()
-        plans = [each.plan for each in among]
-        room, taken = self._room()
-        meter = PeakMeter(self._device)
-        worker = worker_speed(self._config, self._device, self._peers, plans, free=room.bytes - taken)
-        if self._device.type == "cuda":
-            # NCCL's buffers are not among what the meter sees.
-            room, taken = self._room()
-        else:
-            # The imports for measuring come on top. A second fork server that came meanwhile counts already.
-            meter.start()
-            taken += self._peers.largest([meter.left])[0]
-        worker = replace(worker, base_bytes=taken)
-        meter = PeakMeter(self._device)
-        options = self._options(among, worker)
-        rank = self._place.rank
-
-        def measure(option: PlanOption) -> PlanTrial:
-            config = self._config_of(option.text)
-            if len(among) == 1:
-                # Nothing is compared, and a step that is not compiled takes no less memory.
-                config = replace(config, compile=False)
-            sizes = option.candidate.sizes
-            return try_plan(config, sizes, rank, self._device, self._peers, meter=meter, new_gpt=new_gpt, groups=groups)
-
-        self._say(
-            f"parallel: each worker may take {gib(room.bytes)} GiB, of which {gib(taken)} are taken: {room.where}"
+def _recorded(place: RankInfo, run: RunDirectory) -> tuple[KeptPlan | None, str]:
+    """The run's choice if it has a state by now, and why it cannot go on if the choice is lost."""
+    try:
+        if not (place.generation or run.has_checkpoints()):
+            # A restart of this job must not take what an earlier one has chosen here.
+            if run.kept_plan():
+                run.keep_plan(b"")
+            return None, ""
+        content = run.kept_plan()
+        # Without one it is a restart before anything was chosen; nobody has a state.
+        return (KeptPlan.read(content) if content else None), ""
+    except (OSError, ValueError) as error:
+        return None, (
+            f"--parallel auto: the plan of this run cannot be read from {run.plan} ({error}); "
+            "restore that file, or give another --out"
         )
-        choice = choose(options, room, measure)
-        for line in table(choice, options, room):
-            self._say(f"parallel: {line}")
-        self._keep(choice, worker, rows(choice, options), room)
-        return choice.option.text
 
-    def _recorded(self) -> tuple[KeptPlan | None, str]:
-        """The run's choice if it has a state by now, and why it cannot go on if the choice is lost."""
+
+def _as_recorded(
+    record: KeptPlan, among: Sequence[Candidate], config: TrainConfig, place: RankInfo, say: Callable[[str], None]
+) -> str:
+    """The recorded plan, or with another number of workers the one that goes on with its state. Raises PlanError."""
+    if record.world_size == place.world_size:
+        say(f"parallel: {record.plan}, as this run has chosen")
+        return record.plan
+    kept = parse(record.plan)
+    able = successors(kept, among, place.world_size, config.shape)
+    text = next((each for each in able if each.plan.schedule == kept.schedule), able[0]).plan.text
+    say(
+        f"parallel: {record.plan}, as this run has chosen with {record.world_size} workers; "
+        f"for {place.world_size}: {text}"
+    )
+    return text
+
+
+def _room(device: torch.device, of_node: int, peers: Peers) -> WorkerRoom:
+    """What a worker may take: that of the worker that has least. On CPUs all of a node share a cgroup or the machine.
+
+    Page cache does not count.
+    """
+    # All have come as far as this.
+    peers.largest([0])
+    if device.type == "cuda":
+        collect(device)
+        free, total = torch.cuda.mem_get_info(device)
+        where = f"{torch.cuda.get_device_name(device)} has {total / 1e9:.1f} GB"
+        own = WorkerRoom(int(total * (1 - SPARE_SHARE)), total - free, where)
+    else:
+        node = tightest_room()
+        own = WorkerRoom(node.most // of_node, node.used // of_node, shared_by(of_node, node))
+    return min(peers.from_all(own), key=lambda each: each.most - each.taken)
+
+
+def _copies(device: torch.device, of_node: int, peers: Peers) -> KeptCopies:
+    """The copies of the state that the Keeper keeps in memory that counts to the workers (docs/trainer.md)."""
+    nodes, has_memory = int(os.environ.get("GROUP_WORLD_SIZE", 1)), bool(os.environ.get("ELAUNCH_MEMORY"))
+    if device.type != "cpu" or not all(peers.from_all(has_memory)):
+        return KeptCopies(of_node)
+    # Of parts a node has those of its workers and of the node before it.
+    return KeptCopies(of_node, of_replicated=2, of_parts=2 if nodes == 1 else 6)
+
+
+def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:
+    """Keep the choice before there is a state. All ranks wait until it is written."""
+    trouble = ""
+    if peers.leads:
         try:
-            if not (self._place.generation or self._run.has_checkpoints()):
-                # A restart of this job must not take what an earlier one has chosen here.
-                if self._run.kept_plan():
-                    self._run.keep_plan(b"")
-                return None, ""
-            content = self._run.kept_plan()
-            if not content:
-                # A restart before anything was chosen; nobody has a state.
-                return None, ""
-            return KeptPlan.read(content), ""
-        except (OSError, ValueError) as error:
-            return None, (
-                f"--parallel auto: the plan of this run cannot be read from {self._run.plan} ({error}); "
-                "restore that file, or give another --out"
-            )
-
-    def _as_recorded(self, record: KeptPlan) -> str:
-        kept = parse(record.plan)
-        is_same = record.world_size == self._place.world_size
-        if is_same and self._place.generation:
-            # It was measured here, and runs since then.
-            self._say(f"parallel: {record.plan}, as this run has chosen")
-            return record.plan
-        among = successors(kept, self._candidates(), self._workers, self._config.shape)
-        if is_same:
-            among = [each for each in among if each.text == record.plan] or among
-        if self._place.generation:
-            # They are there, and so among what is taken.
-            self._copies = KeptCopies(self._of_node)
-        room, taken = self._room()
-        options = self._options(among, replace(record.worker, base_bytes=taken), record.memory)
-        option = choose_by_estimate(options, room)
-        other = "" if is_same else f" with {record.world_size} workers; for {self._place.world_size}: {option.text}"
-        self._say(f"parallel: {record.plan}, as this run has chosen{other}")
-        return option.text
-
-    def _candidates(self) -> list[Candidate]:
-        return candidates(self._workers, self._config.shape, needs_ddp=self._config.needs_ddp)
-
-    def _options(
-        self, among: Sequence[Candidate], worker: WorkerSpeed, known: StepMemory | None = None
-    ) -> list[PlanOption]:
-        shape, bf16 = self._config.shape, self._config.bf16
-        return [
-            PlanOption(each, estimate(each.plan, each.sizes, shape, worker, copies=self._copies, bf16=bf16), known)
-            for each in among
-        ]
-
-    def _room(self) -> tuple[PlanRoom, int]:
-        """What a worker may take in all, and what it has taken by now: of the worker that has least room."""
-        # All have come as far as this.
-        self._peers.largest([0])
-        own = worker_room(self._device, self._of_node)
-        least = min(self._peers.from_all(own), key=lambda each: each.most - each.taken)
-        return PlanRoom(least.most, least.where), least.taken
-
-    def _import_all(self) -> None:
-        """What any of the plans imports: it is no part of a plan's memory."""
-        if self._place.world_size > 1:
-            from torch.distributed import fsdp  # noqa: F401
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401
-
-            from elaunch.trainer.parallel import divided, tensor  # noqa: F401
-
-    def _keep(self, choice: PlanChoice, worker: WorkerSpeed, tried: list[dict[str, Any]], room: PlanRoom) -> None:
-        """Keep the choice before there is a state. All ranks wait until it is written."""
-        option = choice.option
-        trial = choice.trials[option.text]
-        memory = StepMemory(option.estimate.memory.step, trial.memory)
-        record = KeptPlan(option.text, self._place.world_size, memory, worker, room.bytes, tried)
-        trouble = ""
-        if self._peers.leads:
-            try:
-                self._run.keep_plan(record.content)
-            except OSError as error:
-                trouble = f"--parallel auto: the choice cannot be kept in {self._run.plan} ({error.strerror or error})"
-        if trouble := self._peers.from_rank_0(trouble):
-            raise NothingFits(f"{trouble}; make room there, or give {option.text} in place of {AUTO}")
-
-    def _config_of(self, text: str) -> TrainConfig:
-        return replace(self._config, parallel=text)
-
-
-def _surroundings(environ: Mapping[str, str], place: RankInfo) -> tuple[int, bool, int]:
-    """The number of workers on this node, whether it keeps copies of the state in memory, and the number of nodes."""
-
-    def number(name: str, default: int) -> int:
-        return int(environ.get(name, default))
-
-    of_node = number("LOCAL_WORLD_SIZE", place.world_size)
-    return of_node, bool(environ.get("ELAUNCH_MEMORY")), number("GROUP_WORLD_SIZE", 1)
+            run.keep_plan(record.content)
+        except OSError as error:
+            trouble = f"--parallel auto: the choice cannot be kept in {run.plan} ({error.strerror or error})"
+    if trouble := peers.from_rank_0(trouble):
+        raise NothingFits(f"{trouble}; make room there, or give {record.plan} in place of {AUTO}")

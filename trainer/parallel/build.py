@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from elaunch.trainer.ddp.wrapper import wrap
+from elaunch.trainer.ddp.hooks import wrap
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.parallel.checks import layers_of, microbatches, stages, windows_of_microbatch
@@ -46,7 +46,7 @@ def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, gr
     """The module whose backward sums gradients over the workers, and the optimizer."""
     plan = config.plan
     if plan.has_ddp:
-        model = wrap(gpt, config.ddp, device)
+        model = wrap(gpt, device, hook=config.comm_hook, powersgd_rank=config.powersgd_rank, bucket_mb=config.bucket_mb)
         if plan.kind == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 

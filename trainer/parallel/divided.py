@@ -6,8 +6,10 @@ DTensor on one mesh, also where an axis has one worker only: its gradients are s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +22,11 @@ from torch.optim import Optimizer
 from elaunch.trainer.data.accumulation import accumulate
 from elaunch.trainer.data.order import Micro, Order, key_of
 from elaunch.trainer.gpt.model import VOCABULARY
-from elaunch.trainer.parallel import gradients
 from elaunch.trainer.parallel.checks import Shape, layers_of, stages
 from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
-from elaunch.trainer.parallel.schedules import known
 from elaunch.trainer.parallel.stages import IGNORED, GptStage, ModelPart, nats
 from elaunch.trainer.parallel.tensor import in_usual_order
-from elaunch.trainer.parallel.whole import full
+from elaunch.trainer.parallel.whole import clip_gradients, full, local
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Divided:
 
     def clip(self, norm_max: float) -> Tensor:
         """Scale the gradients so that the norm of all is at most `norm_max`. Returns the norm before. Collective."""
-        return gradients.clip(self._part.parameters(), norm_max)
+        return clip_gradients(self._part.parameters(), norm_max)
 
     def weights(self) -> dict[str, Tensor]:
         """The whole network's parameters, by name. Collective."""
@@ -158,12 +158,12 @@ class Pipeline(Divided):
         ]
         self._schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
         if plan.schedule == "interleaved":
-            unscaled = known(ScheduleInterleaved1F1B, scale_grads=False)
+            unscaled = _known(ScheduleInterleaved1F1B, scale_grads=False)
             self._schedule = ScheduleInterleaved1F1B(list(wrapped), many, loss_fn=self._loss_of, **unscaled)
         else:
             kind = ScheduleGPipe if plan.schedule == "gpipe" else Schedule1F1B
-            self._schedule = kind(wrapped[0], many, loss_fn=self._loss_of, **known(kind, scale_grads=False))
-        self._returns_nothing = known(self._schedule.step, return_outputs=False)
+            self._schedule = kind(wrapped[0], many, loss_fn=self._loss_of, **_known(kind, scale_grads=False))
+        self._returns_nothing = _known(self._schedule.step, return_outputs=False)
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
         """This replica's micro-batches of a step, all to be given to `backward` together."""
@@ -190,7 +190,7 @@ class Pipeline(Divided):
 
     def clip(self, norm_max: float) -> Tensor:
         """See `Divided.clip`. The byte embedding is on two workers of the pipeline."""
-        return gradients.clip(self._part.parameters(), norm_max, twice=self._on_both())
+        return clip_gradients(self._part.parameters(), norm_max, twice=self._on_both())
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it.
@@ -222,7 +222,15 @@ class Pipeline(Divided):
         """The byte embedding's gradient: the first stage has that of its inputs, the last one that of the scores."""
         for parameter in self._on_both():
             assert parameter.grad is not None
-            dist.all_reduce(gradients.local(parameter.grad), group=self._tied)
+            dist.all_reduce(local(parameter.grad), group=self._tied)
+
+
+def _known(call: Callable[..., Any], **arguments: object) -> dict[str, Any]:
+    """Those of `arguments` that this torch's `call` has.
+
+    Without `scale_grads` a schedule never scales gradients. Without `return_outputs` it always keeps the outputs.
+    """
+    return {name: value for name, value in arguments.items() if name in inspect.signature(call).parameters}
 
 
 def _without_fillers(inputs: Tensor, targets: Tensor, micros: Sequence[Micro], size: int) -> tuple[Tensor, Tensor]:

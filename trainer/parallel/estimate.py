@@ -1,21 +1,24 @@
-"""The memory and the time of a step that a plan takes, before anything is built. Pure.
+"""The plans among which `--parallel auto` chooses, and the memory that each takes, as formulas. Pure.
 
-Memory is that of the worker that needs most. Its parts are those of docs/parallelism.md: parameters, gradients and
-AdamW's two moments, what FSDP2 gathers, and the activations that the backward pass needs. At the end of a run each
-worker collects the whole network's parameters, and then has no gradients and activations. All is float32, but for the
-activations with bfloat16. Time is that of the computation, of the waits of a pipeline, of all that is exchanged, and of
-the optimizer, one after the other: what overlaps in reality is an upper bound here.
+Plans are of the bundled network in float32 with AdamW. docs/parallelism.md has the formulas.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from elaunch.trainer.parallel.checks import Shape, layers_of, microbatches, stages, windows_of_microbatch
-from elaunch.trainer.parallel.plan import ParallelPlan, Sizes, parse
+from elaunch.trainer.parallel.checks import (
+    Shape,
+    layers_of,
+    microbatches,
+    require_fitting,
+    stages,
+    windows_of_microbatch,
+)
+from elaunch.trainer.parallel.plan import KINDS, SCHEDULES, ParallelPlan, PlanError, Sizes, fit, parse
 
-# Tensor parallel gathers, and sums and scatters, this often in a block: forward and backward, in each of its two pairs.
-EXCHANGES_OF_BLOCK = 8
 _BYTES = 4
 # The floats that a block keeps for its backward pass, for each position and unit of width. The input of both norms:
 _KEPT_OF_NORMS = 2
@@ -28,29 +31,11 @@ _KEPT_OF_SCORES = 3
 
 
 @dataclass(frozen=True)
-class WorkerSpeed:
-    """A worker as it was measured: what its process takes without a model, its speed, and its link to the others.
+class Candidate:
+    """A plan, and how many workers each axis gets."""
 
-    `sharded_s_per_byte` is what a byte takes that FSDP2 exchanges, with FSDP2's copies, and `exchange_s` what one of
-    the exchanges of tensor parallel takes for a micro-batch, by the number of workers that share a matrix. `stage_s` is
-    what a stage of a pipeline takes for a micro-batch besides its computation, and `stage_block_s` what each of its
-    blocks adds to that. Where they are not measured, the link alone counts. `update_s_per_byte` is what the norm of the
-    gradients and AdamW take for a byte of parameters.
-    """
-
-    base_bytes: int = 0
-    flops_per_s: float = 1e10
-    link_bytes_per_s: float = 1e9
-    message_s: float = 1e-4
-    sharded_s_per_byte: float = 0.0
-    exchange_s: dict[str, float] = field(default_factory=dict)
-    stage_s: float = 0.0
-    stage_block_s: float = 0.0
-    update_s_per_byte: float = 0.0
-
-    def sending_s(self, sent: float, messages: int) -> float:
-        """What so many bytes in so many messages take on the link."""
-        return sent / self.link_bytes_per_s + messages * self.message_s
+    plan: ParallelPlan
+    sizes: Sizes
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,6 @@ class Memory:
     are the other workers' parameters at the end of the run. `copies` are the worker's share of the copies in memory.
     """
 
-    base: int
     parameters: int
     gradients: int
     moments: int
@@ -95,49 +79,95 @@ class Memory:
         """What the end of the run takes, when the weights are collected."""
         return self.parameters + self.moments + self.collected
 
-    @property
-    def total(self) -> int:
-        """The peak of all that counts to the worker."""
-        return self.base + self.copies + max(self.step, self.ending)
+
+def candidates(workers: int, of_node: int, shape: Shape, *, needs_ddp: bool = False) -> list[Candidate]:
+    """All plans that fit the workers, of which each node has `of_node`, the network and the batch. Plainest first.
+
+    `needs_ddp`: an option of DDP is given.
+    """
+    texts = [kind for kind in KINDS if kind != "hsdp"] if workers > 1 else ["ddp"]
+    texts += [*_hybrid(workers, of_node), *_divided(workers, of_node)]
+    found = []
+    for text in texts:
+        plan = parse(text)
+        if not needs_ddp or plan.has_ddp:
+            found += _fitting(plan, workers, shape)
+    return found
 
 
-@dataclass(frozen=True)
-class Duration:
-    """Seconds of one step, by what they are for. `updating` is the norm of the gradients, and the optimizer."""
+def successors(kept: ParallelPlan, among: Sequence[Candidate], workers: int, shape: Shape) -> list[Candidate]:
+    """The candidates that can go on with the state of the plan `kept`. Raises PlanError if there is none.
 
-    computing: float
-    waiting: float
-    sending: float
-    updating: float
+    Only the numbers of the data axes and the order of the computation may differ.
+    """
+    found = [each for each in among if each.plan.form == kept.form]
+    if found:
+        return found
+    sizes = fit(kept, workers, again=True)
+    many = shape.global_batch // shape.micro_batch
+    if many < sizes.data:
+        raise PlanError(
+            f"--parallel {kept.text}: a step has {many} micro-batches, too few for {sizes.data} replicas; "
+            "use fewer workers or a smaller --micro-batch"
+        )
+    require_fitting(kept, sizes, shape)
+    if kept.dp or kept.fsdp:
+        # A new job takes typed numbers at their word.
+        axes = str(sizes) if sizes != Sizes() else "fsdp2"
+        kept = parse(f"{axes},schedule={kept.schedule}" if kept.pp > 1 else axes)
+    return [Candidate(kept, sizes)]
 
-    @property
-    def total(self) -> float:
-        return self.computing + self.waiting + self.sending + self.updating
+
+def _hybrid(workers: int, of_node: int) -> Iterator[str]:
+    """HSDP with a set of shards on each node, or two sets on one node."""
+    sets = workers // of_node if of_node < workers else 2
+    if workers % sets == 0 and workers > sets > 1:
+        yield f"dp={sets},fsdp={workers // sets}"
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a plan takes."""
+def _divided(workers: int, of_node: int) -> Iterator[str]:
+    """Plans with `tp` and `pp`: those that divide the model among few workers first.
 
-    memory: Memory
-    duration: Duration
+    The workers that `tp` joins are on one node: they wait for each other in each block.
+    """
+    pairs = itertools.product(_divisors(of_node), _divisors(workers))
+    for tp, pp in sorted(pairs, key=lambda pair: pair[0] * pair[1]):
+        if tp * pp == 1 or workers % (tp * pp):
+            continue
+        data = workers // (tp * pp)
+        axes = ",".join(f"{axis}={number}" for axis, number in (("tp", tp), ("pp", pp)) if number > 1)
+        for first in ("dp", "fsdp") if data > 1 else ("",):
+            divided = f"{first}={data},{axes}" if first else axes
+            if pp == 1:
+                yield divided
+            else:
+                yield from (f"{divided},schedule={schedule}" for schedule in reversed(SCHEDULES))
 
 
-def estimate(
-    plan: ParallelPlan,
-    sizes: Sizes,
+def _fitting(plan: ParallelPlan, workers: int, shape: Shape) -> list[Candidate]:
+    try:
+        sizes = fit(plan, workers)
+        require_fitting(plan, sizes, shape)
+    except PlanError:
+        return []
+    return [Candidate(plan, sizes)] if shape.global_batch // shape.micro_batch >= sizes.data else []
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def memory(
+    candidate: Candidate,
     shape: Shape,
-    worker: WorkerSpeed,
     *,
     copies: KeptCopies = KeptCopies(),
     vocabulary: int = 256,
     bf16: bool = False,
-) -> Estimate:
-    """The estimate for a plan that fits `shape` (see `checks`). `bf16`: it computes in bfloat16."""
-    memories = [
-        _memory(rank, plan, sizes, shape, worker.base_bytes, copies, vocabulary, bf16=bf16) for rank in range(plan.pp)
-    ]
-    return Estimate(max(memories, key=lambda memory: memory.total), _duration(plan, sizes, shape, worker, vocabulary))
+) -> Memory:
+    """The memory of the worker that needs most. `bf16`: it computes in bfloat16."""
+    of_all = [_memory(rank, candidate, shape, copies, vocabulary, bf16=bf16) for rank in range(candidate.plan.pp)]
+    return max(of_all, key=lambda each: each.copies + max(each.step, each.ending))
 
 
 def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) -> tuple[int, int]:
@@ -145,8 +175,8 @@ def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) 
     width, last = shape.width, stages(plan) - 1
     # Matrices and the biases of their outputs are divided. Norms, and the biases that are added to a sum, are not.
     block = (12 * width**2 + 7 * width) // plan.tp + 6 * width
-    numbers = [rank + turn * plan.pp for turn in range(plan.stages_per_worker)]
-    all_of_it = block * sum(len(layers_of(number, plan, shape.layers)) for number in numbers)
+    numbers = _stages_of(rank, plan)
+    all_of_it = block * _blocks(rank, plan, shape)
     if 0 in numbers:
         all_of_it += (vocabulary + shape.context) * width
     if last in numbers:
@@ -154,22 +184,10 @@ def parameters_of(rank: int, plan: ParallelPlan, shape: Shape, vocabulary: int) 
     return block, all_of_it
 
 
-def turns_of_pipeline(pp: int, microbatches: int, stages_per_worker: int = 1) -> int:
-    """The turns of a worker in a step. In each it takes a micro-batch through one of its stages, or waits as long."""
-    return microbatches * stages_per_worker + pp - 1
-
-
 def _memory(
-    rank: int,
-    plan: ParallelPlan,
-    sizes: Sizes,
-    shape: Shape,
-    base: int,
-    copies: KeptCopies,
-    vocabulary: int,
-    *,
-    bf16: bool,
+    rank: int, candidate: Candidate, shape: Shape, copies: KeptCopies, vocabulary: int, *, bf16: bool
 ) -> Memory:
+    plan, sizes = candidate.plan, candidate.sizes
     block, own = parameters_of(rank, plan, shape, vocabulary)
     ends = own - block * _blocks(rank, plan, shape)
     passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
@@ -188,7 +206,6 @@ def _memory(
     if plan.kind == "zero1" and plan.has_ddp:
         replicated, part = held, moments
     return Memory(
-        base,
         _BYTES * held,
         _BYTES * gradients,
         _BYTES * moments,
@@ -203,7 +220,7 @@ def _memory(
 
 def _activations(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, vocabulary: int, *, bf16: bool) -> int:
     """Floats that the backward passes of all micro-batches under way need."""
-    has_scores = (rank + (plan.stages_per_worker - 1) * plan.pp) == stages(plan) - 1
+    has_scores = stages(plan) - 1 in _stages_of(rank, plan)
     if plan.pp == 1:
         windows, under_way = shape.micro_batch, 1
     else:
@@ -225,67 +242,9 @@ def _activations(rank: int, plan: ParallelPlan, sizes: Sizes, shape: Shape, voca
     return block * (_blocks(rank, plan, shape) * under_way + 1) + scores + several + casts
 
 
+def _stages_of(rank: int, plan: ParallelPlan) -> list[int]:
+    return [rank + turn * plan.pp for turn in range(plan.stages_per_worker)]
+
+
 def _blocks(rank: int, plan: ParallelPlan, shape: Shape) -> int:
-    numbers = [rank + turn * plan.pp for turn in range(plan.stages_per_worker)]
-    return sum(len(layers_of(number, plan, shape.layers)) for number in numbers)
-
-
-def _duration(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, vocabulary: int) -> Duration:
-    passes = -(-shape.global_batch // shape.micro_batch // sizes.data)
-    blocks = max(_blocks(rank, plan, shape) for rank in range(plan.pp))
-    # A pipeline is as fast as its slowest worker: the last one has the most layers, and the scores.
-    operations = operations_of_position(blocks, shape, vocabulary) / plan.tp
-    computing = passes * shape.micro_batch * shape.context * operations / worker.flops_per_s
-    many = microbatches(plan, sizes, shape) if plan.pp > 1 else 1
-    turns, computed = turns_of_pipeline(plan.pp, many, plan.stages_per_worker), many * plan.stages_per_worker
-    waiting = computing * (turns - computed) / computed
-    own = max(parameters_of(rank, plan, shape, vocabulary)[1] for rank in range(plan.pp)) * _BYTES
-    if plan.has_ddp:
-        sending = _summing_s(plan, sizes, shape, worker, own)
-    else:
-        sending = _sharding_s(plan, sizes, worker, passes, own, blocks)
-    activations = shape.micro_batch * shape.context * shape.width * _BYTES
-    if plan.tp > 1:
-        exchange_s = worker.sending_s((plan.tp - 1) / plan.tp * activations, 1)
-        exchange_s = max(exchange_s, worker.exchange_s.get(str(plan.tp), 0.0))
-        sending += passes * EXCHANGES_OF_BLOCK * blocks * exchange_s
-    if plan.pp > 1:
-        ways = 2 * plan.stages_per_worker
-        link_s = worker.sending_s(ways * passes * activations / plan.tp, ways * many)
-        besides_s = worker.stage_s + worker.stage_block_s * blocks / plan.stages_per_worker
-        sending += max(link_s, turns * besides_s)
-        # The byte embedding's gradient, which the first and the last worker sum.
-        sending += worker.sending_s(vocabulary * shape.width * _BYTES, 1)
-    updated = own / (sizes.dp if plan.kind == "zero1" else sizes.fsdp)
-    # Without DDP the norm is a sum over all workers.
-    norm_s = worker.message_s if sizes != Sizes() and not plan.has_ddp else 0.0
-    return Duration(computing, waiting, sending, updated * worker.update_s_per_byte + norm_s)
-
-
-def operations_of_position(blocks: int, shape: Shape, vocabulary: int) -> int:
-    """Those of so many blocks and of the scores, forward and backward.
-
-    Six for each weight that is multiplied, and attention's (Chowdhery et al., "PaLM", 2022, appendix B).
-    """
-    weights = 12 * shape.width**2 * blocks + vocabulary * shape.width
-    return 6 * weights + 12 * blocks * shape.width * shape.context
-
-
-def _summing_s(plan: ParallelPlan, sizes: Sizes, shape: Shape, worker: WorkerSpeed, own: int) -> float:
-    """What DDP exchanges in a step, and ZeRO-1 beyond it. `own` are the bytes of the parameters."""
-    data = sizes.data
-    if data == 1:
-        return 0.0
-    is_zero1 = plan.kind == "zero1"
-    sent = 2 * (data - 1) / data * own + ((data - 1) / data * own if is_zero1 else 0)
-    return worker.sending_s(sent, 2 + (3 + 12 * shape.layers if is_zero1 else 0))
-
-
-def _sharding_s(plan: ParallelPlan, sizes: Sizes, worker: WorkerSpeed, passes: int, own: int, blocks: int) -> float:
-    """What FSDP2 exchanges in a step: gathered parameters, and gradients."""
-    f, d = sizes.fsdp, sizes.dp
-    gathers = 1 if plan.pp > 1 or plan.kind == "zero2" else 2 * passes
-    sharded = (gathers + 1) * (f - 1) / f * own
-    found = worker.sending_s(sharded, (gathers + 1) * (blocks + 1) if f > 1 else 0)
-    summed = worker.sending_s(2 * (d - 1) / d * own / f, blocks + 1 if d > 1 else 0)
-    return max(found, sharded * worker.sharded_s_per_byte) + summed
+    return sum(len(layers_of(number, plan, shape.layers)) for number in _stages_of(rank, plan))

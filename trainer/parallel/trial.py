@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,18 +17,23 @@ from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT, VOCABULARY
 from elaunch.trainer.parallel.build import Groups, Parallel, build
-from elaunch.trainer.parallel.choice import PlanTrial
 from elaunch.trainer.parallel.plan import Sizes
-from elaunch.trainer.parallel.speed import clear
-from elaunch.trainer.parallel.worker_memory import PeakMeter
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import passes_to_final_sums
-from elaunch.trainer.tuning.passes import finish_device, slowest_s
+from elaunch.trainer.tuning.tune import finish_device, slowest_s
 
 _MEASURED = 3
 # After so many seconds a plan is measured no further.
 _ENOUGH_S = 20.0
 _NORM_MAX = 1.0
+
+
+@dataclass(frozen=True)
+class PlanTrial:
+    """What a plan took in a few steps: the most bytes, and of the fastest step the slowest worker's seconds."""
+
+    memory: int
+    step_s: float
 
 
 def try_plan(
@@ -34,7 +43,6 @@ def try_plan(
     device: torch.device,
     peers: Peers,
     *,
-    meter: PeakMeter,
     new_gpt: Callable[[], GPT],
     groups: Groups,
 ) -> PlanTrial:
@@ -43,17 +51,18 @@ def try_plan(
     The process groups of its axes stay: DTensor remembers meshes, and takes those of an equal mesh again.
     """
     link.phase("measuring")
-    meter.start()
+    collect(device)
+    before = _memory_now(device)
     parallel = build(config, new_gpt(), sizes, rank, device, groups)
     # The whole network was there on each worker, and is gone.
-    meter.begin()
+    collect(device)
+    _forget_peak(device)
     order = Order(
         max(4096, config.global_batch),
         global_batch=config.global_batch,
         micro_batch=config.micro_batch,
         even=config.plan.is_even,
     )
-    begun_s = time.perf_counter()
     # As the Keeper does it.
     for _ in range(passes_to_final_sums([parallel.model], peers.world_size)):
         parallel.warm_up(*_random(config, 1, device))
@@ -61,7 +70,6 @@ def try_plan(
     # The optimizer makes its moments, DDP its buckets, and the compiler does its work.
     _step(parallel, order, 1, config, device)
     finish_device(device)
-    settling_s = slowest_s(time.perf_counter() - begun_s, peers)
     link.phase("measuring")
     times_s: list[float] = []
     while len(times_s) < _MEASURED and sum(times_s) < _ENOUGH_S:
@@ -72,11 +80,13 @@ def try_plan(
         finish_device(device)
         times_s.append(slowest_s(time.perf_counter() - begun_s, peers))
         link.phase("measuring")
-    peak, left = peers.largest([meter.peak(), meter.left])
+    (peak,) = peers.largest([max(0, _memory_peak(device) - before)])
     del parallel
-    clear(compiled=config.compile)
-    step_s = min(times_s)
-    return PlanTrial(peak, step_s, left, max(0.0, settling_s - step_s) if config.compile else 0.0)
+    if config.compile:
+        # What was compiled holds parameters.
+        torch.compiler.reset()
+    collect(device)
+    return PlanTrial(peak, min(times_s))
 
 
 def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, device: torch.device) -> None:
@@ -91,3 +101,36 @@ def _random(config: TrainConfig, many: int, device: torch.device) -> tuple[Tenso
     """Inputs and targets of so many micro-batches."""
     rows = torch.randint(VOCABULARY, (many * config.micro_batch, config.context + 1), device=device)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def collect(device: torch.device) -> None:
+    """Free what nothing refers to. The caching allocator of a GPU keeps it otherwise."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _memory_now(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else _status()["RssAnon"]
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    # Where this is not allowed, the peak is that of the process's whole life: too much, never too little.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory_peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    status = _status()
+    return status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+
+
+def _status() -> dict[str, int]:
+    """The sizes in /proc/self/status, in bytes (proc_pid_status(5))."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}

@@ -1,1 +1,1 @@
-"""What the ranks compute and send in a few steps of a training: traces, one Perfetto file, a summary in words."""
+"""A few steps of a training under torch.profiler on all ranks: the traces joined for Perfetto, and one table."""

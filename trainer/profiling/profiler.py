@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
-from elaunch.trainer.profiling.places import profile_folder, read_mark, write_mark
-from elaunch.trainer.profiling.steps import Before, StepWindow, parse_steps, plan
-from elaunch.trainer.ranks.agreement import Ranks
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from elaunch.trainer import link
+from elaunch.trainer.files import reason
+from elaunch.trainer.profiling.steps import StepWindow, parse_steps, record, table, window_of
+from elaunch.trainer.profiling.traces import GZIP_LEVEL, JOINED, StepTimes, parsed, step_times, write_joined
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
-
-if TYPE_CHECKING:
-    from elaunch.trainer.profiling.recording import Recording
 
 Item = TypeVar("Item")
 Say = Callable[[str], None]
+RECORD = "profile.json"
+# Rank 0 joins one trace after the other while all wait, a second for each MB: more is joined by the user, later.
+JOINED_BYTES_MAX = 32 << 20
+# A folder of --log-dir has this file; the private folder of a job without --log-dir is removed with the job.
+_TIMELINE = "timeline.jsonl"
+_TROUBLES_MAX = 8
 
 
 def profiled(
-    steps: Iterable[Item],
-    which: str | None,
-    *,
-    folder: str | os.PathLike[str] = "profile",
-    flops_per_step: float = 0.0,
-    peak_flops: float = 0.0,
-    say: Say | None = None,
+    steps: Iterable[Item], which: str | None, *, folder: str | os.PathLike[str] = "profile", say: Say | None = None
 ) -> Iterator[Item]:
     """The items of `steps`, one for each step of a training; the steps in `which` are profiled on the way.
 
     An item that is a whole number is its step's number, as the Keeper's are; others are counted from 1. `which` is as
     `Profiler` has it; without it this costs nothing.
     """
-    if which is None:
-        return iter(steps)
-    profiler = Profiler(which, folder=folder, flops_per_step=flops_per_step, peak_flops=peak_flops, say=say)
-    return _profiled(steps, profiler)
+    return iter(steps) if which is None else _profiled(steps, Profiler(which, folder=folder, say=say))
 
 
 def _profiled(steps: Iterable[Item], profiler: Profiler) -> Iterator[Item]:
@@ -52,33 +55,21 @@ class Profiler:
     """Profiles the steps in `which`: `"3"` three steps as soon as it is warm, `"10-12"` these.
 
     Call `step` at the end of each step, or `begin_step` with the step's number at its begin. All ranks do the same.
-    Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0 joins them, and says
-    what they show, through `say` (by default to stderr). `flops_per_step` and `peak_flops`, of all devices together,
-    make the MFU. Nothing of it can end a training: what cannot be written is said. Raises ValueError for a `which`
-    that makes no sense.
+    Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0 joins them, and gives
+    their table to `say` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that makes
+    no sense.
     """
 
-    def __init__(
-        self,
-        which: str,
-        *,
-        folder: str | os.PathLike[str] = "profile",
-        flops_per_step: float = 0.0,
-        peak_flops: float = 0.0,
-        say: Say | None = None,
-    ) -> None:
+    def __init__(self, which: str, *, folder: str | os.PathLike[str] = "profile", say: Say | None = None) -> None:
         self._choice, self._folder = parse_steps(which), Path(folder)
-        self._costs = {"flops_per_step": flops_per_step, "peak_flops": peak_flops}
-        self._say = say or _to_stderr
         self._place = RankInfo.from_environ(os.environ)
+        self._say = (say or _to_stderr) if self._place.leads else lambda _: None
         self._window: StepWindow | None = None
-        self._recording: Recording | None = None
-        # The next step, if `step` counts: its first call ends step 1.
-        self._next = 2
-        self._planned = False
-        self._recorded = 0
-        self._sentences: list[str] = []
-        self._said_step = -1
+        self._profile: Any = None
+        self._trouble = ""
+        # The step that has begun; if `step` counts, step 1 has begun.
+        self._current = 1
+        self._is_planned = False
 
     def __enter__(self) -> Profiler:
         return self
@@ -86,96 +77,163 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if error is None:
-            self._end()
-        elif self._recording is not None:
-            # After an error the other ranks may be gone: the profiler waits for the GPU, and that may wait for them.
-            if isinstance(error, SystemExit | GeneratorExit) and not sys.is_finalizing():
-                self._recording.abandon()
-            if self._leads and not isinstance(error, GeneratorExit):
-                self._say(f"profile: no trace, since the training stopped while {self._window} were profiled")
-        self._recording = None
+        if self._window is None or (self._profile is None and error is not None):
+            return
+        if self._profile is not None and error is None and self._current >= self._window.first:
+            self._finish(self._current)
+            return
+        # After another error the other ranks may be gone: the profiler waits for the GPU, and that may wait for them.
+        if self._profile is not None and isinstance(error, SystemExit | GeneratorExit | None):
+            self._try(self._profile.stop)
+        self._say(f"profile: no trace, since the training ended before {self._window} were profiled")
 
     def step(self) -> None:
         """A step has ended. The first call ends step 1."""
-        self.begin_step(self._next)
+        self.begin_step(self._current + 1)
 
     def begin_step(self, number: int) -> None:
         """Step `number` begins, and the one before has ended."""
-        self._next = number + 1
-        if not self._planned:
-            self._plan(number)
-        window = self._window
+        if not self._is_planned:
+            self._is_planned = True
+            self._window = window_of(self._choice, number)
+            if isinstance(self._choice, StepWindow) and self._window != self._choice:
+                left = self._window or "nothing"
+                self._say(f"profile: this start begins with step {number}; left of {self._choice}: {left}")
+        window, ended, self._current = self._window, self._current, number
         if window is None:
             return
-        if self._recording is not None:
-            if number > window.last:
-                self._finish(number)
-                return
-            self._recording.next_step()
-            self._recorded += 1
-        elif number == window.first - 1:
-            self._begin()
+        if self._profile is None:
+            if number == window.first - 1:
+                self._begin(window)
+        elif number > window.last:
+            self._finish(ended)
+        else:
+            self._try(self._profile.step)
 
-    def _plan(self, number: int) -> None:
-        """Decide which steps are profiled: rank 0 does, for it alone may know of an earlier generation. Collective."""
-        self._planned = True
-        self._ranks = Ranks().apart("profile")
-        self._leads = self._ranks.leads
-        found = None
-        if self._leads:
-            before, sentences = read_mark(os.environ)
-            found = plan(self._choice, number, before), sentences
-        made, self._sentences = self._ranks.from_rank_0(found)
-        self._window = made.window
-        if made.sentence and self._leads:
-            self._say(f"profile: {made.sentence}")
+    def _begin(self, window: StepWindow) -> None:
+        has_gpu = torch.cuda.is_available()
+        if not has_gpu:
+            # Else kineto reports each stage on stderr. On a GPU it may report that CUPTI lacks rights.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+            # Only one can be active: ours would end the program's own.
+            self._trouble = "the program uses torch.profiler itself in these steps"
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * has_gpu],
+            schedule=schedule(wait=0, warmup=1, active=window.count, repeat=1),
+            # Without a handler it would print a table.
+            on_trace_ready=lambda _: None,
+            record_shapes=True,
+        )
+        self._try(self._profile.start)
 
-    def _begin(self) -> None:
-        # Imported here, since a restart waits for imports, and most runs are not profiled.
-        from elaunch.trainer.profiling.recording import Recording
+    def _try(self, call: Callable[[], object]) -> None:
+        """The training goes on without a trace."""
+        if self._trouble:
+            return
+        try:
+            call()
+        except (RuntimeError, AssertionError) as error:
+            self._trouble = f"torch.profiler failed: {reason(error)}"
 
+    def _finish(self, last: int) -> None:
+        """The profiled steps have ended. Collective."""
         assert self._window is not None
-        if self._leads:
-            write_mark(os.environ, Before.BEGUN, [])
-        self._recording = Recording(self._window.count)
-        self._recording.begin()
-
-    def _finish(self, number: int) -> None:
-        """All profiled steps have ended. Collective."""
-        from elaunch.trainer.profiling.report import collect, report
-
-        recording, window = self._recording, self._window
-        assert recording is not None
-        assert window is not None
-        self._recording = self._window = None
-        window = StepWindow(window.first, window.first + self._recorded - 1)
+        window, self._window = StepWindow(self._window.first, last), None
         folder = profile_folder(os.environ, self._place.generation, self._folder)
-        mine = collect(recording, folder, self._ranks.rank, window.first)
-        self._sentences, troubles = report(self._ranks, mine, folder, self._place.generation, **self._costs)
-        if self._leads:
-            write_mark(os.environ, Before.DONE, self._sentences)
-            self._tell([*self._sentences, *troubles])
-        self._said_step = number
+        link.phase("profiling")
+        mine, content = self._collected(window, folder)
+        ranks = Peers().apart("profile")
+        try:
+            found = ranks.to_rank_0(mine)
+            is_small = found is not None and sum(each.packed_bytes for each in found) <= JOINED_BYTES_MAX
+            contents = ranks.to_rank_0(content if ranks.from_rank_0(is_small) else b"")
+        finally:
+            ranks.close()
+        if found is not None and contents is not None:
+            for line in _written(found, contents, folder, self._place.generation):
+                self._say(f"profile: {line}")
 
-    def _tell(self, sentences: Sequence[str]) -> None:
-        for sentence in sentences:
-            self._say(f"profile: {sentence}")
+    def _collected(self, window: StepWindow, folder: Path) -> tuple[_Collected, bytes]:
+        """End the recording, write this rank's file, and read its times. The file's content is gzipped."""
+        self._try(self._profile.stop)
+        rank = self._place.rank
+        try:
+            if self._trouble:
+                raise RuntimeError(self._trouble)
+            content = _exported(self._profile)
+            times, on_gpu = step_times(parsed(content), rank, window.first)
+        except (OSError, RuntimeError, ValueError) as error:
+            return _Collected(f"rank {rank} has no trace: {reason(error)}"), b""
+        content, path = gzip.compress(content, GZIP_LEVEL), folder / f"rank_{rank}.json.gz"
+        return _Collected(_write(path, content), tuple(times), on_gpu, len(content)), content
 
-    def _end(self) -> None:
-        """The last step has ended."""
-        if self._recording is not None and self._recorded:
-            self._finish(self._next)
-        elif self._window is not None:
-            if self._recording is not None:
-                self._recording.abandon()
-            if self._leads:
-                self._say(f"profile: the training ended before {self._window} were profiled")
-        elif self._sentences and self._leads and self._said_step < self._next - 1:
-            # Once more, since the log has grown.
-            self._tell(self._sentences)
-        if self._planned:
-            self._ranks.close()
+
+@dataclass(frozen=True)
+class _Collected:
+    """What one rank has recorded; `trouble` says what is missing."""
+
+    trouble: str
+    times: tuple[StepTimes, ...] = ()
+    on_gpu: bool = False
+    packed_bytes: int = 0
+
+
+def _exported(profile: Any) -> bytes:
+    """The trace, as kineto writes it: in the job's shared memory, so that a full disk costs the file, not the table."""
+    with tempfile.TemporaryDirectory(prefix="profile-", dir=os.environ.get("ELAUNCH_MEMORY")) as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return path.read_bytes()
+
+
+def _written(found: Sequence[_Collected], contents: Sequence[bytes], folder: Path, generation: int) -> list[str]:
+    """Write the record and the joined trace on rank 0. Returns the table, and what could not be written."""
+    times = [each for one in found for each in one.times]
+    lines = table(times)
+    troubles = [each.trouble for each in found if each.trouble]
+    joined, path = "", folder / JOINED
+    if any(contents):
+        link.phase("joining traces")
+        try:
+            write_joined(path, ((rank, content) for rank, content in enumerate(contents) if content))
+            joined = JOINED
+        except (OSError, EOFError, ValueError) as error:
+            troubles.append(f"{path} cannot be written ({reason(error)})")
+    elif times:
+        troubles.append("the traces are too large to be joined here; use python -m elaunch.trainer.profiling")
+    made = record(times, lines, generation=generation, on_gpu=any(one.on_gpu for one in found), joined=joined)
+    if trouble := _write(folder / RECORD, json.dumps(made, indent=1).encode() + b"\n"):
+        troubles.append(trouble)
+    opening = [f"open {path.absolute()} at https://ui.perfetto.dev"] if joined else []
+    return [*lines, *opening, *troubles[:_TROUBLES_MAX]]
+
+
+def _write(path: Path, content: bytes) -> str:
+    """Write a file that appears when it is whole. Returns why it is not there."""
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        # With a full disk the part must not stay.
+        if path.parent.is_dir():
+            partial.unlink(missing_ok=True)
+        return f"{path} cannot be written ({reason(error)})"
+    return ""
+
+
+def profile_folder(environ: Mapping[str, str], generation: int, otherwise: Path) -> Path:
+    """The folder for this rank's files: in the generation's log folder, or with no --log-dir below `otherwise`.
+
+    elaunch gives workers a file for their exception: <run>/attempt_<generation>/<rank>/error.json.
+    """
+    error_file = environ.get("TORCHELASTIC_ERROR_FILE", "")
+    attempt = Path(error_file).parent.parent
+    if error_file and attempt.name.startswith("attempt_") and (attempt.parent / _TIMELINE).is_file():
+        return attempt / "profile"
+    return otherwise / f"generation_{generation}"
 
 
 def _to_stderr(text: str) -> None:

@@ -1,16 +1,26 @@
-"""Which steps are profiled: what the user asked for, and what a restart makes of it (pure)."""
+"""Which steps are profiled, and the table of what they show (pure)."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import Enum
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from elaunch.trainer.profiling.traces import StepTimes
+
+# The version of profile.json. It grows when a field goes or changes its meaning.
+SCHEMA = 2
 # Steps at the beginning of each start that a count leaves out: memory is allocated, DDP settles the order of its sums,
 # the compiler works. The profiler itself warms up in the last of them.
 WARM_UP_STEPS = 2
 # More makes files that nobody opens: a step of a small model has some thousand events.
 STEPS_MAX = 1000
+# Rows of the table: the slowest ranks, and those that the others waited for.
+_ROWS_MAX = 16
+# A rank is named if the others waited for it for this share of a step.
+_WAITED = 0.02
 
 
 @dataclass(frozen=True)
@@ -38,44 +48,18 @@ class StepCount:
 StepChoice = StepWindow | StepCount
 
 
-class Before(Enum):
-    """What an earlier generation of this job did of what was asked for."""
-
-    NOTHING = "nothing"
-    BEGUN = "begun"
-    DONE = "done"
-
-
-@dataclass(frozen=True)
-class ProfilePlan:
-    """The steps to profile, None for none; `sentence` says why they are other ones than asked for, if they are."""
-
-    window: StepWindow | None
-    sentence: str = ""
-
-
 def parse_steps(text: str) -> StepChoice:
     """`3` is a count, `10-12` are steps. Raises ValueError with a sentence that says what is wrong."""
     found = re.fullmatch(r"\s*([0-9]{1,12})\s*(?:-\s*([0-9]{1,12})\s*)?", text)
     if not found:
         raise ValueError(f"{text!r} is neither a number of steps nor a range; give 3, or 10-12")
-    first, last = int(found[1]), int(found[2]) if found[2] is not None else None
-    if last is None:
-        if first < 1:
-            raise ValueError("0 steps are none; leave it out, or give 3 for three steps")
-        return StepCount(_within(first))
-    if first < 1:
-        raise ValueError(f"{text} begins with step {first}; the first step is 1")
-    if last < first:
-        raise ValueError(f"{text} ends before it begins; give {last}-{first}")
-    _within(last - first + 1)
-    return StepWindow(first, last)
-
-
-def _within(count: int) -> int:
-    if count > STEPS_MAX:
-        raise ValueError(f"{count} steps are more than the {STEPS_MAX} that one trace may have; give fewer")
-    return count
+    first, last = int(found[1]), int(found[2] or 0)
+    choice = StepCount(first) if found[2] is None else StepWindow(first, last)
+    if isinstance(choice, StepWindow) and first < 2:
+        raise ValueError(f"{text} begins with step {first}; the profiler warms up for one step, so begin with 2")
+    if not 1 <= choice.count <= STEPS_MAX:
+        raise ValueError(f"{text} is {choice.count} steps; a trace may have 1 to {STEPS_MAX}")
+    return choice
 
 
 def last_step_needed(choice: StepChoice) -> int:
@@ -83,28 +67,62 @@ def last_step_needed(choice: StepChoice) -> int:
     return choice.last if isinstance(choice, StepWindow) else WARM_UP_STEPS + choice.count
 
 
-def plan(choice: StepChoice, next_step: int, before: Before = Before.NOTHING) -> ProfilePlan:
-    """The steps to profile in a start whose first step is `next_step`.
+def window_of(choice: StepChoice, next_step: int) -> StepWindow | None:
+    """The steps to profile in a start whose first step is `next_step`: of a range what is left of it, None if nothing.
 
-    The profiler warms up in the step before the first. If that step is over already, as many steps are profiled as soon
-    as possible: a trace of three steps was wanted, and which three matters less.
+    The profiler warms up in the step before the first.
     """
-    if before is Before.DONE:
-        return ProfilePlan(None)
     if isinstance(choice, StepCount):
-        window = StepWindow(next_step + WARM_UP_STEPS, next_step + WARM_UP_STEPS + choice.count - 1)
-        return ProfilePlan(window, f"{_ENDED}: {window} are profiled" if before is Before.BEGUN else "")
-    if next_step < choice.first:
-        # It may have begun and gone back by some steps: then it begins again, as asked.
-        return ProfilePlan(choice, f"{_ENDED}: {choice} are profiled again" if before is Before.BEGUN else "")
-    window = StepWindow(next_step + 1, next_step + choice.count)
-    if before is Before.BEGUN:
-        why = _ENDED
-    elif next_step == choice.first:
-        why = f"the profiler warms up for one step, and step {next_step} is the first of this start"
-    else:
-        why = f"step {next_step - 1} was done before this start"
-    return ProfilePlan(window, f"{why}: {window} are profiled instead of {choice}")
+        return StepWindow(next_step + WARM_UP_STEPS, next_step + WARM_UP_STEPS + choice.count - 1)
+    window = StepWindow(max(choice.first, next_step + 1), choice.last)
+    return window if window.count > 0 else None
 
 
-_ENDED = "an earlier generation ended while steps were profiled, and left no trace"
+def table(times: Sequence[StepTimes]) -> list[str]:
+    """A step's mean on each rank, as lines: a sentence about all, the rows, and the rank that the others waited for."""
+    if not times:
+        return []
+    window = StepWindow(min(each.step for each in times), max(each.step for each in times))
+    means = {rank: _mean([each for each in times if each.rank == rank]) for rank in sorted({t.rank for t in times})}
+    of_all = _mean(times)
+    covered = 1 - of_all["exposed_s"] / of_all["communication_s"] if of_all["communication_s"] else None
+    overlap = "" if covered is None else f"; computation covered {covered:.0%} of the communication"
+    lines = [f"{window} took {_time(of_all['seconds'])}{' each' * (window.count > 1)}{overlap}"]
+    # In a collective the last rank to begin waits for nobody: it communicates least.
+    shown = sorted(means, key=lambda rank: means[rank]["communication_s"])[:_ROWS_MAX]
+    cells: list[tuple[str, ...]] = [("rank", "step", "computes", "communicates", "exposed")]
+    cells += [(str(rank), *map(_time, means[rank].values())) for rank in sorted(shown)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    last = shown[0]
+    waited_s = statistics.median(each["exposed_s"] for each in means.values()) - means[last]["exposed_s"]
+    if len(means) > 1 and waited_s > _WAITED * of_all["seconds"]:
+        lines.append(f"rank {last} kept the others waiting, for {_time(waited_s)} of each step")
+    return lines
+
+
+def record(
+    times: Sequence[StepTimes], lines: Sequence[str], *, generation: int, on_gpu: bool, joined: str
+) -> dict[str, Any]:
+    """profile.json: seconds of each step on each rank. `joined` is the joined trace's name, or empty."""
+    of_all = _mean(times) if times else {}
+    return {
+        "schema": SCHEMA,
+        "generation": generation,
+        "first_step": min((each.step for each in times), default=0),
+        "last_step": max((each.step for each in times), default=0),
+        "sentences": list(lines),
+        "trace": joined,
+        "step_s": of_all.get("seconds"),
+        "gpu_busy": of_all["computation_s"] / of_all["seconds"] if of_all and on_gpu else None,
+        "steps": [asdict(each) for each in times],
+    }
+
+
+def _mean(times: Sequence[StepTimes]) -> Mapping[str, float]:
+    names = ("seconds", "computation_s", "communication_s", "exposed_s")
+    return {name: sum(getattr(each, name) for each in times) / len(times) for name in names}
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.2f} ms"

@@ -1,18 +1,55 @@
-"""A trace's content: Chrome's JSON, packed and unpacked."""
+"""torch.profiler's traces: what a rank computed and communicated in each step, and all ranks' traces in one file.
+
+A trace is Chrome's JSON as kineto writes it. On a CPU, operators are computation and the events of the backend
+(`gloo:all_reduce`) are communication. On a GPU its kernels are computation, and NCCL's are communication. A *span* is
+(begin, end) in whole nanoseconds of the host's wall clock, the end excluded.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-# Of gzip, for all files of a profile.
-LEVEL = 6
+JOINED = "trace.json.gz"
+GZIP_LEVEL = 6
+
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+# Events of a backend that runs on CPUs: the time from its thread's first byte to its last.
+_BACKENDS = ("gloo:", "mpi:", "ucc:")
+# Operators that hand something to a backend or wait for it.
+_WAITS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms", *_BACKENDS, "nccl:")
+# torch.compile's code on CPUs has no operators; these annotations are around it.
+_COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
+# Processes of rank r have the numbers from r × this on: the rank's own, then those of its devices.
+_PER_RANK = 1000
+# Ids of arrows between events are numbers of one process.
+_ARROWS = 1 << 40
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How one rank spent a step, in seconds. `exposed_s` is communication during which the rank computed nothing."""
+
+    rank: int
+    step: int
+    seconds: float
+    computation_s: float
+    communication_s: float
+    exposed_s: float
 
 
 def parsed(content: bytes) -> Mapping[str, Any]:
-    """The trace as a value. Raises ValueError: kineto does not say that a disk is full, and leaves a part of a file."""
+    """The trace as a value. Raises ValueError: kineto does not report a full disk, and leaves a part of a file."""
     try:
         # A name in it may be any bytes.
         trace = json.loads(content.decode(errors="replace"), strict=False)
@@ -25,10 +62,185 @@ def parsed(content: bytes) -> Mapping[str, Any]:
     return trace
 
 
-def packed(content: bytes) -> bytes:
-    return gzip.compress(content, LEVEL)
+def step_times(trace: Mapping[str, Any], rank: int, first_step: int) -> tuple[list[StepTimes], bool]:
+    """The rank's steps in order, the first of which is `first_step`, and whether the trace has kernels of a GPU.
+
+    Raises ValueError if the trace has no whole step.
+    """
+    slices = [event for event in trace.get("traceEvents", ()) if _is_slice(event)]
+    on_gpu = any(event.get("cat") in _ON_DEVICE for event in slices)
+    # The profiler counts from the start of its warm-up; the first that it recorded is ours.
+    steps = sorted(
+        (int(match[1]), *_span(event))
+        for event in slices
+        if event.get("cat") != "gpu_user_annotation" and (match := _STEP.fullmatch(str(event.get("name"))))
+    )
+    if not steps:
+        raise ValueError("the trace has no whole step")
+    computes, communicates = _on_gpu(slices) if on_gpu else _on_cpu(slices)
+    exposed = minus(communicates, computes)
+    found = []
+    for number, begin, end in steps:
+        parts = (length(clip(spans, begin, end)) / 1e9 for spans in (computes, communicates, exposed))
+        found.append(StepTimes(rank, first_step + number - steps[0][0], (end - begin) / 1e9, *parts))
+    return found, on_gpu
 
 
-def unpacked(content: bytes) -> bytes:
-    """Raises OSError, EOFError or ValueError."""
-    return gzip.decompress(content)
+def _on_gpu(slices: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
+    kernels: dict[bool, list[Span]] = {True: [], False: []}
+    for event in slices:
+        if _is_on_device(event):
+            kernels[str(event.get("name")).startswith("nccl")].append(_span(event))
+    return union(kernels[False]), union(kernels[True])
+
+
+def _on_cpu(slices: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]]:
+    operators: dict[str, list[Span]] = defaultdict(list)
+    waits: dict[str, list[Span]] = defaultdict(list)
+    communicates: list[Span] = []
+    for event in slices:
+        name, thread, span = str(event.get("name")), str(event.get("tid")), _span(event)
+        if name.startswith(_BACKENDS):
+            communicates.append(span)
+        if name.startswith(_WAITS):
+            waits[thread].append(span)
+        elif event.get("cat") == "cpu_op" or name.startswith(_COMPILED):
+            operators[thread].append(span)
+    # An operator around one that waits for other ranks computes only before and after it.
+    computes = (minus(union(spans), union(waits[thread])) for thread, spans in operators.items())
+    return union(span for spans in computes for span in spans), union(communicates)
+
+
+def write_joined(path: Path, traces: Iterable[tuple[int, bytes]]) -> None:
+    """Write the gzipped traces of all ranks, by rank, into one file. Raises OSError, EOFError or ValueError.
+
+    Each rank is a process there, and so is each of its GPUs. Only one trace is in memory at a time. Times are those of
+    the hosts' wall clocks; the first trace's begin is time 0. The file appears when it is whole.
+    """
+    partial = path.with_name(f".{path.name}.tmp")
+    begin_ns: int | None = None
+    try:
+        with gzip.open(partial, "wt", compresslevel=GZIP_LEVEL, encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[')
+            separator = "\n"
+            for rank, content in traces:
+                trace = parsed(gzip.decompress(content))
+                slices = [event for event in trace.get("traceEvents", ()) if _is_slice(event)]
+                base_ns = _base_ns(trace)
+                if begin_ns is None:
+                    begin_ns = base_ns + min((_span(event)[0] for event in slices), default=0)
+                for event in _joined_events(trace, rank, slices, base_ns - begin_ns):
+                    file.write(separator + json.dumps(event, separators=(",", ":")))
+                    separator = ",\n"
+            file.write("\n]}\n")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _joined_events(
+    trace: Mapping[str, Any], rank: int, slices: Sequence[Mapping[str, Any]], shift_ns: int
+) -> Iterator[dict[str, Any]]:
+    processes = _processes(rank, slices)
+    for number, name in processes.values():
+        yield {"name": "process_name", "ph": "M", "pid": number, "tid": 0, "ts": 0, "args": {"name": name}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": number, "tid": 0, "args": {"sort_index": number}}
+    for event in trace.get("traceEvents", ()):
+        if not isinstance(event, Mapping) or event.get("pid") not in processes:
+            continue
+        number, _ = processes[event["pid"]]
+        if event.get("ph") == "M":
+            if event.get("name") not in ("process_name", "process_labels", "process_sort_index"):
+                yield {**event, "pid": number, "ts": 0}
+        elif isinstance(event.get("ts"), int | float):
+            moved = {**event, "pid": number, "ts": (shift_ns + round(event["ts"] * 1000)) / 1000}
+            if isinstance(event.get("id"), int):
+                moved["id"] = rank * _ARROWS + event["id"]
+            yield moved
+
+
+def _processes(rank: int, slices: Sequence[Mapping[str, Any]]) -> dict[Any, tuple[int, str]]:
+    """The processes of a trace: each one's number in the joined file, and its name. The rank's own comes first.
+
+    kineto calls a GPU a process too, with its number as the id; what is not a number is of its own making.
+    """
+    counts: dict[int, int] = defaultdict(int)
+    on_device: set[int] = set()
+    for event in slices:
+        pid = event.get("pid")
+        if isinstance(pid, int) and pid >= 0:
+            counts[pid] += 1
+            if _is_on_device(event) or event.get("cat") == "gpu_user_annotation":
+                on_device.add(pid)
+    named: dict[Any, tuple[int, str]] = {}
+    for number, pid in enumerate(sorted(counts, key=lambda each: (each in on_device, -counts[each]))):
+        what = f", GPU {pid}" if pid in on_device else "" if number == 0 else f", process {pid}"
+        named[pid] = rank * _PER_RANK + number, f"rank {rank}{what}"
+    return named
+
+
+def _is_on_device(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") in _ON_DEVICE
+
+
+def _is_slice(event: Any) -> bool:
+    # Microseconds: a thousand years, of which the product with a thousand is exact enough.
+    return (
+        isinstance(event, Mapping)
+        and event.get("ph") == "X"
+        and all(isinstance(event.get(key), int | float) and abs(event[key]) < 1e16 for key in ("ts", "dur"))
+    )
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    # In the file: microseconds with three digits.
+    begin_ns = round(event["ts"] * 1000)
+    return begin_ns, begin_ns + max(round(event["dur"] * 1000), 0)
+
+
+def _base_ns(trace: Mapping[str, Any]) -> int:
+    base_ns = trace.get("baseTimeNanoseconds")
+    return int(base_ns) if isinstance(base_ns, int | float) else 0
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The spans without overlap, in order; those that touch are one."""
+    merged: list[Span] = []
+    for begin, end in sorted(span for span in spans if span[1] > span[0]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def clip(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
+    """The parts of a union between `begin` and `end`."""
+    # The span before the first that begins later may reach into the window.
+    first = max(bisect_right(spans, (begin, begin)) - 1, 0)
+    found = []
+    for span_begin, span_end in spans[first:]:
+        if span_begin >= end:
+            break
+        if span_end > begin:
+            found.append((max(span_begin, begin), min(span_end, end)))
+    return found
+
+
+def minus(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """The parts of a union that no span of the union `others` covers."""
+    left = []
+    for begin, end in spans:
+        for other_begin, other_end in clip(others, begin, end):
+            if other_begin > begin:
+                left.append((begin, other_begin))
+            begin = other_end
+        if begin < end:
+            left.append((begin, end))
+    return left
+
+
+def length(spans: Iterable[Span]) -> int:
+    """The sum of the spans' lengths."""
+    return sum(end - begin for begin, end in spans)

@@ -1,7 +1,10 @@
 """Collectives on bytes and numbers between the ranks of a group, and regions of memory from one rank to another.
 
-They go over connections of this channel alone (`connections`), small values along a tree (`tree`), large ones along a
-chain of all ranks. So a rank has few connections: a leaf of the tree has one.
+They go over connections of this channel alone (`connections`), small values along a tree, large ones along a chain of
+all ranks. So a rank has few connections: a leaf of the tree has one.
+
+Rank 0 is the tree's root. A rank's parent has the same number in base 8 with its last digit that is not 0 set to 0. So
+the ranks below a rank are the ones that follow it, and with 8 ranks per node 7 of 8 connections stay within a node.
 """
 
 from __future__ import annotations
@@ -10,14 +13,14 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
-from elaunch.trainer.ranks.connection import Bytes
-from elaunch.trainer.ranks.connections import Connections, PeerLost
-from elaunch.trainer.ranks.greeting import Contacts
-from elaunch.trainer.ranks.tree import below, children, parent
+from elaunch.trainer.ranks.connections import Bytes, Connections, PeerLost
+from elaunch.trainer.ranks.handshake import Contacts
 
 _HEAD = struct.Struct("<BQ")
 _LENGTH = struct.Struct("<Q")
-_NUMBER_BYTES = 8
+# With 16,384 ranks the depth is 5 and rank 0 has 31 children. A smaller number makes the tree deeper, which
+# takes longer; a larger one lets more ranks wait for the root.
+FAN_OUT = 8
 
 
 class _Kind(IntEnum):
@@ -27,9 +30,8 @@ class _Kind(IntEnum):
     SPREAD = 2
     SCATTERED = 3
     LARGEST = 4
-    FOUND = 5
-    REGION = 6
-    CHAINED = 7
+    REGION = 5
+    CHAINED = 6
 
 
 class Channel:
@@ -61,12 +63,12 @@ class Channel:
 
     def gather(self, content: bytes) -> list[bytes] | None:
         """All ranks' contents by rank, on rank 0; None on the others."""
-        collected = self._collected(content, goes_on=False)
+        collected = self._up(_Kind.COLLECTED, _joined([content]), b"".join, goes_on=False)
         return None if collected is None else _split(collected)
 
     def all_gather(self, content: bytes) -> list[bytes]:
         """All ranks' contents, by rank."""
-        return _split(self.broadcast(self._collected(content, goes_on=True)))
+        return _split(self.broadcast(self._up(_Kind.COLLECTED, _joined([content]), b"".join, goes_on=True)))
 
     def broadcast(self, content: Bytes | None) -> Bytes:
         """Rank 0's content; that of others is ignored."""
@@ -94,18 +96,13 @@ class Channel:
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks, which give equally many numbers."""
-        numbers = struct.Struct(f"<BQ{len(values)}q")
-        found = list(values)
-        for child in self._children:
-            theirs = self._numbers(numbers, child, _Kind.LARGEST, self._around)
-            found = [max(pair) for pair in zip(found, theirs, strict=True)]
-        if self._parent is not None:
-            message = numbers.pack(_Kind.LARGEST, len(found), *found)
-            self._connections.send(self._parent, message, waiting=self._children)
-            found = self._numbers(numbers, self._parent, _Kind.FOUND, self._children)
-        answer = numbers.pack(_Kind.FOUND, len(found), *found)
-        self._send_down(lambda _: (answer,))
-        return found
+        numbers = struct.Struct(f"<{len(values)}q")
+
+        def most(contents: Iterable[Bytes]) -> bytes:
+            return numbers.pack(*map(max, zip(*map(numbers.unpack, contents), strict=True)))
+
+        found = self._up(_Kind.LARGEST, numbers.pack(*values), most, goes_on=True, length=numbers.size)
+        return list(numbers.unpack(self.broadcast(found)))
 
     def pass_down(self, region: memoryview) -> None:
         """Fill `region`, which is equally long on all ranks, with rank 0's.
@@ -145,16 +142,28 @@ class Channel:
         if pass_on is not None:
             self._connections.flush()
 
-    def _collected(self, content: bytes, *, goes_on: bool) -> bytes | None:
-        """`goes_on` says that the ranks wait for something afterwards. Otherwise each may leave when it has sent."""
-        parts: list[Bytes] = [_LENGTH.pack(len(content)), content]
+    def _up(
+        self,
+        kind: _Kind,
+        content: bytes,
+        merge: Callable[[Iterable[Bytes]], bytes],
+        *,
+        goes_on: bool,
+        length: int | None = None,
+    ) -> bytes | None:
+        """Merge the contents of this rank and those below, and send them up; all ranks' on rank 0, None on the others.
+
+        `goes_on` says that the ranks wait for something afterwards. Otherwise each may leave when it has sent.
+        """
+        parts: list[Bytes] = [content]
         for number, child in enumerate(self._children):
             waiting = self._around if goes_on else self._around[number + 1 :]
-            parts.append(self._message(child, _Kind.COLLECTED, waiting))
+            parts.append(self._message(child, kind, waiting, length))
+        merged = merge(parts)
         if self._parent is None:
-            return b"".join(parts)
-        head = _HEAD.pack(_Kind.COLLECTED, sum(map(len, parts)))
-        self._connections.send(self._parent, head, *parts, waiting=self._children if goes_on else ())
+            return merged
+        head = _HEAD.pack(kind, len(merged))
+        self._connections.send(self._parent, head, merged, waiting=self._children if goes_on else ())
         self._connections.flush()
         return None
 
@@ -165,23 +174,13 @@ class Channel:
             self._connections.send(child, *parts(child), waiting=self._children[:number])
         self._connections.flush()
 
-    def _message(self, rank: int, kind: _Kind, waiting: Sequence[int]) -> bytearray:
+    def _message(self, rank: int, kind: _Kind, waiting: Sequence[int], length: int | None = None) -> bytearray:
         head = bytearray(_HEAD.size)
         self._read(rank, head, waiting)
-        self._require(rank, head, kind)
+        self._require(rank, head, kind, length)
         content = bytearray(_HEAD.unpack(head)[1])
         self._read(rank, content, waiting)
         return content
-
-    def _numbers(self, numbers: struct.Struct, rank: int, kind: _Kind, waiting: Sequence[int]) -> list[int]:
-        head = bytearray(_HEAD.size)
-        self._read(rank, head, waiting)
-        # Before the numbers: there may be fewer of them, and nothing after them.
-        self._require(rank, head, kind, (numbers.size - _HEAD.size) // _NUMBER_BYTES)
-        rest = bytearray(numbers.size - _HEAD.size)
-        self._read(rank, rest, waiting)
-        _, _, *found = numbers.unpack(head + rest)
-        return found
 
     def _read(self, rank: int, into: bytearray, waiting: Sequence[int] = (), *, pass_on: int | None = None) -> None:
         self._connections.receive(rank, memoryview(into), waiting=waiting or _some(pass_on), pass_on=pass_on)
@@ -215,3 +214,34 @@ def _split(joined: Bytes) -> list[bytes]:
         found.append(bytes(joined[at : at + length]))
         at += length
     return found
+
+
+def parent(rank: int) -> int | None:
+    """None for rank 0."""
+    if not rank:
+        return None
+    unit = _unit(rank)
+    return rank - rank // unit % FAN_OUT * unit
+
+
+def children(rank: int, world_size: int) -> list[int]:
+    """In ascending order. The ranks below a child are it and those that follow it, up to the next child."""
+    unit = 1
+    found: list[int] = []
+    while rank + unit < world_size and (not rank or unit < _unit(rank)):
+        found += range(rank + unit, min(rank + FAN_OUT * unit, world_size), unit)
+        unit *= FAN_OUT
+    return found
+
+
+def below(rank: int, world_size: int) -> range:
+    """The rank itself, and all ranks that get rank 0's messages through it."""
+    return range(rank, min(rank + _unit(rank), world_size) if rank else world_size)
+
+
+def _unit(rank: int) -> int:
+    """The power of FAN_OUT of the last digit that is not 0."""
+    unit = 1
+    while not rank // unit % FAN_OUT:
+        unit *= FAN_OUT
+    return unit

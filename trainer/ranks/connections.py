@@ -11,30 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import math
 import os
 import secrets
 import select
+import socket
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from typing import TypeAlias
 
 from elaunch.trainer.files import reason
-from elaunch.trainer.ranks.connection import BrokenConnection, Bytes, RankConnection
-from elaunch.trainer.ranks.greeting import NONCE_BYTES, REPLY_BYTES, Contact, Contacts
-from elaunch.trainer.ranks.listener import RankListener
-from elaunch.trainer.ranks.own_address import own_address
-from elaunch.trainer.ranks.tcp import SILENT_S, has_unread, is_silent, unconnected
+from elaunch.trainer.ranks.handshake import NONCE_BYTES, REPLY_BYTES, Contact, Contacts, RankListener, tuned
 
-# A rank that is turned away tries again for so long, with pauses that grow: a flood of strangers may be over by then.
-_TRIES_S, _PAUSE_S, _PAUSE_S_MAX = 60.0, 0.05, 1.0
-# How often the store is asked for a rank that has not come: after an eighth of the time that it was waited for.
-_ASK_SHARE, _ASK_S, _ASK_S_MAX = 8, 0.001, 1.0
-# At most so long passes before a wait looks at the clock, at silent hosts, and at ranks that have died meanwhile.
-_LOOK_S = 5.0
+Bytes: TypeAlias = "bytes | bytearray | memoryview"
+# A read takes at most this much, so that what is passed on goes out while more comes in.
+_READ_BYTES = 1 << 20
+# A rank that is turned away tries again for so long, with pauses that grow: a flood of strangers may be over by then,
+# or the address was that of a process before a restart. Where there is no route, it gives up earlier.
+_TRIES_S, _NO_ROUTE_S, _PAUSE_S, _PAUSE_S_MAX = 600.0, 60.0, 0.05, 1.0
+# How often the store is read for a rank that has not come (after an eighth of the time that it was waited for), and
+# for another address of one that does not answer.
+_READ_SHARE, _READ_S, _READ_S_MAX, _REREAD_S = 8, 0.001, 1.0, 5.0
+_NO_ROUTE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _IN, _OUT, _LEFT = select.POLLIN, select.POLLOUT, select.POLLRDHUP
-_NO_WAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -43,6 +44,64 @@ class PeerLost(RuntimeError):
 
     The message has the words by which the agent knows that another rank has failed first.
     """
+
+
+class BrokenConnection(Exception):
+    """The connection to `peer` has failed, or the other end has closed it. `why` is the error's text, or empty."""
+
+    def __init__(self, peer: RankConnection, why: str = "", number: int | None = None) -> None:
+        super().__init__(f"the connection to rank {peer.rank} is closed")
+        self.peer, self.why, self.number = peer, why, number
+
+
+class RankConnection:
+    """The connection to `rank`. Nothing here waits; `read` and `write` raise BrokenConnection."""
+
+    def __init__(self, rank: int, made: socket.socket) -> None:
+        self.rank, self.socket = rank, made
+        self._outgoing: deque[memoryview] = deque()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def queue(self, parts: Iterable[Bytes]) -> None:
+        """Send these after what is waiting already. They must not change until `write` has returned True."""
+        self._outgoing += [memoryview(part).cast("B") for part in parts if len(part)]
+
+    def write(self) -> bool:
+        """Send what the kernel takes now. Returns whether that is all."""
+        with self._errors():
+            while self._outgoing:
+                first = self._outgoing[0]
+                if (sent := self.socket.send(first)) < len(first):
+                    self._outgoing[0] = first[sent:]
+                else:
+                    self._outgoing.popleft()
+        return not self._outgoing
+
+    def read(self, into: memoryview) -> int:
+        """Read what has arrived, as far as it fits. Returns the number of bytes, 0 if there are none."""
+        count = -1
+        with self._errors():
+            count = self.socket.recv_into(into[:_READ_BYTES])
+        if not count:
+            raise BrokenConnection(self)
+        return max(0, count)
+
+    def has_unread(self) -> bool:
+        try:
+            return bool(self.socket.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise BrokenConnection(self, reason(error), error.errno) from error
 
 
 class Connections:
@@ -62,7 +121,6 @@ class Connections:
         self._is_open = False
         self._connected: dict[int, RankConnection] = {}
         self._sending: set[RankConnection] = set()
-        self._looked_s = -math.inf
         self._why_closed = ""
         _all.add(self)
 
@@ -75,7 +133,7 @@ class Connections:
         self._close_sockets()
 
     def meet(self, ranks: Collection[int], *, patient: bool = False) -> None:
-        """Connect to all of these ranks, which do the same. Later nothing asks the store for them.
+        """Connect to all of these ranks, which do the same. Later nothing reads the store for them.
 
         With `patient` a rank is waited for as long as it lives from then on.
         """
@@ -116,7 +174,8 @@ class Connections:
         try:
             yield
         except BrokenConnection as error:
-            lost = f"rank {error.peer.rank} is gone or has failed: connection closed by peer{error.why}"
+            why = f" ({error.why})" if error.why else ""
+            lost = f"rank {error.peer.rank} is gone or has failed: connection closed by peer{why}"
             lost += f", channel {self._channel}"
             self.close(lost)
             # Its words are in the message. By a chain of two the agent would take it for the program's own error.
@@ -130,57 +189,53 @@ class Connections:
 
     def _to(self, rank: int, waiting: Collection[int]) -> RankConnection:
         """The connection to that rank, which is made now if there is none."""
-        found = self._connected.get(rank)
-        if found is not None:
-            return found
-        if not self._is_open:
-            self._open()
-        if rank < self._rank:
-            self._connected[rank] = self._connect(rank, waiting)
+        if rank not in self._connected:
+            self._listen()
+            if rank < self._rank:
+                self._connected[rank] = self._connect(rank, waiting)
         while rank not in self._connected:
             self._wait(None, waiting)
         return self._connected[rank]
 
-    def _open(self) -> None:
-        """Listen for higher ranks, and tell them where."""
-        if self._rank + 1 < self._world_size:
-            self._listener = RankListener(self._channel, self._rank, self._world_size, own_address(os.environ))
+    def _listen(self) -> None:
+        """Listen for higher ranks, and publish where."""
+        if not self._is_open and self._rank + 1 < self._world_size:
+            self._listener = RankListener(self._channel, self._rank, self._world_size, self._contacts.own_address())
             self._contacts.publish(self._rank, self._listener.contact.to_bytes())
         self._is_open = True
 
     def _connect(self, rank: int, waiting: Collection[int]) -> RankConnection:
-        """Connect to a lower rank, again if this rank is turned away: by a full backlog or a flood of strangers."""
-        pause_s, until_s = _PAUSE_S, math.inf
-        # After a restart the new process may take long to come. Until then this may be the contact of the old one.
-        tries_s = math.inf if self._contacts.may_be_old else _TRIES_S
-        for tries in itertools.count(1):
+        """Connect to a lower rank, again if this rank is turned away."""
+        pause_s, begun_s = _PAUSE_S, time.monotonic()
+        while True:
             contact = self._contact_of(rank, waiting)
-            made = RankConnection(rank, unconnected(contact.address))
+            made = RankConnection(rank, tuned(socket.socket(contact.family)))
             try:
                 self._greet(made, contact, waiting)
                 return made
             except BaseException as error:
                 self._sending.discard(made)
-                made.close()
+                made.socket.close()
                 if not isinstance(error, BrokenConnection) or error.peer is not made:
                     raise
-                until_s = min(until_s, time.monotonic() + min(tries_s, self._timeout_s or math.inf))
-                # Nobody listens there any more, unless this contact is from before a restart.
-                is_over = isinstance(error.error, ConnectionRefusedError) and not self._contacts.may_be_old
-                if is_over or time.monotonic() >= until_s:
-                    raise BrokenConnection(made, _told(error.error, contact, tries)) from error
-            self._pause(min(pause_s, until_s - time.monotonic()), waiting)
+                has_no_route = error.number in _NO_ROUTE
+                tries_s = min(_NO_ROUTE_S if has_no_route else _TRIES_S, self._timeout_s or math.inf)
+                if time.monotonic() + pause_s >= begun_s + tries_s:
+                    way_out = "; open that port to the other nodes, or name another interface of that node in "
+                    why = f"{error.why or 'the connection was closed before its reply'}, at {contact.address} port "
+                    why += f"{contact.port}{f'{way_out}GLOO_SOCKET_IFNAME' if has_no_route else ''}"
+                    raise BrokenConnection(made, why) from error
+            self._pause(pause_s, waiting)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
-        raise AssertionError("a count has no end")
 
     def _contact_of(self, rank: int, waiting: Collection[int]) -> Contact:
-        """Wait until that rank has said where it listens. No `waiting` rank must die unnoticed meanwhile."""
+        """Wait until that rank has published where it listens. No `waiting` rank must die unnoticed meanwhile."""
         begun_s, end_s = time.monotonic(), self._end_s()
         while (content := self._contacts.find(rank)) is None:
             now_s = time.monotonic()
             if now_s >= end_s:
                 raise self._timed_out(rank)
-            pause_s = min(max(_ASK_S, (now_s - begun_s) / _ASK_SHARE), _ASK_S_MAX, end_s - now_s)
+            pause_s = min(max(_READ_S, (now_s - begun_s) / _READ_SHARE), _READ_S_MAX, end_s - now_s)
             self._pause(pause_s, waiting)
         return Contact.from_bytes(self._channel, rank, content)
 
@@ -191,28 +246,22 @@ class Connections:
             with contextlib.suppress(BlockingIOError):
                 made.socket.connect((contact.address, contact.port))
         except OSError as error:
-            raise BrokenConnection(made, error) from error
+            raise BrokenConnection(made, reason(error), error.errno) from error
         self._queue(made, [contact.hello(self._rank, asked)])
-        if self._contacts.may_be_old:
-            self._await_newest(made, contact, waiting)
+        end_s = self._end_s()
+        # It may be another process's address by now, which never answers.
+        while not self._poll(made, (), 0).get(made.fileno(), 0) & (_IN | _GONE):
+            if time.monotonic() >= end_s:
+                raise self._timed_out(contact.rank)
+            self._wait(made, waiting, min(end_s, time.monotonic() + _REREAD_S))
+            if self._contact_of(contact.rank, waiting) != contact:
+                raise BrokenConnection(made, f"rank {contact.rank} listens elsewhere by now")
         for _ in self._arriving(made, memoryview(reply), waiting):
             pass
         confirmation = contact.confirmation(self._rank, asked, bytes(reply))
         if confirmation is None:
-            raise BrokenConnection(
-                made, ConnectionRefusedError(f"the process there is not rank {contact.rank} any more")
-            )
+            raise BrokenConnection(made, f"the process there is not rank {contact.rank} any more")
         self._queue(made, [confirmation])
-
-    def _await_newest(self, made: RankConnection, contact: Contact, waiting: Collection[int]) -> None:
-        """Wait for the reply. Another process may have the address of an old `contact` by now, and never give one."""
-        end_s = self._end_s()
-        while not self._poll(made, (), 0).get(made.fileno(), 0) & (_IN | _GONE):
-            if time.monotonic() >= end_s:
-                raise self._timed_out(contact.rank)
-            self._wait(made, waiting, min(end_s, time.monotonic() + _LOOK_S))
-            if self._contact_of(contact.rank, waiting) != contact:
-                raise BrokenConnection(made, ConnectionRefusedError(f"rank {contact.rank} listens elsewhere by now"))
 
     def _let_in(self, events: Collection[int]) -> bool:
         """Take the connections of higher ranks. Returns whether a rank has connected."""
@@ -222,9 +271,6 @@ class Connections:
             admitted = self._listener.admit(events)
         except OSError as error:
             raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
-        # A rank whose connection has failed would have tried again by now, and its last try may take long.
-        for rank in self._listener.left_before(time.monotonic() - 2 * _TRIES_S):
-            raise PeerLost(f"rank {rank} is gone or has failed: it left while it connected, channel {self._channel}")
         for rank, made in admitted:
             self._connected[rank] = RankConnection(rank, made)
         if self._listener.is_complete:
@@ -237,8 +283,8 @@ class Connections:
         """Fill `into` with what `source` sends. Yields each part when it has arrived."""
         filled = 0
         while filled < len(into):
-            if self._sending:
-                self._write_all()
+            for target in list(self._sending):
+                self._write(target)
             if count := source.read(into[filled:]):
                 yield into[filled : filled + count]
                 filled += count
@@ -247,7 +293,6 @@ class Connections:
 
     def _pause(self, seconds: float, waiting: Collection[int]) -> None:
         until_s = time.monotonic() + seconds
-        self._wait(None, waiting, until_s)
         while time.monotonic() < until_s:
             self._wait(None, waiting, until_s)
 
@@ -258,18 +303,20 @@ class Connections:
         self, source: RankConnection | None = None, waiting: Collection[int] = (), until_s: float = math.inf
     ) -> None:
         """Wait until `source` has sent something, something was sent, a rank has connected, or it is `until_s`."""
-        end_s, waiting = self._end_s(), set(waiting)
+        end_s, alive = self._end_s(), set(waiting)
         while True:
-            events = self._poll(source, waiting, min(end_s, until_s))
+            events = self._poll(source, alive, min(end_s, until_s))
             has_met = self._let_in(events)
-            self._require_alive(source, waiting, events)
+            for peer in [self._connected[rank] for rank in alive & self._connected.keys()]:
+                if peer is not source and events.get(peer.fileno(), 0) & (_LEFT | _GONE):
+                    if not peer.has_unread():
+                        raise BrokenConnection(peer)
+                    alive.discard(peer.rank)
             ready = [peer for peer in self._sending if events.get(peer.fileno(), 0) & (_OUT | _GONE)]
             for peer in ready:
                 self._write(peer)
-            if has_met or ready or (source is not None and source.fileno() in events):
-                return
             now_s = time.monotonic()
-            if now_s >= until_s:
+            if has_met or ready or (source is not None and source.fileno() in events) or now_s >= until_s:
                 return
             if now_s >= end_s:
                 raise self._timed_out(None if source is None else source.rank)
@@ -282,14 +329,12 @@ class Connections:
         )
 
     def _poll(self, source: RankConnection | None, waiting: Collection[int], until_s: float) -> dict[int, int]:
-        """The events of each socket by file descriptor, as soon as there is one; empty when it is time to look."""
+        """The events of each socket by file descriptor, as soon as there is one; empty when the time is over."""
         wanted: dict[int, int] = {}
         if self._listener is not None:
             wanted.update((descriptor, _IN) for descriptor in self._listener.descriptors)
             until_s = min(until_s, self._listener.until_s)
-        for rank in waiting:
-            if rank in self._connected:
-                wanted[self._connected[rank].fileno()] = _LEFT
+        wanted.update((self._connected[rank].fileno(), _LEFT) for rank in waiting if rank in self._connected)
         if source is not None:
             wanted[source.fileno()] = _IN
         for peer in self._sending:
@@ -297,41 +342,20 @@ class Connections:
         poller = select.poll()
         for descriptor, events in wanted.items():
             poller.register(descriptor, events)
-        return dict(poller.poll(1000 * min(max(0.0, until_s - time.monotonic()), _LOOK_S)))
+        left_s = max(0.0, until_s - time.monotonic())
+        return dict(poller.poll(None if left_s == math.inf else math.ceil(1000 * left_s)))
 
-    def _require_alive(self, source: RankConnection | None, waiting: set[int], events: dict[int, int]) -> None:
-        """Raise PeerLost if a rank that matters now has closed its connection, or its host does not answer."""
-        for rank in [*waiting]:
-            peer = self._connected.get(rank)
-            if peer is not None and peer is not source and events.get(peer.fileno(), 0) & (_LEFT | _GONE):
-                if not has_unread(peer.socket):
-                    raise BrokenConnection(peer)
-                waiting.discard(rank)
-        if time.monotonic() < self._looked_s + _LOOK_S:
-            return
-        self._looked_s = time.monotonic()
-        matter = {*self._sending, *(self._connected[rank] for rank in waiting if rank in self._connected)}
-        for peer in matter if source is None else {source, *matter}:
-            if is_silent(peer.socket):
-                raise BrokenConnection(peer, OSError(f"its host has not answered for {SILENT_S} s"))
-
-    # Sending
+    # Sending and closing
 
     def _queue(self, target: RankConnection, parts: Iterable[Bytes]) -> None:
         target.queue(parts)
         self._write(target)
-
-    def _write_all(self) -> None:
-        for target in list(self._sending):
-            self._write(target)
 
     def _write(self, target: RankConnection) -> None:
         if target.write():
             self._sending.discard(target)
         else:
             self._sending.add(target)
-
-    # Closing
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -341,17 +365,8 @@ class Connections:
     def _close_sockets(self) -> None:
         self._close_listener()
         for peer in self._connected.values():
-            peer.close()
+            peer.socket.close()
         self._sending.clear()
-
-
-def _told(error: OSError | None, contact: Contact, tries: int) -> OSError:
-    """The last reason why this rank was not let in, with the place and the number of tries."""
-    why = "the connection was closed before its reply" if error is None else reason(error)
-    often = "" if tries == 1 else f", {tries} times"
-    way_out = "; open that port to the other nodes, or name another interface of that node in GLOO_SOCKET_IFNAME"
-    is_barred = error is not None and error.errno in _NO_WAY
-    return OSError(f"{why}, at {contact.address} port {contact.port}{often}{way_out if is_barred else ''}")
 
 
 _all: weakref.WeakSet[Connections] = weakref.WeakSet()

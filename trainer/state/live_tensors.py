@@ -40,17 +40,19 @@ class LiveTensors:
         """The parameters, of modules in `extra` too."""
         return self._parameters
 
-    def seen(self, turn: int) -> list[Tensor]:
+    def seen(self, turn: int | None) -> list[Tensor]:
         """What is looked at in that turn: all of them but the optimizers' states, and of these some in each turn.
 
         For the same turn the tensors come in the same order. An optimizer has three tensors for each parameter, and the
-        time for all of them would be that of a small step.
+        time for all of them would be that of a small step. With None there are none of its.
         """
         found: list[Tensor] = (
             [*self._parameters] if self._are_plain else [part for one in self._parameters for part in _parts(one)]
         )
         for nest in self._nests:
             found += [part for _, value in _nested("", nest) if not value.is_inference() for part in _parts(value)]
+        if turn is None:
+            return found
         sizes = sum(len(one.state) for one in self._optimizers)
         begin = turn * _PER_TURN % (up(sizes, _PER_TURN) or 1)
         states = chain.from_iterable(one.state.values() for one in self._optimizers)

@@ -12,7 +12,7 @@ import math
 import operator
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -89,7 +89,7 @@ def pack(state: object, places: Placer | None = None) -> Packed:
     places = places or Placer()
     _Pickler(content, places).dump(state)
     length = up(places.end, PAGE)
-    return Packed(content.getvalue(), places.tensors, places.offsets, length, places.fixed, places.fixed_length)
+    return Packed(content.getvalue(), places.tensors, places.offsets, length)
 
 
 def extended(packed: Packed, nest: object) -> Packed:
@@ -156,20 +156,15 @@ def _load(skeleton: bytes, place: Place) -> list[Any]:
 class Placer:
     """Places the tensors of a state in a region's data, one after the other.
 
-    `fixed` are tensors of the state that training does not change. They come first, on pages of their own. The first
-    byte is at `begin`.
+    The first byte is at `begin`.
     """
 
-    def __init__(self, fixed: Iterable[Tensor] = (), begin: int = 0) -> None:
+    def __init__(self, begin: int = 0) -> None:
         self.tensors: list[Tensor] = []
         self.offsets: list[int] = []
         self.end = begin
         self._known: dict[tuple[object, ...], int] = {}
         self._same: dict[object, object] = {}
-        for tensor in fixed:
-            self.reference(tensor)
-        self.fixed, self.fixed_length = len(self.tensors), up(self.end, PAGE)
-        self.end = self.fixed_length
 
     def reference(self, tensor: Tensor) -> Reference:
         """What the skeleton has for that tensor, all of which goes into the region. Raises NotPlain."""

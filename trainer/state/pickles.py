@@ -1,4 +1,4 @@
-"""Pickles that are read as data: nothing in them is imported or called, and none can take the process down.
+"""Files of torch.save that nest without end are refused before torch reads them.
 
 `torch.load(weights_only=True)` runs no code, but it takes the hash of a tuple that is a key. Python computes that with
 a call for each tuple in the tuple and no limit: some 100,000 of them overflow the stack, and a few, each of which holds
@@ -16,8 +16,6 @@ import torch
 
 DEPTH_MAX = 500
 _ZIP = b"PK\x03\x04"
-# Before torch 1.6 a file had these pickles one after the other: magic number, protocol, system, state, storages.
-_PICKLES_OF_OLD = 5
 # With fewer tuples than this of more than one item, nothing can take long.
 _FEW_TUPLES, _SHORT_BYTES = 20, 2000
 _PAIRS = (pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)
@@ -32,62 +30,8 @@ _KNOWN = """
 _Nested = tuple[int, int]
 
 
-class Pickled:
-    """What a pickle makes of the class or function `origin`: `args` are those of the call, `state` what came after.
-
-    `made` is for the reader's use.
-    """
-
-    origin = ("", "")
-
-    def __new__(cls, *args: Any) -> Pickled:
-        """Keep the arguments."""
-        record = super().__new__(cls)
-        record.args, record.state, record.made = args, None, None
-        return record
-
-    args: tuple[Any, ...]
-    state: Any
-    made: Any
-
-    def __setstate__(self, state: Any) -> None:
-        """Keep the state."""
-        if self.state is not None:
-            raise pickle.UnpicklingError(f"it gives a {name_of(self)} two states")
-        self.state = state
-
-
-def name_of(value: object) -> str:
-    """What a pickle calls a record or its class, or the type of another value."""
-    is_named = isinstance(value, Pickled) or (isinstance(value, type) and issubclass(value, Pickled))
-    return ".".join(value.origin) if is_named else type(value).__name__  # type: ignore[attr-defined]
-
-
-def parse(content: bytes) -> Any:
-    """The value that the pickle describes, with a Pickled of its own class for whatever the pickle would import.
-
-    Raises pickle.UnpicklingError for what is no pickle, or nests too deeply.
-    """
-    scan(io.BytesIO(content))
-    try:
-        return _Inert(io.BytesIO(content)).load()
-    # A pickle that takes what is not there, or has text that is none.
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, EOFError) as error:
-        raise pickle.UnpicklingError("it is no pickle, or a torn one") from error
-
-
-class _Inert(pickle.Unpickler):
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-        self._classes: dict[tuple[str, str], type[Pickled]] = {}
-
-    def find_class(self, module: str, name: str) -> type[Pickled]:
-        origin = (module, name)
-        return self._classes.setdefault(origin, type("Named", (Pickled,), {"origin": origin}))
-
-
-def require_shallow(file: IO[bytes], *, old: bool = False) -> None:
-    """Raise pickle.UnpicklingError if `file` nests too deeply; with `old` it may be of torch before 1.6.
+def require_shallow(file: IO[bytes]) -> None:
+    """Raise pickle.UnpicklingError if `file` is none of torch.save (1.6 or later), or nests too deeply.
 
     The file is read from its present place, which it has again after that. Raises RuntimeError as torch does.
     """
@@ -100,9 +44,6 @@ def require_shallow(file: IO[bytes], *, old: bool = False) -> None:
         content: bytes = reader.get_record("data.pkl")
         if len(content) > _SHORT_BYTES or sum(map(content.count, _PAIRS)) > _FEW_TUPLES:
             scan(io.BytesIO(content))
-    elif old:
-        for _ in range(_PICKLES_OF_OLD):
-            scan(file)
     else:
         raise pickle.UnpicklingError("it is no file of torch.save")
     file.seek(start)

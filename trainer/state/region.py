@@ -26,7 +26,6 @@ MARK = b"elaunch3"
 PAGE = 4096
 _FIELDS = struct.Struct("<16sqqIIQQQIQ")
 _CRC_BYTES = 4
-_WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -57,17 +56,12 @@ class Header:
 
 @dataclass(frozen=True)
 class Packed:
-    """What goes into a region: `skeleton` refers to `tensors`, which belong at `offsets` in the region's data.
-
-    The first `fixed` tensors do not change while training goes on. They take the first `fixed_length` bytes.
-    """
+    """What goes into a region: `skeleton` refers to `tensors`, which belong at `offsets` in the region's data."""
 
     skeleton: bytes
     tensors: list[Tensor]
     offsets: list[int]
     data_length: int
-    fixed: int = 0
-    fixed_length: int = 0
 
     @property
     def length(self) -> int:
@@ -89,14 +83,9 @@ def views(region: Tensor, packed: Packed) -> list[Tensor]:
     ]
 
 
-def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed, fixed_checksum: int | None = None) -> Header:
-    """Write skeleton, header and at last the mark around the tensors' bytes, which are in the region already.
-
-    `fixed_checksum` is that of the bytes that do not change, if it is known.
-    """
-    start, end = PAGE + packed.skeleton_room + packed.fixed_length, PAGE + packed.skeleton_room + packed.data_length
-    if fixed_checksum is None:
-        fixed_checksum = checksum_of_fixed(region, packed)
+def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Header:
+    """Write skeleton, header and at last the mark around the tensors' bytes, which are in the region already."""
+    start = PAGE + packed.skeleton_room
     header = Header(
         layout=layout,
         piece=piece,
@@ -104,7 +93,7 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed, fixed_ch
         skeleton_room=packed.skeleton_room,
         data_length=packed.data_length,
         skeleton_crc=zlib.crc32(packed.skeleton),
-        checksum=checksum(region[start:end], fixed_checksum),
+        checksum=checksum(region[start : start + packed.data_length]),
     )
     put(region, PAGE, packed.skeleton)
     _declare(region, header, piece)
@@ -133,30 +122,6 @@ def _declare(region: Tensor, header: Header, piece: Piece) -> None:
     )
     put(region, len(MARK), fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little"))
     mark(region)
-
-
-def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
-    """Numbers of the tensors, computed on their devices, which are others when a byte has changed.
-
-    A tensor's version would not do: changes through `.data` (as many moving averages do) leave it as it is.
-    """
-    sums = [part.sum(dtype=torch.int64) for tensor in tensors for part in _words(tensor)]
-    return [int(each.item()) for each in sums]
-
-
-def _words(tensor: Tensor) -> list[Tensor]:
-    """The bytes of a tensor as numbers: eight at a time, which is many times as fast, and the rest."""
-    content = tensor.reshape(-1).view(torch.uint8)
-    if content.storage_offset() % _WORD_BYTES:
-        return [content]
-    whole = content.numel() // _WORD_BYTES * _WORD_BYTES
-    return [content[:whole].view(torch.int64), content[whole:]]
-
-
-def checksum_of_fixed(region: Tensor, packed: Packed) -> int:
-    """The checksum of the bytes that do not change."""
-    start = PAGE + packed.skeleton_room
-    return checksum(region[start : start + packed.fixed_length])
 
 
 def mark(region: Tensor) -> None:
@@ -203,18 +168,18 @@ def data_of(region: Tensor, header: Header) -> Tensor:
     return region[start : start + header.data_length]
 
 
-def checksum(data: Tensor, before: int = 0) -> int:
+def checksum(data: Tensor) -> int:
     """A checksum of uint8 `data`, whose length is a multiple of 4096: CRC-32 over the sums of its pages.
 
-    `before` is the checksum of the pages before them. It runs at about the speed of memory. It detects every page that
+    It runs at about the speed of memory. It detects every page that
     is stale, missing or in another place, and every changed word, but not two words of one page that changed places.
     """
     if not data.numel():
-        return before
+        return 0
     sums = data.view(torch.int64).view(-1, PAGE // 8).sum(1)
     content = bytearray(sums.numel() * 8)
     torch.frombuffer(content, dtype=torch.int64).copy_(sums)
-    return zlib.crc32(content, before)
+    return zlib.crc32(content)
 
 
 def view(data: Tensor, dtype: torch.dtype, shape: Sequence[int], begin: int) -> Tensor:

@@ -16,13 +16,14 @@ from elaunch.trainer.state.tree import State
 
 # numpy's mt19937_state: 624 numbers of 32 bits, and the position among them as a C int.
 _INT_BYTES = ctypes.sizeof(ctypes.c_int)
+_COMPARED = 5
 
 
 class RandomStates:
     """The generators' states, looked at several times in each step: mostly nothing has been drawn since."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._python, self._numpy = _Python(), _Numpy()
         self._state: State = {}
         self._raw: list[bytes] = []
@@ -32,16 +33,15 @@ class RandomStates:
 
         The same object as before if they are the same as before. Do not change it.
         """
-        old = self._state
-        now: State = {"python": self._python.capture(), "torch": torch.default_generator.get_state()}
-        if self._device.type == "cuda":
-            now["cuda"] = torch.cuda.get_rng_state(self._device)
-        numpy = self._numpy.capture()
-        if numpy is not None:
-            now["numpy"] = numpy
-        raw = [_bytes(now[name]) for name in ("torch", "cuda") if name in now]
-        if not (old and now["python"] is old["python"] and numpy is old.get("numpy") and raw == self._raw):
-            self._state, self._raw = now, raw
+        old, python, numpy = self._state, self._python.capture(), self._numpy.capture()
+        torchs = [torch.default_generator.get_state()]
+        if self._is_cuda:
+            torchs.append(torch.cuda.get_rng_state(self._device))
+        raw = [*map(_bytes, torchs)]
+        if not (old and python is old["python"] and numpy is old.get("numpy") and raw == self._raw):
+            self._raw = raw
+            self._state = {"python": python, **dict(zip(("torch", "cuda"), torchs, strict=False))}
+            self._state |= {} if numpy is None else {"numpy": numpy}
         return self._state
 
     def step_aside(self, state: State, step: int) -> None:
@@ -64,14 +64,16 @@ class RandomStates:
 class _Python:
     """Python's global generator."""
 
-    _numbers: Any = None
+    _mark: Any = None
     _state: Any = None
 
     def capture(self) -> Any:
         """Its state, the same object as before if it is the same as before."""
-        numbers = random.getstate()
-        if numbers != self._numbers:
-            version, words, gauss = self._numbers = numbers
+        version, words, gauss = random.getstate()
+        # The position, which is the last number, is another after each draw, or all words are: a few tell it.
+        mark = words[-_COMPARED:], gauss
+        if mark != self._mark:
+            self._mark = mark
             # As bytes, since hundreds of numbers take ten times as long to store.
             self._state = (version, array("I", words).tobytes(), gauss)
         return self._state

@@ -23,8 +23,6 @@ from elaunch.trainer.state.optimizer_state import put_options
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.tree import State, cloned, some
 
-# The parameters and modules of a model with more modules are not compared at each commit.
-_MODULES = 64
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 # Of an optimizer: of each group the options and the parameters.
 _Groups = list[tuple[State, list[Tensor]]]
@@ -71,7 +69,6 @@ class Settings:
         # The flags as the program or a restore has given them, or as DDP's were compared with them.
         self._given = self._start.requires_grad
         self._restored: list[str] = []
-        self._commits_left = 0
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
 
@@ -256,17 +253,13 @@ class Settings:
         self._add_as_usual()
         self.values.begin()
 
-    def refusal(self, *, is_in_parts: bool, has_zero: bool, is_by_name: bool, is_copied: bool) -> str:
+    def refusal(self, *, is_in_parts: bool, has_zero: bool, is_by_name: bool) -> str:
         """Why a restart could not bring the present settings back; "" if it can.
 
-        Which parameters and modules there are takes 50 µs for 200 modules: it is looked at where a copy may follow, as
-        `is_copied` says, and not in each commit of a large model. `is_in_parts` says that each rank has a part of the
-        state, `has_zero` that it is ZeRO-1's, and `is_by_name` that the ranks have different parameters.
+        `is_in_parts` says that each rank has a part of the state, `has_zero` that it is ZeRO-1's, and `is_by_name` that
+        the ranks have different parameters.
         """
-        self._commits_left -= 1
-        if is_due := is_in_parts or is_copied or self._commits_left < 0:
-            self._commits_left = len(self._modules) // _MODULES
-        if is_due and not self._is_sharded and self._objects() != self._seen:
+        if not self._is_sharded and self._objects() != self._seen:
             before = dict(zip(self._names, self._parameters, strict=True))
             known = [*zip(self._places, self._modules, strict=True)]
             now = {plain_name(name): one for name, one in self._model.named_parameters()}
@@ -279,7 +272,7 @@ class Settings:
                     "parametrize before the Keeper"
                 )
             self._look()
-        groups = [_ids_of(_groups_of(one)) for one in self._optimizers] if is_due else self._known_groups
+        groups = [_ids_of(_groups_of(one)) for one in self._optimizers]
         if groups != self._known_groups:
             if why := self._refused_groups(is_in_parts):
                 return why

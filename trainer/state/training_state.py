@@ -180,12 +180,6 @@ class Training:
         """Whether more than the model and the optimizers changes in a step, and is the same on every rank."""
         return any(self._rest[name] is not None for name in ("scheduler", "extra"))
 
-    def frozen(self) -> list[Tensor]:
-        """The parameters that training does not change: without a gradient, and in no optimizer (LoRA's base)."""
-        groups = [group for one in self._optimizers for group in getattr(one, "param_groups", ())]
-        stepped = {id(parameter) for group in groups for parameter in group["params"]}
-        return [p.detach() for p in self.model.parameters() if not p.requires_grad and id(p) not in stepped]
-
     def layout(self) -> bytes:
         """A digest of the state's structure: names and shapes of the model, classes of the other parts."""
         digest = hashlib.sha256(repr(self._names_of_all).encode() if self._names_of_all else b"")
@@ -282,10 +276,10 @@ class Training:
         if found:
             raise TypeError(found)
 
-    def refusal(self, *, is_copied: bool = False) -> str:
+    def refusal(self) -> str:
         """Why a restart could not bring back what the program has set on its models and optimizers; "" if it can."""
-        its = {"is_in_parts": self.is_in_parts, "has_zero": self.has_zero, "is_by_name": bool(self._names_of_all)}
-        return self.settings.refusal(**its, is_copied=is_copied)
+        is_by_name = bool(self._names_of_all)
+        return self.settings.refusal(is_in_parts=self.is_in_parts, has_zero=self.has_zero, is_by_name=is_by_name)
 
     def buffers(self) -> State:
         """This rank's buffers, as `Buffers.now` has them: the live tensors."""

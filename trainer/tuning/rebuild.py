@@ -1,7 +1,7 @@
 """Gives a DDP wrapper other buckets and another hook in place, at any moment between two passes.
 
-The wrapper stays the same object round the same module: hooks on both, a Keeper, and whoever else refers to them see
-nothing of it. No parameter, buffer or gradient changes, and nothing is sent.
+The wrapper stays the same object round the same module: hooks on both, a Keeper, and whoever else refers to them are
+not affected. No parameter, buffer or gradient changes, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -9,14 +9,21 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.tuning import hooks
-from elaunch.trainer.tuning.settings import CommSettings
+from elaunch.trainer.ddp.hooks import POWERSGD_START, hook_state, register
+from elaunch.trainer.tuning.search import CommSettings
 
 _MB = 1 << 20
+_POWERSGD_RANK = 4
+# The fewest whole passes that PowerSGD takes. A trial discards its state.
+_WHOLE_PASSES_IN_TRIAL = 2
+_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# The attribute of a wrapper that has the hook which tuning has registered. All other hooks are the program's.
+_OURS = "_elaunch_tuned_hook"
 # What the wrapper has from elsewhere than its constructor's arguments, or what its passes have made of it.
 _KEPT = frozenset(
     (
@@ -44,24 +51,24 @@ def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
 
 def settings_of(ddp: DistributedDataParallel) -> CommSettings:
     """Its present settings. A hook of the program's own counts as none."""
-    size = ddp.bucket_bytes_cap / _MB
-    first = CommSettings.first_bucket_mb if ddp.bucket_bytes_cap_default else size
-    if listed := _listed(ddp):
-        first, size = listed[0] / _MB, listed[-1] / _MB
-    return CommSettings(size, first, bool(ddp.gradient_as_bucket_view))
+    size = None if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / _MB
+    return CommSettings(size, bool(ddp.gradient_as_bucket_view))
 
 
 def given_by_program(ddp: DistributedDataParallel) -> frozenset[str]:
     """The settings that the program has chosen itself, as far as that can be seen."""
-    sizes = set() if ddp.bucket_bytes_cap_default else {"bucket_mb", "first_bucket_mb"}
-    # Without views each gradient would be in memory twice.
-    views = {"bucket_view"} if ddp.gradient_as_bucket_view else set()
-    return frozenset(sizes | views | ({"hook"} if hooks.of_program(ddp) else set()))
+    given = {
+        "bucket_mb": not ddp.bucket_bytes_cap_default,
+        # Without views each gradient would be in memory twice.
+        "bucket_view": ddp.gradient_as_bucket_view,
+        "hook": bool(_hooks_of_program(ddp)),
+    }
+    return frozenset(name for name, is_given in given.items() if is_given)
 
 
 def obstacle(model: nn.Module, ddp: DistributedDataParallel) -> str:
     """Why this wrapper's buckets must stay as they are; "" if they need not."""
-    own = hooks.of_program(ddp)
+    own = _hooks_of_program(ddp)
     is_stateful = any(not isinstance(state, dist.ProcessGroup | None) for _, state in own)
     built_in = not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook")  # type: ignore[no-untyped-call]
     in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters())
@@ -69,7 +76,7 @@ def obstacle(model: nn.Module, ddp: DistributedDataParallel) -> str:
     found = {
         "its communication hook has a state that belongs to its buckets": is_stateful or len(own) > 1,
         f"it has torch's built-in hook {built_in}": bool(built_in),
-        "it has a list of more than two bucket sizes": len(_listed(ddp)) > 2,
+        "it has a list of bucket sizes": bool(getattr(ddp, "bucket_bytes_cap_list", ())),
         "it has mixed_precision": getattr(ddp, "mixed_precision", None) is not None,
         "all-reduces of some parameters are delayed": bool(getattr(ddp, "_delay_all_reduce_params", None)),
         "optimizers run in its backward pass": in_backward,
@@ -79,28 +86,49 @@ def obstacle(model: nn.Module, ddp: DistributedDataParallel) -> str:
     return next((why for why, is_so in found.items() if is_so), "")
 
 
-def _listed(ddp: DistributedDataParallel) -> list[int]:
-    """The sizes in bytes if the first bucket or several have sizes of their own. Not every release can have them."""
-    return list(getattr(ddp, "bucket_bytes_cap_list", ()))
+def works_here(hook: str, ddp: DistributedDataParallel) -> bool:
+    """Whether the hook can run: the backend sums its type. Collective."""
+    if hook not in _TYPES:
+        return True
+    try:
+        dist.all_reduce(torch.zeros(1, dtype=_TYPES[hook], device=ddp.device), group=ddp.process_group)
+    except (RuntimeError, ValueError, TypeError):
+        # Every rank refuses the type before anything is sent.
+        return False
+    return True
 
 
 def apply(ddp: DistributedDataParallel, settings: CommSettings, *, is_trial: bool = False) -> Any:
     """Rebuild its reducer with these settings, as all ranks do. Returns the hook's state if a restart must restore it.
 
-    Call it when no pass has begun. A hook of the program's own stays. A trial's hook sends little from the first pass.
+    Call it when no pass has begun. A hook of the program's own stays. A trial's hook compresses from the first pass.
     """
-    own_hooks = hooks.of_program(ddp)
+    own_hooks = _hooks_of_program(ddp)
     arguments = _arguments(ddp)
     # The old reducer's buckets are as large as all gradients. It also takes its hooks off the parameters as it goes.
     for name in ("logger", "reducer"):
         ddp.__dict__.pop(name)
-    fresh = DistributedDataParallel(ddp.module, **arguments, **_bucket_arguments(settings))
+    fresh = DistributedDataParallel(
+        ddp.module,
+        **arguments,
+        bucket_cap_mb=settings.bucket_mb,
+        gradient_as_bucket_view=settings.bucket_view,
+    )
     ddp.__dict__.update({name: value for name, value in fresh.__dict__.items() if name not in _KEPT})
-    if own_hooks:
-        for hook, state in own_hooks:
-            ddp.register_comm_hook(state, hook)
+    for hook, state in own_hooks:
+        ddp.register_comm_hook(state, hook)
+    if own_hooks or not settings.is_lossy:
         return None
-    return hooks.register(ddp, settings.hook, is_trial=is_trial)
+    start = _WHOLE_PASSES_IN_TRIAL if is_trial else POWERSGD_START
+    register(ddp, settings.hook, powersgd_rank=_POWERSGD_RANK, powersgd_start=start)
+    ((ddp.__dict__[_OURS], _),) = ddp._comm_hooks
+    return hook_state(ddp)
+
+
+def _hooks_of_program(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """The hooks, each with its state, that the program has registered itself."""
+    ours = ddp.__dict__.get(_OURS)
+    return [(hook, state) for hook, state in ddp._comm_hooks if hook is not ours]
 
 
 def _arguments(ddp: DistributedDataParallel) -> dict[str, Any]:
@@ -111,16 +139,3 @@ def _arguments(ddp: DistributedDataParallel) -> dict[str, Any]:
     sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     found[sync] = ddp.broadcast_buffers
     return found
-
-
-def _bucket_arguments(settings: CommSettings) -> dict[str, Any]:
-    found: dict[str, Any] = {"gradient_as_bucket_view": settings.bucket_view}
-    usual = CommSettings()
-    if (settings.bucket_mb, settings.first_bucket_mb) == (usual.bucket_mb, usual.first_bucket_mb):
-        # DDP's own default.
-        return found
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    if settings.first_bucket_mb != settings.bucket_mb and "bucket_cap_mb_list" in known:
-        return {**found, "bucket_cap_mb_list": [settings.first_bucket_mb, settings.bucket_mb]}
-    # Releases without the list have a first bucket of the same size.
-    return {**found, "bucket_cap_mb": settings.bucket_mb}

@@ -1,7 +1,7 @@
-"""Which settings are measured next, when the search ends, and what it chooses. Pure: it is told the times.
+"""How DDP sends gradients: which settings are measured next, when the search ends, and what it chooses. Pure.
 
-A *pass* is a forward and backward pass whose gradients are summed over the ranks, or a whole step. All ranks run this
-same search on the same times, which are those of the slowest rank, so they all come to the same choice.
+A *pass* is a forward and backward pass whose gradients are summed over the ranks. All ranks run this same search on the
+same times, which are those of the slowest rank, so they all come to the same choice.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
-from elaunch.trainer.tuning.settings import CommSettings
-
+# DDP's hooks that round gradients, in the order in which they are tried.
+LOSSY_HOOKS = ("bf16", "fp16", "powersgd")
 # A choice other than the program's own settings must save this share of a pass, and a lossy hook this share of what the
 # best loss-neutral settings take.
 GAIN_MIN = 0.03
@@ -35,19 +35,41 @@ _DEVIATION = 1.4826
 
 
 @dataclass(frozen=True)
+class CommSettings:
+    """DDP's buckets and its communication hook.
+
+    `bucket_mb` is in MiB, as DDP's `bucket_cap_mb`; None is DDP's default: 25 MiB, and 1 MiB for the first bucket.
+    `hook` is "none" or one of LOSSY_HOOKS.
+    """
+
+    bucket_mb: float | None = None
+    bucket_view: bool = False
+    hook: str = "none"
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the hook rounds gradients."""
+        return self.hook != "none"
+
+    def __str__(self) -> str:
+        parts = ["DDP's default buckets" if self.bucket_mb is None else f"buckets of {self.bucket_mb:g} MiB"]
+        parts += ["gradients as views of them"] * self.bucket_view
+        parts += [f"hook {self.hook}"] * self.is_lossy
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class SearchSpace:
     """What may be tried for a model that sends `gradient_mb` MiB.
 
     `start` are the program's own settings; those of its fields that are in `fixed` stay. `hooks` are the lossy hooks
-    that may be tried. With `runs_alone` passes without communication can be measured too. `is_static`: DDP's
-    `static_graph`.
+    that may be tried. `is_static`: DDP's `static_graph`.
     """
 
     start: CommSettings
     gradient_mb: float
     fixed: frozenset[str] = frozenset()
     hooks: tuple[str, ...] = ()
-    runs_alone: bool = False
     is_static: bool = False
 
 
@@ -85,10 +107,9 @@ def search(space: SearchSpace) -> Generator[TimedPass, float, SearchResult]:
     log = _Log(space)
     start = space.start
     yield from log.visit(start)
-    if space.runs_alone:
-        share = yield from log.share_of_communication(start)
-        if share is not None and share < GAIN_MIN:
-            return log.result(start, f"the communication adds {share:.0%} to a pass, so there is nothing to gain")
+    share = yield from log.share_of_communication(start)
+    if share is not None and share < GAIN_MIN:
+        return log.result(start, f"the communication adds {share:.0%} to a pass, so there is nothing to gain")
 
     best = start
     for settings in sizes(space):
@@ -121,21 +142,10 @@ def sizes(space: SearchSpace) -> list[CommSettings]:
     if "bucket_mb" in space.fixed:
         return []
     found = [size for size in _SIZES_MB if size < space.gradient_mb and size != space.start.bucket_mb]
-    tried = [_sized(space, size, first=min(size, _SIZES_MB[0])) for size in found]
     if space.gradient_mb > _SIZES_MB[0]:
         # One bucket: nothing overlaps with the backward pass, but it is one message.
-        tried.append(_whole(space))
-    return tried
-
-
-def _whole(space: SearchSpace) -> CommSettings:
-    size = float(math.ceil(space.gradient_mb) + 1)
-    return _sized(space, size, first=size)
-
-
-def _sized(space: SearchSpace, size: float, *, first: float) -> CommSettings:
-    is_fixed = "first_bucket_mb" in space.fixed
-    return replace(space.start, bucket_mb=size, first_bucket_mb=space.start.first_bucket_mb if is_fixed else first)
+        found.append(float(math.ceil(space.gradient_mb) + 1))
+    return [replace(space.start, bucket_mb=size) for size in found]
 
 
 def _decided(log: _Log, turns: Sequence[_Log], start: CommSettings, finalists: Sequence[CommSettings]) -> SearchResult:

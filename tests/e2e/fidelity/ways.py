@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elaunch.launcher.resources import detect
+from elaunch.launcher.host import detect
 from tests.harness import Job, environment
 
 HERE = Path(__file__).parent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from bench.chatty import counted
 from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN, TORCHRUN_FORK, environment
 from bench.plan import SECTIONS, Settings, Task, chunks, plan
 from bench.progress import Estimate, duration
@@ -29,9 +28,9 @@ def test_contenders_take_turns_in_every_round() -> None:
 
 
 def test_only_the_sections_that_were_asked_for_are_done_in_their_own_order() -> None:
-    heads = list(dict.fromkeys(t.round.split(",")[0] for t in plan(settings("lines", "start"))))
+    heads = list(dict.fromkeys(t.round.split(",")[0] for t in plan(settings("restart", "start"))))
 
-    assert heads == ["start", "lines"]
+    assert heads == ["start", "restart"]
     assert len({t.key for t in plan(settings(*SECTIONS))}) > 20
 
 
@@ -94,10 +93,3 @@ def test_what_is_left_takes_as_long_as_before_or_as_was_guessed() -> None:
 @pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (89, "89 s"), (600, "10 min"), (5700, "1 h 35 min")])
 def test_a_duration_is_as_rough_as_an_estimate(seconds: float, words: str) -> None:
     assert duration(seconds) == words
-
-
-def test_a_line_that_another_worker_cut_is_counted_as_torn() -> None:
-    whole = b"[0] chatty worker 0 ...\nchatty worker 1 ...\n[default1]:chatty worker 1 ..\n"
-
-    assert counted(whole) == (3, 3)
-    assert counted(b"chatty worker 0 ..chatty worker 1 ..\n\n") == (2, 0)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import ettr, statecost, staterestart
+from bench import statecost, staterestart
 from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN
-from bench.marks import FIRST_STEP, NEXT_STEP, History, Resumed, Tail, Work, restart_stages, resumed, work
+from bench.marks import FIRST_STEP, NEXT_STEP, History, Resumed, Tail, restart_stages, resumed
 from bench.page import EMPTY, STATE_BEGIN, STATE_END, render, update
 from bench.plan import STATE_SECTIONS, Settings, plan
 from bench.samples import Results, Run, Sample, combined
-from bench.sides import KEPT, SIDES, kept_part, usual
+from bench.sides import KEPT, SIDES, usual
 from bench.stamps import Stamp
 from bench.targets import verdicts
 
@@ -146,23 +146,6 @@ def test_stages_of_a_restart_are_the_last_ranks_and_those_after_the_kill() -> No
     assert set(restart_stages([], seen, 1, RANKS, 20.0)) == set(list(stages)[6:])
 
 
-def test_of_what_was_made_twice_the_second_counts_and_what_is_between_steps_does_not() -> None:
-    # Steps 3 and 4 of generation 0 are made again; each step takes 0.75 s of each second, from the last rank's start.
-    seen = history(*steps(0, 1, 4, at_s=10.0), *steps(1, 3, 5, at_s=20.0))
-
-    assert work(seen, 10.0, 30.0) == Work(seconds=5.0, counted=5, made=7)
-    # A step that ends outside is not of this window.
-    assert work(seen, 20.5, 22.0) == Work(seconds=2.0, counted=2, made=2)
-    assert work(seen, 20.5, 21.0) == Work(seconds=0.0, counted=1, made=1)
-
-
-def test_a_step_counts_that_only_one_rank_lived_to_complete() -> None:
-    seen = history(*steps(0, 1, 1, at_s=10.0), Stamp(0, "begun", 11.0, 0, step=2), Stamp(0, "done", 12.0, 0, step=2))
-    seen.add([Stamp(0, "begun", 11.5, 1, step=2), *steps(1, 3, 3, at_s=15.0), Stamp(1, "begun", 16.0, 0, step=4)])
-
-    assert work(seen, 0.0, 20.0) == Work(seconds=3 * 1.125, counted=3, made=3)
-
-
 def test_the_usual_script_runs_under_torchrun_in_its_better_case() -> None:
     name, value = FRESH_STORE.split("=")
 
@@ -181,8 +164,6 @@ def test_sides_take_turns_and_large_copies_are_fewer() -> None:
     rounds = [t.key for t in tasks if t.round.startswith("state: restart,")]
     assert rounds == 4 * [f"state: {side.name}" for side in SIDES]
     assert [t.key for t in tasks if t.round == "state: snapshots"] == [f"state of {n} MB" for n in (10, 100, 1000)]
-    windows = [t.key for t in tasks if t.round.startswith("state: failures")]
-    assert windows == 5 * [f"one per {every_s} s, {side.name}" for every_s in (60, 30, 15) for side in ettr.SIDES]
     ours = Settings(20, (1,), (8,), (ELAUNCH,), STATE_SECTIONS, limit_s=40, seed=1)
     assert not [t for t in plan(ours) if "torchrun" in t.key]
     theirs = Settings(20, (1,), (8,), (TORCHRUN,), ("state-cost",), limit_s=40, seed=1)
@@ -205,19 +186,6 @@ def test_what_a_copy_costs_is_related_to_the_steps_that_the_keeper_chose() -> No
     assert saved.values == {statecost.HELD: 0.02, statecost.MEMORY: 20.0, statecost.WHOLE: 0.02}
 
 
-def test_a_copy_of_each_step_is_related_to_the_step_without_it_and_has_a_row() -> None:
-    notes = statecost.read(
-        '{"way": "zero-1", "values": {"held_s": 0.002, "step_s": 0.05}}\n{"way": "end", "values": {}}\n'
-    )
-
-    (taken,) = statecost.part_samples("ZeRO-1", 10, notes)
-
-    assert taken.values[statecost.COST] == pytest.approx(4)
-    text = render(results(taken, Sample(statecost.PARTS_SECTION, "FSDP2", 10, why="hung")))
-    assert row(text, "10", "ZeRO-1")[2:] == ["1", "0.002", "0.002", "0.050", "4.0", "4.0"]
-    assert "- 10 MB, FSDP2: 1 × hung" in text
-
-
 def test_a_pair_says_how_much_longer_a_step_takes() -> None:
     values = '{"plain": 0.04, "plain_p95": 0.05, "kept": 0.0402, "kept_p95": 0.06}'
     notes = statecost.read(f'{{"way": "pair", "values": {values}}}\n')
@@ -228,21 +196,6 @@ def test_a_pair_says_how_much_longer_a_step_takes() -> None:
     text = render(results(pair, Sample(statecost.STEADY_SECTION, statecost.KEEPER, 1000, why="hung")))
     assert row(text, "100")[1:] == ["1", "0.0400", "0.0500", "0.0402", "0.0600", "0.50", "0.50"]
     assert "- 1000 MB: 1 × hung" in text
-
-
-def test_of_a_part_that_one_rank_has_it_is_promised_that_no_step_is_lost_if_each_is_copied() -> None:
-    copied, by_default = (
-        Sample(staterestart.PARTS_SECTION, kept_part("FSDP2", every).name, 4, {staterestart.LOST: 3.0, NEXT_STEP: 1.0})
-        for every in (1, None)
-    )
-
-    text = render(results(copied, by_default))
-    (verdict,) = verdicts(results(copied, by_default))
-
-    assert row(text, "FSDP2, each step copied") == ["FSDP2, each step copied", "1", "3", "3", "1.00", "1.00"]
-    assert row(text, "FSDP2, by default")[2:4] == ["3", "3"]
-    assert verdict.what == "steps lost by the SIGKILL of a worker, FSDP2, each step copied"
-    assert verdict.kept is False
 
 
 def test_restarts_stand_beside_each_other_in_the_order_of_the_stages() -> None:
@@ -263,13 +216,6 @@ def test_restarts_stand_beside_each_other_in_the_order_of_the_stages() -> None:
     assert f"- {TORCH}: 1 × hung" in text
 
 
-def test_windows_have_their_median_and_their_worst() -> None:
-    values = [{ettr.ETTR: share, ettr.COMMITTED: 100.0, ettr.SPEED: 900.0} for share in (97.0, 99.0)]
-    text = render(results(*(Sample(ettr.SECTION, "elaunch", 60, of) for of in values)))
-
-    assert row(text, "60 s", "elaunch")[2:] == ["2", "98.0 (97.0)", "100.0 (100.0)", "900.0 (900.0)"]
-
-
 def test_the_state_has_a_part_of_its_own_on_the_page() -> None:
     fresh = update(EMPTY, results(restart("elaunch", 0, 0.5)))
 
@@ -285,11 +231,6 @@ def test_what_was_promised_of_the_state_is_judged() -> None:
         Sample(statecost.SECTION, "elaunch", 10, snapshot),
         Sample(statecost.SECTION, statecost.SAVE, 10, {statecost.HELD: 9.0}),
         Sample(statecost.STEADY_SECTION, "elaunch", 10, {statecost.COST: 1.5}),
-        *(
-            Sample(ettr.SECTION, side, every_s, {ettr.ETTR: 95.0})
-            for side in ("elaunch", TORCH)
-            for every_s in (60, 15)
-        ),
     )
 
     said = {v.what: (v.kept, v.measured.partition(";")[0]) for v in verdicts(whole)}
@@ -298,8 +239,6 @@ def test_what_was_promised_of_the_state_is_judged() -> None:
         "steps lost by the SIGKILL of a worker": (False, "1 at most"),
         "snapshots of 10 MB": (True, "0.90 %"),
         "the Keeper while a state of 10 MB is trained": (False, "1.50 %"),
-        "ETTR at one failure per 60 s": (False, "95.00 %"),
-        "ETTR at one failure per 15 s": (True, "95.00 %"),
     }
     assert [v.kept for v in verdicts(results(restart("elaunch", 0, 0.5)))] == [True]
     assert [v.kept for v in verdicts(results(Sample(staterestart.SECTION, "elaunch", 4, why="hung")))] == [False]

@@ -23,10 +23,10 @@ BROKEN = """
 import contextlib, json, sys
 import psutil
 from elaunch.agent import loop
-from elaunch.launcher.doctor import children, health
+from elaunch.launcher.doctor import findings, health
 
 # On a busy machine a killed process needs its time to end.
-children._REAP_S = health._CLOSE_S = 180.0
+findings._REAP_S = health._CLOSE_S = 180.0
 
 def broken(*_, **__):
     below = []

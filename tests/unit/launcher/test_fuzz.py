@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, Kin
 from elaunch.launcher.agent_config import agent_config
-from elaunch.launcher.cluster.cluster import Cluster, line
-from elaunch.launcher.cluster.fill_in import concerning, settle
-from elaunch.launcher.cluster.schedulers.hostlist import HOSTS_MAX, expand
-from elaunch.launcher.cluster.schedulers.registry import SCHEDULERS, detect
 from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.host import HostResources
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import HelpRequested
 from elaunch.launcher.options.endpoints import endpoints
@@ -25,9 +22,12 @@ from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS, understand
 from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
-from elaunch.launcher.resources import HostResources
-from elaunch.launcher.store.join_command import invitation
-from elaunch.launcher.store.plan import plan
+from elaunch.launcher.schedulers.defaults import concerning, settle
+from elaunch.launcher.schedulers.detect import SCHEDULERS, detect
+from elaunch.launcher.schedulers.facts import Cluster, line
+from elaunch.launcher.schedulers.hostlist import HOSTS_MAX, expand
+from elaunch.launcher.store.connect import invite
+from elaunch.launcher.store.locate import plan
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.types import Terms
 from tests.fuzzing import NESTED, NUMBERS, TEXTS, WORDS, bounded
@@ -90,7 +90,7 @@ def planned(options: Options, environ: dict[str, str], cluster: Cluster | None =
     config = agent_config(options, found, environ, HOST)
     assert Keys(config.spec.run_id).root.isascii()
     if not found.plan.is_alone and found.plan.endpoints:
-        for said in invitation(options, found.plan, "token"):
+        for said in invite(options, found.plan, "token"):
             assert "\n" not in said
 
 
@@ -106,7 +106,7 @@ def test_a_command_line_is_a_plan_or_a_sentence(argv: list[str], environ: dict[s
 
 
 CONVERTERS = (
-    values.text, values.name, values.switch, values.whole, values.port, values.port_range, values.seconds,
+    values.text, values.name, values.switch, values.whole, values.ports, values.listen_address, values.seconds,
     values.positive_seconds, values.nodes, values.workers, values.numa_binding, values.directory, values.streams,
     values.names, values.phrases, values.ranks, values.key_values, values.node_rank, endpoints,
 )  # fmt: skip

@@ -39,20 +39,16 @@ def unused(kind: ProgramKind, target: str) -> tuple[str, ...]:
         "def later():\n    from torch.nn.parallel import DistributedDataParallel",
         "import torch, model",
         "import lightning",
-        "import torch, lightning",
-        "import importlib",
         "from importlib import import_module",
         "__import__('to' + 'rch')",
         "exec(open('other.py').read())",
         "import torch, helper",
         "import torch\nfrom helper import thing",
-        "import torch, package.deep",
         "import torch\nfrom package import deep",
         "import no_such_module",
         "from .. import above",
         "not python: \0",
-        "import torch\n" + 20_000 * "# a long text",
-        "import torch, broken",
+        "import torch\n" + 20_000 * "'a long text'\n",
     ],
 )
 def test_a_program_that_may_use_all(tmp_path: Path, text: str) -> None:
@@ -63,7 +59,6 @@ def test_a_program_that_may_use_all(tmp_path: Path, text: str) -> None:
             "package/__init__.py": "",
             "package/deep.py": "net = compiled()",
             "model.py": "DDP = 'parallel'",
-            "broken.py": ")",
         },
     )
 
@@ -75,12 +70,10 @@ def test_a_program_that_may_use_all(tmp_path: Path, text: str) -> None:
     [
         "import torch",
         "import json, torch as t\nprint(t.__version__)",
-        "def later():\n    from torch.nn import Linear",
         "import torch.distributed as dist\ndist.init_process_group('gloo')",
         "import helper",
         "from helper import thing",
         "import package.deep",
-        "from package import deep",
         "import pydoc\npydoc.locate('torch.nn')",
     ],
 )
@@ -101,7 +94,7 @@ def test_a_program_of_torch_without_an_optimizer(tmp_path: Path, text: str) -> N
         "import package.deep",
         "optimizer, parallel = 'SGD', 8",
         "s = '\\d'",
-        "'A program without torch.'\n# No torch here.\ndef f():\n    'Nor torch here.'",
+        "# No torch here.\nmodel.eval()",
     ],
 )
 def test_a_program_without_torch(tmp_path: Path, text: str, recwarn: pytest.WarningsRecorder) -> None:

@@ -15,11 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elaunch.strict_json import parse_json
-from elaunch.trainer.checkpoint.catalog import MANIFEST, Corrupt, read_manifest, verify
 from elaunch.trainer.checkpoint.local import LocalFolder
+from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, read_manifest, verify
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import ConfigError
-from elaunch.trainer.gpt.metrics import Metrics
+from elaunch.trainer.gpt.recorder import Metrics
 from elaunch.trainer.gpt.run_directory import require_ours
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT, Ledger

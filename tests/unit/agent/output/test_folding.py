@@ -161,7 +161,7 @@ def test_an_interrupt_that_nobody_sent_is_shown(fold: TracebackFold) -> None:
     ],
 )
 def test_one_line_says_whose_tracebacks_are_not_shown(lines: dict[int, int], is_interrupted: bool, said: str) -> None:
-    assert said_of_folded(lines, is_interrupted=is_interrupted).startswith(f"{said} (--show-all-tracebacks")
+    assert said_of_folded(lines, is_interrupted=is_interrupted).startswith(f"{said} (-v")
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.launcher.functions.config import LaunchConfig, as_ours, option_words
-from elaunch.launcher.functions.launch import launch
+from elaunch.launcher.functions.launch import LaunchConfig, as_ours, launch, option_words
 from elaunch.launcher.options.options import Options, parse
 
 
@@ -117,19 +116,6 @@ def test_a_static_endpoint_is_the_master_also_of_one_node() -> None:
     assert read.node_rank == 0
 
 
-def test_several_nodes_meet_at_the_endpoint() -> None:
-    read = options(max_nodes=3, rdzv_backend="c10d", rdzv_endpoint="node0:29400", rdzv_configs={"is_host": "1"})
-
-    assert read.nnodes == (1, 3)
-    assert read.rdzv_conf == {"is_host": "1", "timeout": "900"}
-
-
-def test_a_join_timeout_counts_beside_the_timeout_that_torch_always_sets() -> None:
-    read = options(max_nodes=2, rdzv_backend="c10d", rdzv_endpoint="node0:29400", rdzv_configs={"join_timeout": 5})
-
-    assert read.rdzv_conf == {"join_timeout": "5"}
-
-
 def test_further_options_win() -> None:
     read = options(max_restarts=0, options=("--max-restarts", "5", "--failure-grace", "1.5"))
 
@@ -143,8 +129,3 @@ def test_log_folder_and_streams(tmp_path: Path) -> None:
 
     assert read.log_dir == tmp_path
     assert [read.tee.of(rank).value for rank in (0, 1)] == [3, 1]
-
-
-def test_a_negative_time_is_refused() -> None:
-    with pytest.raises(ValueError, match="shutdown_timeout is -1"):
-        LaunchConfig(1, 1, 1, shutdown_timeout=-1)

@@ -11,7 +11,7 @@ import pytest
 
 from elaunch import ChildFailedError, JobFailed
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.functions.errors import check
+from elaunch.launcher.functions.launch import check
 from tests.harness import RUN_LIMIT_S
 
 FAILURE = {

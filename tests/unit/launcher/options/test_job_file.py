@@ -32,12 +32,12 @@ def test_the_command_line_wins_over_the_environment_over_the_file_over_the_defau
 
 def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
     """YAML 1.1 reads 12:1 as 721 and no as False."""
-    text = "redirects: 12:1\nport_range: 29500:29600\nrole: no\nrun-id: 0012\nscript: t.py\nargs: [--lr, 0.10, yes]\n"
+    text = "redirects: 12:1\nmaster_port: 29500:29600\nrole: no\nrun-id: 0012\nscript: t.py\nargs: [--lr, 0.10, yes]\n"
 
     options = options_with(text, tmp_path)
 
     assert options.redirects == StreamChoice(Streams.NONE, {12: Streams.OUT})
-    assert options.port_range == (29500, 29600)
+    assert options.master_port == (29500, 29600)
     assert (options.role, options.run_id) == ("no", "0012")
     assert options.args == ("--lr", "0.10", "yes")
 

@@ -18,6 +18,7 @@ import pytest
 from elaunch.agent.config import AgentConfig, NumaBinding, OnHang, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
+from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.command_line import Group, HelpRequested
 from elaunch.launcher.options.help import help_text, markdown
 from elaunch.launcher.options.options import Options, UsageError, parse
@@ -25,8 +26,7 @@ from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.preflight import check_log_dir, check_program
-from elaunch.launcher.resources import HostResources
-from elaunch.launcher.store.plan import plan
+from elaunch.launcher.store.locate import plan
 from elaunch.rendezvous.job_spec import ProgramKind
 from tests.forked import Child
 from tests.harness import REPOSITORY, RUN_LIMIT_S
@@ -270,8 +270,8 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--numa-binding", "x"], "--numa-binding x is not one of node, socket, exclusive, core-complex"),
         (["--master-port", "70000"], "--master-port 70000 is out of range; give a number from 0 to 65535"),
         (
-            ["--port-range", "9:3"],
-            "--port-range 9:3 is not a range of ports; use FIRST:LAST with 1 <= FIRST <="
+            ["--master-port", "9:3"],
+            "--master-port 9:3 is not a range of ports; use FIRST:LAST with 1 <= FIRST <="
             " LAST <= 65535",
         ),
         (["--rdzv-conf", "a"], "--rdzv-conf a is not a list of settings; use KEY=VALUE,KEY=VALUE"),
@@ -313,7 +313,6 @@ def test_no_program_is_a_sentence_that_names_help() -> None:
 
 
 def test_of_two_contradicting_options_the_stronger_source_stays() -> None:
-    assert config_of("--port-range", "5:6", "t.py", PET_MASTER_PORT="29500").master_ports == (5, 6)
     assert config_of("--no-python", "prog", PET_MODULE="1").spec.program.kind is ProgramKind.COMMAND
     assert options_of("--standalone", "t.py", PET_NNODES="2").nnodes == (1, 1)
     assert not options_of("--nnodes", "2", "t.py", PET_STANDALONE="1").standalone
@@ -406,7 +405,7 @@ def test_a_given_master_port_is_the_port_and_none_is_a_fresh_one() -> None:
     assert config_of("t.py").master_ports == ()
     assert config_of("--master-port", "0", "t.py").master_ports == ()
     assert config_of("--standalone", "--master_port", "29511", "t.py").master_ports == (29511,)
-    assert config_of("--port-range", "5000:5002", "t.py").master_ports == (5000, 5001, 5002)
+    assert config_of("--master-port", "5000:5002", "t.py").master_ports == (5000, 5001, 5002)
 
 
 def test_the_master_address_is_the_given_one_without_brackets() -> None:
@@ -661,13 +660,19 @@ def test_the_word_after_warm_is_the_script() -> None:
     assert sentence_of("--warm=60", "t.py") == sentence
 
 
+@pytest.mark.parametrize(
+    ("typed", "address"), [("0", ("127.0.0.1", 0)), ("0.0.0.0:9400", ("0.0.0.0", 9400)), ("[::1]:1", ("::1", 1))]
+)
+def test_metrics_are_served_to_this_host_unless_another_address_is_named(typed: str, address: tuple[str, int]) -> None:
+    assert config_of("--metrics-port", typed, "t.py").metrics == address
+
+
 def test_options_without_the_one_that_they_are_about_have_no_effect() -> None:
     chosen = ("--nproc", "1", "--max-restarts", "0")
-    lonely = ("--metrics-host", "::1", "--on-hang", "off", "--hang-timeout", "5")
+    lonely = ("--on-hang", "off", "--hang-timeout", "5")
 
     assert config_of(*chosen, *lonely, "t.py", OMP_NUM_THREADS="1").notes == (
-        "without effect here: --metrics-host (metrics are served with --metrics-port);"
-        " --hang-timeout (--on-hang is off)",
+        "without effect here: --hang-timeout (--on-hang is off)",
     )
 
 

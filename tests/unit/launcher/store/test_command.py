@@ -16,8 +16,8 @@ import pytest
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.command import COMMAND as STORE
 from elaunch.launcher.store.command import StoreRequest, announcement, request_of
-from elaunch.launcher.store.join_command import NewToken
-from elaunch.launcher.store.keyring import KeptTokens
+from elaunch.launcher.store.connect import NewToken
+from elaunch.launcher.store.token import KeptTokens
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.store import Put, Txn
@@ -140,22 +140,6 @@ def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_that_was_told_to_outlive_its_terminal_does(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup does; the child inherits it.
-    try:
-        job = Job(tmp_path, "store", "--listen", "127.0.0.1:0")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    with job:
-        job.wait_for_output("Ctrl-C ends the store")
-
-        job.signal(signal.SIGHUP)
-        job.signal(signal.SIGTERM)
-
-        assert job.wait() == 0
-    assert "the store ends, because of SIGTERM" in job.stderr
-
-
 def test_a_server_that_is_killed_ends_the_command_with_a_sentence(tmp_path: Path) -> None:
     with Job(tmp_path, "store", "--listen", "127.0.0.1:0") as job:
         job.wait_for_output("serving a store at")
@@ -177,13 +161,3 @@ def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
         f"another program listens at 127.0.0.1:{port} already; choose another port with --listen HOST:PORT"
         in job.stderr
     )
-
-
-def test_help_is_a_text_and_a_script_called_store_is_started_by_its_path(tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("print('the script')")
-    (tmp_path / "store").chmod(0o755)
-
-    text = finished(tmp_path, "store", "--help").stdout
-    assert text.startswith("Usage: elaunch store [--listen")
-    assert "the script" in finished(tmp_path, "--nproc-per-node", "1", "--no-preload", "./store").stdout
-    assert max(len(line) for line in text.splitlines()) <= 100

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.cluster.cluster import Cluster
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.network import reach as addressing
-from elaunch.launcher.network.reach import NoAddress
+from elaunch.launcher.host import NoAddress
 from elaunch.launcher.options.options import Options, parse
+from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store import connect
-from elaunch.launcher.store.connect import Reached, reach
-from elaunch.launcher.store.plan import plan
-from elaunch.launcher.store.rendezvous_plan import Planned
+from elaunch.launcher.store.connect import NewToken, Reached, invite, line_for_others, reach
+from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
 from tests.harness import free_ports
 
 # Documentation's own: no host has it.
@@ -33,15 +32,12 @@ def reached(*argv: str) -> Reached:
     return reach(options, plan(options, {}, str), lambda line: None)
 
 
-@pytest.mark.parametrize(("nodes", "ranks"), [("2", "1"), ("3", "1 or 2"), ("4:8", "1 to 7")])
-@pytest.mark.parametrize("rank", [(), ("--node-rank", "0")])
-def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(
-    nodes: str, ranks: str, rank: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(("nodes", "ranks"), [("2", "1"), ("4:8", "1 to 7")])
+def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(nodes: str, ranks: str) -> None:
     sentence = f"{ANOTHERS} is no address of this host; on this node use --node-rank {ranks}, or"
 
     with pytest.raises(UsageError, match=sentence):
-        reached("--nnodes", nodes, "--master-addr", ANOTHERS, *rank)
+        reached("--nnodes", nodes, "--master-addr", ANOTHERS)
 
 
 def test_the_masters_host_serves_as_node_rank_0() -> None:
@@ -73,7 +69,7 @@ def test_who_says_that_this_is_the_host_is_believed() -> None:
 def test_an_endpoint_that_no_other_host_can_reach_is_known_with_what_to_give_instead(
     words: str, instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addressing, "routable_addresses", lambda: ["10.9.8.7"])
+    monkeypatch.setattr(connect, "routable_addresses", lambda: ["10.9.8.7"])
     options = parse(["--nnodes", "2", *words.split(), "t.py"], {})
 
     said = connect.only_here(plan(options, {}, str).plan)
@@ -133,7 +129,7 @@ def test_under_a_scheduler_the_heads_name_may_take_as_long_as_a_node(
             return answer
         raise answer
 
-    monkeypatch.setattr(addressing, "own_address", own_address)
+    monkeypatch.setattr(connect, "own_address", own_address)
     planned = plan(options, {}, str, Cluster(scheduler) if scheduler else None)
 
     if scheduler:
@@ -154,3 +150,151 @@ def is_served_by(*argv: str) -> bool:
     if found.served:
         found.served.stop()
     return found.served is not None
+
+
+# --- the line for the other hosts
+
+KEPT = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
+TERMINAL = NewToken("made-token", KEPT, "", is_terminal=True)
+LOG = NewToken("made-token", KEPT, "", is_terminal=False)
+
+
+def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
+    options = parse(argv, environ)
+    return options, plan(options, environ, lambda path: "secret of a file").plan
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (
+            "--nnodes 2 --rdzv-endpoint host0:2379 train.py --lr 0.1",
+            "elaunch --nnodes 2 --rdzv-endpoint host0:2379 train.py --lr 0.1",
+        ),
+        (
+            "--nnodes=2 --rdzv_endpoint=host0 -m -r3 pkg.mod 'two words'",
+            "elaunch --nnodes 2 --rdzv-endpoint host0 --module --redirects 3 pkg.mod 'two words'",
+        ),
+        (
+            "--nnodes 2:3 --rdzv-endpoint a --local-addr 10.0.0.1 --rdzv-conf is_host=1,lease_ttl=5 -- -odd.py",
+            "elaunch --nnodes 2:3 --rdzv-endpoint a --rdzv-conf lease_ttl=5 -- -odd.py",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint a --rdzv-conf is_host=1 --token-file f -",
+            "elaunch --nnodes 2 --rdzv-endpoint a --token-file f -",
+        ),
+        (
+            "--nnodes 2 --node-rank 0 --master-addr host0 --master-port 5 t.py",
+            "elaunch --nnodes 2 --master-addr host0 --master-port 5 --node-rank 1 t.py",
+        ),
+    ],
+)
+def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str, line: str) -> None:
+    assert line_for_others(*asked(*shlex.split(typed)), token="") == line
+
+
+def test_what_came_from_variables_is_written_out() -> None:
+    found = asked("t.py", PET_NNODES="2:4", ELAUNCH_ENDPOINT="host0:5")
+
+    assert line_for_others(*found, token="abc") == (
+        "ELAUNCH_TOKEN=abc elaunch --nnodes 2:4 --rdzv-endpoint host0:5 t.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "environ", "line"),
+    [
+        (
+            "--rdzv-endpoint a --max-restarts 2 t.py",
+            {"PET_NNODES": "2", "PET_RDZV_ID": "job 7", "PET_MAX_RESTARTS": "9", "PET_RESTART_WINDOW": "60"},
+            "elaunch --nnodes 2 --restart-window 60 --run-id 'job 7' --rdzv-endpoint a --max-restarts 2 t.py",
+        ),
+        (
+            "pkg",
+            {
+                "PET_NNODES": "2",
+                "PET_RDZV_ENDPOINT": "a:5",
+                "PET_RDZV_BACKEND": "c10d",
+                "PET_NPROC_PER_NODE": "4",
+                "PET_MODULE": "1",
+                "PET_NO_PRELOAD": "0",
+                "PET_RDZV_CONF": "is_host=1,timeout=99",
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+            },
+            "elaunch --nnodes 2 --rdzv-endpoint a:5 --nproc-per-node 4 --stop-grace 5 --module --rdzv-backend c10d"
+            " --rdzv-conf timeout=99 pkg",
+        ),
+        (
+            "t.py",
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "host0", "PET_MASTER_PORT": "5"},
+            "elaunch --nnodes 2 --master-addr host0 --master-port 5 --node-rank 1 t.py",
+        ),
+        (
+            "t.py",
+            {"PET_NNODES": "2", "PET_RDZV_BACKEND": "static", "PET_RDZV_ENDPOINT": "host0:5", "PET_LOCAL_ADDR": "me"},
+            "elaunch --nnodes 2 --rdzv-endpoint host0:5 --rdzv-backend static --node-rank 1 t.py",
+        ),
+        (
+            "--nnodes 2 --node-rank 0 --master-addr host0 t.py",
+            {"ELAUNCH_ENDPOINT": "store:7"},
+            "ELAUNCH_ENDPOINT=store:7 elaunch --nnodes 2 --master-addr host0 --node-rank 1 t.py",
+        ),
+        (
+            "--nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
+            {"PET_MASTER_PORT": "5", "PET_TOKEN_FILE": "f", "PET_ROLE": "-x"},
+            "elaunch --role=-x --nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
+        ),
+    ],
+)
+def test_the_other_host_needs_none_of_the_variables_here(typed: str, environ: dict[str, str], line: str) -> None:
+    options, made = asked(*shlex.split(typed), **environ)
+
+    assert line_for_others(options, made, token="") == line
+
+
+def test_a_token_that_was_made_is_shown_and_one_that_was_given_is_not() -> None:
+    typed = ("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py")
+
+    made = invite(*asked(*typed), TERMINAL)
+    given = invite(*asked(*typed, ELAUNCH_TOKEN="given-token"), LOG)
+
+    assert made[1] == (
+        "on the other node type: ELAUNCH_TOKEN=made-token elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
+    )
+    assert given[1:] == ("on the other node type with the same token: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py",)
+
+
+def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
+    said = invite(*asked("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py"), LOG)
+
+    assert said[1] == f"on the other node type: elaunch --token-file {KEPT} --nnodes 2 --rdzv-endpoint host0:5 t.py"
+    assert said[2].startswith(
+        f"the store's token is in {KEPT}, which only you can read: nodes that share this home find it"
+    )
+    assert said[2].endswith(f"copy it first (scp host0:{KEPT} token), and type --token-file token")
+    assert "made-token" not in "".join(said) + repr(LOG)
+
+
+@pytest.mark.parametrize("telling", [TERMINAL, LOG])
+def test_another_agent_of_the_same_host_needs_no_token(telling: NewToken) -> None:
+    said = invite(*asked("--nnodes", "2", "--rdzv-endpoint", "localhost:5", "t.py"), telling)
+
+    assert said[1:] == ("on the other node type: elaunch --nnodes 2 --rdzv-endpoint localhost:5 t.py",)
+
+
+@pytest.mark.parametrize("host", ["host0", "localhost"])
+def test_a_token_that_no_file_can_keep_is_for_a_terminal_or_for_nobody(host: str) -> None:
+    found = asked("--nnodes", "2", "--rdzv-endpoint", f"{host}:5", "t.py")
+
+    assert "ELAUNCH_TOKEN=made " in invite(*found, NewToken("made", "", "Read-only file system", is_terminal=True))[1]
+    with pytest.raises(UsageError, match=r"~/.elaunch/stores \(Read-only file system\); give all nodes the same token"):
+        invite(*found, NewToken("made", "", "Read-only file system", is_terminal=False))
+
+
+def test_a_static_job_of_more_than_two_nodes_is_told_that_each_has_a_rank_of_its_own() -> None:
+    typed = ("--nnodes", "3", "--node-rank", "0", "--master-addr", "a", "t.py")
+
+    said = invite(*asked(*typed), LOG)
+
+    assert said[1].startswith("on each other node type, with --node-rank 2 and so on after the first of them: ")
+    assert said[1].endswith("--node-rank 1 t.py")

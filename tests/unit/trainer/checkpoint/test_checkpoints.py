@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import pickle
@@ -11,8 +10,6 @@ import re
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -23,18 +20,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint import metadata as records
 
-from elaunch.trainer.checkpoint import catalog, checkpoints, dcp, local, writing
+from elaunch.trainer.checkpoint import dcp, local, storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain, marks, tensors_sha256
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
-from elaunch.trainer.files import sweep, write_durably
-from elaunch.trainer.ranks.agreement import Ranks
+from elaunch.trainer.files import sweep
 from elaunch.trainer.ranks.connections import PeerLost
-from elaunch.trainer.state.tree import PerRank, flatten
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.tree import PerRank
 from tests.forked import Child
-from tests.harness import DEADLINE_S, wait_for
+from tests.harness import DEADLINE_S
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -90,16 +86,6 @@ def test_what_was_saved_comes_back_in_place_and_in_kind(tmp_path: Path) -> None:
     assert back["nested"][1].dtype == torch.bfloat16
 
 
-def test_a_half_precision_checkpoint_is_loaded_into_a_float_model(tmp_path: Path) -> None:
-    save(tmp_path, 0, 1, {"w": torch.ones(3, dtype=torch.bfloat16)})
-    state = {"w": torch.zeros(3)}
-
-    Checkpoints(tmp_path, generation=0).load_newest(state)
-
-    assert state["w"].tolist() == [1.0, 1.0, 1.0]
-    assert state["w"].dtype == torch.float32
-
-
 def test_torchs_own_tools_read_a_checkpoint(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -110,17 +96,6 @@ def test_torchs_own_tools_read_a_checkpoint(tmp_path: Path) -> None:
     held = torch.load(tmp_path / "one.pt", weights_only=True)
     assert torch.equal(held["model"]["w"], torch.full((50, 40), 7.0))
     assert torch.load(folder / "plain.pt", weights_only=True)["plain"]["step"] == 7
-
-
-def test_an_empty_or_missing_folder_has_no_checkpoint_and_changes_nothing(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "missing"):
-        checkpoints = Checkpoints(folder, generation=0, say=pytest.fail)
-        state = {"w": torch.ones(2)}
-
-        assert checkpoints.newest() is None
-        assert checkpoints.load_newest(state) is None
-        assert list(state) == ["w"]
-    assert not (tmp_path / "missing").exists()
 
 
 def test_only_as_many_as_wanted_stay(tmp_path: Path) -> None:
@@ -160,8 +135,8 @@ def test_a_step_that_is_computed_again_replaces_its_checkpoint(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "plain.pt", "manifest.json"])
-@pytest.mark.parametrize("left", [None, 0, 100])
+@pytest.mark.parametrize("file", ["__0_0.distcp", "tensors.json", "plain.pt", "manifest.json"])
+@pytest.mark.parametrize("left", [None, 40])
 def test_a_torn_newest_is_named_and_the_one_before_used(tmp_path: Path, file: str, left: int | None) -> None:
     save(tmp_path, 0, 1)
     torn = save(tmp_path, 0, 2)
@@ -191,15 +166,6 @@ def test_a_flipped_bit_in_a_tensor_is_seen(tmp_path: Path) -> None:
     assert "has the CRC-32" in said[0]
 
 
-def test_a_checkpoint_under_another_steps_name_is_passed_over(tmp_path: Path) -> None:
-    path = save(tmp_path, 0, 1)
-    path.rename(tmp_path / Mark(0, 9).folder_name)
-    said: list[str] = []
-
-    assert newest_step(tmp_path, said) == 0
-    assert f"is that of {Mark(0, 1).folder_name}" in said[0]
-
-
 class Bomb:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -219,70 +185,37 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path, file: str) -> None:
     # An attacker would also correct the checksums.
     seal_again(folder)
 
-    with pytest.raises(Unreadable):
-        newest_step(tmp_path / "c", [])
+    # What DCP's own tools read is never read here.
+    if file == ".metadata":
+        assert newest_step(tmp_path / "c", []) == 1
+    else:
+        with pytest.raises(Unreadable):
+            newest_step(tmp_path / "c", [])
 
     assert not (tmp_path / "ran").exists()
-
-
-class Attribute:
-    """Pickled as Python 3.11.2 pickles an enum's member."""
-
-    def __init__(self, owner: object, name: str) -> None:
-        self.owner, self.name = owner, name
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (getattr, (self.owner, self.name))
-
-
-def test_an_enum_is_read_from_a_checkpoint_of_any_python() -> None:
-    enum = records._MEM_FORMAT_ENCODING
-    member = enum.TORCH_CONTIGUOUS_FORMAT
-
-    for written in (member, Attribute(enum, member.name)):
-        assert dcp.loads(pickle.dumps(written)) is member
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (records.Metadata, "__init__"),
-        (records._MEM_FORMAT_ENCODING, "__class__"),
-        (records._MEM_FORMAT_ENCODING, "mro"),
-        (Attribute(records._MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"), "value"),
-    ],
-    ids=["a function", "a class", "a method", "of a member"],
-)
-def test_no_other_attribute_is_read_from_a_checkpoint(owner: object, name: str) -> None:
-    with pytest.raises(pickle.UnpicklingError, match="no member of an enum"):
-        dcp.loads(pickle.dumps(Attribute(owner, name)))
 
 
 def seal_again(folder: Path) -> None:
     """Write a manifest for the present contents of the folder."""
     held = LocalFolder(folder)
-    manifest = catalog.read_manifest(held)
-    files = {name: held.sums(name) for name in manifest.files}
-    held.write(catalog.MANIFEST, replace(manifest, files=files).to_bytes())
+    manifest = storage.read_manifest(held)
+    files = {name: storage.sums(held, name) for name in manifest.files}
+    held.write(storage.MANIFEST, replace(manifest, files=files).to_bytes())
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *paths: Path) -> None:
     """Make reading these folders fail."""
-    real = LocalFolder.sums
+    real = LocalFolder.open
 
-    def sums(self: LocalFolder, name: str) -> tuple[int, int]:
+    def opened(self: LocalFolder, name: str) -> Any:
         if self.path in paths:
             raise error
         return real(self, name)
 
-    monkeypatch.setattr(LocalFolder, "sums", sums)
+    monkeypatch.setattr(LocalFolder, "open", opened)
 
 
-NO_PROOF = [
-    *(OSError(number, os.strerror(number)) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES)),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    ImportError("libtorch_cpu.so: cannot map"),
-]
+NO_PROOF = [OSError(errno.ESTALE, os.strerror(errno.ESTALE)), RuntimeError("can't allocate memory")]
 
 
 @pytest.mark.parametrize("error", NO_PROOF, ids=str)
@@ -307,29 +240,6 @@ def test_a_newer_releases_checkpoint_keeps_its_name(tmp_path: Path) -> None:
 
     with pytest.raises(Unreadable, match=r"cannot be read \(its format is 2, this release reads 1\)"):
         newest_step(tmp_path, [])
-
-    assert marks(tmp_path) == [Mark(0, 1)]
-
-
-def test_metadata_of_another_torch_version_is_no_proof(tmp_path: Path) -> None:
-    folder = save(tmp_path, 0, 1)
-    metadata = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(metadata.replace(b"TensorProperties", b"TensorPropertieZ"))
-    seal_again(folder)
-
-    with pytest.raises(Unreadable, match="TensorPropertieZ"):
-        newest_step(tmp_path, [])
-
-    assert marks(tmp_path) == [Mark(0, 1)]
-
-
-def test_a_device_that_fails_is_not_the_checkpoints_fault(tmp_path: Path) -> None:
-    save(tmp_path, 0, 1)
-    # Copying anything into this tensor raises a RuntimeError.
-    state = {"model": {"w": torch.zeros(1).expand(50, 40)}}
-
-    with pytest.raises(Unreadable, match="unsupported operation"):
-        Checkpoints(tmp_path, generation=0, say=lambda _: None).load_newest(state)
 
     assert marks(tmp_path) == [Mark(0, 1)]
 
@@ -392,25 +302,6 @@ def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> 
     assert newest_step(tmp_path) == 1
 
 
-def test_a_checkpoint_without_its_name_counts_for_the_fence_and_outlives_a_disk_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = save(tmp_path, 5, 1)
-    replaced = path.rename(path.with_name(f".{path.name}.4711.replaced"))
-
-    def broken(self: Path, target: Path) -> Path:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", broken)
-        Checkpoints(tmp_path, generation=9, say=pytest.fail)
-    assert replaced.exists()
-
-    save(tmp_path, 0, 2)
-
-    assert marks(tmp_path) == [Mark(5, 1), Mark(5, 2)]
-
-
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
@@ -440,11 +331,6 @@ def test_another_models_checkpoint_is_refused_and_left_where_it_is(
 def test_what_could_not_be_read_back_is_refused_at_once(tmp_path: Path, state: dict[str, Any], reason: str) -> None:
     with pytest.raises(TypeError, match=reason):
         Checkpoints(tmp_path, generation=0, say=pytest.fail).save_async(1, state)
-
-
-def test_two_tensors_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"two tensors of the state are called a\.b"):
-        flatten({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
 
 
 def test_what_changes_after_save_async_is_not_in_the_checkpoint(
@@ -489,28 +375,6 @@ def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path, monkeypatch: py
     assert events[-1] == "published 2" or events[-2:] == ["published 2", "training on"]
 
 
-def test_a_checkpoint_that_takes_most_of_the_time_between_two_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "_SLOW_S", 0.1)
-    real = local.publish
-    late = threading.Event()
-    monkeypatch.setattr(local, "publish", lambda *given: late.wait(0.2) or real(*given))
-    said: list[str] = []
-    made = Checkpoints(tmp_path, generation=0, say=said.append)
-
-    for step in range(1, 5):
-        made.save_async(step, state_of(step))
-    made.wait()
-
-    assert len(said) == 1
-    assert re.match(r"the checkpoint of step 2 \(0\.0 MB\) took \d+\.\d+ s, \d+% of the \d+\.\d+ s since", said[0])
-    assert "with more steps between two it costs less" in said[0]
-    assert made.last is not None
-    assert made.last.mark == Mark(0, 4)
-    assert made.last.took_s >= 0.2
-
-
 def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,7 +400,7 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     assert said[1:] == ["the checkpoint of step 3 is written"]
 
 
-class Writers(Ranks):
+class Writers(Peers):
     """Three ranks whose messages the test makes."""
 
     def __init__(self, rank: int, collect: Callable[[Any], Any]) -> None:
@@ -599,29 +463,6 @@ def test_a_rank_that_dies_while_it_writes_ends_the_checkpoint(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-WRITER = """
-import itertools, pathlib, sys
-for number in itertools.count():
-    pathlib.Path(sys.argv[1], f"__1_{number}.distcp").touch()
-"""
-
-
-def test_a_folder_that_another_rank_still_writes_to_is_deleted_for_good(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-
-    for step in range(3):
-        folder = storage.begin(Mark(0, step), "ab", shared=True)
-        command = [sys.executable, "-S", "-c", WRITER, str(folder.path)]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as writer:
-            try:
-                wait_for(lambda folder=folder: len(folder.names()) > 200, "the other rank to write")  # type: ignore[misc]
-                storage.abandon(folder)
-            finally:
-                writer.kill()
-
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_that_comes_while_the_folder_is_deleted_goes_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -643,32 +484,6 @@ def test_a_file_that_comes_while_the_folder_is_deleted_goes_too(
 
     assert not late
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_whose_folder_is_renamed_at_once_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "hidden"
-    folder.mkdir()
-    replace = Path.replace
-
-    def and_rename(self: Path, target: Path) -> None:
-        replace(self, target)
-        folder.rename(tmp_path / "named")
-
-    monkeypatch.setattr(Path, "replace", and_rename)
-    write_durably(folder / "part", b"content")
-
-    assert (tmp_path / "named" / "part").read_bytes() == b"content"
-
-
-def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    said: list[str] = []
-
-    Checkpoints(tmp_path / "file" / "c", generation=0, say=said.append).save(1, state_of(1))
-
-    assert said == [
-        f"the checkpoint of step 1 could not be written: Not a directory; there is none in {tmp_path / 'file' / 'c'}"
-    ]
 
 
 def test_everything_is_durable_before_it_has_its_name_and_the_name_after(
@@ -717,47 +532,6 @@ def test_what_killed_writers_left_is_swept_but_not_a_newer_groups(tmp_path: Path
     ]
 
 
-def test_a_single_file_of_an_earlier_release_is_loaded_and_ordered_among_folders(tmp_path: Path) -> None:
-    old = {"step": 7, "loss": 2.5, "model": {"w": torch.full((3,), 7.0)}, "optimizer": {"state": {0: torch.ones(1)}}}
-    tensors = [torch.full((3,), 7.0), torch.ones(1)]
-    save(tmp_path, 0, 9)
-    torch.save({**old, "sha256": tensors_sha256(tensors)}, tmp_path / Mark(1, 7).file_name)
-    weights = torch.zeros(3)
-    state: dict[str, Any] = {"model": {"w": weights}}
-
-    mark = Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
-
-    assert mark == Mark(1, 7)
-    assert weights.tolist() == [7, 7, 7]
-    assert state["model"]["w"] is weights
-    assert list(state) == ["step", "loss", "model", "optimizer"]
-    save(tmp_path, 1, 8)
-    assert newest_step(tmp_path) == 8
-
-
-@pytest.mark.parametrize("fault", ["torn", "sum", "step", "code"])
-def test_a_broken_single_file_is_passed_over(tmp_path: Path, fault: str) -> None:
-    save(tmp_path, 0, 1)
-    path = tmp_path / Mark(0, 2).file_name
-    held: dict[str, Any] = {"step": 2, "w": torch.ones(3), "sha256": tensors_sha256([torch.ones(3)])}
-    match fault:
-        case "sum":
-            held["w"] = torch.zeros(3)
-        case "step":
-            held["step"] = 3
-        case "code":
-            held["bomb"] = Bomb(tmp_path / "ran")
-    torch.save(held, path)
-    if fault == "torn":
-        os.truncate(path, 500)
-    said: list[str] = []
-
-    assert newest_step(tmp_path, said) == 1
-    assert f"skipping {path}: it is torn or corrupt" in said[0]
-    assert path.with_name(path.name + ".corrupt").exists()
-    assert not (tmp_path / "ran").exists()
-
-
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
@@ -770,8 +544,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod."])
-@pytest.mark.parametrize("key", [None, "model", "model_state_dict", "state_dict"])
+@pytest.mark.parametrize(("key", "prefix"), [(None, "module."), ("model", ""), ("state_dict", "module._orig_mod.")])
 def test_a_state_dict_of_a_torchrun_script_is_loaded(tmp_path: Path, key: str | None, prefix: str) -> None:
     model, optimizer = trained()
     weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
@@ -827,52 +600,11 @@ def test_a_plain_file_of_another_kind_is_one_sentence(
         load_plain(tmp_path / "old.pt", model, optimizer if with_optimizer else None)
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_bytes(b"old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_durably(tmp_path / "file", b"new")
-
-    assert (tmp_path / "file").read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
-
-
-def test_the_content_is_durable_before_it_has_its_name_and_the_name_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[tuple[str, bool]] = []
-    real_fsync = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        target = Path(f"/proc/self/fd/{descriptor}").readlink()
-        synced.append(("folder" if target == tmp_path else "content", (tmp_path / "file").exists()))
-        real_fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    write_durably(tmp_path / "file", b"new")
-
-    assert synced == [("content", False), ("folder", True)]
-
-
 def test_what_a_killed_writer_left_is_ignored_and_swept(tmp_path: Path) -> None:
     save(tmp_path, 0, 1)
-    (tmp_path / f".{Mark(0, 2).file_name}.4711.tmp").write_bytes(b"half")
+    (tmp_path / f".{Mark(0, 2).folder_name}.4711.tmp").write_bytes(b"half")
 
     assert newest_step(tmp_path) == 1
     sweep(tmp_path)
 
     assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
-
-
-def test_the_digest_is_over_raw_bytes_in_order() -> None:
-    tensors = [torch.tensor([[1.5, -2.0], [0.25, 8.0]]).t(), torch.tensor([3], dtype=torch.int64), torch.empty(0)]
-
-    raw = struct.pack("<4f", 1.5, 0.25, -2.0, 8.0) + struct.pack("<q", 3)
-    assert tensors_sha256(tensors) == hashlib.sha256(raw).hexdigest()
-    assert tensors_sha256(reversed(tensors)) != hashlib.sha256(raw).hexdigest()

@@ -85,11 +85,6 @@ def test_a_place_that_another_job_writes_to_is_refused_until_that_job_is_killed_
         claimed(tmp_path).take(nothing)
 
 
-def test_a_killed_process_that_is_still_there_is_waited_for(tmp_path: Path) -> None:
-    with other_job(tmp_path) as job:
-        claimed(tmp_path).take(job.kill)
-
-
 def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,16 +98,6 @@ def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
     rewrite(tmp_path, process="boot:namespace:1:1", token="its")
 
     claimed(tmp_path, generation=2).take(pytest.fail)
-
-
-def test_a_restart_does_not_take_the_place_of_another_job_with_the_same_run_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    monkeypatch.setattr(claim, "_PATIENCE_S", 0.0)
-    with other_job(tmp_path), pytest.raises(NotOurs, match="is being written by job seven"):
-        claimed(tmp_path, generation=1).take(nothing)
 
 
 def test_a_later_generation_does_not_take_the_place_of_another_job_with_the_same_run_id_on_another_host(
@@ -159,37 +144,11 @@ def test_a_job_whose_place_was_taken_publishes_nothing_more_and_leaves_the_note(
     assert json.loads((tmp_path / NOTE).read_text())["token"] == "its"
 
 
-def test_a_note_that_could_not_be_replaced_at_the_start_is_replaced_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claimed(tmp_path).take(nothing)
-    rewrite(tmp_path, token="its", ended=True)
-    mine = claimed(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(mine._storage, "write_note", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
-        mine.take(nothing)
-
-    mine.require()
-    mine._write()
-
-    assert json.loads((tmp_path / NOTE).read_text())["token"] != "its"
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 1}', b'{"format": 2}', b"\xff"])
 def test_a_note_that_cannot_be_read_is_no_training(tmp_path: Path, content: bytes) -> None:
     (tmp_path / NOTE).write_bytes(content)
 
     claimed(tmp_path).take(pytest.fail)
-
-
-def test_a_note_that_is_no_file_is_named_at_entry(tmp_path: Path) -> None:
-    (tmp_path / NOTE).mkdir()
-    said: list[str] = []
-
-    Claim(storage_at(tmp_path), UNNAMED, 0, said.append).take(pytest.fail)
-
-    (sentence,) = said
-    assert sentence.startswith(f"{tmp_path}/{NOTE} cannot be read ({NOTE} is no regular file): until it can, or is ")
 
 
 RUN = {"SLURM_JOB_ID": "4711", "TORCHELASTIC_RUN_ID": "job-4711"}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import secrets
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,13 +16,10 @@ import torch.distributed.checkpoint as torch_dcp
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from elaunch.trainer.checkpoint.catalog import MANIFEST, Corrupt, Mark, marks, read_manifest
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
-from elaunch.trainer.checkpoint.claim import Claim
 from elaunch.trainer.checkpoint.loading import Unreadable
-from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
-from elaunch.trainer.checkpoint.urls import StorageError, Url, connect, parse, plain_errors
-from tests.harness import slow
+from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage, Url, connect, parse, plain_errors
+from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, Mark, StorageError, marks, read_manifest, sums
 from tests.s3 import S3, s3_server
 
 
@@ -94,24 +89,6 @@ def test_what_was_saved_comes_back_and_torch_reads_it_too(url: Url) -> None:
     assert torch.equal(state["model"]["b"], torch.arange(7.0))
 
 
-def test_an_empty_place_has_no_checkpoint(url: Url) -> None:
-    assert opened(url).newest() is None
-    assert loaded(url) == 0
-    assert folders(url) == []
-
-
-def test_only_as_many_as_wanted_stay_and_the_newest_wins(url: Url) -> None:
-    # A slow store is reported, so `say` must not fail.
-    checkpoints = opened(url, say=print, keep=2)
-    for step in (1, 2, 3, 4):
-        checkpoints.save_async(step, state_of(step))
-    checkpoints.wait()
-
-    assert marks_at(url) == [Mark(0, 3), Mark(0, 4)]
-    assert len(folders(url)) == 2
-    assert loaded(url) == 4
-
-
 def test_one_without_its_manifest_is_never_loaded_and_is_swept_by_the_next_start(url: Url) -> None:
     saved(url, 1, 1)
     torn = saved(url, 1, 2)
@@ -126,15 +103,13 @@ def test_one_without_its_manifest_is_never_loaded_and_is_swept_by_the_next_start
     assert begun_by_a_newer_group.name in folders(url)
 
 
-TORN = [(file, how) for file in ("__0_0.distcp", ".metadata", "plain.pt", MANIFEST) for how in ("short", "flipped")]
-BROKEN = [*TORN, ("__0_0.distcp", "missing"), (".metadata", "missing")]
-
-
 @pytest.mark.parametrize(
     ("url", "file", "how"),
     [
-        *((store, *each) for store in ("memory", "file") for each in BROKEN),
-        *(slow("s3", *each) if index % 3 else ("s3", *each) for index, each in enumerate(BROKEN)),
+        ("memory", "__0_0.distcp", "short"),
+        ("s3", "__0_0.distcp", "flipped"),
+        ("s3", "tensors.json", "missing"),
+        ("memory", MANIFEST, "short"),
     ],
     indirect=["url"],
 )
@@ -162,15 +137,6 @@ def test_a_torn_or_changed_part_is_named_and_the_one_before_loaded(url: Url, fil
     assert PurePath(path).parent.name in folders(url)
 
 
-def test_a_stale_groups_late_writer_is_never_the_newest(url: Url) -> None:
-    stale = opened(url, 1)
-    saved(url, 2, 50)
-
-    stale.save(90, state_of(90))
-
-    assert loaded(url) == 50
-
-
 def test_two_writers_of_one_mark_do_not_touch_each_others_objects(url: Url) -> None:
     one, other = opened(url, 1), opened(url, 1)
 
@@ -179,19 +145,9 @@ def test_two_writers_of_one_mark_do_not_touch_each_others_objects(url: Url) -> N
 
     assert len(folders(url)) == 2
     for folder in (ObjectFolder(ObjectStorage(url), name) for name in folders(url)):
-        held = json.loads(folder.read(MANIFEST))["files"]
-        assert {name: list(folder.sums(name)) for name in held} == held
+        held = json.loads(folder.read(MANIFEST, 1 << 20))["files"]
+        assert {name: list(sums(folder, name)) for name in held} == held
     assert loaded(url) == 5
-
-
-def test_a_step_that_is_computed_again_replaces_its_checkpoint(url: Url) -> None:
-    saved(url, 0, 1)
-    opened(url).save(1, {**state_of(1), "again": True})
-
-    state: dict[str, Any] = {}
-    opened(url).load_newest(state)
-    assert state["again"] is True
-    assert len(folders(url)) == 1
 
 
 def test_a_late_writer_whose_parts_were_swept_publishes_nothing(url: Url) -> None:
@@ -212,24 +168,6 @@ def test_a_late_writer_whose_parts_were_swept_publishes_nothing(url: Url) -> Non
     assert "is not there after" in said[0]
     assert marks_at(url) == [Mark(1, 1)]
     assert loaded(url) == 1
-
-
-def test_an_old_one_loses_its_manifest_first(url: Url, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(url, 0, 1)
-    remove = ObjectFolder.remove
-
-    def interrupted(self: ObjectFolder, names: Iterable[str]) -> None:
-        remove(self, names)
-        raise OSError("killed here")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ObjectFolder, "remove", interrupted)
-        opened(url, keep=1).save(2, state_of(2))
-    assert marks_at(url) == [Mark(0, 2)]
-    assert len(folders(url)) == 2
-
-    opened(url)
-    assert len(folders(url)) == 1
 
 
 def test_what_others_write_and_delete_is_seen_in_spite_of_fsspecs_cache(
@@ -302,49 +240,16 @@ def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPa
     assert marks_at(url) == [Mark(5, 1), Mark(5, 2)]
 
 
-def test_a_store_that_only_fails_to_answer_has_nothing_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
-    saved(url, 0, 1)
-
-    def away(*_: object, **__: object) -> None:
-        raise ConnectionError("connection refused")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MemoryFileSystem, "info", away)
-        ObjectStorage(url).sweep(9)
-
-    assert loaded(url) == 1
-
-
-def test_a_bucket_that_is_missing_is_said(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, value in s3.env.items():
-        monkeypatch.setenv(variable, value)
-    said: list[str] = []
-    checkpoints = Checkpoints("s3://nobody/run", generation=0, say=said.append)
-
-    with pytest.raises(FileNotFoundError, match="The specified bucket does not exist"):
-        checkpoints.storage.require_writable()
-    checkpoints.save(1, state_of(1))
-
-    assert said == [
-        "the checkpoint of step 1 could not be written: The specified bucket does not exist; there is none in "
-        "s3://nobody/run"
-    ]
-    assert [each["Name"] for each in s3.client.list_buckets()["Buckets"]] == ["bucket"]
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("s33://bucket/run", "begins with s33://, which fsspec does not know; did you mean s3://?"),
-        ("quux://bucket/run", "which fsspec does not know; s3://bucket/folder is one that is known"),
+        ("s33://bucket/run", "s33://bucket/run cannot be used: Protocol not known: s33"),
         ("s3://", "names no bucket; write s3://bucket/folder"),
         ("s3:/bucket/run", "has one slash .*; give the text s3://bucket/run"),
         ("simplecache::s3://bucket/run", "chained URL"),
         ("file://run", "no absolute path; write file:///folder"),
         ("memory://bucket/run[1]", "has a \\[, which fsspec reads as a pattern; take a name without"),
-        ("s3:/bucket/run?token=x", r"give the text s3://bucket/run\?\*\*\*$"),
-        ("gs://bucket/run", "gs:// needs the package gcsfs: pip install gcsfs"),
+        ("gs://bucket/run", "gs://bucket/run cannot be used: .*install gcsfs"),
     ],
 )
 def test_a_url_that_cannot_be_meant_is_one_sentence(text: str, sentence: str) -> None:
@@ -393,53 +298,8 @@ def test_secrets_in_a_url_are_printed_nowhere() -> None:
     checkpoints.save(1, state_of(1))
     folder = checkpoints.storage.found()[0][1]
     said += [str(folder), str(checkpoints.storage)]
-    said += [folder.read(name).decode("latin-1") for name in folder.names()]
+    said += [folder.read(name, 1 << 20).decode("latin-1") for name in folder.names()]
     assert not [each for each in said if "hunter" in each]
-
-
-@pytest.mark.parametrize(("where", "named"), [("TOKEN99@bucket", "TOKEN99"), ("me:p%40w@bucket", "p@w")])
-def test_a_secret_that_a_library_names_otherwise_is_not_printed(where: str, named: str) -> None:
-    with pytest.raises(StorageError) as raised, plain_errors(Url("memory", f"memory://{where}/run")):
-        raise ValueError(f"login of {named} refused")
-
-    assert raised.value.strerror == "login of *** refused"
-
-
-def test_too_little_memory_is_not_taken_for_a_storage_that_fails() -> None:
-    with pytest.raises(MemoryError), plain_errors(Url("memory", "memory://bucket/run")):
-        raise MemoryError
-
-
-def test_a_listing_that_fails_after_the_manifest_costs_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
-    checkpoints = opened(url)
-    checkpoints.save(1, state_of(1))
-
-    def unlisted(self: ObjectStorage) -> Any:
-        raise StorageError(None, "it does not answer", str(self))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ObjectStorage, "_attempts", unlisted)
-        checkpoints.save(2, state_of(2))
-
-    assert loaded(url) == 2
-
-
-def test_a_job_whose_place_in_a_store_was_taken_publishes_no_checkpoint(url: Url) -> None:
-    said: list[str] = []
-    mine, other = (Claim(ObjectStorage(url), "training", 0, said.append) for _ in range(2))
-    mine.take(pytest.fail)
-    checkpoints = opened(url, say=said.append, require_ours=mine.require)
-    checkpoints.save(1, state_of(1))
-    other.take(pytest.fail)
-
-    checkpoints.save(2, state_of(2))
-
-    assert [mark.step for mark in marks(ObjectStorage(url))] == [1]
-    assert "the checkpoint of step 2 could not be written" in said[-1]
-    assert "has taken" in said[-1]
-    mine.leave()
-    other.leave()
 
 
 def test_a_retry_of_s3s_client_draws_no_number_of_the_program() -> None:
@@ -451,21 +311,3 @@ def test_a_retry_of_s3s_client_draws_no_number_of_the_program() -> None:
     botocore.delay_exponential("rand", 2, 1)
 
     assert random.getstate() == before
-
-
-def test_a_folder_costs_no_import_of_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As in a new process, where the first import is that of this package, but torch is there already.
-    import elaunch.trainer
-
-    monkeypatch.setattr(elaunch.trainer, "checkpoint", elaunch.trainer.checkpoint)
-    for name in [name for name in sys.modules if name.startswith("elaunch.trainer.checkpoint")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-
-    anew = importlib.import_module("elaunch.trainer.checkpoint.checkpoints")
-    assert anew.Checkpoints is not Checkpoints
-    checkpoints = anew.Checkpoints(tmp_path / "c", generation=0)
-    checkpoints.save(1, {"w": torch.ones(3)})
-
-    assert checkpoints.load_newest({}) is not None
-    assert "elaunch.trainer.checkpoint.objects" not in sys.modules

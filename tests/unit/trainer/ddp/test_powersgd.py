@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elaunch.trainer.ddp.options import POWERSGD, DdpOptions
-from elaunch.trainer.ddp.powersgd import PowerSgd, orthogonal, parts_as_square, parts_by_tensor
-from elaunch.trainer.ddp.wrapper import hook_state, wrap
+from elaunch.trainer.ddp.hooks import hook_state, register, wrap
+from elaunch.trainer.ddp.powersgd import PowerSgd, orthogonal, parts_of
 
 WIDTH = 64
 LAYERS = 3
@@ -31,17 +30,19 @@ def group() -> Iterator[None]:
 class Training:
     """Passes of a model that does not change, so each has the same gradients."""
 
-    def __init__(self, hook: str, rank: int, *, samples: int = 8) -> None:
+    def __init__(self, rank: int, *, samples: int = 8) -> None:
         torch.manual_seed(0)
         self._inputs = torch.randn(samples, WIDTH)
-        self.model = self._wrapped(hook, rank)
+        self.model = self._wrapped(rank)
         # Until the buckets stay.
         self.gradients()
         self.exact = self.gradients()
 
-    def _wrapped(self, hook: str, rank: int) -> Any:
+    def _wrapped(self, rank: int) -> Any:
         network = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        return wrap(network, DdpOptions(hook, rank, 2, bucket_mb=BUCKET_MB), torch.device("cpu"))
+        model = wrap(network, torch.device("cpu"), bucket_mb=BUCKET_MB)
+        register(model, "powersgd", powersgd_rank=rank, powersgd_start=2)
+        return model
 
     def gradients(self, scale: float = 1.0) -> Tensor:
         self.model.zero_grad()
@@ -54,9 +55,8 @@ class Training:
         return float((mean - self.exact).norm() / self.exact.norm())
 
 
-@pytest.mark.parametrize("hook", POWERSGD)
-def test_what_one_pass_leaves_out_comes_in_later_ones(hook: str) -> None:
-    training = Training(hook, rank=1)
+def test_what_one_pass_leaves_out_comes_in_later_ones() -> None:
+    training = Training(rank=1)
 
     one, many = training.error(1), training.error(60)
 
@@ -66,16 +66,15 @@ def test_what_one_pass_leaves_out_comes_in_later_ones(hook: str) -> None:
 
 
 def test_warm_factors_find_matrices_of_a_low_rank_exactly() -> None:
-    training = Training("powersgd", rank=4, samples=4)
+    training = Training(rank=4, samples=4)
 
     training.gradients()
 
     assert training.error(1) < 1e-5
 
 
-@pytest.mark.parametrize("hook", POWERSGD)
-def test_gradients_that_are_0_stay_0_and_later_ones_are_seen(hook: str) -> None:
-    training = Training(hook, rank=1)
+def test_gradients_that_are_0_stay_0_and_later_ones_are_seen() -> None:
+    training = Training(rank=1)
 
     assert all(torch.equal(training.gradients(scale=0.0), torch.zeros_like(training.exact)) for _ in range(3))
 
@@ -83,9 +82,8 @@ def test_gradients_that_are_0_stay_0_and_later_ones_are_seen(hook: str) -> None:
     assert training.error(60) < 0.6
 
 
-@pytest.mark.parametrize("hook", POWERSGD)
-def test_a_loaded_state_goes_on_with_the_same_bits(hook: str) -> None:
-    first, second = Training(hook, rank=2), Training(hook, rank=2)
+def test_a_loaded_state_goes_on_with_the_same_bits() -> None:
+    first, second = Training(rank=2), Training(rank=2)
     for _ in range(3):
         first.gradients()
 
@@ -95,7 +93,7 @@ def test_a_loaded_state_goes_on_with_the_same_bits(hook: str) -> None:
 
 
 def test_a_state_of_other_buckets_begins_anew() -> None:
-    first, second = Training("powersgd", rank=1), Training("batched-powersgd", rank=1)
+    first, second = Training(rank=1), Training(rank=1)
     first.gradients()
     other = copy.deepcopy(hook_state(first.model).state_dict())
     other["errors"].pop()
@@ -126,7 +124,7 @@ class Bucket:
 
 
 def test_a_pass_that_failed_halfway_leaves_nothing_behind() -> None:
-    state: Any = PowerSgd(dist.group.WORLD, 1, 0, parts_by_tensor)  # type: ignore[arg-type]
+    state: Any = PowerSgd(dist.group.WORLD, 1, 0)  # type: ignore[arg-type]
     failed = state.exchange(Bucket(0))
 
     for _ in range(2):
@@ -151,10 +149,9 @@ def test_columns_are_orthonormal_and_span_the_same() -> None:
     torch.testing.assert_close(found @ (found.mT @ scaled), scaled, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("divide", [parts_by_tensor, parts_as_square])
-def test_each_element_has_one_place(divide: Callable[..., Any]) -> None:
+def test_each_element_has_one_place() -> None:
     for shapes in ([[64, 64], [64], [3, 5, 40, 2], [], [0, 4]], [[7]], [[1]], [[1009, 1013]], [[12, 300]]):
-        parts = divide([torch.Size(shape) for shape in shapes], 2)
+        parts = parts_of([torch.Size(shape) for shape in shapes], 2)
 
         places = [(offset, rows * columns) for offset, (rows, columns) in parts.matrices] + [*parts.whole]
         covered = sorted(place for offset, size in places for place in range(offset, offset + size))
@@ -162,12 +159,4 @@ def test_each_element_has_one_place(divide: Callable[..., Any]) -> None:
 
 
 def test_a_matrix_that_saves_little_is_sent_whole() -> None:
-    assert parts_by_tensor([torch.Size([8, 8]), torch.Size([9, 9])], 2).matrices == ((64, (9, 9)),)
-
-
-def test_a_square_leaves_little_over() -> None:
-    parts = parts_as_square([torch.Size([1009]), torch.Size([1013, 1])], 2)
-
-    assert sum(size for _, size in parts.whole) <= 5
-    ((_, (rows, columns)),) = parts.matrices
-    assert rows + columns <= 1.01 * 2 * 2022**0.5
+    assert parts_of([torch.Size([8, 8]), torch.Size([9, 9])], 2).matrices == ((64, (9, 9)),)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from elaunch.trainer.gpt import corpus as module
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.train import Windows
-from tests.descriptors import opened
 
 CPU = torch.device("cpu")
 ALONE = DataShare(0, 1, leads=True)
@@ -34,21 +31,6 @@ def read_step(windows: Windows, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     read = [windows.of(step, [micro]) for micro in windows.order.parts(step, rank=0, world_size=1)]
     inputs, targets = zip(*read, strict=True)
     return torch.cat(inputs), torch.cat(targets)
-
-
-def test_opening_a_corpus_opens_no_file(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a": 500, "sub/b": 500})
-    opened: list[str] = []
-    sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" and under(args[0]) else None)
-
-    def under(path: object) -> bool:
-        return isinstance(path, str) and path.startswith(str(tmp_path))
-
-    corpus = Corpus.open(config_for(tmp_path))
-
-    assert opened == []
-    corpus.read(0, 1)
-    assert len(opened) == 1
 
 
 def test_a_file_far_larger_than_memory_is_no_burden(tmp_path: Path) -> None:
@@ -72,16 +54,6 @@ def test_a_read_across_files_is_a_slice_of_all_of_them(tmp_path: Path) -> None:
         assert corpus.read(start, length) == whole[start : start + length]
 
 
-def test_no_file_stays_open(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a": 500, "b": 500})
-    corpus = Corpus.open(config_for(tmp_path))
-    before = opened()
-
-    corpus.read(0, corpus.size)
-
-    assert not opened() - before
-
-
 def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path, {"a": 3000, "b": 2000})
     config = config_for(tmp_path)
@@ -103,25 +75,6 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     assert max(evaluated) < corpus.size
 
 
-def test_targets_are_the_inputs_one_byte_on(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a": 3000})
-    config = config_for(tmp_path)
-
-    inputs, targets = read_step(Windows(config, Corpus.open(config), ALONE, CPU), 1)
-
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert inputs.dtype == torch.int64
-
-
-def test_without_data_the_text_is_pythons_own_sources() -> None:
-    corpus = Corpus.open(config_for(None))
-
-    names = {file.name for file in corpus.files}
-    assert "argparse.py" in names
-    assert not any(name.startswith(("site-packages", "test/")) for name in names)
-    assert all(name.endswith(".py") for name in names)
-
-
 def test_the_order_of_files_does_not_depend_on_the_file_system(tmp_path: Path) -> None:
     names = {f"f{number}": 100 for number in range(20)}
     write_files(tmp_path / "one", names)
@@ -133,16 +86,6 @@ def test_the_order_of_files_does_not_depend_on_the_file_system(tmp_path: Path) -
     assert one.summary == two.summary
 
 
-def test_a_folder_with_very_many_files_is_used_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FILES_MAX", 5)
-    write_files(tmp_path, {f"f{number}": 100 for number in range(9)})
-
-    corpus = Corpus.open(config_for(tmp_path))
-
-    assert corpus.truncated
-    assert sorted(file.name for file in corpus.files) == ["f0", "f1", "f2", "f3", "f4"]
-
-
 def test_a_single_file_and_linked_files_count_and_hidden_ones_do_not(tmp_path: Path) -> None:
     write_files(tmp_path, {"one": 600, ".hidden": 600})
     (tmp_path / "folder").mkdir()
@@ -151,11 +94,6 @@ def test_a_single_file_and_linked_files_count_and_hidden_ones_do_not(tmp_path: P
 
     assert Corpus.open(config_for(tmp_path / "one")).read(0, 3) == (tmp_path / "one").read_bytes()[:3]
     assert {file.name for file in Corpus.open(config_for(tmp_path)).files} == {"one", "folder/link"}
-
-
-def test_missing_data_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--data .*/nowhere does not exist; give"):
-        Corpus.open(config_for(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("size", [0, 100])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 
@@ -29,14 +28,6 @@ def test_a_position_sees_no_later_byte() -> None:
 
     assert difference_T[:5].max() == 0
     assert difference_T[5:].min() > 0
-
-
-def test_an_untrained_model_knows_nothing() -> None:
-    bytes_BT = torch.randint(0, 256, (8, 9))
-
-    loss = tiny()(bytes_BT[:, :-1], bytes_BT[:, 1:]).item()
-
-    assert loss == pytest.approx(math.log(256), abs=0.2)
 
 
 COUNT = """
@@ -100,10 +91,3 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert max(rates) == rates[9] == 1.0
     assert rates[-1] == pytest.approx(0.1)
     assert rates[9:] == sorted(rates[9:], reverse=True)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 9])
-def test_a_short_run_has_rates_too(steps: int) -> None:
-    config = TrainConfig(steps=steps)
-
-    assert all(0 < learning_rate(config, step) <= config.learning_rate for step in range(1, steps + 1))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ import torch.distributed as dist
 
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
-from elaunch.trainer.gpt.progress import Progress
-from elaunch.trainer.gpt.recorder import Recorder
+from elaunch.trainer.gpt.progress import Line, Progress, printable
+from elaunch.trainer.gpt.recorder import Metrics, Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -75,15 +74,6 @@ def test_a_line_has_norm_rate_speed_mfu_and_a_held_out_loss_where_there_is_one(t
     assert first["mfu"] == pytest.approx(first["tokens_per_s"] * 100 / 1e6, rel=0.01, abs=1e-6)
 
 
-def test_without_a_known_peak_there_is_no_mfu(tmp_path: Path) -> None:
-    found = recorder(tmp_path)
-    found._peak_flops = 0.0
-    with found.begin(At(0), ORDER):
-        train(found, range(1, 2))
-
-    assert "mfu" not in rows(tmp_path)[0]
-
-
 def test_lines_wait_for_the_log_for_a_checkpoint_and_for_the_end(tmp_path: Path) -> None:
     with recorder(tmp_path, log_every=4, checkpoint_every=6).begin(At(0), ORDER) as found:
         train(found, range(1, 4))
@@ -119,44 +109,94 @@ def test_the_lines_that_a_killed_rank_0_had_not_written_are_in_the_state(tmp_pat
     assert "at" not in rows(tmp_path)[6]
 
 
-def test_lines_that_are_there_are_not_written_twice(tmp_path: Path) -> None:
-    with recorder(tmp_path).begin(At(0), ORDER) as before:
-        train(before, range(1, 5))
-    text = (tmp_path / "metrics.jsonl").read_text()
-
-    again = recorder(tmp_path)
-    again.state.update(before.state)
-    with again.begin(At(4), ORDER):
-        pass
-
-    assert (tmp_path / "metrics.jsonl").read_text() == text
+def line(step: int) -> Line:
+    return {"step": step, "loss": 0.1 + step, "tokens": 96, "seconds": 0.5, "world_size": 2, "generation": 1}
 
 
-def test_tensorboard_gets_each_line_and_forgets_steps_that_are_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The package is not among the tests': this stands for its one class.
-    shown: list[Any] = []
+def write(path: Path, steps: range, restored_step: int = 0) -> None:
+    metrics = Metrics(path, restored_step)
+    for step in steps:
+        metrics.append(line(step))
+    metrics.close()
 
-    class SummaryWriter:
-        def __init__(self, log_dir: str, purge_step: int) -> None:
-            shown.append((log_dir, purge_step))
 
-        def add_scalar(self, tag: str, value: float, step: int, walltime: float | None) -> None:
-            shown.append((tag, value, step))
+def steps_of(path: Path) -> list[int]:
+    return [row["step"] for row in rows_of(path)]
 
-        def flush(self) -> None: ...
 
-        def close(self) -> None:
-            shown.append("closed")
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in path.read_text().splitlines()]
 
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    with recorder(tmp_path, tensorboard=True).begin(At(3), ORDER) as found:
-        train(found, range(4, 5), held_out={4: 5.5})
 
-    assert shown[0] == (str(tmp_path / "tensorboard"), 4)
-    assert {("loss", 1.0, 4), ("grad_norm", 2.5, 4), ("learning_rate", 0.25, 4)} < set(shown)
-    assert ("held_out_loss", 5.5, 3) in shown
-    assert shown[-1] == "closed"
+def test_lines_past_the_restored_step_make_room_for_the_first_new_one(tmp_path: Path) -> None:
+    write(tmp_path / "m", range(1, 9))
+
+    write(tmp_path / "m", range(6, 8), restored_step=5)
+
+    assert steps_of(tmp_path / "m") == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"step": 4, "lo', b'{"step": 4}', b"[4]\n", b"\0\0\0\n", b'"text"\n'])
+def test_a_torn_last_line_goes(tmp_path: Path, torn: bytes) -> None:
+    write(tmp_path / "m", range(1, 4))
+    with (tmp_path / "m").open("ab") as file:
+        file.write(torn)
+
+    write(tmp_path / "m", range(4, 5), restored_step=9)
+
+    assert steps_of(tmp_path / "m") == [1, 2, 3, 4]
+
+
+def test_lost_steps_are_counted_from_the_lines_once_and_again_if_they_are_lost_again(tmp_path: Path) -> None:
+    write(tmp_path / "m", range(1, 9))
+
+    # This one is killed before its first line.
+    assert Metrics(tmp_path / "m", 5).steps_lost == 3
+    write(tmp_path / "m", range(6, 8), restored_step=5)
+    write(tmp_path / "m", range(7, 10), restored_step=6)
+
+    assert [row["steps_lost"] for row in rows_of(tmp_path / "m")] == [0, 0, 0, 0, 0, 3, 4, 4, 4]
+
+
+def test_a_step_that_only_another_rank_had_done_is_lost_too(tmp_path: Path) -> None:
+    write(tmp_path / "m", range(1, 9))
+
+    assert Metrics(tmp_path / "m", 8, done=9).steps_lost == 1
+    assert Metrics(tmp_path / "m", 7, done=9).steps_lost == 2
+    assert Metrics(tmp_path / "m", 8, done=8).steps_lost == 0
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics(tmp_path / "m", 0)
+    metrics.append(line(1))
+    real = os.pwrite
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", lambda descriptor, content, offset: real(descriptor, content[:5], offset))
+        with pytest.raises(OSError, match="No space left"):
+            metrics.append(line(2))
+
+    metrics.append(line(3))
+    metrics.close()
+
+    assert steps_of(tmp_path / "m") == [1, 3]
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_people_get_about_ten_lines_and_the_held_out_losses_from_rank_0_alone(speaks: bool) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, steps=1000, speaks=speaks)
+
+    for step in range(1, 1001):
+        held_out = {"held_out_loss": 2.5} if step == 51 else {}
+        progress.update({"step": step, "loss": 5.0 / step, "tokens": 100, "seconds": 0.5, "mfu": 0.31, **held_out})
+
+    shown = stream.getvalue().splitlines()
+    assert len(shown) == (12 if speaks else 0)
+    if speaks:
+        assert shown[0] == "step 1/1000  loss 5.000  200 tokens/s  MFU 31.0 %  8:20 left"
+        assert shown[1] == "held-out loss 2.500 after step 50"
+        assert shown[-1].startswith("step 1000/1000")
+
+
+def test_generated_bytes_cannot_harm_a_terminal() -> None:
+    assert printable(b"def f():\n\t\x1b[2J\xff\r\xc3\xa9") == "def f():\n\\t\\x1b[2J\\xffé"

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from elaunch.trainer.integrations.epochs import EpochOrder
-from elaunch.trainer.integrations.options import require_free, with_own
+from elaunch.trainer.integrations.epochs import EpochOrder, require_free, with_own
 
 SIZE = 24
 

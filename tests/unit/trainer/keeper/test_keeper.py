@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import link
-from elaunch.trainer.checkpoint import catalog
+from elaunch.trainer.checkpoint import storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import NOTE
 from elaunch.trainer.checkpoint.local import LocalFolder
@@ -435,7 +435,7 @@ def test_a_job_ends_at_the_checkpoint_after_another_one_has_taken_its_place(tmp_
     with pytest.raises(ValueError, match=r"on elsewhere.* has taken .*"):
         job.train(9, {3: taken})
 
-    assert [mark.step for mark in catalog.marks(tmp_path / "c")] == [2]
+    assert [mark.step for mark in storage.marks(tmp_path / "c")] == [2]
     assert json.loads(note.read_text())["token"] == "its"
 
 
@@ -451,14 +451,14 @@ def test_a_checkpoint_that_was_not_complete_at_a_failure_is_written_at_the_next_
 
     Job(checkpoints=tmp_path / "c", checkpoint_every=3).train(9)
 
-    assert [mark.step for mark in catalog.marks(tmp_path / "c")] == [4, 6, 9]
+    assert [mark.step for mark in storage.marks(tmp_path / "c")] == [4, 6, 9]
 
 
 @pytest.mark.parametrize(("keep", "steps"), [({}, [4, 6, 7]), ({"keep": 1}, [7])])
 def test_the_newest_checkpoints_stay(tmp_path: Path, keep: dict[str, int], steps: list[int]) -> None:
     Job(checkpoints=tmp_path / "c", checkpoint_every=2, **keep).train(7)
 
-    assert [mark.step for mark in catalog.marks(tmp_path / "c")] == steps
+    assert [mark.step for mark in storage.marks(tmp_path / "c")] == steps
     with pytest.raises(ValueError, match="keep is 0; it is a whole number, at least 1"):
         Job(checkpoints=tmp_path / "c", keep=0)
 
@@ -496,7 +496,7 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
     assert again.train(5) == job.extra["losses"]
 
     assert again.said == ["restored step 5 from memory (of generation 1); 0 steps are repeated"]
-    assert [mark.step for mark in catalog.marks(tmp_path / "file" / "c")] == [5]
+    assert [mark.step for mark in storage.marks(tmp_path / "file" / "c")] == [5]
 
 
 @pytest.mark.usefixtures("restarted")
@@ -510,7 +510,7 @@ def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch
     job.train(6)
 
     assert sum(text.startswith("it is the last one: it is tried again for 60 s; ") for text in job.said) == 1
-    assert [mark.step for mark in catalog.marks(blocking / "c")] == [6]
+    assert [mark.step for mark in storage.marks(blocking / "c")] == [6]
 
 
 def test_a_checkpoint_that_failed_is_told_before_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +548,7 @@ def test_an_end_after_a_break_is_written_though_its_checkpoint_had_failed_before
             with job.keeper.commit():
                 pass
 
-    assert [mark.step for mark in catalog.marks(blocking / "c")] == [2]
+    assert [mark.step for mark in storage.marks(blocking / "c")] == [2]
 
 
 @pytest.mark.usefixtures("restarted")
@@ -605,7 +605,7 @@ def test_a_keeper_whose_end_is_not_on_the_disk_does_not_keep_another_from_its_ow
     with pytest.raises(NotDurable):
         train()
 
-    assert [mark.step for mark in catalog.marks(tmp_path / "one")] == [2]
+    assert [mark.step for mark in storage.marks(tmp_path / "one")] == [2]
 
 
 def test_a_directory_that_cannot_be_read_any_more_costs_checkpoints_and_a_stop_is_a_stop(
@@ -761,7 +761,7 @@ def test_a_checkpoint_that_is_due_at_the_end_of_a_loop_is_written_before_the_nex
                 with job.keeper.commit():
                     job.optimizer.step()
 
-    assert [mark.step for mark in catalog.marks(tmp_path / "checkpoints")] == [5, 8]
+    assert [mark.step for mark in storage.marks(tmp_path / "checkpoints")] == [5, 8]
 
 
 def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_still(

@@ -40,13 +40,14 @@ class Rank:
             copies_each=False,
             may_be_copied=lambda: self.may_be_copied,
             snapshot=self.snapshot,
+            require_checked=lambda: None,
         )
         self.copies = copies = SimpleNamespace(
             copied_step=0,
             paces=True,
             snapshot_every=snapshot_every,
             copies_after_snapshot=False,
-            disk=SimpleNamespace(look=lambda: None, step_done=lambda: None, found=on_disk),
+            disk=SimpleNamespace(look=lambda: None, found=on_disk),
             checkpoint=lambda version: self.checkpoints.append(version.step),
             steps=SimpleNamespace(
                 is_off=is_strict, wants=lambda step: True, every=1, look_after=lambda step: self.next_copy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils._pytree import tree_map
 
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.state.settings import Settings
 from elaunch.trainer.state.tree import cloned, equal
 from tests.harness import free_ports
 
@@ -374,19 +372,6 @@ class LosesAParameter(AddsAGroup):
 def test_what_no_restart_could_find_is_refused_at_once(program: type[Program], why: str) -> None:
     with pytest.raises(TypeError, match=f"step 6 is not committed: {why}"):
         program().run()
-
-
-def test_a_large_model_is_looked_through_at_some_commits_and_wherever_a_copy_may_follow() -> None:
-    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(200)))
-    settings = Settings([model], model, [])
-    refusal = partial(settings.refusal, is_in_parts=False, has_zero=False, is_by_name=False)
-    assert not refusal(is_copied=False)
-
-    model[7].bias = None
-
-    assert not refusal(is_copied=False)
-    assert "(7.bias)" in refusal(is_copied=True)
-    assert any("(7.bias)" in refusal(is_copied=False) for _ in range(4))
 
 
 def test_a_group_of_a_parameter_that_is_gone_is_refused(generations: Callable[[], None]) -> None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import select
 import signal
-import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from elaunch.trainer.memory import replicated
 from elaunch.trainer.memory.records import Records, completed_in, verified_records_in
 from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
-from elaunch.trainer.memory.slots import Slot, copy_on_host, node_of
-from elaunch.trainer.state.region import Packed
+from elaunch.trainer.memory.slots import copy_on_host, node_of
 from elaunch.trainer.state.version import Version
 from tests.forked import Child
 from tests.harness import DEADLINE_S, wait_for
@@ -66,16 +61,6 @@ def test_the_newest_two_stay(tmp_path: Path) -> None:
     assert contents(memory) == [3.0, 2.0]
 
 
-def test_who_comes_with_the_same_or_an_older_step_is_done_at_once(tmp_path: Path) -> None:
-    saved(ReplicatedMemory(tmp_path, "m", LAYOUT), 0, 57)
-
-    other = ReplicatedMemory(tmp_path, "m", LAYOUT)
-    assert other.save(Version(0, 57), lambda: pytest.fail("not to be copied")) == Version(0, 57)
-    assert other.save(Version(0, 56), lambda: pytest.fail("not to be copied")) == Version(0, 57)
-    assert saved(other, 1, 56) == Version(1, 56)
-    assert versions(other) == [Version(1, 56), Version(0, 57)]
-
-
 def test_another_trainings_leftovers_are_overwritten_and_not_read(tmp_path: Path) -> None:
     saved(ReplicatedMemory(tmp_path, "m", b"another training"), 5, 90)
 
@@ -106,14 +91,6 @@ def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) ->
     assert versions(memory) == [Version(0, 1)]
     saved(memory, 0, 3)
     assert versions(memory) == [Version(0, 3), Version(0, 1)]
-
-
-def test_a_state_that_grows_finds_room(tmp_path: Path) -> None:
-    memory, reader = ReplicatedMemory(tmp_path, "m", LAYOUT), ReplicatedMemory(tmp_path, "m", LAYOUT)
-    for step, size in enumerate([10, 100_000, 50, 400_000]):
-        memory.save(Version(0, step), lambda step=step, size=size: state_of(step, size))  # type: ignore[misc]
-        assert versions(reader)[0] == Version(0, step)
-        assert contents(reader)[0] == step
 
 
 def test_it_takes_two_copies_and_no_more(tmp_path: Path) -> None:
@@ -234,7 +211,7 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
             assert found == Version(0, 3)
 
         with Child(waits) as child:
-            wait_for(lambda: f"{shm}/m.stripes" in opened_by(child.pid), "that it waits")
+            wait_for(lambda: f"{shm}/m.lock" in opened_by(child.pid), "that it waits")
 
             writer.go_on()
 
@@ -250,116 +227,6 @@ def opened_by(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             found.append(str(link.readlink()))
     return found
-
-
-@pytest.mark.parametrize("killed", [None, 0, 2])
-def test_survivors_copy_together_and_take_over_what_a_killed_one_leaves(
-    shm: Path, monkeypatch: pytest.MonkeyPatch, killed: int | None
-) -> None:
-    # Tensors that lie within a stripe, over borders, and in another order.
-    monkeypatch.setattr(replicated, "_STRIPE_BYTES", 10_000)
-    state = {"small": torch.arange(700.0), "large": torch.arange(50_000.0), "sliced": torch.arange(9000.0)[::3]}
-    log = shm / "stripes"
-
-    def began() -> set[str]:
-        return set(log.read_text().split())
-
-    def copy_as(worker: int) -> Callable[[list[Tensor], list[Tensor]], None]:
-        def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-            with log.open("a") as file:
-                file.write(f"{worker}\n")
-            wait_for(lambda: len(began()) == 3, "all three to copy at the same time")
-            copy_on_host(targets[:1], sources[:1])
-            if worker == killed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            copy_on_host(targets, sources)
-
-        return copy
-
-    def saves(worker: int) -> None:
-        # The forked child does not have its parent's threads.
-        torch.set_num_threads(1)
-        memory = ReplicatedMemory(shm, "m", LAYOUT, rank=worker, world_size=3)
-        assert memory.save(Version(0, 5), lambda: state, copy_as(worker)) == Version(0, 5)
-
-    log.touch()
-    with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child(functools.partial(saves, worker))) for worker in range(3)]
-        ends = [child.end() for child in children]
-
-    assert ends == [-signal.SIGKILL if worker == killed else 0 for worker in range(3)]
-    memory = ReplicatedMemory(shm, "m", LAYOUT)
-    assert versions(memory) == [Version(0, 5)]
-    ((header, slot),) = memory.pair.versions()
-    for name, tensor in slot.read(header).items():
-        assert torch.equal(tensor, state[name])
-    assert memory.save(Version(0, 6), lambda: state) == Version(0, 6)
-
-
-def test_a_slot_that_was_cleared_for_another_step_is_not_taken_for_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicated, "_STRIPE_BYTES", 4096)
-    copied, prepare = [], Slot.prepare
-
-    def dies_in_the_third_stripe(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        copied.append(len(targets))
-        if len(copied) == 3:
-            raise KeyboardInterrupt
-        copy_on_host(targets, sources)
-
-    def dies_after_clearing(slot: Slot, packed: Packed) -> bool:
-        prepare(slot, packed)
-        raise KeyboardInterrupt
-
-    for step in (1, 2):
-        saved(ReplicatedMemory(tmp_path, "m", LAYOUT), 0, step)
-    with pytest.raises(KeyboardInterrupt):
-        ReplicatedMemory(tmp_path, "m", LAYOUT).save(Version(0, 3), lambda: state_of(3), dies_in_the_third_stripe)
-    with monkeypatch.context() as patch:
-        patch.setattr(Slot, "prepare", dies_after_clearing)
-        with pytest.raises(KeyboardInterrupt):
-            saved(ReplicatedMemory(tmp_path, "m", LAYOUT), 0, 4)
-
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
-    assert saved(memory, 0, 3) == Version(0, 3)
-
-    header, slot = memory.pair.versions()[0]
-    assert header.version == Version(0, 3)
-    assert slot.read(header)["w"].unique().tolist() == [3.0]
-
-
-def test_fixed_tensors_that_another_worker_has_changed_get_their_checksum(tmp_path: Path) -> None:
-    """The last of those that write together declares the copy whole, perhaps not the one that began it."""
-    base = torch.ones(3000)
-    one, other = (ReplicatedMemory(tmp_path, "m", LAYOUT, rank) for rank in (0, 1))
-    for step in (1, 2):
-        other.save(Version(0, step), lambda: {"w": base}, fixed=[base])
-    base.data.fill_(5)
-
-    def leaves_it_to_the_other(targets: list[Tensor], sources: list[Tensor]) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        one.save(Version(0, 3), lambda: {"w": base}, leaves_it_to_the_other, fixed=[base])
-    other.save(Version(0, 3), lambda: {"w": base}, fixed=[base])
-
-    assert versions(one) == [Version(0, 3), Version(0, 2)]
-    assert contents(one) == [5.0, 1.0]
-
-
-def test_a_copy_of_another_step_waits_until_those_that_copy_together_are_done(shm: Path) -> None:
-    found = ReplicatedMemory(shm, "m", LAYOUT)
-    with Writer(shm) as writer:
-        done: list[Version] = []
-        waits = threading.Thread(target=lambda: done.append(saved(found, 0, 9)))
-        waits.start()
-        assert not done
-        writer.go_on()
-        waits.join(DEADLINE_S)
-        assert not waits.is_alive()
-
-    assert versions(found) == [Version(0, 9), Version(0, 3)]
 
 
 def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,13 +306,10 @@ def test_a_state_that_comes_again_is_there_for_each_step(tmp_path: Path) -> None
     assert found.pop(3) is None
     assert found.pop(4) is None
     assert [its["random"].tolist() for its in found.values()] == [[1] * 5, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
-    # After a step that was given up, and after a file that is gone.
+    # After a step that was given up.
     records.drop_newer(Version(0, 6))
     records.stage(Version(1, 7), same)
     assert records.find(Version(1, 7))["random"].tolist() == [0, 1, 2, 3, 4]
-    (tmp_path / "m.rank-0-1").unlink()
-    records.stage(Version(1, 10), same)
-    assert records.find(Version(1, 10))["random"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_damage_is_not_declared_whole_with_a_state_that_comes_again(tmp_path: Path) -> None:
@@ -470,21 +334,6 @@ def test_two_trainings_of_one_program_do_not_meet(tmp_path: Path) -> None:
     assert versions(generator) == [Version(0, 5)]
 
 
-def test_a_name_that_is_like_anothers_file_is_a_training_of_its_own(tmp_path: Path) -> None:
-    names = ["a", "a-done-0", "a-rank-0", "a-state", "a-lock", "a-parts"]
-    for step, name in enumerate(names):
-        ReplicatedMemory(tmp_path, name, LAYOUT).save(Version(0, step), lambda step=step: state_of(step))  # type: ignore[misc]
-        for rank in range(step + 1):
-            records = Records(tmp_path, name, LAYOUT, rank)
-            records.stage(Version(0, step), {})
-            records.done(Version(0, step))
-
-    for step, name in enumerate(names):
-        assert versions(ReplicatedMemory(tmp_path, name, LAYOUT)) == [Version(0, step)]
-        assert [r.rank for r in verified_records_in(tmp_path, name, LAYOUT)] == list(range(step + 1))
-        assert completed_in(tmp_path, name, LAYOUT) == Version(0, step)
-
-
 def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -501,18 +350,6 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_copies_go_where_the_caller_says(tmp_path: Path) -> None:
-    copied: list[int] = []
-
-    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        copied.append(len(sources))
-        copy_on_host(targets, sources)
-
-    ReplicatedMemory(tmp_path, "m", LAYOUT).save(Version(0, 1), lambda: state_of(1), copy)
-
-    assert copied == [1]
-
-
 @pytest.mark.parametrize("offset", [0, 8, 16])
 def test_a_completed_step_with_a_flipped_bit_is_not_believed(tmp_path: Path, offset: int) -> None:
     Records(tmp_path, "m", LAYOUT, 0).done(Version(0, 6))
@@ -520,11 +357,5 @@ def test_a_completed_step_with_a_flipped_bit_is_not_believed(tmp_path: Path, off
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
-
-    assert completed_in(tmp_path, "m", LAYOUT) is None
-
-
-def test_a_completed_step_of_an_older_release_is_not_believed(tmp_path: Path) -> None:
-    (tmp_path / "m.done-0").write_bytes(struct.pack("<qq", 0, 6))
 
     assert completed_in(tmp_path, "m", LAYOUT) is None

@@ -1,24 +1,108 @@
-"""The record of a choice: it is read as it was written, or named as damaged."""
+"""Auto takes the fastest measured plan that fits and tries none that may not fit; its record is sound or is refused."""
 
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.parallel.auto import KeptPlan
-from elaunch.trainer.parallel.choice import StepMemory
-from elaunch.trainer.parallel.estimate import WorkerSpeed
+from elaunch.trainer.parallel.auto import (
+    TRIALS_MAX,
+    KeptPlan,
+    NothingFits,
+    PlanOption,
+    WorkerRoom,
+    choose,
+    table,
+    to_try,
+)
+from elaunch.trainer.parallel.checks import Shape
+from elaunch.trainer.parallel.estimate import KeptCopies, candidates, memory
+from elaunch.trainer.parallel.trial import PlanTrial
 
-SPEED = WorkerSpeed(100, 1e9, 1e8, 1e-3, 2e-9, {"2": 1e-3})
-RECORD = KeptPlan("dp=2,tp=2", 4, StepMemory(90, 100), SPEED, 1 << 30, [{"plan": "ddp", "needs": 5}])
+SHAPE = Shape(layers=4, heads=4, width=256, context=32, global_batch=32, micro_batch=2)
+TAKEN = 100 << 20
+AMPLE = WorkerRoom(1 << 40, TAKEN, "the machine")
 
 
-def test_a_record_is_read_as_it_was_written() -> None:
-    assert KeptPlan.read(RECORD.content) == RECORD
+def options(workers: int = 4) -> list[PlanOption]:
+    copies = KeptCopies(workers, of_replicated=2, of_parts=2)
+    found = candidates(workers, workers, SHAPE)
+    return [PlanOption(each, memory(each, SHAPE, copies=copies), TAKEN) for each in found]
+
+
+def test_the_plainest_are_measured_and_the_fastest_of_them_is_taken() -> None:
+    tried: list[str] = []
+
+    def measure(option: PlanOption) -> PlanTrial:
+        tried.append(option.text)
+        return PlanTrial(option.memory.step, 9.0 - len(tried))
+
+    option, trials = choose(options(), AMPLE, measure)
+
+    assert tried == [each.text for each in to_try(options(), AMPLE)][:TRIALS_MAX]
+    assert tried[:4] == ["ddp", "zero1", "zero2", "fsdp2"]
+    assert option.text == tried[-1]
+    lines = table(option, trials, options(), AMPLE)
+    assert lines[1].startswith(option.text)
+    assert lines[1].endswith("chosen")
+    assert lines[-1] == f"{len(options()) - TRIALS_MAX} more plans not measured, 0 of them too large"
+
+
+def test_the_plainest_of_equals_is_taken_and_no_further_one_is_measured_when_the_time_is_over() -> None:
+    option, trials = choose(options(), AMPLE, lambda each: PlanTrial(1, 1.0), is_over=lambda: True)
+
+    assert (option.text, [*trials]) == ("ddp", ["ddp"])
+    assert choose(options(), AMPLE, lambda each: PlanTrial(1, 1.0 if each.text == "ddp" else 0.98))[0].text == "ddp"
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed: int) -> None:
+    draw = random.Random(seed)
+    every = options(draw.choice([1, 2, 3, 4, 6, 8]))
+    room = WorkerRoom(draw.randint(TAKEN, 260 << 20), TAKEN, "the cgroup")
+    tried: dict[str, PlanTrial] = {}
+
+    def measure(option: PlanOption) -> PlanTrial:
+        assert option.text not in tried
+        assert option.needs <= room.most
+        tried[option.text] = PlanTrial(int(option.memory.step * draw.uniform(0.7, 1.6)), draw.uniform(0.5, 5))
+        return tried[option.text]
+
+    def fitting() -> list[PlanOption]:
+        return [each for each in every if each.text in tried and each.needs_as_measured(tried[each.text]) <= room.most]
+
+    try:
+        option, _ = choose(every, room, measure)
+    except NothingFits:
+        # It does not give up before all that might fit was tried.
+        assert not fitting()
+        assert len(tried) == len(to_try(every, room))
+        return
+
+    assert option in fitting()
+    assert tried[option.text].step_s <= 1.03 * min(tried[each.text].step_s for each in fitting())
+
+
+def test_a_refusal_has_the_values_and_the_way_out() -> None:
+    room = WorkerRoom(110 << 20, TAKEN, "the cgroup /a (memory.max 440.0 MB), for 4 workers")
+    least = min(options(), key=lambda each: each.needs)
+
+    with pytest.raises(NothingFits) as caught:
+        choose(options(), room, lambda each: PlanTrial(1, 1.0))
+
+    sentence = str(caught.value)
+    assert f"The smallest is {least.text}: it needs {least.needs / (1 << 30):.2f} GiB" in sentence
+    assert "0.10 GiB the process itself" in sentence
+    assert "may take 0.11 GiB: the cgroup /a (memory.max 440.0 MB), for 4 workers; give the job more" in sentence
+    assert "\n" not in sentence
+
+
+RECORD = KeptPlan("dp=2,tp=2", 4, [{"plan": "ddp", "memory": 5, "step_s": 0.1}])
 
 
 @pytest.mark.parametrize(
@@ -30,19 +114,16 @@ def test_a_record_is_read_as_it_was_written() -> None:
         {"plan": 5},
         {"world_size": 0},
         {"world_size": "4"},
-        {"memory": {"estimated": 0, "measured": 1}},
-        {"memory": {"estimated": 1, "measured": "1"}},
-        {"memory": 1.0},
-        {"worker": {"speed": 1}},
-        {"worker": None},
         {"other": 1},
     ],
 )
-def test_what_is_no_record_is_named_as_damaged(changed: dict[str, object]) -> None:
-    content = json.dumps({"format": 2, **asdict(RECORD), **changed}).encode()
+def test_a_record_is_read_as_it_was_written_or_refused(changed: dict[str, object]) -> None:
+    content = json.loads(RECORD.content)
+    assert KeptPlan.read(RECORD.content) == RECORD
+    assert asdict(RECORD).items() <= content.items()
 
-    with pytest.raises(ValueError, match=r"it is (damaged|not of format 2)"):
-        KeptPlan.read(content)
+    with pytest.raises(ValueError, match=r"it is (damaged|not of format 3)"):
+        KeptPlan.read(json.dumps({**content, **changed}).encode())
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"null"])

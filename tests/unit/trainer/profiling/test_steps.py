@@ -1,73 +1,68 @@
-"""profiling.steps: which steps are profiled."""
+"""profiling.steps: which steps are profiled, and the table."""
 
 from __future__ import annotations
 
 import pytest
 
-from elaunch.trainer.profiling.steps import Before, StepCount, StepWindow, last_step_needed, parse_steps, plan
+from elaunch.trainer.profiling.steps import (
+    StepCount,
+    StepWindow,
+    last_step_needed,
+    parse_steps,
+    record,
+    table,
+    window_of,
+)
+from elaunch.trainer.profiling.traces import StepTimes
 
 
-def test_a_number_is_a_count_and_a_range_names_its_first_and_last_step() -> None:
+def test_a_number_is_a_count_and_two_are_a_range() -> None:
     assert parse_steps("3") == StepCount(3)
-    assert parse_steps("10-12") == StepWindow(10, 12)
-    assert parse_steps(" 7 - 7 ") == StepWindow(7, 7)
-    assert (StepWindow(10, 12).count, str(StepWindow(10, 12)), str(StepWindow(7, 7))) == (3, "steps 10 to 12", "step 7")
+    assert parse_steps(" 10-12 ") == StepWindow(10, 12)
+    assert last_step_needed(parse_steps("3")) == 5
+    assert last_step_needed(parse_steps("10-12")) == 12
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "neither a number of steps nor a range"),
-        ("ten", "give 3, or 10-12"),
-        ("-3", "neither"),
-        ("1-2-3", "neither"),
-        ("٣", "neither"),
-        ("0", "0 steps are none"),
-        ("0-3", "begins with step 0; the first step is 1"),
-        ("12-10", "ends before it begins; give 10-12"),
-        ("1001", "1001 steps are more than the 1000"),
-        ("1-5000", "5000 steps are more"),
+        ("x", "neither a number of steps nor a range"),
+        ("1-3", "begin with 2"),
+        ("0", "is 0 steps"),
+        ("5-4", "is 0 steps"),
+        ("2-2000", "is 1999 steps"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_the_way_out(text: str, sentence: str) -> None:
+def test_what_cannot_be_meant_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_steps(text)
 
 
-def test_a_count_begins_after_two_steps_of_each_start() -> None:
-    assert plan(StepCount(3), 1).window == StepWindow(3, 5)
-    assert plan(StepCount(3), 21).window == StepWindow(23, 25)
-    assert last_step_needed(StepCount(3)) == 5
+def test_a_start_profiles_what_is_left_of_a_range_after_a_step_of_warm_up_and_a_count_when_it_is_warm() -> None:
+    assert window_of(StepWindow(10, 12), 1) == window_of(StepWindow(10, 12), 9) == StepWindow(10, 12)
+    assert window_of(StepWindow(10, 12), 11) == StepWindow(12, 12)
+    assert window_of(StepWindow(10, 12), 12) is None
+    assert window_of(StepCount(3), 8) == StepWindow(10, 12)
 
 
-def test_a_range_is_profiled_if_the_step_before_it_is_to_come() -> None:
-    assert plan(StepWindow(10, 12), 1) == plan(StepWindow(10, 12), 9)
-    assert plan(StepWindow(10, 12), 9).window == StepWindow(10, 12)
-    assert plan(StepWindow(10, 12), 9).sentence == ""
+def test_the_table_has_a_steps_mean_on_each_rank_and_names_the_one_that_the_others_waited_for() -> None:
+    # Rank 1 computes longer, and so waits for nobody.
+    times = [StepTimes(rank, step, 0.1, *own) for step in (10, 11) for rank, own in enumerate(
+        [(0.04, 0.05, 0.04), (0.08, 0.012, 0.01), (0.04, 0.05, 0.04)]
+    )]  # fmt: skip
 
+    lines = table(times)
 
-@pytest.mark.parametrize(("next_step", "first"), [(10, 11), (12, 13), (400, 401)])
-def test_a_start_after_that_profiles_as_many_steps_and_says_which(next_step: int, first: int) -> None:
-    found = plan(StepWindow(10, 12), next_step)
-
-    assert found.window == StepWindow(first, first + 2)
-    assert f"steps {first} to {first + 2} are profiled instead of steps 10 to 12" in found.sentence
-
-
-def test_a_restart_within_the_profiled_steps_profiles_again_and_says_why() -> None:
-    for choice in (StepWindow(10, 12), StepCount(3)):
-        found = plan(choice, 11, Before.BEGUN)
-
-        assert found.window is not None
-        assert found.window.first > 11
-        assert found.window.count == 3
-        assert "an earlier generation ended while steps were profiled, and left no trace" in found.sentence
-    # It lost steps, and comes to them again.
-    again = plan(StepWindow(10, 12), 4, Before.BEGUN)
-    assert again.window == StepWindow(10, 12)
-    assert "steps 10 to 12 are profiled again" in again.sentence
-
-
-def test_what_is_profiled_once_is_not_profiled_again() -> None:
-    assert plan(StepWindow(10, 12), 1, Before.DONE).window is None
-    assert plan(StepCount(3), 30, Before.DONE).window is None
+    assert lines[0] == "steps 10 to 11 took 100.00 ms each; computation covered 20% of the communication"
+    assert lines[1:5] == [
+        "rank       step  computes  communicates   exposed",
+        "   0  100.00 ms  40.00 ms      50.00 ms  40.00 ms",
+        "   1  100.00 ms  80.00 ms      12.00 ms  10.00 ms",
+        "   2  100.00 ms  40.00 ms      50.00 ms  40.00 ms",
+    ]
+    assert lines[5:] == ["rank 1 kept the others waiting, for 30.00 ms of each step"]
+    assert len(table(times[:1])) == 3
+    made = record(times, lines, generation=2, on_gpu=True, joined="t.gz")
+    assert (made["first_step"], made["last_step"], made["step_s"]) == (10, 11, pytest.approx(0.1))
+    assert made["gpu_busy"] == pytest.approx(1.6 / 3)
+    assert record([], [], generation=0, on_gpu=False, joined="")["step_s"] is None

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from elaunch.trainer.ranks.channel import Channel
-from elaunch.trainer.ranks.greeting import Contact
+from elaunch.trainer.ranks.handshake import Contact
 from tests.harness import DEADLINE_S
 
 Answer = TypeVar("Answer")
@@ -16,14 +16,17 @@ NAME = "test"
 
 
 class Book:
-    """A store in this process. With `may_be_old` its ranks may have been started again."""
+    """A store in this process. All ranks are on this host, at `address`."""
 
-    def __init__(self, *, may_be_old: bool = False) -> None:
-        self.may_be_old = may_be_old
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self.address = address
         # How often a rank has found another one in it.
         self.found = 0
         self._said: dict[int, bytes] = {}
         self._changed = threading.Condition()
+
+    def own_address(self) -> str:
+        return self.address
 
     def publish(self, rank: int, content: bytes) -> None:
         with self._changed:

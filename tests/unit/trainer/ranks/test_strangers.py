@@ -16,25 +16,24 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elaunch.trainer.ranks import connections, listener
+from elaunch.trainer.ranks import connections, handshake
 from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
-from elaunch.trainer.ranks.greeting import CONFIRMATION_BYTES, HELLO_BYTES, NONCE_BYTES, REPLY_BYTES, Contact
-from elaunch.trainer.ranks.group_member import _StoreContacts
-from elaunch.trainer.ranks.listener import RankListener
-from elaunch.trainer.ranks.own_address import own_address
+from elaunch.trainer.ranks.handshake import (
+    CONFIRMATION_BYTES,
+    HELLO_BYTES,
+    NONCE_BYTES,
+    REPLY_BYTES,
+    Contact,
+    RankListener,
+)
+from elaunch.trainer.ranks.meeting import _StoreContacts, own_address
 from tests.harness import DEADLINE_S
 from tests.unit.trainer.ranks.channels import NAME, Book, channels, on_all
 
 ESTABLISHED = 1
 ASKED = b"a" * NONCE_BYTES
 CONTACT = Contact("job/peers", 0, "10.0.0.1", 4711, b"s" * 32)
-
-
-def test_a_contact_is_read_as_it_was_written() -> None:
-    assert Contact.from_bytes("job/peers", 0, CONTACT.to_bytes()) == CONTACT
-    six = replace(CONTACT, address="fd00::1")
-    assert Contact.from_bytes("job/peers", 0, six.to_bytes()) == six
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_under_elaunch_the_process_groups_store_does_not_have_the_secret(
     given: str, group_store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELAUNCH_GENERATION_SECRET", given)
-    contacts, content = _StoreContacts("job/peers", may_be_old=False), CONTACT.to_bytes()
+    contacts, content = _StoreContacts("job/peers"), CONTACT.to_bytes()
 
     contacts.publish(0, content)
 
@@ -74,15 +73,6 @@ def test_only_who_knows_the_secret_the_channel_and_the_receiver_is_taken_for_a_r
     assert CONTACT.secret not in hello + reply
     for at in range(len(hello)):
         assert CONTACT.heard(hello[:at] + bytes([hello[at] ^ 1]) + hello[at + 1 :]) is None
-
-
-def test_each_greeting_has_a_reply_and_a_confirmation_of_its_own() -> None:
-    other = b"c" * NONCE_BYTES
-    reply = CONTACT.reply(3, ASKED, other)
-
-    assert CONTACT.confirmation(3, other, reply) is None
-    assert CONTACT.confirmation(4, ASKED, reply) is None
-    assert CONTACT.confirmation(3, ASKED, reply) != CONTACT.confirmation(3, ASKED, CONTACT.reply(3, ASKED, ASKED))
 
 
 def dial(book: Book, *words: bytes) -> socket.socket:
@@ -135,7 +125,7 @@ def rank_0_waits(world_size: int) -> Iterator[tuple[Book, list[Channel]]]:
 
 
 def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_HELLO_S", 0.2)
+    monkeypatch.setattr(handshake, "_HELLO_S", 0.2)
     with rank_0_waits(3) as (book, ranks):
         strangers = [dial(book), dial(book, b"half"), dial(book, b"GET / HTTP/1.1\r\nHost: " + b"x" * HELLO_BYTES)]
         # A rank that is there says hello to another rank.
@@ -146,13 +136,13 @@ def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stranger_that_says_nothing_is_closed_while_the_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_HELLO_S", 0.05)
+    monkeypatch.setattr(handshake, "_HELLO_S", 0.05)
     with rank_0_waits(2) as (book, _):
         assert is_closed(dial(book, b"half"))
 
 
 def test_more_strangers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_UNKNOWN_MAX", 4)
+    monkeypatch.setattr(handshake, "_UNKNOWN_MAX", 4)
     with contextlib.ExitStack() as stack, rank_0_waits(2) as (book, _):
         for _ in range(20):
             stack.enter_context(dial(book))
@@ -169,7 +159,7 @@ def is_open(fd: int) -> bool:
 def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
-        rank_0 = listener.RankListener(NAME, 0, 2, "127.0.0.1")
+        rank_0 = RankListener(NAME, 0, 2, "127.0.0.1")
         stack.callback(rank_0.close)
         strangers = [stack.enter_context(socket.socket()) for _ in range(8)]
         rank_1 = stack.enter_context(socket.socket())
@@ -202,11 +192,12 @@ def test_a_hello_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
         assert is_closed(stranger)
 
 
-def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port() -> None:
+def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port(monkeypatch: pytest.MonkeyPatch) -> None:
     book = Book()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         book.publish(0, Contact("", 0, "127.0.0.1", server.getsockname()[1], b"s" * 32).to_bytes())
         server.settimeout(DEADLINE_S)
+        monkeypatch.setattr(connections, "_TRIES_S", 0.0)
         joining = pool.submit(channels(2, book)[1].broadcast, None)
         taken, _ = server.accept()
         with taken:
@@ -214,15 +205,6 @@ def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port() -> None:
 
             with pytest.raises(PeerLost, match="is not rank 0 any more"):
                 joining.result(DEADLINE_S)
-
-
-def test_a_rank_that_has_gone_before_it_was_reached_is_an_error_at_once() -> None:
-    book = Book()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        book.publish(0, Contact("", 0, "127.0.0.1", server.getsockname()[1], b"s" * 32).to_bytes())
-
-    with pytest.raises(PeerLost, match="rank 0 is gone or has failed"):
-        channels(2, book)[1].largest([1])
 
 
 def test_the_highest_rank_listens_nowhere_and_one_that_everybody_has_reached_no_more() -> None:
@@ -256,16 +238,14 @@ def test_an_interface_without_an_address_is_said() -> None:
         own_address({"GLOO_SOCKET_IFNAME": "none0"})
 
 
-def test_an_address_at_which_no_rank_can_listen_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_at_which_no_rank_can_listen_is_named_with_the_way_out() -> None:
     # It is for documentation, so no host has it.
-    monkeypatch.setattr(connections, "own_address", lambda _: "2001:db8::1")
-
     with pytest.raises(OSError, match=r"cannot listen at 2001:db8::1 .*; GLOO_SOCKET_IFNAME=… names"):
-        channels(2)[0].largest([0])
+        channels(2, Book("2001:db8::1"))[0].largest([0])
 
 
 def test_a_port_that_a_firewall_closes_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_TRIES_S", 0.0)
+    monkeypatch.setattr(connections, "_NO_ROUTE_S", 0.0)
     book = Book()
     book.publish(0, replace(CONTACT, address="127.0.0.1").to_bytes())
 
@@ -278,10 +258,8 @@ def test_a_port_that_a_firewall_closes_is_named_with_the_way_out(monkeypatch: py
         channels(2, book)[1].largest([1])
 
 
-def test_ranks_meet_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "::1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    book = Book()
+def test_ranks_meet_over_ipv6() -> None:
+    book = Book("::1")
 
     assert on_all(channels(3, book), lambda channel, rank: channel.largest([rank])) == [[2]] * 3
     assert book.contact(0).address == "::1"

@@ -53,15 +53,6 @@ def test_what_torch_saves_is_scanned_to_its_end(value: object) -> None:
     assert scanned.tell() == len(content)
 
 
-def test_a_file_of_torch_before_1_6_is_scanned_where_it_may_be_one(tmp_path: Any) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-
-    with (tmp_path / "old.pt").open("rb") as file:
-        require_shallow(file, old=True)
-        with pytest.raises(pickle.UnpicklingError, match=r"no file of torch\.save"):
-            require_shallow(file)
-
-
 def pair_of_pairs(depth: int) -> tuple[Any, ...]:
     value: tuple[Any, ...] = ()
     for _ in range(depth):

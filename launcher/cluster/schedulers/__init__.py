@@ -1,1 +1,0 @@
-"""Reads each scheduler's environment variables: one module for each scheduler, and the registry of them all."""

@@ -1,0 +1,209 @@
+"""Checks of GPUs by nvidia-smi, of torch with its CUDA, and of InfiniBand or RoCE ports.
+
+As a program (`python -m`) it prints the findings about GPUs: a driver that hangs would hold its process for ever.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from elaunch.agent.core.sizes import bytes_text
+from elaunch.agent.workers.gpus import Vendor, read_gpus, visible
+from elaunch.launcher.doctor.findings import Finding, Needs, as_json, bad, ok, span, warn
+from elaunch.launcher.doctor.host import memlock_finding
+from elaunch.strict_json import parse_json
+
+_SMI_S = 20.0
+_SLOW_IMPORT_S = 15.0
+_SHOWN_MAX = 4
+_QUERY = (
+    *("index", "uuid", "name", "driver_version", "temperature.gpu", "memory.used", "memory.total"),
+    *("ecc.errors.uncorrected.volatile.total", "retired_pages.pending"),
+)
+# An older driver or GPU does not know these, and refuses a whole query that has them.
+_MORE = ("uuid", "remapped_rows.pending", "remapped_rows.failure", "clocks_throttle_reasons.hw_slowdown")
+_RESET = "drain the node and reset the GPU (nvidia-smi --gpu-reset -i {}), or reboot"
+
+# Run by the workers' interpreter. CUDA starts as in a worker: that finds a driver that is too old.
+LOOK = """
+import json, sys, time
+start = time.monotonic()
+import torch
+found = {"version": torch.__version__, "cuda": torch.version.cuda or "", "seconds": time.monotonic() - start}
+try:
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+except Exception:
+    found["nccl"] = ""
+if torch.version.cuda and sys.argv[1] != "0":
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        found["cuda_error"] = str(error).strip().partition("\\n")[0]
+print("\\n" + json.dumps(found))
+"""
+
+
+def usable_gpus(environ: Mapping[str, str]) -> int:
+    """The number of GPUs that a process here may use, found without their driver."""
+    return len(visible(read_gpus(), environ))
+
+
+def judge_torch(said: str, gpus: int) -> tuple[Finding, ...]:
+    """The findings about what `LOOK` has printed, on a node with that many GPUs for a process. Raises ValueError."""
+    found = parse_json(said.rstrip().rpartition("\n")[2])
+    version, cuda, seconds = str(found["version"]), str(found["cuda"]), float(found["seconds"])
+    build = f"CUDA {cuda}" if cuda else "CPU build"
+    nccl = f", NCCL {found['nccl']}" if found["nccl"] else ""
+    text = f"torch {version} ({build}{nccl}), imported in {span(seconds)}"
+    findings = [ok(text)]
+    if seconds > _SLOW_IMPORT_S:
+        findings = [warn(f"{text}; each start of a job takes so long", "put the environment on a local disk")]
+    if gpus and not cuda:
+        findings.append(
+            bad(
+                f"{gpus} GPU(s), and torch {version} is a build for CPUs",
+                "install the build for CUDA: https://pytorch.org/get-started/locally",
+            )
+        )
+    if error := found.get("cuda_error"):
+        way_out = "run nvidia-smi; the driver may be too old for this torch"
+        findings.append(bad(f"CUDA does not start: {error}", way_out))
+    return tuple(findings)
+
+
+def no_torch(interpreter: str, why: str) -> Finding:
+    """The finding about an interpreter that does not import torch."""
+    return bad(
+        f"{interpreter} cannot import torch: {why}",
+        f"{interpreter} -m pip install torch, or start elaunch from the environment that has it",
+    )
+
+
+def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool = True) -> tuple[Finding, ...]:
+    """The findings about GPUs. Without `has_processes` it is not queried which processes use them."""
+    devices = read_gpus()
+    seen = len(visible(devices, environ))
+    if devices and devices[0].vendor is not Vendor.NVIDIA:
+        return (ok(f"{len(devices)} AMD GPU(s), {seen} visible; elaunch does not read their health"),)
+    if not devices and not Path("/proc/driver/nvidia/version").exists():
+        if needs.wants_gpus:
+            return (
+                bad(
+                    "--nproc-per-node gpu needs an NVIDIA driver, and there is none here",
+                    "ask the scheduler for GPUs; in a container use the NVIDIA runtime (docker run --gpus all)",
+                ),
+            )
+        return (ok("no NVIDIA driver here"),)
+    if not shutil.which("nvidia-smi"):
+        return (
+            warn(
+                f"{len(devices)} NVIDIA GPU(s), whose health cannot be read: nvidia-smi is not on the PATH",
+                "in a container NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            ),
+        )
+    try:
+        rows = _smi(f"--query-gpu={','.join(_QUERY)}")
+        used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory") if has_processes else []
+        more: list[list[str]] = []
+        with suppress(subprocess.CalledProcessError):
+            more = _smi(f"--query-gpu={','.join(_MORE)}")
+        found = judge_gpus(rows, used, more, len(devices))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stdout", None) or str(error)
+        return (
+            bad(
+                f"{len(devices)} NVIDIA GPU(s), but the driver does not answer: {said.strip().splitlines()[0]}",
+                "reboot, or reload the driver; after an update of the driver both parts must be of one version",
+            ),
+        )
+    if needs.workers > seen > 0:
+        way_out = "NCCL refuses two ranks on one GPU: use --nproc-per-node gpu"
+        found = (*found, warn(f"{needs.workers} workers share {seen} GPU(s)", way_out))
+    return found
+
+
+def _smi(query: str) -> list[list[str]]:
+    ended = subprocess.run(
+        ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_SMI_S,
+        check=True,
+    )
+    return [[word.strip() for word in row] for row in csv.reader(ended.stdout.splitlines()) if row]
+
+
+def judge_gpus(
+    rows: list[list[str]], used: list[list[str]], more: list[list[str]], devices: int
+) -> tuple[Finding, ...]:
+    """The findings about nvidia-smi's tables: of `_QUERY`, of processes, and of `_MORE`. Raises ValueError.
+
+    `devices` is the number of device files of GPUs.
+    """
+    more_of = {row[0]: row[1:] for row in more if len(row) == len(_MORE)}
+    models = dict.fromkeys(row[2] for row in rows)
+    kinds = ", ".join(f"{sum(row[2] == model for row in rows)} × {model}" for model in models)
+    found = [ok(f"{kinds}, driver {rows[0][3]}" if rows else "nvidia-smi lists no GPU")]
+    if len(models) > 1:
+        way_out = "all ranks wait for the slowest GPU; choose equal ones with CUDA_VISIBLE_DEVICES"
+        found.append(warn(f"the GPUs differ: {kinds}", way_out))
+    if len(rows) < devices:
+        found.append(
+            bad(
+                f"{devices} GPUs have device files, and the driver sees {len(rows)}",
+                "a GPU may have fallen off the bus: look for Xid 79 in dmesg, and reboot",
+            )
+        )
+    for index, uuid, _, _, temperature, memory, total, uncorrected, retired in rows:
+        remapping, failed, slowed = more_of.get(uuid, ("", "", ""))
+        who, reset = f"GPU {index}", _RESET.format(index)
+        if _is_set(failed):
+            way_out = "have the vendor replace it (RMA)"
+            found.append(bad(f"{who} could not take a bad row of memory out of use", way_out))
+        if uncorrected.isdecimal() and int(uncorrected):
+            found.append(bad(f"{who} had {uncorrected} uncorrectable memory errors since the driver was loaded", reset))
+        if _is_set(remapping) or _is_set(retired):
+            found.append(bad(f"{who} waits for a reset to take bad memory out of use", reset))
+        if _is_set(slowed):
+            way_out = "check the node's cooling and power supplies"
+            found.append(warn(f"{who} is slowed down by heat or power, at {temperature} °C", way_out))
+        if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:
+            names = ", ".join(f"{row[2].rpartition('/')[2]} (pid {row[1]})" for row in processes[:_SHOWN_MAX])
+            text = f"{who} is in use by {names}, with {_size(memory)} of {_size(total)}"
+            found.append(warn(text, "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"))
+    return tuple(found)
+
+
+def _is_set(word: str) -> bool:
+    """Whether a flag is on. A GPU that does not know it has `[N/A]` there."""
+    return word.lower() in ("yes", "active", "1")
+
+
+def _size(mib: str) -> str:
+    return bytes_text(int(mib) << 20) if mib.isdecimal() else mib
+
+
+def check_rdma(_needs: Needs, root: Path = Path("/sys/class/infiniband")) -> tuple[Finding, ...]:
+    """Whether NCCL finds its fast interface."""
+    # "4: ACTIVE"
+    states = [path.read_text().partition(":")[2].strip() for path in sorted(root.glob("*/ports/*/state"))]
+    if not states:
+        return (ok("no InfiniBand or RoCE device here: NCCL uses TCP"),)
+    active = states.count("ACTIVE")
+    text = f"{active} of {len(states)} InfiniBand or RoCE ports are active"
+    if not active:
+        return (warn(f"{text}, so NCCL uses TCP", "check cables, switch and subnet manager (ibstat)"),)
+    trouble = memlock_finding()
+    return (ok(text), *([trouble] if trouble else []))
+
+
+if __name__ == "__main__":
+    print(as_json(check_gpus(os.environ, Needs(workers=int(sys.argv[1]), wants_gpus=sys.argv[2] == "1"))))

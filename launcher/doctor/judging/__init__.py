@@ -1,1 +1,0 @@
-"""Judges what was read from this node: facts in, findings out (pure)."""

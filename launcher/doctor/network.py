@@ -1,0 +1,256 @@
+"""Checks of the network: this node's address, its ports and those of the head, and the job's store."""
+
+from __future__ import annotations
+
+import calendar
+import random
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from statistics import median
+
+from elaunch.agent.workers.unanswered import REFUSED, why_not
+from elaunch.launcher.doctor.findings import Finding, Needs, bad, ok, span, warn
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.host import (
+    AddressUnclear,
+    NoAddress,
+    addresses,
+    can_be_bound,
+    gloo_interface,
+    interface_of,
+    own_address,
+)
+from elaunch.launcher.store.connect import store_of
+from elaunch.launcher.store.locate import RendezvousPlan, Serving
+from elaunch.launcher.store.serve import decide_head, listen
+from elaunch.rendezvous.addresses import is_address, is_loopback
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.etcd.discovery import unverified_context
+from elaunch.rendezvous.http.client import Deadline
+from elaunch.rendezvous.http.dial import dial
+from elaunch.rendezvous.http.request import DATE_FORMAT
+from elaunch.rendezvous.http.resolve import resolve
+from elaunch.rendezvous.http.response import Garbled, ResponseReader
+from elaunch.rendezvous.store import Denied, StoreError
+
+_RESOLVE_S, _DIAL_S = 2.0, 2.0
+_SLOW_RESOLVER_S = 1.0
+# An agent sends 1.6 requests a second, and a request has 0.5 s.
+_REQUESTS, _SLOW_STORE_S, _TOO_SLOW_STORE_S = 20, 0.1, 0.5
+# A prefix under which nobody writes.
+_NOTHING = "/elaunch-nothing/"
+# Each sample of the store's clock, a quarter of a second after the one before, narrows down when its second begins.
+_SAMPLES, _SAMPLE_EVERY_S, _SAMPLE_S = 3, 0.27, 1.0
+_SKEW_MAX_S = 1.0
+
+
+def check_address(plan: RendezvousPlan, needs: Needs) -> tuple[Finding, ...]:
+    """How the other nodes reach this one, and which interface gloo and NCCL find."""
+    start_s = time.monotonic()
+    try:
+        address = address_in(plan)
+        number = address if is_address(address) else addresses(address, _RESOLVE_S)[0]
+    except (NoAddress, AddressUnclear) as error:
+        return (bad(str(error), "correct --rdzv-endpoint, the name or the route, or give --local-addr"),)
+    if needs.nodes_max == 1:
+        return (ok(f"one node: the workers meet at {address}"),)
+    gloo = gloo_interface(number)
+    text = f"the other nodes reach this one at {address} ({interface_of(number) or 'no interface has it'})"
+    if (took_s := time.monotonic() - start_s) > _SLOW_RESOLVER_S:
+        return (warn(f"{text}; the resolver took {span(took_s)}", "check the first server in /etc/resolv.conf"),)
+    return (ok(f"{text}; GLOO_SOCKET_IFNAME={gloo[0]} is set for the workers: {gloo[1]}" if gloo else text),)
+
+
+def address_in(plan: RendezvousPlan) -> str:
+    """The address of this node in a job with this plan. Raises NoAddress and AddressUnclear."""
+    return plan.own_addr or ("127.0.0.1" if plan.is_alone else own_address(plan.endpoints, _RESOLVE_S))
+
+
+def check_ports(plan: RendezvousPlan, needs: Needs) -> tuple[Finding, ...]:
+    """Whether this node can listen, and whether a firewall closes ports of the endpoint's host."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    try:
+        address = address_in(plan)
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        error = _why_not_listen(family, place, 0)
+    except (NoAddress, AddressUnclear):
+        # The check of the address says so.
+        return (ok("not tried: this node's address is not known"),)
+    except OSError as unknown:
+        error = unknown.strerror or str(unknown)
+    if error:
+        return (bad(f"this node cannot listen on {address}: {error}", "give one of its own: --local-addr"),)
+    taken = tuple(port for port in needs.ports if _why_not_listen(family, place, port))
+    own = judge_ports(address, needs.ports, taken, (low, high))
+    host = plan.endpoints[0].host if plan.endpoints and plan.serving is not Serving.NOTHING else ""
+    if not host or _is_here(host):
+        return (own,)
+    # The first and the last for MASTER_PORT, and two as the kernel gives them to gloo and NCCL.
+    tried = tuple(dict.fromkeys([*needs.ports[:1], *needs.ports[-1:], *random.sample(range(low, high), 2)]))
+    # A refusal is an answer.
+    silent = {port: why for port in tried if (why := why_not(Endpoint(host, port))) not in ("", REFUSED)}
+    if not silent:
+        return (own, ok(f"{host} answers at ports {_listed(tried)}, as MASTER_PORT, gloo and NCCL need it"))
+    return (
+        own,
+        warn(
+            f"{host} does not answer at ports {_listed(tuple(silent))} ({next(iter(silent.values()))})",
+            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
+            f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
+        ),
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Whether the host is this one, or cannot be resolved."""
+    try:
+        return any(can_be_bound(address) or is_loopback(address) for address in addresses(host, _RESOLVE_S))
+    except NoAddress:
+        return True
+
+
+def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int], ephemeral: tuple[int, int]) -> Finding:
+    """The finding about this node's own ports. `ephemeral` are the ports of outgoing connections."""
+    if not wanted:
+        return ok(f"this node can listen on {address}")
+    first, last, count = wanted[0], wanted[-1], len(wanted)
+    named = f"port {first}" if count == 1 else f"ports {first} to {last}"
+    if len(taken) == count:
+        return bad(
+            f"{named} for MASTER_PORT: in use, or not allowed, on {address}",
+            f"see who has it (ss -ltnp 'sport = :{first}'), or choose others with --master-port FIRST:LAST",
+        )
+    low, high = ephemeral
+    if count == 1 and low <= first <= high:
+        return warn(
+            f"{named} is free, but the kernel may give it to an outgoing connection ({low} to {high})",
+            f"choose a port below {low}, or leave --master-port out",
+        )
+    return ok(f"{named} for MASTER_PORT: {count - len(taken)} of {count} free")
+
+
+def _listed(ports: Sequence[int]) -> str:
+    return ", ".join(map(str, ports))
+
+
+def _why_not_listen(family: int, place: tuple[object, ...], port: int) -> str:
+    """Why this node cannot listen there; empty if it can."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((place[0], port, *place[2:]))
+            probe.listen(1)
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def check_store(plan: RendezvousPlan, _needs: Needs) -> tuple[Finding, ...]:
+    """Whether the job's store is reached, lets this node in, and answers in time; and its clock."""
+    if plan.is_alone:
+        return (ok("one node needs no store"),)
+    where = ",".join(str(endpoint) for endpoint in plan.endpoints)
+    try:
+        with closing(store_of(plan, lambda _: None)) as store:
+            version = store.check()
+            latencies_s = []
+            for _ in range(_REQUESTS):
+                start_s = time.monotonic()
+                store.read(_NOTHING)
+                latencies_s.append(time.monotonic() - start_s)
+    except (Denied, UsageError) as error:
+        return (bad(str(error), "a job with these options is refused, and ends with exit code 2"),)
+    except StoreError as error:
+        return (_unreached(plan, where, str(error)),)
+    return (judge_latencies(f"{where} answers (version {version})", latencies_s), *judge_skew(_skew(plan)))
+
+
+def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
+    """The finding about a store that has answered some requests."""
+    middle_s = median(latencies_s)
+    text = f"{text}: median {span(middle_s)} of {len(latencies_s)} requests, the longest {span(max(latencies_s))}"
+    if middle_s > _TOO_SLOW_STORE_S:
+        return bad(text, "a request has 0.5 s; use a nearer store, or --rdzv-conf lease_ttl=10")
+    if middle_s > _SLOW_STORE_S:
+        return warn(text, "use a nearer or less busy store; etcd wants a local SSD")
+    return ok(text)
+
+
+def _unreached(plan: RendezvousPlan, where: str, why: str) -> Finding:
+    """Why no store is there: whether a host answers; and if this node would serve the store, whether it can listen."""
+    endpoint, is_served = plan.endpoints[0], plan.serving is not Serving.NOTHING
+    nothing = f"nothing listens at {where}"
+    if is_served and decide_head(plan, lambda _: None):
+        try:
+            if bound := listen(endpoint):
+                bound.listener.close()
+                return ok(f"{nothing} yet; this node would serve the job's store there")
+            trouble = "another program listens there, which is no store"
+        except (UsageError, SiteError) as error:
+            trouble = str(error)
+        return bad(f"{nothing}, and this node cannot serve the store: {trouble}", "choose another port")
+    try:
+        dial(resolve(endpoint.host, endpoint.port, _RESOLVE_S), Deadline(_DIAL_S).left).close()
+    except ConnectionRefusedError:
+        if is_served:
+            way_out = "this is fine if the head has not started yet; else correct --rdzv-endpoint"
+            return warn(f"{nothing} yet", way_out)
+        return bad(nothing, "start the etcd, or correct --rdzv-endpoint")
+    except OSError:
+        pass
+    return bad(f"{where} cannot be reached: {why}", "check the firewall, the route and --rdzv-endpoint")
+
+
+def judge_skew(bounds: tuple[float, float] | None) -> tuple[Finding, ...]:
+    """The finding about the store's clock minus this host's, which is within `bounds`; none if it is not known."""
+    if bounds is None:
+        return ()
+    low, high = bounds
+    precision = f"by its HTTP Date header, to {span((high - low) / 2)}"
+    if low <= _SKEW_MAX_S and high >= -_SKEW_MAX_S:
+        return (ok(f"this host's clock and the store's agree ({precision})"),)
+    middle_s = (low + high) / 2
+    which = "behind" if middle_s > 0 else "ahead of"
+    return (
+        warn(
+            f"this host's clock is {span(abs(middle_s))} {which} the store's ({precision})",
+            "start chrony or systemd-timesyncd on both hosts: log lines of the nodes cannot be put in order",
+        ),
+    )
+
+
+def _skew(plan: RendezvousPlan) -> tuple[float, float] | None:
+    """The store's clock minus this host's, from and to; None if the store does not report its time."""
+    bounds: list[tuple[float, float]] = []
+    for sample in range(_SAMPLES):
+        if sample:
+            time.sleep(_SAMPLE_EVERY_S)
+        start_s = time.time()
+        date_s = _date_of(plan.endpoints[0])
+        if date_s is None:
+            return None
+        # The header has whole seconds: the store's clock was between `date_s` and a second more.
+        bounds.append((date_s - time.time(), date_s + 1 - start_s))
+    low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
+    # A clock that was set meanwhile.
+    return (low, high) if low <= high else None
+
+
+def _date_of(endpoint: Endpoint) -> float | None:
+    """The time in the response of the server there, whoever it is: no token is shown to it."""
+    for context in (unverified_context(), None):
+        with suppress(OSError, Garbled, ValueError):
+            deadline = Deadline(_SAMPLE_S)
+            connected = dial(resolve(endpoint.host, endpoint.port, _RESOLVE_S), deadline.left)
+            connected.settimeout(_SAMPLE_S)
+            with closing(context.wrap_socket(connected) if context else connected) as line:
+                line.sendall(f"GET /version HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n\r\n".encode())
+                reply = ResponseReader()
+                while not reply.status and (data := line.recv(4096)):
+                    reply.feed(data)
+                text = reply.headers.get("date", "")
+                return float(calendar.timegm(time.strptime(text, DATE_FORMAT))) if text else None
+    return None

@@ -1,1 +1,0 @@
-"""Reads facts from this node: its devices, limits, disks, network and programs."""

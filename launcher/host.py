@@ -1,0 +1,370 @@
+"""This host: its CPUs, cores and GPUs, its addresses, and the interface that gloo and RPC must be given.
+
+Nothing is read with torch. The host's own name is not used as its address: other hosts may not know it, and this host
+may resolve it to 127.0.1.1.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TypeAlias
+
+from elaunch.agent.terminal import can_move_cursor, is_one_terminal, terminal_size
+from elaunch.agent.workers.gpus import read_gpus, visible
+from elaunch.rendezvous.addresses import is_loopback, is_meant_locally
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.http.resolve import resolve
+
+IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_SIOCGIFCONF = 0x8912
+# struct ifreq on 64 bits: a name of 16 bytes, then a socket address, whose bytes 4 to 7 are the IPv4 address.
+_IFREQ_BYTES, _IFNAME_BYTES, _IPV4_AT = 40, 16, 20
+_INTERFACES_MAX = 1024
+_RESOLVE_S = 5.0
+# gloo in the worker queries the same resolver, and waits for it.
+_OWN_NAME_S = 1.0
+# Addresses for documentation (RFC 5737, RFC 3849). No host has them, so only the default route can lead to them.
+_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+_GLOO, _RPC = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class HostResources:
+    """The resources of this host.
+
+    `cpus` counts the logical CPUs in this process's affinity, `cores` the physical cores within its CPU quota.
+    `columns` is the width of the terminal that shows this process's stdout and stderr, 0 without one.
+    `python` is this process's interpreter. `python_options` are its options that workers inherit.
+    """
+
+    cpus: int
+    cores: int
+    gpus: int
+    python: str
+    python_options: tuple[str, ...] = ()
+    columns: int = 0
+
+
+def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
+    """Read the host's resources. Variables in `environ` may hide GPUs."""
+    allowed = os.sched_getaffinity(0)
+    return HostResources(
+        cpus=len(allowed),
+        cores=within_quota(physical_cores(allowed, _siblings(allowed, root)), read_quota_cpus(root)),
+        gpus=len(visible(read_gpus(root), environ)),
+        python=sys.executable,
+        python_options=interpreter_options(sys.orig_argv[1:]),
+        columns=terminal_size(1)[0] if is_one_terminal(1, 2) and can_move_cursor(1) else 0,
+    )
+
+
+def as_started(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with the LC_CTYPE that this process was started with. In a C locale Python changes it (PEP 538)."""
+    found = {name: value for name, value in environ.items() if name != "LC_CTYPE"}
+    for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):
+        if entry.startswith(b"LC_CTYPE="):
+            found["LC_CTYPE"] = os.fsdecode(entry.partition(b"=")[2])
+    return found
+
+
+def interpreter_options(words: Sequence[str]) -> tuple[str, ...]:
+    """The options in an interpreter's command line that workers inherit: -W, -X, -O, -B and -b.
+
+    Options that isolate the interpreter (-E, -I, -P, -s, -S) are not inherited: installers write them into the first
+    line of a command.
+    """
+    kept: list[str] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        word = rest.pop(0)
+        if word.startswith("--"):
+            # --check-hash-based-pycs MODE is the only long option that a program can follow.
+            del rest[:1]
+            continue
+        letters = word[1:]
+        while letters:
+            letter, letters = letters[0], letters[1:]
+            if letter in "cm":
+                return tuple(kept)
+            if letter in "WX":
+                kept += [f"-{letter}", letters or (rest.pop(0) if rest else "")]
+                break
+            if letter in "OBb":
+                kept.append(f"-{letter}")
+    return tuple(kept)
+
+
+def physical_cores(allowed: Iterable[int], siblings: Mapping[int, str]) -> int:
+    """The number of cores of the CPUs in `allowed`. `siblings` names each CPU's core, the same for its threads."""
+    return len({siblings.get(cpu, str(cpu)) for cpu in allowed})
+
+
+def within_quota(cores: int, quota_cpus: float | None) -> int:
+    """At least one core, and no more than the container's quota."""
+    return max(1, cores if quota_cpus is None else min(cores, int(quota_cpus)))
+
+
+def read_quota_cpus(root: Path = Path("/")) -> float | None:
+    """The lowest CPU limit of this process's cgroup (v1 or v2) and those above it; None without a limit."""
+    limits: list[float] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = ("cpu", "cpu,cpuacct", "cpuacct,cpu") if controllers else ("", "unified")
+        for mount in mounts:
+            base = root / "sys/fs/cgroup" / mount
+            # If the container does not see its own path, the root of its mount is its cgroup.
+            own = base / path.lstrip("/")
+            folders = [own, *own.parents] if path else [base]
+            limits += [
+                limit
+                for folder in folders
+                if folder == base or base in folder.parents
+                for limit in (_v1_limit(folder) if controllers else _v2_limit(folder),)
+                if limit is not None
+            ]
+    return min(limits, default=None)
+
+
+def _v2_limit(folder: Path) -> float | None:
+    """The limit in `cpu.max`: "QUOTA PERIOD" in microseconds, or "max PERIOD" without a limit."""
+    words = _text(folder / "cpu.max").split()
+    if len(words) != 2 or words[0] == "max":
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _v1_limit(folder: Path) -> float | None:
+    """The limit of a v1 cgroup. A quota of -1 means no limit."""
+    quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+    if not quota or not period or int(quota) <= 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _siblings(cpus: Iterable[int], root: Path) -> dict[int, str]:
+    found = {cpu: _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
+    return {cpu: text for cpu, text in found.items() if text}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+class NoAddress(Exception):
+    """No address was found. The message says why. A later try may succeed."""
+
+
+class AddressUnclear(Exception):
+    """Several addresses are possible, and the user has to choose. The message says how."""
+
+
+class Owner(Enum):
+    """The host that a name means."""
+
+    THIS_HOST = "this host"
+    OTHER_HOST = "another host"
+    SEVERAL_HOSTS = "several hosts, this one among them"
+
+
+def owner_of(host: str, wait_s: float = _RESOLVE_S) -> Owner:
+    """The host that `host` means. It is this host if all its addresses can be bound here. Raises NoAddress.
+
+    A name with addresses of several hosts (round robin) belongs to no single host: two hosts would each serve a store.
+    """
+    ours = {can_be_bound(address) for address in addresses(host, wait_s)}
+    return Owner.SEVERAL_HOSTS if len(ours) > 1 else Owner.THIS_HOST if True in ours else Owner.OTHER_HOST
+
+
+def addresses(host: str, wait_s: float = _RESOLVE_S) -> list[str]:
+    """The addresses of `host`, the preferred one first. Raises NoAddress.
+
+    Without those that no connection from here can use: /etc/hosts has `::1 localhost` also where IPv6 is switched off.
+    """
+    try:
+        found = resolve(host, 0, wait_s)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise NoAddress(f"the name {host} has no address here ({why})") from None
+    listed = list(dict.fromkeys(_host_of(address) for _, address in found))
+    return [address for address in listed if _is_usable(address)] or listed
+
+
+def _is_usable(address: str) -> bool:
+    if ":" not in address:
+        return True
+    return can_be_bound(address) if is_loopback(address) else any(own.version == 6 for _, own in by_interface())
+
+
+def can_be_bound(address: str) -> bool:
+    """Whether `address` is an address of this host."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def own_address(endpoints: Sequence[Endpoint], wait_s: float = _RESOLVE_S) -> str:
+    """The address of this host from which the kernel would reach `endpoints`: the first one that has a route.
+
+    Raises NoAddress. Raises AddressUnclear if an endpoint's name is a loopback address here, and this host has several
+    other addresses.
+    """
+    troubles: list[str] = []
+    for endpoint in endpoints:
+        try:
+            found = addresses(endpoint.host, wait_s)
+        except NoAddress as error:
+            troubles.append(str(error))
+            continue
+        # This host may resolve its own name to 127.0.1.1 only. Other nodes know another address.
+        if all(is_loopback(address) for address in found) and not is_meant_locally(endpoint.host):
+            return _routable(endpoint.host) or found[0]
+        for address in found:
+            if source := _source(address):
+                return source
+        troubles.append(f"there is no route to {endpoint.host} ({', '.join(found)})")
+    raise NoAddress("; ".join(troubles))
+
+
+def routable_addresses() -> list[str]:
+    """This host's addresses that other nodes may know: the default route's, else one of each interface that is up."""
+    found = [source for _, elsewhere in _ELSEWHERE if (source := _source(elsewhere)) and not is_loopback(source)]
+    # IPv4 comes first: every network understands it.
+    return found[:1] or _of_interfaces()
+
+
+def _routable(host: str) -> str | None:
+    """The address that other nodes may know; None if this host has no network. Raises AddressUnclear."""
+    found = routable_addresses()
+    if len(found) > 1:
+        raise AddressUnclear(
+            f"{host} is a loopback address here, and this host has several other addresses ({', '.join(found)});"
+            " say with --local-addr which one the other nodes reach"
+        )
+    return found[0] if found else None
+
+
+def _source(address: str) -> str | None:
+    """The address from which the kernel would send to `address`; None without a route. Nothing is sent."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return _host_of(probe.getsockname())
+    except OSError:
+        return None
+
+
+def _host_of(place: tuple[object, ...]) -> str:
+    """The host part of a socket address. A link-local one keeps the interface on which it is valid."""
+    address = str(place[0])
+    if len(place) == 4 and place[3] and "%" not in address:
+        with suppress(OSError):
+            return f"{address}%{socket.if_indextoname(int(str(place[3])))}"
+    return address
+
+
+def _of_interfaces() -> list[str]:
+    """The first address of each interface that other nodes may know: IPv4 addresses, else IPv6 ones."""
+    old: dict[str, str] = {}
+    new: dict[str, str] = {}
+    for name, address in by_interface():
+        if not (address.is_loopback or address.is_link_local):
+            (old if address.version == 4 else new).setdefault(name, str(address))
+    return [*old.values()] or [*new.values()]
+
+
+def by_interface() -> Iterator[tuple[str, IpAddress]]:
+    """Pairs of an interface's name and one of its addresses. The IPv4 addresses come first."""
+    yield from _ipv4()
+    yield from _ipv6()
+
+
+def _ipv4() -> Iterator[tuple[str, IpAddress]]:
+    space = array.array("B", bytes(_IFREQ_BYTES * _INTERFACES_MAX))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        pointer, size = space.buffer_info()
+        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, struct.pack("iL", size, pointer))
+    filled = struct.unpack("iL", answer)[0]
+    for start in range(0, filled, _IFREQ_BYTES):
+        entry = space[start : start + _IFREQ_BYTES].tobytes()
+        name = entry[:_IFNAME_BYTES].partition(b"\0")[0].decode()
+        # A second address may have its own label, for example eth0:1.
+        yield name.partition(":")[0], ipaddress.IPv4Address(entry[_IPV4_AT : _IPV4_AT + 4])
+
+
+def _ipv6(table: Path = Path("/proc/net/if_inet6")) -> Iterator[tuple[str, IpAddress]]:
+    """Columns: address, interface, prefix length, scope, flags, name."""
+    try:
+        rows = [line.split() for line in table.read_text().splitlines()]
+    except OSError:
+        return
+    for row in rows:
+        yield row[5], ipaddress.IPv6Address(int(row[0], 16))
+
+
+def socket_variables(
+    address: str, environ: Mapping[str, str], say: Callable[[str], None], *, verbose: bool
+) -> dict[str, str]:
+    """The variables that name the interface of `address` to gloo and RPC, if they would not find it.
+
+    The user's own in `environ` stay.
+    """
+    unset = [name for name in (_GLOO, _RPC) if name not in environ]
+    found = gloo_interface(address) if unset else None
+    if found is None:
+        return {}
+    interface, why = found
+    if _GLOO in unset and verbose:
+        say(f"{_GLOO}={interface} is set for the workers: {why}")
+    return dict.fromkeys(unset, interface)
+
+
+def gloo_interface(address: str) -> tuple[str, str] | None:
+    """The interface of `address`, at which other nodes reach this host, and why gloo would not find it.
+
+    None if gloo finds it. gloo takes the first address of the host's own name that it can bind (ProcessGroupGloo.cpp).
+    Debian's installer gives that name the address 127.0.1.1. If the name is unknown, gloo uses 127.0.0.1. No other node
+    reaches either. TensorPipe, which carries RPC, does the same (tensorpipe_agent.cpp).
+    """
+    if is_loopback(address):
+        return None
+    name = socket.gethostname()
+    try:
+        own = next((each for each in addresses(name, _OWN_NAME_S) if can_be_bound(each)), None)
+    except NoAddress:
+        own = None
+    if own and not is_loopback(own):
+        return None
+    interface = interface_of(address)
+    why = (
+        f"this host resolves its own name, {name}, to {own}" if own else f"this host's own name, {name}, has no address"
+    )
+    return (interface, why) if interface else None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has `address` (IPv4 or IPv6); None if none has it."""
+    plain, _, scope = address.partition("%")
+    wanted = ipaddress.ip_address(plain)
+    return scope or next((name for name, found in by_interface() if found == wanted), None)

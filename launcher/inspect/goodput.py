@@ -1,0 +1,146 @@
+"""Where the job's time went, each moment in exactly one stage, and the share that counts: ETTR (pure).
+
+ETTR is the effective training time ratio: productive training time / wall time (Kokolis et al., "Revisiting Reliability
+in Large-Scale Machine Learning Research Clusters", arXiv:2410.21680). Steps that a failure lost are not productive,
+although workers were busy with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from statistics import median
+
+from elaunch.launcher.inspect.history import History, PastGeneration
+from elaunch.launcher.inspect.node_log import known_or
+
+
+class Stage(Enum):
+    """What the job did at a moment: its name in `--json`, and what it is."""
+
+    START_UP = "start_up", "start-up", "from the command to the first step: imports, rendezvous, restoring"
+    TRAINING = "training", "training", "steps that count in the end"
+    LOST = "lost_steps", "lost work", "steps that a failure undid"
+    RUNNING = "running", "workers ran", "the program reports no steps, so how much of this was training is unknown"
+    DETECTION = "detection", "detection", "from the failure until an agent knew of it"
+    STOP = "stop", "stop", "saving the state and ending the other workers"
+    RENDEZVOUS = "rendezvous", "rendezvous", "until all nodes agreed on the new ranks"
+    SPAWN = "spawn", "spawn", "starting the workers: fork, imports, process group"
+    RESTORE = "restore", "restore", "restoring the state, up to the first step"
+    END = "end", "end", "from the first exit of a worker that was done to the end of the command"
+
+    def __init__(self, key: str, label: str, meaning: str) -> None:
+        self.key, self.label, self.meaning = key, label, meaning
+
+
+# With these the job is at work: it has recovered. Steps may be lost later.
+_AT_WORK = (Stage.TRAINING, Stage.LOST, Stage.RUNNING)
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """A stretch of the job's time in one stage, during `generation` (or on the way to it)."""
+
+    stage: Stage
+    begin_s: float
+    end_s: float
+    generation: int
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The parts of the job's time, in order and without gaps. `ettr` is NaN if no step is known.
+
+    `recoveries_s` has the time from a generation's end to the next step (or until workers ran), by generation; without
+    those after which nothing worked.
+    """
+
+    parts: tuple[StagePart, ...]
+    seconds: Mapping[Stage, float]
+    ettr: float
+    recoveries_s: Mapping[int, float]
+
+    @property
+    def recovery_s(self) -> float:
+        """The median recovery, NaN if there is none."""
+        return median(self.recoveries_s.values()) if self.recoveries_s else math.nan
+
+
+def goodput(history: History) -> Goodput:
+    """The stages of the job, from the times of its generations."""
+    walk = _Walk(history.wall_s)
+    knows_steps = history.knows_steps
+    has_worked = False
+    for generation in history.generations:
+        if has_worked:
+            walk.to(Stage.RENDEZVOUS, generation.sealed_s, generation)
+            walk.to(Stage.SPAWN, known_or(generation.ready_s, generation.forked_s), generation)
+            if knows_steps:
+                walk.to(Stage.RESTORE, known_or(generation.trains_s, generation.ends_s), generation)
+        else:
+            begun_s = generation.trains_s if knows_steps else generation.forked_s
+            walk.to(Stage.START_UP, known_or(begun_s, generation.ends_s), generation)
+        works = not math.isnan(generation.trains_s if knows_steps else generation.forked_s)
+        if works and knows_steps:
+            walk.train(generation)
+        elif works:
+            walk.to(Stage.RUNNING, known_or(generation.ends_s, history.wall_s), generation)
+        has_worked = has_worked or works
+        if generation is not history.generations[-1] or history.end.outcome == "failed":
+            walk.to(Stage.DETECTION, generation.noted_s, generation)
+            walk.to(Stage.STOP, generation.cleared_s, generation)
+    if history.generations:
+        walk.to(Stage.END if has_worked else Stage.START_UP, history.wall_s, history.generations[-1])
+    seconds = dict.fromkeys(Stage, 0.0)
+    for part in walk.parts:
+        seconds[part.stage] += part.length_s
+    ettr = seconds[Stage.TRAINING] / history.wall_s if knows_steps and history.wall_s > 0 else math.nan
+    return Goodput(tuple(walk.parts), seconds, ettr, _recoveries_s(walk.parts, history))
+
+
+class _Walk:
+    """Goes through the job's time once; each step of it takes a stage up to a moment, never back."""
+
+    def __init__(self, wall_s: float) -> None:
+        self._wall_s = wall_s
+        self._now_s = 0.0
+        self.parts: list[StagePart] = []
+
+    def to(self, stage: Stage, until_s: float, generation: PastGeneration) -> None:
+        """Up to `until_s` the job was in `stage`; nothing if that is over or not known."""
+        until_s = min(until_s, self._wall_s)
+        if until_s > self._now_s:
+            self.parts.append(StagePart(stage, self._now_s, until_s, generation.generation))
+            self._now_s = until_s
+
+    def train(self, generation: PastGeneration) -> None:
+        """The steps of a generation: first those that count, then those that were lost."""
+        ends_s = min(known_or(generation.ends_s, self._wall_s), self._wall_s)
+        done = generation.last_step - generation.first_step + 1
+        kept_share = (done - generation.steps_lost) / done if done > 0 else 0.0
+        self.to(Stage.TRAINING, self._now_s + max(ends_s - self._now_s, 0.0) * kept_share, generation)
+        self.to(Stage.LOST, ends_s, generation)
+
+
+def _recoveries_s(parts: list[StagePart], history: History) -> dict[int, float]:
+    """By generation, the time from its end until the job was at work again."""
+    found: dict[int, float] = {}
+    ended_s: dict[int, float] = {}
+    at_work = (*_AT_WORK, Stage.END) if history.end.outcome == "succeeded" else _AT_WORK
+    before = -1
+    for part in parts:
+        if part.stage in at_work:
+            found |= {number: part.begin_s - at_s for number, at_s in ended_s.items() if number < part.generation}
+            ended_s = {}
+        elif part.stage in (Stage.DETECTION, Stage.STOP):
+            ended_s.setdefault(part.generation, part.begin_s)
+        elif 0 <= before < part.generation:
+            ended_s.setdefault(before, part.begin_s)
+        before = part.generation
+    return found

@@ -1,0 +1,507 @@
+"""The history of a job, from the logs of its nodes: generations, failures, warnings, and its end (pure)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from statistics import median
+
+from elaunch.launcher.inspect.node_log import (
+    SCHEMA_KNOWN,
+    NodeFolder,
+    NodeLog,
+    PastEvent,
+    Visit,
+    Worker,
+    earliest,
+    known_or,
+    latest,
+    node_log,
+    real,
+    text,
+)
+from elaunch.launcher.inspect.text import duration
+
+# Clocks of two hosts that differ by less are taken as they are: a table reaches all nodes within a second or so.
+_SKEW_S = 2.0
+# All nodes report one hang within this time.
+_SAME_HANG_S = 10.0
+_CAUSES_MAX = 8
+# Kinds of failures that another failure explains.
+_SECONDARY = ("peer lost", "ended early")
+# Of several nodes the first of these counts. Two are of the whole job, the others may be of a node that left.
+_OUTCOMES = ("failed", "succeeded", "interrupted", "refused", "unknown")
+_OF_THE_JOB = _OUTCOMES[:2]
+# The outcome of a job whose last agent was killed, as that one's guardian recorded.
+KILLED = "killed"
+
+
+class Life(Enum):
+    """Whether the job runs. The value is its name in `--json`."""
+
+    ENDED = "ended"
+    RUNS = "running"  # An agent of it answers.
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Present:
+    """What this host shows of a job whose log has no end: the wall clock, and the agents that answer here.
+
+    `agents` are their jobs' names and their pids.
+    """
+
+    at: float
+    host: str = ""
+    agents: frozenset[tuple[str, int]] = frozenset()
+
+
+@dataclass(frozen=True)
+class End:
+    """How the job ended. `outcome` is empty if it runs, or if no node recorded it.
+
+    `at_s` is the end, now for a job that runs, else the newest event, which is `silent_s` old.
+    """
+
+    life: Life
+    at_s: float
+    outcome: str = ""
+    code: int = -1
+    reason: str = ""
+    restarts: int = 0
+    max_restarts: int = -1
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One failure. `rank` is -1 if no worker caused it. `is_cause`: the generation ended because of it.
+
+    `folder` is the log folder of the failed worker's node.
+    """
+
+    generation: int
+    at_s: float
+    host: str
+    rank: int
+    local_rank: int
+    pid: int
+    kind: str
+    sentence: str
+    advice: str
+    exception: str
+    traceback: str
+    log_path: str
+    folder: str
+    is_cause: bool
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A hang that became no failure, or a slow rank (`kind`, as in `--json`); `rank` is -1 if none is named.
+
+    A hang began at `at_s` and ended at `until_s`, NaN if no event says so. A rank had been slow since `since_s`.
+    """
+
+    kind: str
+    generation: int
+    at_s: float
+    host: str
+    rank: int
+    local_rank: int
+    folder: str
+    sentence: str
+    since_s: float = math.nan
+    until_s: float = math.nan
+    causes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PastGeneration:
+    """One generation of the job. Times are NaN if not known.
+
+    `opened_s` … `ready_s` are the stages of its start, up to where its workers restore the state; `trains_s` is when
+    its first step began, `ends_s` when the training stopped, `noted_s` when an agent knew why, `cleared_s` when all its
+    processes were gone. Of its steps `first_step` … `last_step` (-1: none) all up to `kept_step` count; later
+    generations did the others again.
+    """
+
+    generation: int
+    kind: str
+    reason: str
+    world_size: int
+    hosts: int
+    opened_s: float
+    sealed_s: float
+    forked_s: float
+    ready_s: float
+    trains_s: float
+    ends_s: float
+    noted_s: float
+    cleared_s: float
+    first_step: int
+    last_step: int
+    kept_step: int
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it had workers. The end of a job may open a generation that comes to nothing."""
+        return self.world_size > 0
+
+    @property
+    def steps_lost(self) -> int:
+        return self.last_step - self.kept_step if self.last_step >= 0 else 0
+
+
+@dataclass(frozen=True)
+class History:
+    """The whole job. `began_at` is second 0 on the wall clock; `remarks` are what the reader must know of the data."""
+
+    run_id: str
+    command: str
+    version: str
+    began_at: float
+    utc_offset_s: int
+    nodes: tuple[NodeLog, ...]
+    generations: tuple[PastGeneration, ...]
+    faults: tuple[Fault, ...]
+    warned: tuple[Warned, ...]
+    end: End
+    remarks: tuple[str, ...]
+
+    @property
+    def wall_s(self) -> float:
+        return self.end.at_s
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether some generation reported steps."""
+        return any(generation.last_step >= 0 for generation in self.generations)
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that were done again, -1 if no step is known."""
+        return sum(generation.steps_lost for generation in self.generations) if self.knows_steps else -1
+
+    @property
+    def last_that_ran(self) -> int:
+        """The newest generation whose table was sealed, -1 if there is none."""
+        ran = (each.generation for each in self.generations if not math.isnan(each.sealed_s))
+        return max(ran, default=-1)
+
+
+def history(folders: Sequence[NodeFolder], present: Present | None = None) -> History:
+    """The history in these folders of one job; at least one has an event."""
+    folders = sorted((f for f in folders if f.events), key=lambda f: (_first_rank(f), f.events[0].at_s))
+    shifts = [_shift(folders[0], folder) for folder in folders]
+    origin = min(folder.events[0].at_s + shift for folder, shift in zip(folders, shifts, strict=True))
+    nodes = _named([node_log(folder, origin, shift) for folder, shift in zip(folders, shifts, strict=True)])
+    faults = _faults(nodes)
+    end = _end(nodes, present, [present.at + shift - origin for shift in shifts] if present else [])
+    started = folders[0].started
+    offset_s = started.number("utc_offset_s", 0)
+    return History(
+        run_id=started.text("run_id") or folders[0].run_id,
+        command=started.text("command"),
+        version=started.text("version"),
+        began_at=origin,
+        utc_offset_s=offset_s if abs(offset_s) <= 14 * 3600 else 0,
+        nodes=nodes,
+        generations=_generations(nodes, faults),
+        faults=faults,
+        warned=tuple(sorted([*_hangs(nodes, faults), *_slow_ranks(nodes)], key=lambda warned: warned.at_s)),
+        end=end,
+        remarks=tuple(_remarks(folders, shifts, end)),
+    )
+
+
+def _first_rank(folder: NodeFolder) -> int:
+    """The node's first rank: the node of rank 0 comes first, and its clock counts."""
+    ranks = (event.number("rank") for event in folder.events if event.event == "forked")
+    return next((rank for rank in ranks if rank >= 0), 1 << 62)
+
+
+def _shift(reference: NodeFolder, folder: NodeFolder) -> float:
+    """Seconds to add to a host's clock to get the reference's: they seal the same generations at the same moments."""
+    sealed = [
+        {event.generation: event.at_s for event in each.events if event.event == "sealed"}
+        for each in (reference, folder)
+    ]
+    apart = [sealed[0][number] - sealed[1][number] for number in sealed[0].keys() & sealed[1].keys()]
+    shift = median(apart) if apart else 0.0
+    return shift if abs(shift) > _SKEW_S else 0.0
+
+
+def _named(nodes: Sequence[NodeLog]) -> tuple[NodeLog, ...]:
+    """The logs with their names: agents of one host are numbered."""
+    of_host = Counter(node.host for node in nodes)
+    seen: Counter[str] = Counter()
+    named = []
+    for node in nodes:
+        seen[node.host] += 1
+        number = f" ({seen[node.host]} of {of_host[node.host]})" if of_host[node.host] > 1 else ""
+        named.append(replace(node, name=f"{node.host}{number}"))
+    return tuple(named)
+
+
+_Homes = Mapping[tuple[str, int, int], tuple[str, int]]
+
+
+def _homes(nodes: Sequence[NodeLog]) -> _Homes:
+    """The log folder and the local rank by host, generation and rank; (host, -1, -1) is the first log of that host."""
+    homes: dict[tuple[str, int, int], tuple[str, int]] = {}
+    for node in nodes:
+        homes.setdefault((node.host, -1, -1), (node.folder, -1))
+        for visit in node.visits:
+            for worker in visit.workers:
+                homes.setdefault((node.host, visit.generation, worker.rank), (node.folder, worker.local_rank))
+    return homes
+
+
+def _home(homes: _Homes, host: str, generation: int, rank: int) -> tuple[str, int]:
+    return homes.get((host, generation, rank)) or homes.get((host, -1, -1), ("", -1))
+
+
+def _events(nodes: Sequence[NodeLog], *names: str) -> list[tuple[float, NodeLog, PastEvent]]:
+    found = [(at_s, node, event) for node in nodes for at_s, event in node.events if event.event in names]
+    return sorted(found, key=lambda each: each[0])
+
+
+def _faults(nodes: Sequence[NodeLog]) -> tuple[Fault, ...]:
+    """All failures by generation: its cause first, then the others by time."""
+    homes = _homes(nodes)
+    numbers = sorted({visit.generation for node in nodes for visit in node.visits if visit.workers})
+    found: dict[tuple[int, str, int, int], Fault] = {}
+    for at_s, node, event in _events(nodes, "failed", "cause", "restarting", "gave_up"):
+        record, generation, is_verdict = event, event.generation, event.event in ("restarting", "gave_up")
+        if is_verdict:
+            record = replace(event, fields=event.record("failure"))
+            if not record.fields:
+                continue
+            # `gave_up` carries the number of the failed generation itself.
+            before = bisect_left(numbers, generation)
+            generation = numbers[before - 1] if before and event.event == "restarting" else generation
+        fault = _fault(node, homes, at_s, record, generation, is_verdict)
+        key = (fault.generation, fault.host, fault.rank, fault.pid)
+        found[key] = _joined(found[key], fault) if key in found else fault
+    by_generation: dict[int, list[Fault]] = {}
+    for fault in found.values():
+        by_generation.setdefault(fault.generation, []).append(fault)
+    return tuple(fault for number in sorted(by_generation) for fault in _ordered(by_generation[number]))
+
+
+def _fault(node: NodeLog, homes: _Homes, at_s: float, record: PastEvent, generation: int, is_cause: bool) -> Fault:
+    host = record.text("host") or node.host
+    folder, _ = _home(homes, host, generation, record.number("rank"))
+    # `failed_at` is the wall clock of the failed worker's host; the event cannot be earlier than the failure.
+    struck_s = real(record.fields.get("failed_at"), record.at_s) - record.at_s + at_s if folder == node.folder else at_s
+    return Fault(
+        generation,
+        min(at_s, struck_s) if at_s - struck_s < 3600 else at_s,
+        host,
+        record.number("rank"),
+        record.number("local_rank"),
+        record.number("pid"),
+        record.text("kind"),
+        record.text("sentence") or record.text("message"),
+        record.text("advice"),
+        record.text("exception"),
+        record.text("traceback"),
+        record.text("log_path"),
+        folder,
+        is_cause,
+    )
+
+
+def _joined(known: Fault, newer: Fault) -> Fault:
+    """Two records of one failure: the newer one knows more, but may be shorter."""
+    return replace(
+        newer,
+        at_s=known.at_s,
+        advice=newer.advice or known.advice,
+        traceback=newer.traceback or known.traceback,
+        log_path=newer.log_path or known.log_path,
+        folder=known.folder or newer.folder,
+        is_cause=known.is_cause or newer.is_cause,
+    )
+
+
+def _ordered(faults: list[Fault]) -> list[Fault]:
+    """The cause first; if no verdict names it, the earliest that no other failure explains."""
+    faults.sort(key=lambda fault: (not fault.is_cause, fault.kind in _SECONDARY, fault.at_s))
+    return [replace(faults[0], is_cause=True), *(replace(fault, is_cause=False) for fault in faults[1:])]
+
+
+def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> Iterator[Warned]:
+    """The hangs that became no failure, each once, although each node reports it."""
+    homes = _homes(nodes)
+    failed = {fault.generation for fault in faults if fault.kind == "hang"}
+    resumed: dict[int, list[float]] = {}
+    for at_s, _, event in _events(nodes, "goes_on"):
+        resumed.setdefault(event.generation, []).append(at_s)
+    reported_s: dict[tuple[int, str], float] = {}
+    for at_s, _, event in _events(nodes, "seems_hung"):
+        rank, message, host = event.number("rank"), event.text("message"), event.text("host")
+        before_s = reported_s.get((event.generation, message), -math.inf)
+        reported_s[event.generation, message] = at_s
+        later = resumed.get(event.generation, [])
+        at = bisect_left(later, at_s)
+        until_s = later[at] if at < len(later) else math.nan
+        if at_s - before_s <= _SAME_HANG_S or (event.generation in failed and math.isnan(until_s)):
+            continue
+        folder, local_rank = _home(homes, host, event.generation, rank)
+        who = f"rank {rank} on {host} {message.removeprefix('it ')}" if rank >= 0 else message
+        yield Warned(
+            "hang",
+            event.generation,
+            at_s,
+            host,
+            rank,
+            local_rank,
+            folder,
+            f"the job seemed to hang: {who}",
+            until_s=until_s,
+        )
+
+
+def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Warned]:
+    homes = _homes(nodes)
+    for at_s, node, event in _events(nodes, "slow"):
+        rank = event.number("rank")
+        yield Warned(
+            "slow rank",
+            event.generation,
+            at_s,
+            node.host,
+            rank,
+            _home(homes, node.host, event.generation, rank)[1],
+            node.folder,
+            event.text("text") or f"rank {rank} was slower than the other ranks of {node.host}",
+            since_s=max(at_s - event.number("lasted_s", 0), 0.0),
+            causes=tuple(text(each) for each in event.items("causes") if isinstance(each, str))[:_CAUSES_MAX],
+        )
+
+
+def _end(nodes: Sequence[NodeLog], present: Present | None, nows_s: Sequence[float]) -> End:
+    """The end that the nodes recorded. `nows_s` is the present on each node's clock."""
+    last_s = max(node.end_s for node in nodes)
+    recorded = sorted(_events(nodes, "ended"), key=lambda each: _outcome_rank(each[2]))
+    ended = recorded[0][2] if recorded else PastEvent(-1, "", 0.0, 0.0, {})
+    outcome = _OUTCOMES[_outcome_rank(ended)]
+    end = End(
+        Life.UNKNOWN,
+        last_s,
+        restarts=_known(nodes, ended, "restarts", "sealed"),
+        max_restarts=_known(nodes, ended, "max_restarts", "started", -1),
+    )
+    open_ = [node for node in nodes if not node.has_ended]
+    open_s = max((node.end_s for node in open_), default=-math.inf)
+    ended_s = max((at_s for at_s, *_ in recorded), default=math.inf)
+    answering_s = [
+        now_s
+        for node, now_s in zip(nodes, nows_s, strict=present is not None)
+        if present and node in open_ and node.host == present.host and (node.run_id, node.pid) in present.agents
+    ]
+    is_over = outcome in _OF_THE_JOB or not (
+        answering_s or open_s > ended_s + _SKEW_S or (open_ and outcome == "unknown")
+    )
+    if recorded and is_over:
+        found = replace(end, life=Life.ENDED, outcome=ended.text("outcome") or outcome)
+        return replace(found, code=ended.number("code"), reason=ended.text("reason"))
+    if answering_s:
+        return replace(end, life=Life.RUNS, at_s=max(last_s, *answering_s))
+    died = _events(nodes, "agent_died")
+    if died and died[-1][0] > open_s - _SKEW_S and len(nodes) >= _seats(nodes):
+        return replace(end, life=Life.ENDED, outcome=KILLED, reason=died[-1][2].text("reason"))
+    return replace(end, silent_s=max(max(nows_s, default=last_s) - last_s, 0.0))
+
+
+def _outcome_rank(ended: PastEvent) -> int:
+    outcome = ended.text("outcome")
+    return _OUTCOMES.index(outcome) if outcome in _OUTCOMES else len(_OUTCOMES) - 1
+
+
+def _known(nodes: Sequence[NodeLog], ended: PastEvent, name: str, event: str, default: int = 0) -> int:
+    """The largest of a number that the end and these events have."""
+    return max(ended.number(name), *(each.number(name) for _, _, each in _events(nodes, event)), default)
+
+
+def _seats(nodes: Sequence[NodeLog]) -> int:
+    """How many nodes the newest table has: the logs of some may be on other disks."""
+    tables = _events(nodes, "sealed")
+    return len(tables[-1][2].items("nodes")) if tables else 1
+
+
+def _generations(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> tuple[PastGeneration, ...]:
+    visits: dict[int, list[Visit]] = {}
+    for node in nodes:
+        for visit in node.visits:
+            visits.setdefault(visit.generation, []).append(visit)
+    causes = {fault.generation: fault for fault in faults if fault.is_cause}
+    found: list[PastGeneration] = []
+    next_opened_s, next_first = math.nan, 1 << 62
+    # From the last to the first: where a later one began, all later steps were done again.
+    for number in sorted(visits, reverse=True):
+        generation = _generation(number, visits[number], causes.get(number), next_opened_s)
+        kept = max(min(generation.last_step, next_first - 1), generation.first_step - 1)
+        found.append(replace(generation, kept_step=kept))
+        next_opened_s = generation.opened_s
+        next_first = min(next_first, generation.first_step) if generation.first_step >= 0 else next_first
+    return tuple(found[::-1])
+
+
+def _generation(number: int, visits: Sequence[Visit], cause: Fault | None, next_opened_s: float) -> PastGeneration:
+    seated = [visit for visit in visits if visit.workers] or list(visits)
+    workers: list[Worker] = [worker for visit in seated for worker in visit.workers]
+    noted_s = earliest([next_opened_s, *(visit.at("failed") for visit in seated)])
+    noted_s = known_or(noted_s, cause.at_s if cause else math.nan)
+    ends = [*(visit.at("signalled") for visit in seated), *(worker.exited_s for worker in workers)]
+    noted_s = known_or(noted_s, earliest(ends))
+    # A hang began when its ranks reported for the last time.
+    quiet_s = max(visit.quiet_s for visit in visits) if cause and cause.kind == "hang" else 0.0
+    last_step = max(visit.last_step for visit in seated)
+    trains_s = latest(visit.restored_s for visit in seated)
+    trains_s = known_or(trains_s, earliest(visit.first_step_began_s for visit in seated))
+    return PastGeneration(
+        number,
+        kind=next((visit.kind for visit in visits if visit.kind), ""),
+        reason=next((visit.reason for visit in seated if visit.reason), ""),
+        world_size=max(visit.world_size for visit in visits) or len(workers),
+        hosts=sum(bool(visit.workers) for visit in visits),
+        opened_s=earliest(visit.at("opened") for visit in visits),
+        sealed_s=latest(visit.at("sealed") for visit in seated),
+        forked_s=latest(worker.forked_s for worker in workers),
+        ready_s=latest(visit.restoring_s for visit in seated),
+        trains_s=trains_s if last_step >= 0 else math.nan,
+        ends_s=earliest([noted_s, cause.at_s - quiet_s if cause else math.nan]),
+        noted_s=noted_s,
+        cleared_s=latest([*(visit.at("cleared") for visit in seated), *(visit.at("stopped") for visit in seated)]),
+        first_step=min((visit.first_step for visit in seated if visit.first_step >= 0), default=-1),
+        last_step=last_step,
+        kept_step=last_step,
+    )
+
+
+def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -> Iterator[str]:
+    for folder, shift in zip(folders, shifts, strict=True):
+        if shift:
+            how = f"{abs(shift):.1f} s {'behind' if shift > 0 else 'ahead of'}"
+            yield f"{folder.host}'s clock was {how} {folders[0].host}'s; its times are corrected here"
+        if folder.is_cut:
+            yield f"{folder.host}'s timeline is too long; only the beginning is shown"
+        if folder.unreadable:
+            yield f"{folder.unreadable} lines of {folder.host}'s timeline cannot be read and are left out"
+        yield from (event.text("reason") for event in folder.events if event.event == "agent_died")
+        if (schema := folder.started.number("schema")) > SCHEMA_KNOWN:
+            yield f"{folder.host}'s timeline is of a newer elaunch (schema {schema}); some of it may be missing here"
+    if end.life is Life.RUNS:
+        yield "The job still runs: its agent answers. Everything is shown up to the time at which this report was made"
+    elif end.life is Life.UNKNOWN:
+        yield (
+            "No node recorded how the job ended: it still runs (see elaunch status), or elaunch itself was killed."
+            f" The newest event was {duration(end.silent_s)} old when this report was made"
+        )

@@ -1,0 +1,290 @@
+"""One node's `timeline.jsonl`: its checked events, and what they mean for each generation there (pure).
+
+docs/files.md has the events. A file may be torn, of another release, or anybody's: what does not fit is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elaunch.strict_json import parse_json
+
+# The version of the events that this release knows, in the field `schema` of `started`.
+SCHEMA_KNOWN = 1
+# A text of an event is cut here: a traceback has at most 32 kB.
+_TEXT_MAX = 64 << 10
+# The year 5138: a broken clock, whose sums would overflow.
+_CLOCK_END_S = 1e11
+# A year of seconds: times further than this from the first event are of a broken clock.
+_LONGEST_S = 366 * 86400.0
+# A worker's mark is read later than this only by mistake.
+_LATE_S = 5.0
+
+
+@dataclass(frozen=True)
+class PastEvent:
+    """One event. `at_s` is the wall clock (s since 1970), `monotonic_s` its host's CLOCK_MONOTONIC.
+
+    The getters return a default for a field that is missing or has another type.
+    """
+
+    generation: int
+    event: str
+    at_s: float
+    monotonic_s: float
+    fields: Mapping[str, object]
+
+    def number(self, name: str, default: int = -1) -> int:
+        value = self.fields.get(name)
+        return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else default
+
+    def real(self, name: str, default: float = math.nan) -> float:
+        return real(self.fields.get(name), default)
+
+    def text(self, name: str) -> str:
+        return text(self.fields.get(name))
+
+    def record(self, name: str) -> Mapping[str, object]:
+        value = self.fields.get(name)
+        return value if isinstance(value, dict) else {}
+
+    def items(self, name: str) -> Sequence[object]:
+        value = self.fields.get(name)
+        return value if isinstance(value, list) else ()
+
+    def numbers(self, name: str) -> list[int]:
+        return [item for item in self.items(name) if type(item) is int and 0 <= item < 1 << 63]
+
+
+@dataclass(frozen=True)
+class NodeFolder:
+    """What one node's log folder holds. `run_id` is a guess from its name, for a timeline without one.
+
+    `unreadable` lines are no events. `is_cut`: the file is too long, and only its beginning was read.
+    """
+
+    path: str
+    run_id: str
+    events: tuple[PastEvent, ...]
+    unreadable: int = 0
+    is_cut: bool = False
+
+    @property
+    def started(self) -> PastEvent:
+        """The event with the run's data; an empty one if the timeline has lost it."""
+        return next((each for each in self.events if each.event == "started"), PastEvent(-1, "started", 0.0, 0.0, {}))
+
+    @property
+    def host(self) -> str:
+        return self.started.text("host") or "this node"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the node's agent recorded the end of the job."""
+        return any(event.event == "ended" for event in self.events)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker's life. Times are seconds of the job, NaN where the log has none. `code` is None while it runs."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    forked_s: float
+    exited_s: float = math.nan
+    code: int | None = None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One generation on one node. `times` has the first time of each event, `workers` are by local rank.
+
+    `restoring_s` and `restored_s` are when the last worker came there, `stepped_s` when the first one had completed a
+    step. Of the steps `first_step` … `last_step` (-1: none) the newest was seen at `seen_s`.
+    """
+
+    generation: int
+    times: Mapping[str, float]
+    workers: tuple[Worker, ...] = ()
+    kind: str = ""
+    reason: str = ""
+    world_size: int = 0
+    quiet_s: float = 0.0
+    is_spare: bool = False
+    restoring_s: float = math.nan
+    restored_s: float = math.nan
+    stepped_s: float = math.nan
+    first_step: int = -1
+    last_step: int = -1
+    seen_s: float = math.nan
+
+    def at(self, event: str) -> float:
+        """When the event happened, NaN if it did not."""
+        return self.times.get(event, math.nan)
+
+    @property
+    def first_step_began_s(self) -> float:
+        """One step before the first worker had completed one, but not before it was forked; NaN without a step."""
+        steps, took_s = self.last_step - self.first_step, self.seen_s - self.stepped_s
+        step_s = took_s / steps if steps > 0 and took_s > 0 else math.inf
+        began_s = known_or(latest(worker.forked_s for worker in self.workers), known_or(self.at("sealed"), 0.0))
+        return max(self.stepped_s - step_s, began_s) if self.last_step >= 0 else math.nan
+
+
+@dataclass(frozen=True)
+class NodeLog:
+    """One agent's log. Times are seconds of the job; `name` is the host's, with a number if it had several agents."""
+
+    folder: str
+    host: str
+    name: str
+    run_id: str
+    pid: int
+    events: tuple[tuple[float, PastEvent], ...]
+    visits: tuple[Visit, ...]
+    begin_s: float
+    end_s: float
+    has_ended: bool
+
+
+def real(value: object, default: float = math.nan) -> float:
+    """A finite number, else the default."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return default
+    try:
+        found = float(value)
+    except OverflowError:
+        return default
+    return found if math.isfinite(found) else default
+
+
+def text(value: object) -> str:
+    """A text without lone surrogates, which UTF-8 cannot encode, cut to a bounded length; empty for anything else."""
+    return value[:_TEXT_MAX].encode(errors="backslashreplace").decode() if isinstance(value, str) else ""
+
+
+def earliest(times: Iterable[float]) -> float:
+    """The first of the times that are known, NaN without any."""
+    return min((at_s for at_s in times if not math.isnan(at_s)), default=math.nan)
+
+
+def latest(times: Iterable[float]) -> float:
+    """The last of the times that are known, NaN without any."""
+    return max((at_s for at_s in times if not math.isnan(at_s)), default=math.nan)
+
+
+def known_or(value: float, default: float) -> float:
+    """`value`, or `default` where it is not known (NaN)."""
+    return default if math.isnan(value) else value
+
+
+def node_folder(path: str, run_id: str, lines: Iterable[bytes], *, is_cut: bool = False) -> NodeFolder:
+    """The events in a timeline's lines. A writer that was killed leaves half a line at the end."""
+    events: list[PastEvent] = []
+    unreadable = 0
+    for line in lines:
+        found = _event(line)
+        if found and (not events or abs(found.monotonic_s - events[0].monotonic_s) < _LONGEST_S):
+            events.append(found)
+        elif line.endswith(b"\n") and line.strip():
+            unreadable += 1
+    return NodeFolder(path, run_id, tuple(events), unreadable, is_cut)
+
+
+def _event(line: bytes) -> PastEvent | None:
+    try:
+        fields = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict):
+        return None
+    generation, event = fields.get("generation"), fields.get("event")
+    at_s, monotonic_s = real(fields.get("at")), real(fields.get("monotonic_s"))
+    if type(generation) is not int or not -1 <= generation < 1 << 31 or not isinstance(event, str):
+        return None
+    # The comparison is false for NaN too.
+    if not (abs(at_s) < _CLOCK_END_S and abs(monotonic_s) < _CLOCK_END_S):
+        return None
+    return PastEvent(generation, text(event)[:100], at_s, monotonic_s, fields)
+
+
+def node_log(folder: NodeFolder, origin: float, shift_s: float) -> NodeLog:
+    """The node's log with `origin` (wall clock) as the job's second 0, and this host's clock moved by `shift_s`.
+
+    Between events the monotonic clock counts, which nobody sets.
+    """
+    first, started = folder.events[0], folder.started
+    began_s = first.at_s + shift_s - origin
+    timed = tuple((began_s + event.monotonic_s - first.monotonic_s, event) for event in folder.events)
+    by_generation: dict[int, list[tuple[float, PastEvent]]] = {}
+    for at_s, event in timed:
+        if event.generation >= 0:
+            by_generation.setdefault(event.generation, []).append((at_s, event))
+    return NodeLog(
+        folder.path,
+        folder.host,
+        folder.host,
+        started.text("run_id"),
+        started.number("pid"),
+        timed,
+        tuple(_visit(number, by_generation[number]) for number in sorted(by_generation)),
+        timed[0][0],
+        max(at_s for at_s, _ in timed),
+        folder.has_ended,
+    )
+
+
+@dataclass
+class _Draft:
+    """A visit while its events are read."""
+
+    times: dict[str, float] = field(default_factory=dict)
+    workers: dict[int, Worker] = field(default_factory=dict)
+    marks: dict[str, list[float]] = field(default_factory=dict)
+    first_steps: list[int] = field(default_factory=list)
+    seen: list[tuple[int, float]] = field(default_factory=list)
+
+
+def _visit(generation: int, events: Sequence[tuple[float, PastEvent]]) -> Visit:
+    draft = _Draft()
+    named = {event.event: event for _, event in reversed(events)}
+    for at_s, event in events:
+        draft.times.setdefault(event.event, at_s)
+        local_rank = event.number("local_rank")
+        match event.event:
+            case "forked" if local_rank >= 0:
+                draft.workers[local_rank] = Worker(event.number("rank"), local_rank, event.number("pid"), at_s)
+            case "exited" if local_rank in draft.workers:
+                known = draft.workers[local_rank]
+                draft.workers[local_rank] = replace(known, exited_s=at_s, code=event.number("code", 0))
+            case "marked":
+                # The agent reads a mark up to a second later, so the worker reports when.
+                late_s = event.monotonic_s - event.real("said_s", event.monotonic_s)
+                draft.marks.setdefault(event.text("name"), []).append(at_s - min(max(late_s, 0.0), _LATE_S))
+            case "progress":
+                draft.first_steps += event.numbers("first_steps")
+                if steps := event.numbers("steps"):
+                    draft.seen.append((max(steps), at_s))
+    nothing = PastEvent(generation, "", 0.0, 0.0, {})
+    opened, sealed, hung = (named.get(name, nothing) for name in ("opened", "sealed", "hung"))
+    last_step, seen_s = max(draft.seen, key=lambda each: each[0], default=(-1, math.nan))
+    stepped_s = min(draft.marks.get("stepped", ()), default=draft.seen[0][1] if draft.seen else math.nan)
+    return Visit(
+        generation,
+        draft.times,
+        tuple(draft.workers[local_rank] for local_rank in sorted(draft.workers)),
+        kind=opened.text("kind"),
+        reason=sealed.text("reason") or opened.text("cause"),
+        world_size=sealed.number("world_size", 0),
+        quiet_s=hung.real("quiet_s", 0.0),
+        is_spare="spare" in named and "sealed" not in named,
+        restoring_s=max(draft.marks.get("restoring", ()), default=math.nan),
+        restored_s=max(draft.marks.get("restored", ()), default=math.nan),
+        stepped_s=stepped_s,
+        first_step=min(draft.first_steps, default=-1),
+        last_step=last_step,
+        seen_s=seen_s,
+    )

@@ -1,0 +1,330 @@
+"""The report of a run as one HTML page without scripts: the timeline's lanes, and what the template shows (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import jinja2
+
+from elaunch.launcher.inspect.curves import StepMetrics, charts
+from elaunch.launcher.inspect.goodput import Goodput, Stage, StagePart
+from elaunch.launcher.inspect.history import KILLED, Fault, History, Life, PastGeneration, Warned
+from elaunch.launcher.inspect.node_log import NodeLog, Visit, Worker, known_or, text
+from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, plural, sentence
+from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.texts import plain
+
+# With more workers than this on the page, a node has one lane for all of them.
+LANES_MAX = 64
+# Of nodes, of causes and warnings, and of generations in the table the page shows so many.
+_NODES_MAX, CARDS_MAX, _GENERATIONS_MAX = 100, 60, 400
+# The timeline has about so many bars: of a job with more, the newest generations.
+_BARS_MAX, _BARS_OF_GENERATION, _GENERATIONS_MIN = 5000, 5, 5
+_PARTS_MAX = 1000
+_LANE_LABELS = {
+    "waits": "waits for its start",
+    "starts": "starts and restores",
+    "trains": "trains",
+    "loses": "steps that were lost",
+    "runs": "runs (reports no steps)",
+    "ends": "saves and exits",
+    "spare": "spare",
+}
+_TICK_STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200)
+
+
+@dataclass(frozen=True)
+class LogLink:
+    """A log file and its address relative to the page."""
+
+    name: str
+    href: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is known of a run.
+
+    `links` are the logs by folder, generation and rank, `tails` the ends of stderr by the number of the failure,
+    `stacks` by generation.
+    """
+
+    history: History
+    goodput: Goodput
+    metrics: StepMetrics | None = None
+    metrics_path: str = ""
+    links: Mapping[tuple[str, int, int], tuple[LogLink, ...]] = field(default_factory=dict)
+    tails: Mapping[int, str] = field(default_factory=dict)
+    stacks: Mapping[int, tuple[LogLink, ...]] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The job in one sentence."""
+        history, end = self.history, self.history.end
+        name = f"Job {history.run_id}" if history.run_id not in ("", UNNAMED) else "The job"
+        length = duration(history.wall_s)
+        how = {
+            "succeeded": f"succeeded after {length}",
+            "failed": f"failed after {length}",
+            "interrupted": f"was stopped after {length}",
+            "refused": f"was refused after {length}",
+            KILLED: f"ended after {length}, since {end.reason.partition(',')[0]}",
+        }.get(end.outcome, f"ended in an unknown way after {length}")
+        if end.life is Life.RUNS:
+            how = f"has been running for {length}"
+        elif end.life is Life.UNKNOWN:
+            how = f"has no end in its log, which stops {length} after the start"
+        restarts = plural(end.restarts, "restart") if end.restarts else "no restart"
+        if end.outcome == "failed" and end.max_restarts >= 0:
+            restarts = f"{end.restarts} of {plural(end.max_restarts, 'restart')} used"
+        lost = "" if history.steps_lost < 0 else f", {plural(history.steps_lost, 'step')} lost"
+        return f"{name} {how}: {restarts}{lost}."
+
+    @property
+    def reason(self) -> str:
+        """Why the job did not succeed; first its first failure, if that was of another kind than the last."""
+        end = self.history.end
+        cause = next((fault for fault in reversed(self.history.faults) if fault.is_cause), None)
+        if end.outcome != "failed" or cause is None:
+            return sentence(end.reason) if end.outcome != "succeeded" else ""
+        given_up = f" The job was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
+        events = (event for node in self.history.nodes for _, event in node.events if event.event == "gave_up")
+        first = next(filter(None, (event.record("first_failure") for event in events)), {})
+        where = f" in generation {first.get('generation')}"
+        before = text(first.get("sentence")).partition("\n")[0].removesuffix(where)
+        first_of = f"Failed first{where}: {cut(before, 400)}. " if first else ""
+        return f"{first_of}{sentence(cut(cause.sentence, 400))}{given_up}"
+
+    @property
+    def causes(self) -> list[tuple[int, Fault]]:
+        """The failures that are shown with all they have, with their numbers: all, or the first and last of many."""
+        causes = [(number, fault) for number, fault in enumerate(self.history.faults) if fault.is_cause]
+        return causes if len(causes) <= CARDS_MAX else causes[: CARDS_MAX // 2] + causes[-CARDS_MAX // 2 :]
+
+    def after(self, shown: Fault | Warned) -> str:
+        """What came after a failure or a warning."""
+        history = self.history
+        if isinstance(shown, Fault):
+            recovery_s = self.goodput.recoveries_s.get(shown.generation, math.nan)
+            if math.isnan(recovery_s):
+                is_later = shown.generation < history.last_that_ran
+                return f"No later generation {'made a step' if history.knows_steps else 'ran'}." if is_later else ""
+            lost = next((each.steps_lost for each in history.generations if each.generation == shown.generation), 0)
+            steps = f"; {plural(lost, 'step')} lost" if history.knows_steps else ""
+            return f"{'Training' if history.knows_steps else 'The job'} resumed {duration(recovery_s)} later{steps}."
+        if not math.isnan(shown.since_s):
+            causes = f" The cause may be: {', '.join(shown.causes)}." if shown.causes else ""
+            return f"The rank had been slow since {offset(shown.since_s)} at least.{causes}"
+        if not math.isnan(shown.until_s):
+            return f"The job resumed by itself {duration(shown.until_s - shown.at_s)} later."
+        if shown.generation == history.last_that_ran and history.end.life is Life.RUNS:
+            return f"The job has not resumed since: {duration(history.wall_s - shown.at_s)}."
+        return ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of a lane; `doing` is the name of its colour."""
+
+    doing: str
+    begin_s: float
+    end_s: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A failure (`cause` or `follower`) or a warning on a lane, with the address of its card, if it has one."""
+
+    at_s: float
+    kind: str
+    href: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One row of the timeline: a local rank, or all workers of a node (`local_rank` is -1)."""
+
+    node: NodeLog
+    local_rank: int
+    name: str
+    bars: tuple[Bar, ...]
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The lanes in the order of nodes and local ranks, from `begin_s` on, with the newest `generations`."""
+
+    lanes: tuple[Lane, ...]
+    begin_s: float
+    generations: int
+    nodes_left_out: int
+
+
+def timeline(report: Report) -> Timeline:
+    """The lanes that a page has room for."""
+    history, marks = report.history, _marks(report)
+    nodes = [*history.nodes]
+    if len(nodes) > _NODES_MAX:
+        # Those with a failure or a warning rather than the others.
+        marked = {folder for folder, _ in marks}
+        chosen = {node.folder for node in sorted(nodes, key=lambda node: node.folder not in marked)[:_NODES_MAX]}
+        nodes = [node for node in nodes if node.folder in chosen]
+    places = [(node, rank) for node in nodes for rank in _local_ranks(node) or [-1]]
+    if len(places) > LANES_MAX:
+        places = [(node, -1) for node in nodes]
+    count = min(len(history.generations), max(_BARS_MAX // (_BARS_OF_GENERATION * len(places)), _GENERATIONS_MIN))
+    shown = {each.generation: each for each in history.generations[-count:]} if count else {}
+    is_cut = count < len(history.generations)
+    begin_s = known_or(history.generations[-count].opened_s, 0.0) if is_cut else 0.0
+    lost_s = {part.generation: part.begin_s for part in report.goodput.parts if part.stage is Stage.LOST}
+    lanes = []
+    for node, rank in places:
+        # What no worker caused is shown with the node's first lane.
+        mine = marks.pop((node.folder, -1), []) + marks.get((node.folder, rank), [])
+        bars = tuple(_bars(report, node, rank, shown, lost_s, begin_s))
+        lanes.append(Lane(node, rank, _lane_name(node, rank), bars, tuple(m for m in mine if m.at_s >= begin_s)))
+    return Timeline(tuple(lanes), begin_s, count, len(history.nodes) - len(nodes))
+
+
+def _local_ranks(node: NodeLog) -> list[int]:
+    return sorted({worker.local_rank for visit in node.visits for worker in visit.workers})
+
+
+def _lane_name(node: NodeLog, local_rank: int) -> str:
+    workers = [worker for visit in node.visits for worker in visit.workers if local_rank in (-1, worker.local_rank)]
+    if local_rank < 0:
+        return plural(len({worker.local_rank for worker in workers}), "rank")
+    ranks = list(dict.fromkeys(str(worker.rank) for worker in workers))
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:3])}{', …' * (len(ranks) > 3)}"
+
+
+def _marks(report: Report) -> dict[tuple[str, int], list[Mark]]:
+    """The marks by folder and local rank; -1 for those of no worker."""
+    marks: dict[tuple[str, int], list[Mark]] = {}
+    cards = {fault.generation: f"#failure-{number}" for number, fault in report.causes}
+    for fault in report.history.faults:
+        kind = "cause" if fault.is_cause else "follower"
+        mark = Mark(fault.at_s, kind, cards.get(fault.generation, ""), cut(fault.sentence, 300))
+        marks.setdefault((fault.folder, fault.local_rank), []).append(mark)
+    for number, warned in enumerate(report.history.warned):
+        href = f"#warning-{number}" if number < CARDS_MAX else ""
+        mark = Mark(warned.at_s, "warning", href, cut(warned.sentence, 300))
+        marks.setdefault((warned.folder, warned.local_rank), []).append(mark)
+    return marks
+
+
+def _bars(
+    report: Report,
+    node: NodeLog,
+    local_rank: int,
+    generations: Mapping[int, PastGeneration],
+    lost_s: Mapping[int, float],
+    begin_s: float,
+) -> Iterator[Bar]:
+    """The bars of a lane, without gaps and overlaps."""
+    free_s = max(begin_s, 0.0 if node.visits and node.visits[0].generation == 0 else node.begin_s)
+    running = report.history.last_that_ran if report.history.end.life is Life.RUNS else -1
+    for visit in node.visits:
+        if generation := generations.get(visit.generation):
+            open_s = report.history.wall_s if visit.generation == running else node.end_s
+            workers = [worker for worker in visit.workers if local_rank in (-1, worker.local_rank)]
+            for doing, until_s, what in _stretches(visit, workers, generation, lost_s, open_s):
+                if until_s > free_s:
+                    note = f"generation {visit.generation}{what}: {_LANE_LABELS[doing]} ({duration(until_s - free_s)})"
+                    yield Bar(doing, free_s, until_s, note)
+                    free_s = until_s
+
+
+def _stretches(
+    visit: Visit, workers: Sequence[Worker], generation: PastGeneration, lost_s: Mapping[int, float], open_s: float
+) -> Iterator[tuple[str, float, str]]:
+    """What workers did in a generation: each until a moment, with who they were, or the steps."""
+    if not workers:
+        if visit.is_spare:
+            yield "spare", known_or(visit.at("cleared"), open_s), ""
+        return
+    exited_s = max(known_or(worker.exited_s, open_s) for worker in workers)
+    ends_s = min(known_or(generation.ends_s, exited_s), exited_s)
+    who = f", rank {workers[0].rank}, pid {workers[0].pid}" if len(workers) == 1 else ""
+    codes = {worker.code for worker in workers}
+    how = f"{who}, exit code {codes.pop()}" if len(codes) == 1 and None not in codes else who
+    yield "waits", min(worker.forked_s for worker in workers), who
+    if math.isnan(generation.trains_s):
+        yield "runs", ends_s, who
+    else:
+        steps = f"{who}, steps {generation.first_step:,} to {generation.last_step:,}"
+        yield "starts", min(generation.trains_s, ends_s), who
+        yield "trains", min(lost_s.get(visit.generation, ends_s), ends_s), steps
+        yield "loses", ends_s, f"{who}, {plural(generation.steps_lost, 'step')}"
+    yield "ends", exited_s, how
+
+
+def render(report: Report, template: str) -> str:
+    """The HTML. jinja2 escapes every value."""
+    history, lanes = report.history, timeline(report)
+    length_s = max(history.wall_s - lanes.begin_s, 1e-3)
+    ran = [each for each in history.generations if each.has_run] or history.generations
+    followers: dict[int, list[Fault]] = {}
+    for fault in history.faults:
+        if not fault.is_cause:
+            followers.setdefault(fault.generation, []).append(fault)
+    used = {bar.doing for lane in lanes.lanes for bar in lane.bars}
+    starts = [(each.generation, each.first_step) for each in history.generations if each.first_step >= 0]
+    return _compiled(template).render(
+        report=report,
+        history=history,
+        end=history.end,
+        goodput=report.goodput,
+        timeline=lanes,
+        labels={doing: label for doing, label in _LANE_LABELS.items() if doing in used},
+        ticks=_time_ticks(lanes.begin_s, length_s),
+        place=lambda at_s: f"{100 * (at_s - lanes.begin_s) / length_s:.4f}%",
+        width=lambda seconds: f"{100 * seconds / length_s:.4f}%",
+        stages=[(stage, seconds) for stage, seconds in report.goodput.seconds.items() if seconds > 0],
+        parts=_parts(report.goodput),
+        wall_s=max(history.wall_s, 1e-3),
+        causes=report.causes,
+        causes_left_out=sum(fault.is_cause for fault in history.faults) - len(report.causes),
+        followers=followers,
+        warnings=list(enumerate(history.warned))[:CARDS_MAX],
+        charts=charts(report.metrics, starts) if report.metrics else [],
+        generations=ran[-_GENERATIONS_MAX:],
+        generations_left_out=max(len(ran) - _GENERATIONS_MAX, 0),
+        hosts=list(dict.fromkeys(node.host for node in history.nodes)),
+        node_names={node.folder: node.name for node in history.nodes},
+        clock=lambda at_s: moment(history.began_at + at_s, history.utc_offset_s),
+        zone=f"UTC{history.utc_offset_s / 3600:+g}",
+        is_known=lambda value: not math.isnan(value),
+    )
+
+
+@cache
+def _compiled(template: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    filters: dict[str, Any] = {each.__name__: each for each in (cut, duration, offset, percent, plural)}
+    # A log may hold anything, also what turns a line around.
+    environment.filters |= {**filters, "printable": lambda value: plain(value, keep="\n\t")}
+    return environment.from_string(template)
+
+
+def _parts(found: Goodput) -> Sequence[StagePart]:
+    """The parts of the bar; of very many only how long each stage took in all."""
+    if len(found.parts) <= _PARTS_MAX:
+        return found.parts
+    return [StagePart(stage, 0.0, seconds, found.parts[-1].generation) for stage, seconds in found.seconds.items()]
+
+
+def _time_ticks(begin_s: float, length_s: float) -> list[tuple[float, str]]:
+    """The timeline's ticks: the moment, and its text."""
+    step = next((each for each in _TICK_STEPS if length_s / each <= 10), 86400 * math.ceil(length_s / 864000))
+    numbers = range(math.ceil(begin_s / step), math.floor((begin_s + length_s) / step) + 1)
+    return [(number * step, offset(number * step).removesuffix(".0")) for number in numbers]

@@ -1,0 +1,227 @@
+"""`elaunch report`: what happened in a run, as one HTML page, text and JSON, from the folder in its --log-dir."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from urllib.parse import quote
+
+import click
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.inspect import run_folder
+from elaunch.launcher.inspect.curves import StepMetrics
+from elaunch.launcher.inspect.goodput import goodput
+from elaunch.launcher.inspect.history import Fault, PastGeneration, Present, Warned, history
+from elaunch.launcher.inspect.node_log import NodeFolder
+from elaunch.launcher.inspect.page import LogLink, Report, render
+from elaunch.launcher.inspect.text import cut, offset, sentence
+from elaunch.launcher.options.command_line import Command, own
+from elaunch.launcher.options.table import HELP
+from elaunch.launcher.watch.local import local_agents
+from elaunch.rendezvous.texts import node_host, plain
+
+PAGE = "report.html"
+_STDOUT = Path("-")
+# Ranks of generations whose logs the page links to; links to the stacks of one generation.
+_LOGS_MAX, _STACKS_MAX = 1000, 8
+# The newest failures and warnings are printed.
+PRINTED_MAX = 10
+
+
+def _main(ctx: click.Context) -> int:
+    """Make the report. Returns the exit code. Raises UsageError."""
+    given, is_json = ctx.params["folders"], ctx.params["json"]
+    if not given:
+        raise UsageError("report: no folder is given; give a run's folder below --log-dir, or the --log-dir itself")
+    page, metrics_path = (Path(word) if (word := ctx.params[name]) else None for name in ("output", "metrics"))
+    if is_json and page == _STDOUT:
+        raise UsageError("report: of -o - and --json only one can have stdout; give the page a file")
+    folders = tuple(dict.fromkeys(run_folder.find(folder) for folder in given))
+    job = run_folder.read_job(folders)
+    target = page or (None if is_json else folders[0] / PAGE)
+    report = read_report(job, metrics_path, (target or folders[0] / PAGE).absolute().parent)
+    if target:
+        _write(target, render(report, Path(__file__).with_name("page.html").read_text()))
+    if is_json:
+        _print(json.dumps(summary(report), indent=1) + "\n")
+    elif target and target != _STDOUT:
+        # Each is one line: a timeline that somebody has changed adds none.
+        _print("\n".join([*(plain(line) for line in printed(report)), str(target), ""]))
+    return 0
+
+
+COMMAND = Command(
+    "report",
+    _main,
+    [
+        own("output", "FILE", "write the page there [report.html in the run's folder]", short="o"),
+        own("json", "", "print the numbers as JSON, and write a page only with -o"),
+        own("metrics", "FILE", "lines of JSON with step, loss and seconds [those of elaunch.trainer's --out]"),
+        click.Argument(["folders"], nargs=-1, type=click.Path(path_type=Path)),
+        HELP,
+    ],
+    usage=["[-o FILE] [--json] [--metrics FILE] DIR…"],
+    about="""Show what happened in a run: one HTML page from the folder that it left in --log-dir.
+
+DIR is the run's folder, or the --log-dir itself for its newest run; folders of the job's other nodes
+are found beside it, or given too.""",
+    ending="""The page needs no network and no other file. It shows what failed and why, each rank's timeline,
+where the time went (ETTR), curves of loss and step time, and links to the logs.""",
+)
+
+
+def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Path) -> Report:
+    """The report of a job, with links that are right for a page in the folder `beside`. Raises UsageError."""
+    found = metrics_path or next((path for each in job if (path := run_folder.metrics_path(each.started))), None)
+    metrics = StepMetrics(run_folder.lines_of(found, run_folder.METRICS_BYTES_MAX)) if found else None
+    if metrics_path and not (metrics and metrics.steps):
+        raise UsageError(f"report: --metrics {metrics_path} has no line with a step; give lines of JSON")
+    past = history(job, _present(job))
+    links: dict[tuple[str, int, int], tuple[LogLink, ...]] = {}
+    tails = {}
+    nodes = [(node, Path(node.folder)) for node in past.nodes]
+    for node, folder in nodes:
+        for generation, rank in run_folder.ranks_with_logs(folder, _LOGS_MAX // len(nodes)):
+            links[node.folder, generation, rank] = _links(run_folder.rank_files(folder, generation, rank), beside)
+    report = Report(past, goodput(past), metrics, str(found or ""))
+    for number, fault in report.causes:
+        if fault.folder and fault.rank >= 0:
+            # Of a large job not all ranks are in the list above; those that failed are needed.
+            files = run_folder.rank_files(Path(fault.folder), fault.generation, fault.rank)
+            links[fault.folder, fault.generation, fault.rank] = _links(files, beside)
+            log = Path(fault.folder, f"attempt_{fault.generation}", str(fault.rank), "stderr.log")
+            if (tail := run_folder.tail(log)) is not None:
+                tails[number] = tail
+    stacks = {}
+    explained: list[Fault | Warned] = [*past.warned, *(fault for _, fault in report.causes)]
+    for shown in explained:
+        # The named rank's node first.
+        first = sorted(nodes, key=lambda each: each[0].folder != shown.folder)
+        places = [(node.name, folder / f"attempt_{shown.generation}" / run_folder.STACKS) for node, folder in first]
+        stacks[shown.generation] = tuple(
+            LogLink(f"{run_folder.STACKS} of {name}", _links([path], beside)[0].href)
+            for name, path in places
+            if run_folder.has_content(path)
+        )[:_STACKS_MAX]
+    present = {key: files for key, files in sorted(links.items(), key=lambda each: each[0][1:]) if files}
+    return Report(
+        past,
+        report.goodput,
+        metrics,
+        report.metrics_path,
+        present,
+        tails,
+        stacks,
+    )
+
+
+def _present(job: Sequence[NodeFolder]) -> Present:
+    """The time, and the agents of this host, which are asked only if one of the job may still run here."""
+    host = node_host(socket.gethostname())
+    if all(folder.has_ended or folder.host != host for folder in job):
+        return Present(time.time())
+    agents = frozenset((agent.job.run_id, agent.pid) for agent in local_agents().agents)
+    return Present(time.time(), host, agents)
+
+
+def _links(paths: Sequence[Path], beside: Path) -> tuple[LogLink, ...]:
+    """Links to files. Any byte may be in a path, so each that has a meaning in an address is quoted."""
+    return tuple(LogLink(path.name, quote(os.path.relpath(path, beside), errors="surrogateescape")) for path in paths)
+
+
+def printed(report: Report) -> list[str]:
+    """The report as text: the headline, then the newest failures and warnings with what came after."""
+    shown: list[Fault | Warned] = [fault for fault in report.history.faults if fault.is_cause]
+    shown = sorted([*shown, *report.history.warned], key=lambda each: each.at_s)
+    lines = [
+        f"  {offset(each.at_s)}  {sentence(cut(each.sentence, 400))} {report.after(each)}".rstrip()
+        for each in shown[-PRINTED_MAX:]
+    ]
+    left_out = len(shown) - len(lines)
+    more = [f"  {left_out} earlier failures and warnings are left out; --json has all"] if left_out else []
+    return [report.headline, *more, *lines]
+
+
+def summary(report: Report) -> dict[str, object]:
+    """The numbers for programs (`--json`). What is not known is null."""
+    past, found = report.history, report.goodput
+    end = past.end
+    return {
+        "run_id": past.run_id,
+        "headline": report.headline,
+        "state": end.life.value,
+        "outcome": end.outcome or None,
+        "exit_code": _known(end.code),
+        "reason": end.reason,
+        "command": past.command,
+        "began_at": past.began_at,
+        "wall_s": _known(past.wall_s),
+        "ettr": _known(found.ettr),
+        "recovery_s_median": _known(found.recovery_s),
+        "restarts": end.restarts,
+        "max_restarts": _known(end.max_restarts),
+        "steps_lost": _known(past.steps_lost),
+        "breakdown_s": {stage.key: _known(seconds) for stage, seconds in found.seconds.items()},
+        "nodes": [{"host": node.host, "folder": node.folder} for node in past.nodes],
+        "generations": [{**_record(each), "steps_lost": each.steps_lost} for each in past.generations if each.has_run],
+        "failures": [
+            {**_record(fault), "recovery_s": _known(found.recoveries_s.get(fault.generation, math.nan))}
+            for fault in past.faults
+        ],
+        "warnings": [_record(warned) for warned in past.warned],
+        "remarks": list(past.remarks),
+    }
+
+
+def _record(item: PastGeneration | Fault | Warned) -> dict[str, object]:
+    """Its fields; times are seconds from the start of the job."""
+    return {name: _known(value) for name, value in asdict(item).items()}
+
+
+def _known(value: object) -> object:
+    """The value; None for a time or a number that is not known."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, 6)
+    return None if value == -1 else value
+
+
+def _print(text: str) -> None:
+    """Write to stdout; a reader that has closed it (`| head`) is no error."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file as a whole, or not at all; `-` is stdout. Raises UsageError."""
+    if path == _STDOUT:
+        _print(text)
+        return
+    partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
+    try:
+        if not path.is_file() and path.exists():
+            # /dev/null or a pipe: root could replace it by a file.
+            path.write_text(text, encoding="utf-8")
+            return
+        # As log files, whose content it has: open to the user and the group at most. In a folder of another user
+        # nothing that is there already is written to.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise UsageError(f"report: {path} cannot be written ({error.strerror}); give another with -o") from None

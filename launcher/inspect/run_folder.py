@@ -1,0 +1,232 @@
+"""What a run left on disk: its folder, the other nodes' folders of the same job, metrics, logs and stacks.
+
+Files may be huge, torn, or not what they are called: every read has a limit, and only regular files are opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.inspect.node_log import NodeFolder, PastEvent, node_folder, text
+
+TIMELINE = "timeline.jsonl"
+STACKS = "stacks.txt"
+# A week of a node's events is some 10 MB. A timeline is kept in memory; of metrics only sums are.
+_TIMELINE_BYTES_MAX = 64 << 20
+METRICS_BYTES_MAX = 4 << 30
+# A line with a traceback has 64 kB.
+_LINE_BYTES_MAX = 1 << 20
+TAIL_BYTES = 16 << 10
+# Folders of one log folder that are looked into.
+_FOLDERS_MAX = 2000
+# Two agents of one job run at the same time, or one replaces the other within this.
+_GAP_S = 300.0
+# `2026-11-23_11-32-27_<run id>_<8 digits>`; several nodes have their host in it.
+_NAME = re.compile(r"(?:\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_)?(?P<run>.+)_[0-9a-f]{8}")
+
+
+def find(path: Path) -> Path:
+    """The run's folder that `path` means: itself, or the newest run of a --log-dir. Raises UsageError."""
+    way_out = "give a run's folder below --log-dir, or the --log-dir"
+    try:
+        if not path.is_dir():
+            what = "is no folder" if path.exists() else "does not exist"
+            raise UsageError(f"report: {path} {what}; {way_out}")
+        for folder in (path, path / "latest"):
+            if (folder / TIMELINE).is_file():
+                return folder.resolve()
+        runs = _runs(path)
+        if not runs:
+            raise UsageError(f"report: {path} holds no run with a {TIMELINE}; {way_out}")
+        return max(runs, key=lambda run: (run / TIMELINE).stat().st_mtime).resolve()
+    except OSError as error:
+        raise UsageError(f"report: {path} cannot be read ({error.strerror}); {way_out}") from None
+
+
+def read_job(folders: Sequence[Path]) -> list[NodeFolder]:
+    """The given folders, and those beside them of the same job's other nodes. Raises UsageError without any event."""
+    given = [read_folder(folder) for folder in folders]
+    job = [folder for folder in given if folder.events]
+    if not job:
+        raise UsageError(
+            f"report: {folders[0] / TIMELINE} holds no event: the job's agent ended before its first, or the file is"
+            " another program's"
+        )
+    # Whoever may write into a shared --log-dir can name a folder as a job's.
+    beside = {path.resolve() for folder in folders for path in _runs(folder.parent) if _uid(path) == _uid(folder)}
+    others = [read_folder(path) for path in sorted(beside - set(folders)) if _may_belong(path, job)]
+    while joined := [other for other in others if any(_is_one_job(one, other) for one in job)]:
+        job += joined
+        others = [other for other in others if other not in joined]
+    return job
+
+
+def read_folder(folder: Path) -> NodeFolder:
+    """One node's folder. Without a timeline that can be read it has no events."""
+    name = _NAME.fullmatch(folder.name)
+    lines = lines_of(folder / TIMELINE, _TIMELINE_BYTES_MAX)
+    is_cut = _is_file(folder / TIMELINE) and (folder / TIMELINE).stat().st_size > _TIMELINE_BYTES_MAX
+    return node_folder(str(folder), name["run"] if name else folder.name, lines, is_cut=is_cut)
+
+
+def lines_of(path: Path, bytes_max: int) -> Iterator[bytes]:
+    """The lines of a regular file; nothing if it cannot be read. A line that is too long comes cut, and is no event."""
+    descriptor = _opened(path)
+    if descriptor is None:
+        return
+    with os.fdopen(descriptor, "rb") as file, suppress(OSError):
+        left = bytes_max
+        while left > 0 and (line := file.readline(_LINE_BYTES_MAX)):
+            left -= len(line)
+            more = b"" if line.endswith(b"\n") or len(line) < _LINE_BYTES_MAX else line
+            while more and not more.endswith(b"\n"):
+                line, more = line[:1], file.readline(_LINE_BYTES_MAX)
+                left -= len(more)
+            yield line + more[-1:]
+
+
+def tail(path: Path) -> str | None:
+    """The last lines of a log, without half a line at its beginning; None if there is no log.
+
+    No link is followed: the folder may be another user's, and the page must not show what that user cannot read. So
+    `path` is one without links.
+    """
+    descriptor = _opened(path)
+    if descriptor is None:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            if Path(f"/proc/self/fd/{descriptor}").readlink() != path:
+                return None
+            size = os.fstat(descriptor).st_size
+            file.seek(max(size - TAIL_BYTES, 0))
+            content = file.read(TAIL_BYTES)
+        except OSError:
+            return None
+    if size > TAIL_BYTES:
+        content = content.partition(b"\n")[2] or content
+    return content.decode(errors="replace").replace("\r\n", "\n")
+
+
+def metrics_path(started: PastEvent) -> Path | None:
+    """The metrics file of the bundled trainer, by its command line (in `started`); None if there is none."""
+    try:
+        words = shlex.split(started.text("command"))
+    except ValueError:
+        return None
+    out = ""
+    for word, value in zip(words, [*words[1:], ""], strict=False):
+        if word == "--out" or word.startswith("--out="):
+            out = value if word == "--out" else word.removeprefix("--out=")
+    path = Path(started.text("cwd") or ".", out, "metrics.jsonl")
+    return path if out and "\0" not in str(path) and _is_file(path) else None
+
+
+def ranks_with_logs(folder: Path, limit: int) -> list[tuple[int, int]]:
+    """The generations and ranks with log folders below a run's folder; of more than `limit` the newest."""
+    found = [
+        (attempt, rank)
+        for attempt in sorted(_numbered(folder, "attempt_"))[-limit:]
+        for rank in sorted(_numbered(folder / f"attempt_{attempt}", ""))
+    ]
+    return found[-limit:]
+
+
+def rank_files(folder: Path, generation: int, rank: int) -> list[Path]:
+    """The files of one rank in one generation that are there and hold something."""
+    place = folder / f"attempt_{generation}" / str(rank)
+    return [path for name in ("stderr.log", "stdout.log", "error.json") if has_content(path := place / name)]
+
+
+def has_content(path: Path) -> bool:
+    """Whether it is a regular file, no link, that is not empty."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0
+
+
+def _numbered(folder: Path, prefix: str) -> list[int]:
+    try:
+        names = [entry.name.removeprefix(prefix) for entry in os.scandir(folder) if entry.name.startswith(prefix)]
+    except OSError:
+        return []
+    return [int(name) for name in names if re.fullmatch(r"[0-9]{1,9}", name)]
+
+
+def _runs(folder: Path) -> list[Path]:
+    try:
+        entries = sorted((entry for entry in os.scandir(folder) if not entry.is_symlink()), key=lambda e: e.name)
+    except OSError:
+        return []
+    return [Path(entry.path) for entry in entries[-_FOLDERS_MAX:] if _is_file(Path(entry.path, TIMELINE))]
+
+
+def _may_belong(path: Path, job: Sequence[NodeFolder]) -> bool:
+    """Whether a folder's name allows that it is of the same job: other jobs' files are not read."""
+    name = _NAME.fullmatch(path.name)
+    run = name["run"] if name else path.name
+    wanted = {folder.started.text("run_id").replace("/", "_") or folder.run_id for folder in job}
+    return any(run == each or run.startswith(f"{each}_") for each in wanted)
+
+
+def _is_one_job(one: NodeFolder, other: NodeFolder) -> bool:
+    """Whether two folders are of one job: one run id, and in one table. A name may be used again later.
+
+    Where no table names its nodes, they ran at the same time.
+    """
+    run_id = one.started.text("run_id")
+    if not other.events or not run_id or other.started.text("run_id") != run_id:
+        return False
+    seats = [_seats(folder) for folder in (one, other)]
+    if any(seats):
+        return bool(_own_ids(other) & seats[0] or _own_ids(one) & seats[1])
+    first, second = sorted((one, other), key=lambda folder: folder.events[0].at_s)
+    gap_s = second.events[0].at_s - first.events[-1].at_s
+    # After the end for good it is the same command, typed again.
+    return gap_s <= (0.0 if first.has_ended else _GAP_S)
+
+
+def _own_ids(folder: NodeFolder) -> set[str]:
+    """The names that the folder's agent had in the job."""
+    return {event.text("node_id") for event in folder.events if event.event == "joined"} - {""}
+
+
+def _seats(folder: NodeFolder) -> set[str]:
+    """The names of all nodes in the folder's tables."""
+    tables = [event.items("nodes") for event in folder.events if event.event in ("sealed", "spare")]
+    return {text(seat.get("node_id")) for table in tables for seat in table if isinstance(seat, dict)} - {""}
+
+
+def _uid(folder: Path) -> int:
+    try:
+        return folder.stat().st_uid
+    except OSError:
+        return -1
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _opened(path: Path) -> int | None:
+    """A descriptor of a regular file: a pipe would wait for its writer, and a device has no end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    return None

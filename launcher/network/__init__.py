@@ -1,1 +1,0 @@
-"""The addresses and interfaces of this host."""

@@ -1,1 +1,0 @@
-"""`elaunch report`: makes one page from what a run left in its log folder."""

@@ -1,0 +1,113 @@
+"""What the scheduler says about this process, and the options that it fills in where the command line leaves them open.
+
+The command line wins.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.host import NoAddress, addresses
+from elaunch.launcher.options.endpoints import PLACES
+from elaunch.launcher.options.options import Options, Source
+from elaunch.launcher.options.small_file import read_small
+from elaunch.launcher.schedulers.detect import detect
+from elaunch.launcher.schedulers.facts import Cluster
+
+_CALL_S = 10.0
+
+
+def cluster_of(options: Options, environ: Mapping[str, str]) -> Cluster | None:
+    """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
+    found = None if options.standalone else detect(options.scheduler, environ, socket.gethostname(), read_small)
+    return reachable(found) if found else None
+
+
+def reachable(cluster: Cluster) -> Cluster:
+    """`cluster` with a head that can be resolved, if the scheduler tells one. A node's name need not be a host name."""
+    query = cluster.head_query
+    if query is None or shutil.which(query.command[0]) is None:
+        return cluster
+    if cluster.head:
+        with suppress(NoAddress):
+            addresses(cluster.head)
+            return cluster
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(query.command, capture_output=True, text=True, errors="replace", timeout=_CALL_S)
+        return replace(cluster, head=query.answer(done.stdout) or cluster.head)
+    return cluster
+
+
+def concerning(options: Options, cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
+    """The facts of `cluster` that are about this job.
+
+    A job may have more nodes than the scheduler started here, and be told where they meet. Then each node has a step or
+    an allocation of its own, and the scheduler does not know the job's size, head or name.
+
+    Raises UsageError if the job has several nodes and the scheduler does not tell the head when it is queried.
+    """
+    is_told = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(environ.get(name) for name in PLACES)
+    nodes_max = (options.nnodes if "nnodes" in options.given else cluster.nodes or options.nnodes)[1]
+    if not is_told and nodes_max > 1 and cluster.head is None and cluster.head_query:
+        raise UsageError(cluster.head_query.unanswered)
+    if not is_told or cluster.nodes is None or cluster.tasks > 1 or options.nnodes[1] <= cluster.nodes[1]:
+        return cluster
+    note = f"this job has more nodes than {cluster.scheduler} started here; they meet where they were told to"
+    return replace(cluster, nodes=None, node_index=None, head=None, run_id=None, note=note)
+
+
+def settle(options: Options, cluster: Cluster) -> Options:
+    """`options` with the size and the name that the scheduler gives. Raises UsageError for a contradiction."""
+    _check_nodes(options, cluster)
+    _check_rank(options, cluster)
+    if cluster.nodes and "nnodes" not in options.given:
+        options = replace(options, nnodes=cluster.nodes)
+    if cluster.run_id and options.run_id is None:
+        options = replace(options, run_id=cluster.run_id)
+    return options
+
+
+def _check_nodes(options: Options, cluster: Cluster) -> None:
+    least, started = options.nnodes[0], cluster.nodes[1] if cluster.nodes else None
+    if started is None or "nnodes" not in options.given or least <= started:
+        return
+    several = f", with {cluster.tasks} tasks on this one, of which one is the agent" if cluster.tasks > 1 else ""
+    raise UsageError(
+        f"{_given(options, 'nnodes')} contradicts {cluster.scheduler}, which started this job on {_nodes(started)}"
+        f"{several}; leave --nnodes out, or lower it, or ask {cluster.scheduler} for {_nodes(least)}"
+        " (--scheduler none takes no notice of it)"
+    )
+
+
+def _check_rank(options: Options, cluster: Cluster) -> None:
+    """Raises UsageError for a node rank that contradicts the scheduler.
+
+    A variable in a batch script has the script's own value, which is the same on all nodes.
+    """
+    index = cluster.node_index
+    if index is None or "node_rank" not in options.given or options.node_rank == index:
+        return
+    if cluster.nodes and options.nnodes == cluster.nodes and cluster.nodes[1] > 1:
+        raise UsageError(
+            f"{_given(options, 'node_rank')} contradicts {cluster.scheduler}, for which this is node {index}; leave"
+            " --node-rank out (a variable in a job's script is the script's own, the same for all nodes), or add"
+            " --scheduler none"
+        )
+
+
+def _given(options: Options, dest: str) -> str:
+    """The option as it was given."""
+    if options.given.get(dest) is Source.ENVIRONMENT and dest in options.exported:
+        return f"PET_{dest.upper()}={options.exported[dest]}"
+    value = ":".join(str(n) for n in dict.fromkeys(options.nnodes)) if dest == "nnodes" else str(options.node_rank)
+    return f"--{dest.replace('_', '-')} {value}"
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"

@@ -1,0 +1,113 @@
+"""MPI: processes that mpirun, mpiexec or prterun starts, of Open MPI, Hydra (MPICH, Intel MPI) or PALS (Cray)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elaunch.launcher.schedulers.facts import Cluster, number, port_of_name, used
+from elaunch.launcher.schedulers.hostlist import of_lines, of_lsf, of_slurm
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """One launcher's names for these four variables, which it always sets together."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_LAUNCHERS = (
+    _Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("MPI (PALS)", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _Launcher("MPI (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)  # fmt: skip
+
+
+def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """The facts that mpirun gives its processes. On each node one process is the agent, and the others wait for it."""
+    for launcher in _LAUNCHERS:
+        names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
+        found = [number(environ, name) for name in names]
+        if None not in found:
+            rank, size, task, tasks = (value or 0 for value in found)
+            return _cluster(launcher.name, environ, read, rank, size, task, max(tasks, 1), used(environ, *names))
+    return _of_pmix(environ)
+
+
+def _of_pmix(environ: Mapping[str, str]) -> Cluster | None:
+    """The facts of a launcher that sets only PMIx's variables, like `prun`. Slurm and Flux also set their own."""
+    rank = number(environ, "PMIX_RANK")
+    if rank is None or not environ.keys().isdisjoint(("SLURM_STEP_ID", "SLURM_STEPID", "FLUX_TASK_RANK")):
+        return None
+    if rank > 0:
+        raise ValueError(
+            f"PMIX_RANK={rank} is one of several processes, and nothing says on how many nodes they are; give"
+            " --scheduler none, --nnodes and --rdzv-endpoint HOST:PORT"
+        )
+    return Cluster("PMIx", run_id=_run_id(environ), sources=used(environ, "PMIX_RANK", "PMIX_NAMESPACE"))
+
+
+def _cluster(
+    name: str,
+    environ: Mapping[str, str],
+    read: Callable[[str], str],
+    rank: int,
+    size: int,
+    task: int,
+    tasks: int,
+    sources: tuple[str, ...],
+) -> Cluster:
+    nodes = number(environ, "OMPI_MCA_orte_num_nodes") or _of_equal_nodes(name, size, tasks)
+    head = _head(environ, read) if nodes > 1 else None
+    note = "" if head or nodes == 1 else f"{name} does not say where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)"
+    run_id = _run_id(environ)
+    return Cluster(
+        name,
+        nodes=(nodes, nodes),
+        # With several processes on a node, the mapping (by slot or by node) decides the node. Rank 0 is on node 0.
+        node_index=rank if tasks == 1 or rank == 0 else None,
+        head=head,
+        head_port=port_of_name(run_id) if run_id else None,
+        workers=tasks if tasks > 1 else None,
+        run_id=run_id,
+        task=task,
+        tasks=tasks,
+        sources=sources,
+        note=note,
+    )
+
+
+def _of_equal_nodes(name: str, size: int, tasks: int) -> int:
+    if size % tasks:
+        raise ValueError(
+            f"{name} has {size} processes, {tasks} of them here: the nodes are not alike, and how many there are is"
+            " not to be known; start one process on each (mpirun --map-by ppr:1:node)"
+        )
+    return size // tasks
+
+
+def _head(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:
+    """The host of rank 0: MASTER_ADDR if the user set it, as scripts for torch do, else the allocation's first host."""
+    if address := environ.get("MASTER_ADDR"):
+        return address
+    if hosts := of_slurm(environ, "SLURM_JOB_NODELIST"):
+        return hosts[0]
+    if hosts := of_lsf(environ):
+        return hosts[0]
+    return next(iter(of_lines(read(environ["PBS_NODEFILE"]))), None) if environ.get("PBS_NODEFILE") else None
+
+
+def _run_id(environ: Mapping[str, str]) -> str | None:
+    """The allocation's number, and MPI's name for this run in the allocation."""
+    allocation = [environ[name] for name in used(environ, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")]
+    run = [environ[name] for name in used(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID")]
+    words = [*allocation[:1], *run[:1]]
+    return re.sub(r"[^\w.]+", "-", "-".join(["mpi", *words])) if words else None

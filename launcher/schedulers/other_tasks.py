@@ -1,0 +1,132 @@
+"""The other tasks on an agent's node, if the scheduler starts several there: they wait until the agent has ended.
+
+The agent listens on an abstract Unix socket, and the other tasks connect to it. The end of the stream is the end of the
+agent: the kernel closes the socket if the agent does not. No data is ever sent. Any user of the host may connect to
+such a name, or take it first. So each side asks the kernel for the user at the other end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from elaunch.agent.linux import credentials
+from elaunch.launcher.schedulers.facts import Cluster
+
+# The tasks start together, but one of them may take longer to read its modules from a slow disk.
+_APPEAR_S = 60.0
+_PAUSE_S = 0.1
+# An agent that ends at once, for example for a wrong option, waits until this long after its start for the others.
+_SEEN_S = 5.0
+# Connections that may wait to be accepted.
+_BACKLOG = 128
+# The scheduler signals all processes of a step. A waiting task has nothing to stop. It must not end before the agent:
+# the scheduler might take that for the end of the node (srun --kill-on-bad-exit, --wait).
+_NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@contextmanager
+def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
+    """In the agent, around all its work: the other tasks of its node wait until this context ends."""
+    begun_s = time.monotonic()
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(_address(cluster))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            say(
+                f"the other {cluster.tasks - 1} tasks of this node cannot wait for this agent, and may end before it"
+                f" ({error.strerror}: another agent of this job, or another user, has the name)"
+            )
+            yield
+            return
+        listening = _TaskListener(listener, cluster.tasks - 1)
+        try:
+            yield
+        finally:
+            listening.close(begun_s + _SEEN_S)
+
+
+def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
+    """In the other tasks: wait until this node's agent has ended. Returns 0, as only the agent reports the result."""
+    for signum in _NOT_FOR_US:
+        signal.signal(signum, signal.SIG_IGN)
+    end_s = time.monotonic() + appear_s
+    stranger = ""
+    while time.monotonic() < end_s:
+        with socket.socket(socket.AF_UNIX) as stream:
+            # Another user's listener that accepts nobody would make connect() wait: do not wait, but try again.
+            stream.setblocking(False)
+            try:
+                stream.connect(_address(cluster))
+            except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):
+                time.sleep(_PAUSE_S)
+                continue
+            _, uid = credentials(stream)
+            if uid == os.geteuid():
+                stream.setblocking(True)
+                _read_to_end(stream)
+                return 0
+            stranger = f"; user id {uid}, who is not this user, has the socket of the agent"
+        time.sleep(_PAUSE_S)
+    say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?{stranger}")
+    return 0
+
+
+class _TaskListener:
+    """Accepts the other tasks as they come, and refuses other users. Closes all connections at the end."""
+
+    def __init__(self, listener: socket.socket, others: int) -> None:
+        self._listener = listener
+        self._others = others
+        self._inside: list[socket.socket] = []
+        self._all_are_in = threading.Event()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="elaunch-companions", daemon=True)
+        self._thread.start()
+
+    def close(self, until_s: float) -> None:
+        """Close all connections when each of the others has come, or at `until_s`."""
+        self._all_are_in.wait(max(until_s - time.monotonic(), 0))
+        self._is_closed.set()
+        # This wakes a thread in accept(); closing does not.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for stream in self._inside:
+            stream.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                stream, _ = self._listener.accept()
+            except OSError:
+                # For example, no descriptor is free. Try again soon.
+                self._is_closed.wait(_PAUSE_S)
+                continue
+            if credentials(stream)[1] != os.geteuid():
+                stream.close()
+                continue
+            self._inside.append(stream)
+            if len(self._inside) >= self._others:
+                self._all_are_in.set()
+
+
+def _address(cluster: Cluster) -> str:
+    """An abstract socket name. It is short, is known only on this host, needs no folder and leaves nothing behind."""
+    job = f"{cluster.run_id}.{cluster.restarts}"
+    return f"\0elaunch-agent-{os.geteuid()}-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
+
+
+def _read_to_end(stream: socket.socket) -> None:
+    try:
+        while stream.recv(64):
+            pass
+    except ConnectionError:
+        # The agent ended before it accepted this connection.
+        return

@@ -1,0 +1,494 @@
+"""Where the job's store is and how this node takes part in the rendezvous, from options and variables.
+
+Every backend of torchrun becomes one store. Nothing is connected here: `connect` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+
+from elaunch.agent.config import OnHang
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.endpoints import PLACES, Address, endpoints
+from elaunch.launcher.options.options import Options, Source, words_of
+from elaunch.launcher.options.rdzv_conf import Conf, understand
+from elaunch.launcher.options.shell_words import joined
+from elaunch.launcher.options.values import PORT_MAX
+from elaunch.launcher.schedulers.facts import Cluster
+from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport, how_to_send
+from elaunch.rendezvous.times import Times
+
+# torchrun's static rendezvous puts its store on MASTER_PORT. Here that port belongs to the workers.
+MASTER_PORT = 29500
+C10D_PORT = 29400
+ETCD_PORT = 2379
+_ETCD = ("etcd", "etcd-v2")
+_ALONE = "one node needs no rendezvous"
+
+
+class Serving(Enum):
+    """The store that the head starts if nothing listens at the endpoint."""
+
+    NOTHING = "nothing"
+    MEMORY = "memory"
+    ETCD = "etcd"
+
+
+@dataclass(frozen=True)
+class RendezvousPlan:
+    """What the command line says about the rendezvous. Without endpoints this node is alone and needs no server.
+
+    `token` is the job's secret, empty if nobody gave one; `token` and `login` are used if the store asks for them.
+    `plainly` says that http:// was typed: the user means an etcd without TLS, and a login may be sent to it.
+    `is_head` says whether this node serves the store if none listens; None means that the endpoint's address decides.
+    With `node_rank` (static rendezvous) it decides the ranks, and which node is the head. `master_addr` is the job's
+    MASTER_ADDR as given; None means the first node's own address. `local_addr` is this node's address; None means the
+    address that this node uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a
+    slash.
+    """
+
+    times: Times = field(default_factory=Times)
+    endpoints: tuple[Endpoint, ...] = ()
+    tls: Tls | None = None
+    plainly: bool = False
+    login: Login | None = None
+    prefix: str = PREFIX
+    token: str = field(default="", repr=False)
+    transport: Transport = Transport.GATEWAY
+    serving: Serving = Serving.NOTHING
+    is_head: bool | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+
+    @property
+    def own_addr(self) -> str | None:
+        """The address at which other nodes reach this node, if the command line says one.
+
+        MASTER_ADDR is the address of the node of rank 0; in a job of one node that is always this node.
+        """
+        is_first = self.is_alone or self.node_rank == 0
+        return (self.master_addr if is_first else None) or self.local_addr
+
+    @property
+    def is_alone(self) -> bool:
+        """One node with its store in its own memory."""
+        return not self.endpoints
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan, with what the user should know about it.
+
+    `ignored` are options without effect, each with the reason. `notes` are sentences for the user, shown once.
+    `master_port` is the port in a static endpoint. `cluster` is what the scheduler says. `at_its_head` is true if the
+    endpoint is the scheduler's head node, and nobody typed it. `hands_over` is true if the head sends the store's token
+    to the other nodes, because the user gave none.
+    """
+
+    plan: RendezvousPlan
+    ignored: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    master_port: int | None = None
+    cluster: Cluster | None = None
+    at_its_head: bool = False
+    hands_over: bool = False
+
+
+def way_of(plan: RendezvousPlan) -> str:
+    """The plan as JSON. Another process has another working directory, so files get their whole paths."""
+    tls = plan.tls
+    whole = Tls(_whole(tls.ca), _whole(tls.certificate), _whole(tls.key)) if tls else None
+    return encode(replace(plan, tls=whole))
+
+
+def plan_by(way: str) -> RendezvousPlan:
+    """The plan in the JSON. Raises ValueError."""
+    return decode(RendezvousPlan, way)
+
+
+def _whole(path: str | None) -> str | None:
+    return str(Path(path).absolute()) if path else path
+
+
+def plan(
+    options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str], cluster: Cluster | None = None
+) -> Planned:
+    """Decide how this node takes part. `read_secret` reads a file that holds a token or password. Raises UsageError."""
+    if options.standalone or options.nnodes[1] == 1:
+        return replace(_plan_for_one_node(options), cluster=cluster)
+    return _plan_for_nodes(options, environ, read_secret, cluster)
+
+
+def _plan_for_one_node(options: Options) -> Planned:
+    """The plan of a job on one node, which needs no store. A static job still takes its master from the endpoint."""
+    asked = [name for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf") if name in options.given]
+    if options.standalone or options.rdzv_backend == "static":
+        asked = []
+    asked += [name for name in ("store", "token_file") if options.given.get(name) is Source.COMMAND_LINE]
+    master = _static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
+    return Planned(
+        RendezvousPlan(
+            times=_with_hang_times(
+                options, Times.for_lease(stop_grace_s=options.stop_grace, failure_grace_s=options.failure_grace)
+            ),
+            master_addr=master.host if master else _bare_host(options.master_addr),
+            local_addr=_bare_host(options.local_addr),
+        ),
+        tuple((f"--{name.replace('_', '-')}", _ALONE) for name in asked),
+        master_port=master.port if master else None,
+    )
+
+
+def _plan_for_nodes(
+    options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str], cluster: Cluster | None
+) -> Planned:
+    """`plan` for a job of several nodes."""
+    conf = understand(options.rdzv_conf)
+    backend = _backend(options)
+    addresses, notes = given_addresses(options, environ, backend)
+    head = _scheduler_head(cluster, backend) if cluster and not addresses else None
+    addresses = addresses or _require_head(options, backend, head)
+    notes = (*conf.notes, *notes)
+    scheme = _choose_scheme(conf, addresses)
+    serving = _serving(options, conf, addresses, scheme, backend)
+    if head and serving is Serving.NOTHING:
+        _require_head(options, backend, None)
+    is_static = backend == "static"
+    master = _static_master(options) if is_static else None
+    is_first = is_static and options.node_rank == 0
+    made = RendezvousPlan(
+        times=_make_times(options, conf, cluster),
+        endpoints=tuple(_endpoint(address, backend) for address in addresses),
+        tls=_tls(conf, environ) if scheme == "https" else None,
+        plainly=scheme == "http",
+        login=_read_login(conf, environ, read_secret),
+        prefix=conf.prefix,
+        token=_token(options, environ, read_secret),
+        transport=conf.transport,
+        serving=serving,
+        is_head=_is_head(conf, is_first if is_static else None, cluster if head else None),
+        node_rank=options.node_rank if is_static else None,
+        master_addr=master.host if master else None,
+        local_addr=_bare_host(options.local_addr),
+    )
+    if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")):
+        _check_secret(made)
+    _check_login(made, addresses, is_asked=conf.user is not None)
+    if is_static and "node_rank" not in options.given:
+        notes = (*notes, "this node has rank 0, since no --node-rank is given")
+    if backend == "etcd-v2":
+        notes = (*notes, "--rdzv-backend etcd-v2 means etcd here: the v2 API is gone, and elaunch uses v3")
+    notes = (*notes, *_unused_token_notes(made, backend), *_plain_password_notes(made, addresses))
+    if options.run_id is None and serving is Serving.NOTHING:
+        notes = (*notes, "the job is unnamed; if several jobs share the store, give each its own --run-id")
+    return Planned(
+        made,
+        (*_options_without_effect(options, backend), *conf.ignored),
+        notes,
+        master.port if master else None,
+        cluster,
+        at_its_head=head is not None,
+        hands_over=cluster is not None
+        and cluster.nodes is not None
+        and not cluster.is_of_pods
+        and serving is not Serving.NOTHING
+        and not made.token,
+    )
+
+
+def _scheduler_head(cluster: Cluster, backend: str) -> Address | None:
+    """The address at which the scheduler's head serves the store; None for the backends etcd and static."""
+    if cluster.head is None or backend in (*_ETCD, "static"):
+        return None
+    return Address("", cluster.head, cluster.head_port)
+
+
+def _is_head(conf: Conf, is_first: bool | None, at_its_head: Cluster | None) -> bool | None:
+    if conf.is_host is not None:
+        return conf.is_host
+    return at_its_head.node_index == 0 if at_its_head else is_first
+
+
+def _backend(options: Options) -> str:
+    """torchrun's name of the backend; empty if the agent finds out at the endpoint which store listens there.
+
+    torchrun's default is static. Here it is static only with --node-rank or --master-addr.
+    """
+    if "rdzv_backend" in options.given:
+        return options.rdzv_backend
+    return "static" if {"node_rank", "master_addr"} & set(options.given) else ""
+
+
+def _serving(options: Options, conf: Conf, addresses: tuple[Address, ...], scheme: str, backend: str) -> Serving:
+    """The store that this job may start itself: none if the endpoint can only be an etcd that runs already."""
+    foreign = (
+        f"the endpoints {_comma_list(addresses)} are an etcd cluster" if len(addresses) > 1
+        else f"{addresses[0]} speaks https with certificates" if scheme == "https"
+        else f"{addresses[0]} is an etcd without TLS" if scheme == "http"
+        else f"--rdzv-backend {backend} means an etcd that runs already" if backend in _ETCD
+        else ""
+    )  # fmt: skip
+    if options.store == "auto":
+        is_ours = not foreign and conf.transport is Transport.GATEWAY
+        return Serving.MEMORY if is_ours else Serving.NOTHING
+    if foreign:
+        raise UsageError(f"--store {options.store} would start a store, and {foreign}; leave --store out")
+    if options.store == "memory" and conf.transport is Transport.GRPC:
+        raise UsageError("--store memory does not speak gRPC; leave --rdzv-conf transport out")
+    return Serving(options.store)
+
+
+def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
+    certificate, key = conf.certificate, conf.key
+    if certificate is None:
+        certificate, key = environ.get("ETCDCTL_CERT"), environ.get("ETCDCTL_KEY")
+    return Tls(conf.ca or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
+
+
+def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
+    """The job's token.
+
+    A file on the command line wins over ELAUNCH_TOKEN. The variable wins over a file that is named elsewhere.
+    """
+    variable = environ.get("ELAUNCH_TOKEN", "").strip()
+    is_typed = options.given.get("token_file") is Source.COMMAND_LINE
+    file = options.token_file if is_typed or not variable else None
+    token = read_secret(file) if file else variable
+    # The token is one line on the stdin of the store's process, and a person types it on the other hosts.
+    if not token.isprintable():
+        raise UsageError(
+            f"the job's token in {file or 'ELAUNCH_TOKEN'} has characters that cannot be typed; take the output of:"
+            " openssl rand -hex 16"
+        )
+    return token
+
+
+def _check_secret(made: RendezvousPlan) -> None:
+    """Raises UsageError if a pod is to serve the store without a token: no other pod could connect to it."""
+    if made.serving is Serving.NOTHING or made.token:
+        return
+    raise UsageError(
+        "the first pod's store accepts only pods that know the job's token, and this pod has none; create a Secret once"
+        " in a namespace, and give its token to all pods as ELAUNCH_TOKEN: kubectl create secret"
+        " generic elaunch-token --from-literal=token=$(openssl rand -hex 16)"
+    )
+
+
+def _unused_token_notes(made: RendezvousPlan, backend: str) -> tuple[str, ...]:
+    """A note for a user who gave a token, if the store cannot use it. Nothing if --rdzv-backend names an etcd."""
+    why = (
+        "several endpoints mean an etcd cluster" if len(made.endpoints) > 1
+        else "https means an etcd with its own certificates" if made.tls
+        else "http:// means an etcd without TLS" if made.plainly
+        else "only an etcd speaks gRPC" if made.transport is Transport.GRPC
+        else ""
+    )  # fmt: skip
+    if not (made.token and why) or backend in _ETCD:
+        return ()
+    return (f"the token is not used: {why}; etcd's own access control decides who may write there",)
+
+
+def _options_without_effect(options: Options, backend: str) -> tuple[tuple[str, str], ...]:
+    """Options of the static backend that another backend ignores, each with the reason."""
+    if backend == "static":
+        return ()
+    reasons = {"node_rank": "ranks follow the order of arrival", "master_addr": "it is the first node's address"}
+    return tuple((f"--{n.replace('_', '-')}", why) for n, why in reasons.items() if n in options.given)
+
+
+@dataclass(frozen=True)
+class Master:
+    """The master of a static rendezvous. `port` is None if nobody gave one."""
+
+    host: str
+    port: int | None
+
+
+def _static_master(options: Options) -> Master | None:
+    """MASTER_ADDR and MASTER_PORT. If an endpoint is given instead, both come from it, as in torchrun."""
+    port = options.master_port[0] if options.master_port else None
+    if options.master_addr:
+        return Master(_bare_host(options.master_addr) or "", port)
+    if len(options.rdzv_endpoint) == 1 and not options.rdzv_endpoint[0].scheme:
+        address = options.rdzv_endpoint[0]
+        return Master(address.host, address.port if port is None else port)
+    return None
+
+
+def _bare_host(typed: str | None) -> str | None:
+    """The host without the brackets of IPv6; None for an empty word."""
+    return (typed or "").strip("[]") or None
+
+
+def given_addresses(
+    options: Options, environ: Mapping[str, str], backend: str
+) -> tuple[tuple[Address, ...], tuple[str, ...]]:
+    """The store's addresses that the user gave, and a note if they come from a variable. Both may be empty.
+
+    Raises UsageError.
+    """
+    master = _static_master(options) if backend == "static" else None
+    if options.rdzv_endpoint and not (master and not options.master_addr):
+        return _check_addresses(options.rdzv_endpoint, "--rdzv-endpoint"), ()
+    # ETCDCTL_ENDPOINTS names an etcd. torchrun's c10d backend and a static job do not use one.
+    for variable in PLACES if backend != "c10d" and not master else PLACES[:1]:
+        if text := environ.get(variable):
+            try:
+                found = endpoints(text)
+            except ValueError as error:
+                raise UsageError(f"{variable}={text} {error}") from None
+            return _check_addresses(found, variable), (f"the store's address comes from {variable}: {text}",)
+    if master:
+        return (Address("", master.host, _store_port(master)),), ()
+    return (), ()
+
+
+def _require_head(options: Options, backend: str, head: Address | None) -> tuple[Address, ...]:
+    """The scheduler's head as the store's address. Raises UsageError if there is none."""
+    if head:
+        return (head,)
+    nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
+    if backend == "static":
+        host = "the name of the node of rank 0"
+        line = joined(["elaunch", "--master-addr", "HOST", *words_of(options.typed, options.program)])
+    else:
+        host = "the name of one node, or of an etcd"
+        line = joined(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *words_of(options.typed, options.program)])
+    raise UsageError(
+        f"--nnodes {nodes} needs the address of a store where the nodes meet; type on every node, with {host} as HOST:"
+        f" {line}"
+    )
+
+
+def _store_port(master: Master) -> int:
+    port = (master.port or MASTER_PORT) + 1
+    if port > PORT_MAX:
+        raise UsageError(
+            f"the job's store uses the port after --master-port {master.port}, and there is no such port;"
+            " name another address for the store with --rdzv-endpoint HOST:PORT"
+        )
+    return port
+
+
+def _check_addresses(addresses: tuple[Address, ...], source: str) -> tuple[Address, ...]:
+    if len({address.scheme for address in addresses}) > 1:
+        raise UsageError(f"{source} mixes http and https; use one of them for all of {_comma_list(addresses)}")
+    for address in addresses:
+        if address.port == 0:
+            raise UsageError(
+                f"{source} {address}: with port 0 the system chooses the port, and the other nodes cannot know it; name"
+                " a port"
+            )
+    return addresses
+
+
+def _comma_list(addresses: tuple[Address, ...]) -> str:
+    return ",".join(str(address) for address in addresses)
+
+
+def _endpoint(address: Address, backend: str) -> Endpoint:
+    default = C10D_PORT if backend == "c10d" else ETCD_PORT
+    return Endpoint(address.host, default if address.port is None else address.port)
+
+
+def _choose_scheme(conf: Conf, addresses: tuple[Address, ...]) -> str:
+    """http, https or empty: what the endpoint says, else the setting `protocol`, else https if a certificate is given.
+
+    Raises UsageError if these contradict each other.
+    """
+    typed = addresses[0].scheme
+    if typed and conf.protocol and typed != conf.protocol:
+        raise UsageError(
+            f"--rdzv-conf protocol={conf.protocol} contradicts the endpoint {addresses[0]}; drop one of them"
+        )
+    files = [name for name, value in (("cacert", conf.ca), ("cert", conf.certificate), ("key", conf.key)) if value]
+    if conf.key and not conf.certificate:
+        raise UsageError(f"--rdzv-conf key={conf.key} has no certificate beside it; add cert=FILE")
+    scheme = typed or conf.protocol or ("https" if files else "")
+    if files and scheme == "http":
+        raise UsageError(f"--rdzv-conf {files[0]} needs https, and the endpoint is {addresses[0]}; use https://")
+    return scheme
+
+
+def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
+    """The times of a job of several nodes. Raises UsageError if they contradict each other."""
+    times = Times.for_lease(
+        Times.lease_ttl_s if conf.lease_ttl_s is None else conf.lease_ttl_s,
+        failure_grace_s=options.failure_grace,
+        stop_grace_s=options.stop_grace,
+        last_call_s=Times.last_call_s if conf.last_call_s is None else conf.last_call_s,
+        join_timeout_s=conf.join_timeout_s,
+        store_timeout_s=conf.store_timeout_s,
+        keys_ttl_s=conf.keys_ttl_s,
+    )
+    if conf.keepalive_s is not None:
+        times = replace(times, keepalive_s=min(times.keepalive_s, conf.keepalive_s))
+    if cluster and cluster.nodes and cluster.nodes[0] == cluster.nodes[1]:
+        times = replace(times, nodes_expected=cluster.nodes[1])
+    try:
+        times.check()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return _with_hang_times(options, times)
+
+
+def _with_hang_times(options: Options, times: Times) -> Times:
+    """With what the options say about hangs."""
+    limit_s = 0.0 if options.on_hang is OnHang.OFF else options.hang_timeout
+    # How long a step may take, only the user knows.
+    reports_s = limit_s if "hang_timeout" in options.given else 0.0
+    return replace(times, hang_timeout_s=reports_s, hang_after_s=limit_s)
+
+
+def _read_login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> Login | None:
+    """The login in the settings, files and variables; None without a user. ETCDCTL_USER may be USER:PASSWORD.
+
+    Raises UsageError.
+    """
+    user, _, password = environ.get("ETCDCTL_USER", "").partition(":")
+    password = environ.get("ETCDCTL_PASSWORD") or password
+    if conf.user:
+        user, _, typed = conf.user.partition(":")
+        if typed:
+            raise UsageError(
+                "--rdzv-conf user shows a password to everybody on this host; put it in a file and give"
+                " password_file, or set ETCDCTL_PASSWORD"
+            )
+    if conf.password_file:
+        password = read_secret(conf.password_file)
+    if user and not password:
+        raise UsageError(f"etcd's user {user} has no password; add --rdzv-conf password_file=FILE or ETCDCTL_PASSWORD")
+    if conf.password_file and not user:
+        raise UsageError(f"--rdzv-conf password_file={conf.password_file} has no user; add user=NAME")
+    return Login(user, password) if user else None
+
+
+def _check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_asked: bool) -> None:
+    """Raises UsageError if a password would go to an etcd, and the user has typed neither https:// nor http://.
+
+    A login from a variable may be for another store. In that case the agent asks the endpoint what listens there, and
+    sends no password without TLS.
+    """
+    if not made.login or made.tls or made.plainly or not (is_asked or made.serving is Serving.NOTHING):
+        return
+    where = _comma_list(addresses)
+    raise UsageError(
+        f"the password of etcd's user {made.login.user} is sent over TLS only, and {where} does not say"
+        f" whether TLS is spoken there; {how_to_send(*addresses)}"
+    )
+
+
+def _plain_password_notes(made: RendezvousPlan, addresses: tuple[Address, ...]) -> tuple[str, ...]:
+    """A note for a password that the user has chosen to send unencrypted."""
+    if not (made.login and made.plainly):
+        return ()
+    where = _comma_list(addresses)
+    return (
+        f"the password of etcd's user {made.login.user} goes unencrypted to {where}: anybody who can read the"
+        " network can use it; for an etcd with TLS type https://",
+    )

@@ -1,1 +1,0 @@
-"""`elaunch submit`: a job for a scheduler, written and handed in."""

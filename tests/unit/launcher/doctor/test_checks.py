@@ -1,0 +1,197 @@
+"""launcher.doctor: a row for each rule, on both sides of its limit; and checks that hang, crash or fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elaunch.launcher.doctor import devices, findings, health, host, network
+from elaunch.launcher.doctor.command import COMMAND, Check, examine
+from elaunch.launcher.doctor.findings import Finding, Grade, Needs, Probe, ProbeFailed, ok, span, worst
+from elaunch.launcher.store.locate import RendezvousPlan
+from tests.commands import read
+from tests.harness import DEADLINE_S, environment, wait_for
+
+MIB = 1 << 20
+ONE, EIGHT = Needs(), Needs(workers=8, nodes_max=4)
+NO_LIMIT = sys.maxsize
+TORCH = {"version": "2.13", "cuda": "12.8", "nccl": "2.27.5", "seconds": 2.0}
+# As `nvidia-smi --query-gpu=… --format=csv,noheader,nounits` writes it.
+H100 = ["0", "GPU-aa", "NVIDIA H100 80GB HBM3", "570.86.15", "33", "1024", "81559", "0", "[N/A]"]
+V100 = ["1", "GPU-bb", "Tesla V100-SXM2-32GB", "570.86.15", "41", "0", "32768", "2", "Yes"]
+FREE_SHM = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
+
+
+def torch(gpus: int, **changes: object) -> tuple[Finding, ...]:
+    return devices.judge_torch(f"a line of a plug-in\n{json.dumps({**TORCH, **changes})}\n", gpus)
+
+
+@pytest.mark.parametrize(
+    ("found", "grade", "words"),
+    [
+        (host.judge_files(65536, 65536, EIGHT), "ok", "65536"),
+        (host.judge_files(111, 65536, EIGHT), "bad", "8 workers need 112"),
+        (host.judge_files(112, 65536, EIGHT), "warn", "ulimit -n 1536"),
+        (host.judge_files(1535, 1535, EIGHT), "warn", "by root: the hard limit is 1535"),
+        (host.judge_files(NO_LIMIT, NO_LIMIT, EIGHT), "ok", "no limit"),
+        (host.judge_threads(319, EIGHT), "bad", "ulimit -u 2112"),
+        (host.judge_threads(320, EIGHT), "warn", "ulimit -u 2112"),
+        (host.judge_threads(2112, EIGHT), "ok", "2112"),
+        (host.judge_clock(True, 0.01, EIGHT), "ok", "10 ms"),
+        (host.judge_clock(False, 16.0, EIGHT), "warn", "chrony"),
+        (host.judge_clock(False, 16.0, ONE), "ok", "one node"),
+        (host.judge_clock(True, 2.0, EIGHT), "warn", "2 s"),
+        (host.check_shm(Needs(workers=FREE_SHM // MIB)), "bad", "a bus error (SIGBUS) ends the job"),
+        (host.check_shm(ONE, "/nowhere"), "bad", "cannot be used"),
+        (devices.judge_gpus([H100], [], [], 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
+        (devices.judge_gpus([H100], [], [], 2), "bad", "Xid 79"),
+        (devices.judge_gpus([H100, V100], [], [], 2), "bad", "GPU 1 had 2 uncorrectable memory errors"),
+        (devices.judge_gpus([H100, V100], [], [], 2), "bad", "nvidia-smi --gpu-reset -i 1"),
+        (devices.judge_gpus([H100], [], [["GPU-aa", "No", "Yes", "Not Active"]], 1), "bad", "RMA"),
+        (devices.judge_gpus([H100], [], [["GPU-aa", "No", "No", "Active"]], 1), "warn", "at 33 °C"),
+        (
+            devices.judge_gpus([H100], [["GPU-aa", "7", "/bin/python", "1"]], [], 1),
+            "warn",
+            "python (pid 7), with 1 GiB",
+        ),
+        (torch(8), "ok", "torch 2.13 (CUDA 12.8, NCCL 2.27.5), imported in 2 s"),
+        (torch(0, cuda="", nccl=""), "ok", "CPU build"),
+        (torch(8, cuda=""), "bad", "pytorch.org"),
+        (torch(8, seconds=16.0), "warn", "local disk"),
+        (torch(8, cuda_error="driver too old"), "bad", "driver too old"),
+        (network.judge_ports("10.0.0.1", (500, 501), (500, 501), (32768, 60999)), "bad", "500 to 501"),
+        (network.judge_ports("10.0.0.1", (500, 501), (500,), (32768, 60999)), "ok", "1 of 2 free"),
+        (network.judge_ports("10.0.0.1", (40000,), (), (32768, 60999)), "warn", "below 32768"),
+        (network.judge_latencies("etcd:2379 answers", (0.001,) * 20), "ok", "median 1 ms"),
+        (network.judge_latencies("etcd:2379 answers", (0.2,) * 20), "warn", "200 ms"),
+        (network.judge_latencies("etcd:2379 answers", (0.6,) * 20), "bad", "600 ms"),
+        (network.judge_skew((-0.2, 0.3)), "ok", "agree"),
+        (network.judge_skew((4.0, 5.0)), "warn", "4.5 s behind"),
+        (network.judge_skew((-5.0, -4.0)), "warn", "4.5 s ahead of"),
+    ],
+)
+def test_a_finding_has_a_grade_and_a_way_out(found: Finding | tuple[Finding, ...], grade: str, words: str) -> None:
+    all_found = found if isinstance(found, tuple) else (found,)
+
+    worst_of = worst(each.grade for each in all_found)
+    assert worst_of.value == grade, all_found
+    assert words in " ".join(f"{each.found} {each.advice}" for each in all_found if each.grade is worst_of)
+    assert all(bool(each.advice) == (each.grade is not Grade.OK) for each in all_found)
+
+
+def test_times_are_in_words() -> None:
+    assert [span(s) for s in (0.0123, 5, 600)] == ["12.3 ms", "5 s", "10 min"]
+
+
+@pytest.mark.parametrize(
+    ("state", "grade", "words"), [("4: ACTIVE", Grade.OK, "1 of 1"), ("1: DOWN", Grade.WARN, "so NCCL uses TCP")]
+)
+def test_an_rdma_port_has_the_state_that_the_kernel_reports(
+    tmp_path: Path, state: str, grade: Grade, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "memlock_finding", lambda: None)
+    place = tmp_path / "mlx5_0" / "ports" / "1" / "state"
+    place.parent.mkdir(parents=True)
+    place.write_text(f"{state}\n")
+
+    (found,) = devices.check_rdma(ONE, tmp_path)
+
+    assert found.grade is grade
+    assert words in found.found
+
+
+def test_a_port_that_is_in_use_is_told_from_a_free_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        needs = Needs(ports=(listener.getsockname()[1],))
+
+        (taken,) = network.check_ports(RendezvousPlan(), needs)
+
+    assert taken.grade is Grade.BAD
+    assert "in use" not in network.check_ports(RendezvousPlan(), needs)[0].found
+
+
+def test_an_interpreter_without_torch_is_a_finding_with_the_reason() -> None:
+    probe = Probe((sys.executable, "-S", "-I", "-c", devices.LOOK, "0"), DEADLINE_S, os.environ)
+
+    with pytest.raises(ProbeFailed, match=r"^ModuleNotFoundError: No module named 'torch'$"):
+        probe.answer()
+    with pytest.raises(ValueError, match=r"."):
+        devices.judge_torch("[1, 2", 0)
+
+
+def fails() -> tuple[Finding, ...]:
+    raise KeyError("x")
+
+
+def hangs() -> tuple[Finding, ...]:
+    time.sleep(DEADLINE_S)
+    return ()
+
+
+def test_a_check_that_hangs_or_fails_is_a_line_and_hides_no_other() -> None:
+    def check(name: str, finish: Callable[[], tuple[Finding, ...]]) -> Check:
+        return Check(name, "?", lambda: finish)
+
+    checked = examine((check("late", hangs), check("faulty", fails), check("well", lambda: (ok("fine"),))), 1.0)
+
+    assert [each.grade for each in checked] == [Grade.BAD, Grade.BAD, Grade.OK]
+    assert checked[0].findings[0].found == "no answer within 1 s"
+    assert "KeyError" in checked[1].findings[0].found
+
+
+def sleepers(seconds: str) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter(["cmdline"]) if seconds in (each.info["cmdline"] or ())]
+
+
+def test_a_probe_that_hangs_ends_with_all_that_it_has_started() -> None:
+    probe = Probe(("sh", "-c", "sleep 1000.25 & wait"), 0.5, os.environ)
+
+    with pytest.raises(ProbeFailed, match=r"no answer within 0\.5 s"):
+        probe.answer()
+
+    wait_for(lambda: not sleepers("1000.25"), "what the probe has started ends, too")
+
+
+def test_a_killed_doctor_leaves_no_process() -> None:
+    code = (
+        "import os\nfrom elaunch.launcher.doctor.findings import Probe\n"
+        "Probe(('sleep', '1000.5'), 100, os.environ).answer()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], env=environment()) as doctor:
+        wait_for(lambda: sleepers("1000.5"), "the probe begins")
+        doctor.kill()
+
+    wait_for(lambda: not sleepers("1000.5"), "nothing is left")
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_job_that_is_over_takes_its_health_check_with_it(monkeypatch: pytest.MonkeyPatch, is_strict: bool) -> None:
+    monkeypatch.setattr(health, "python", lambda *_: ("sleep", "1000.75"))
+    # On a busy machine a killed process needs its time to end.
+    monkeypatch.setattr(health, "_CLOSE_S", DEADLINE_S)
+    monkeypatch.setattr(findings, "_REAP_S", DEADLINE_S)
+    said: list[str] = []
+    check = health.HealthCheck(1, os.environ, is_strict=is_strict)
+    if not is_strict:
+        check.done(said.append)
+
+    check.close()
+
+    assert not sleepers("1000.75")
+    assert not said
+
+
+def test_json_after_the_script_is_the_scripts() -> None:
+    for argv, program, is_json in (("--json t.py", "t.py", True), ("t.py --json", "t.py --json", False)):
+        params = read(COMMAND, *argv.split()).params
+
+        assert (" ".join(params["program"]), params["json"]) == (program, is_json)

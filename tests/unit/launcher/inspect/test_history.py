@@ -1,0 +1,255 @@
+"""inspect.history and .goodput: what the timelines of a job's nodes mean."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from elaunch.launcher.inspect.goodput import Goodput, Stage, goodput
+from elaunch.launcher.inspect.history import History, Life, Present, history
+from elaunch.launcher.inspect.node_log import node_folder
+from tests.unit.launcher.inspect.timelines import BEGAN_AT, Timeline, restarted
+
+PID = 4711
+MESSAGE = "it runs in wait (train.py:12), while ranks 0, 2, 3 wait in all_reduce, for 61 s"
+
+
+def past(*jobs: Timeline, present: Present | None = None) -> History:
+    return history([job.folder() for job in jobs], present)
+
+
+def of(*jobs: Timeline) -> Goodput:
+    return goodput(past(*jobs))
+
+
+def test_every_moment_of_a_job_is_in_one_stage() -> None:
+    found = of(restarted())
+
+    assert found.parts[0].begin_s == 0
+    assert found.parts[-1].end_s == 60
+    assert all(one.end_s == other.begin_s for one, other in pairwise(found.parts))
+    assert sum(found.seconds.values()) == pytest.approx(60)
+
+
+def test_each_stage_of_a_restart_has_its_time() -> None:
+    found = of(restarted())
+
+    # The first step began one step before the first worker had completed it. 3 of 17 steps are lost.
+    window_s = 20 - 3
+    expected = {
+        Stage.START_UP: 3,
+        Stage.TRAINING: window_s * 14 / 17 + (59 - 25),
+        Stage.LOST: window_s * 3 / 17,
+        Stage.DETECTION: 0.25,
+        Stage.STOP: 0.75,
+        Stage.RENDEZVOUS: 0.5,
+        Stage.SPAWN: 2.5,
+        Stage.RESTORE: 1.0,
+        Stage.END: 1.0,
+    }
+    assert {stage: time for stage, time in found.seconds.items() if time} == pytest.approx(expected)
+    assert found.ettr == pytest.approx(expected[Stage.TRAINING] / 60)
+    # From the death at 20 s to the first step at 25 s.
+    assert found.recoveries_s == {0: pytest.approx(5)}
+
+
+def test_a_hang_is_detection_and_not_training() -> None:
+    job = Timeline().opens(0, 0).says("stepped", 3, 0).steps(4, 0, 2, first=1).steps(10, 0, 8)
+    failure = {"kind": "hang", "sentence": "rank 1 hangs", "host": "node-a", "rank": 1, "local_rank": 1, "pid": 1}
+    job.add(40, 0, "hung", quiet_s=30).add(40.5, 0, "failed", **failure, failed_at=BEGAN_AT + 40).stops(42, 0, (0, 1))
+    job.opens(42, 1, "fail").steps(45, 1, 9, first=9).steps(50, 1, 14).succeeds(60, 1)
+
+    assert of(job).seconds[Stage.DETECTION] == pytest.approx(30.5)
+
+
+def test_a_script_without_steps_has_no_ettr_but_the_time_its_workers_ran() -> None:
+    job = Timeline().opens(0, 0).dies(11, 0, 1).stops(12, 0, (0,)).opens(12, 1, "fail").succeeds(30, 1)
+
+    found = of(job)
+
+    assert math.isnan(found.ettr)
+    assert found.seconds[Stage.RUNNING] == pytest.approx(10 + 16)
+    assert sum(found.seconds.values()) == pytest.approx(30)
+    assert past(job).steps_lost == -1
+
+
+def test_a_job_that_never_trained_again_did_not_recover() -> None:
+    ended = Timeline().opens(0, 0).steps(4.5, 0, 0, first=0).dies(10, 0, 1)
+    ended.add(10.3, 1, "opened", kind="fail", cause="rank 1 died")
+    ended.add(11, 1, "ended", outcome="failed", code=1, reason="no restart is left")
+    loop = Timeline().opens(0, 0).steps(6, 0, 2, first=1).dies(16, 0, 0).stops(18, 0, (1,))
+    for number in (1, 2):
+        loop.opens(20 * number, number, "fail").dies(20 * number + 5, number, 0).stops(20 * number + 8, number, (1,))
+
+    blind = Timeline().opens(0, 0).dies(10, 0, 1).stops(11, 0, (0,)).add(10.3, 1, "opened", kind="fail")
+    blind.add(12, 1, "ended", outcome="failed", code=1, reason="no restart is left")
+
+    assert past(ended).last_that_ran == 0
+    assert of(ended).recoveries_s == of(loop).recoveries_s == of(blind).recoveries_s == {}
+
+
+def test_steps_after_which_a_later_generation_began_are_lost() -> None:
+    found = past(restarted())
+    # One that reaches no step loses none, and hides no loss of the one before.
+    job = Timeline().opens(0, 0).steps(9, 0, 9, first=1).dies(10, 0, 1).stops(11, 0, (0,))
+    job.opens(11, 1, "fail").dies(13, 1, 0).stops(14, 1, (1,))
+    job.opens(14, 2, "fail").steps(20, 2, 8, first=6).succeeds(30, 2)
+
+    assert [(g.first_step, g.last_step, g.kept_step, g.steps_lost) for g in found.generations] == [
+        (1, 17, 14, 3),
+        (15, 44, 44, 0),
+    ]
+    assert (found.end.outcome, found.end.restarts, found.end.max_restarts, found.wall_s) == ("succeeded", 1, 3, 60)
+    assert (found.generations[1].ready_s, found.generations[1].trains_s) == (24, 25)
+    assert [generation.steps_lost for generation in past(job).generations] == [4, 0, 0]
+
+
+def test_ranks_that_begin_at_very_different_times_began_when_the_first_of_them_did() -> None:
+    """Rank 0 makes a step a second from 2 s on; rank 1 of the same node, and node-b, load their data much longer."""
+    near = Timeline("node-a").opens(0, 0, world_size=4).says("stepped", 3, 0, (0,)).says("stepped", 40, 0, (1,))
+    far = Timeline("node-b", 2).opens(0, 0, world_size=4).says("stepped", 70, 0)
+    near.steps(4, 0, 2, first=1).steps(80, 0, 78).succeeds(90, 0)
+    far.steps(71, 0, 1, first=1).steps(80, 0, 11).succeeds(90, 0)
+
+    for jobs in ((near, far), (far, near)):
+        assert past(*jobs).generations[0].trains_s == pytest.approx(2.0)
+
+
+def test_two_nodes_are_one_job_and_a_wrong_clock_is_corrected_and_reported() -> None:
+    near = Timeline("node-a").opens(0, 0, world_size=4).dies(10, 0, 1)
+    far = Timeline("node-b", 2, started_s=0.1, ahead_s=3600).opens(0, 0, world_size=4)
+
+    found = past(far, near)
+
+    assert [node.host for node in found.nodes] == ["node-a", "node-b"]
+    assert found.began_at == BEGAN_AT
+    assert found.nodes[1].begin_s == pytest.approx(0.1)
+    assert found.generations[0].world_size == 4
+    assert any("node-b's clock was 3600.0 s ahead of node-a's" in remark for remark in found.remarks)
+
+
+def test_broken_lines_cost_only_themselves_and_a_newer_schema_is_reported() -> None:
+    job = restarted()
+    job.rows[0]["schema"] = 7
+    text = job.text + b'not json\n{"generation": 1}\n{"generation": 1, "eve'
+
+    found = history([node_folder("/logs/a", "night", text.splitlines(keepends=True))])
+
+    assert found.end.outcome == "succeeded"
+    assert any("2 lines of node-a's timeline" in remark for remark in found.remarks)
+    assert any("newer elaunch (schema 7)" in remark for remark in found.remarks)
+
+
+def test_the_newest_record_of_a_failure_is_kept_and_the_verdict_names_the_cause() -> None:
+    job = Timeline().opens(0, 0).dies(10, 0, 0, code=1).dies(10.1, 0, 1)
+    known = {"rank": 1, "local_rank": 1, "pid": 1, "host": "node-a", "kind": "out of memory", "message": "m"}
+    job.add(10.4, 0, "cause", **known, sentence="rank 1 was killed by the OOM killer", advice="give it more memory")
+    job.add(11, 1, "restarting", kind="fail", failure={**known, "sentence": "rank 1 was killed by the OOM killer"})
+
+    cause, other = past(job.opens(11, 1, "fail").succeeds(20, 1)).faults
+
+    assert (cause.rank, cause.is_cause, cause.advice) == (1, True, "give it more memory")
+    assert cause.sentence == "rank 1 was killed by the OOM killer"
+    assert cause.at_s == pytest.approx(10.1)
+    assert (other.rank, other.is_cause) == (0, False)
+
+
+def test_without_a_verdict_a_failure_that_another_explains_is_not_the_cause() -> None:
+    job = Timeline().opens(0, 0).dies(10, 0, 0, code=1).dies(11, 0, 1, code=1)
+    job.rows[-3]["kind"] = "peer lost"
+
+    assert [(fault.rank, fault.is_cause) for fault in past(job).faults] == [(1, True), (0, False)]
+
+
+def two_nodes(*, resumes: bool = True) -> list[Timeline]:
+    """Both nodes report the hang of rank 3, on node-b, which may end by itself."""
+    jobs = [Timeline("node-a").opens(0, 0, world_size=4), Timeline("node-b", 2).opens(0, 0, world_size=4)]
+    for number, job in enumerate(jobs):
+        job.add(70 + number / 10, 0, "seems_hung", host="node-b", rank=3, message=MESSAGE)
+        if resumes:
+            job.add(90 + number / 10, 0, "goes_on")
+    return jobs
+
+
+def test_a_hang_is_reported_once_with_its_rank_and_host_and_when_the_job_resumed() -> None:
+    jobs = two_nodes()
+    for job in jobs:
+        job.add(290, 0, "seems_hung", host="node-b", rank=3, message=MESSAGE)
+
+    first, second = past(*jobs).warned
+
+    assert (first.rank, first.local_rank, first.host, first.folder) == (3, 1, "node-b", "/logs/node-b")
+    assert (first.at_s, first.until_s) == (pytest.approx(70), pytest.approx(90))
+    assert first.sentence == f"the job seemed to hang: rank 3 on node-b {MESSAGE.removeprefix('it ')}"
+    assert second.at_s == pytest.approx(290)
+    assert math.isnan(second.until_s)
+
+
+def test_a_hang_that_became_a_failure_is_among_the_failures_alone() -> None:
+    jobs = two_nodes(resumes=False)
+    failure = {"kind": "hang", "sentence": "rank 3 hangs", "host": "node-b", "rank": 3, "local_rank": 1, "pid": 1}
+    jobs[1].add(71, 0, "failed", **failure, failed_at=BEGAN_AT + 71).stops(72, 0, (0, 1))
+
+    assert past(*jobs).warned == ()
+    assert [fault.sentence for fault in past(*jobs).faults] == ["rank 3 hangs"]
+
+
+def running_job(host: str = "node-a", first_rank: int = 0, ahead_s: float = 0.0) -> Timeline:
+    """Its newest event is at 20 s."""
+    made = Timeline(host, first_rank, ahead_s=ahead_s).opens(0, 0, world_size=2).steps(4.5, 0, 1, first=1)
+    made.rows[0]["pid"] = PID
+    return made.steps(20, 0, 16)
+
+
+def at(second: float, host: str = "", *agents: tuple[str, int]) -> Present:
+    return Present(BEGAN_AT + second, host, frozenset(agents))
+
+
+def test_a_job_whose_agent_answers_runs_and_is_shown_up_to_now() -> None:
+    found = past(running_job(), present=at(3600, "node-a", ("night", PID)))
+    # Now is counted on the clock of the node that answers.
+    jobs = running_job(), running_job("node-b", 2, ahead_s=3600)
+    ahead = past(*jobs, present=at(3600 + 100, "node-b", ("night", PID)))
+
+    assert (found.end.life, found.wall_s) == (Life.RUNS, 3600)
+    assert goodput(found).parts[-1].end_s == 3600
+    assert (ahead.end.life, ahead.wall_s) == (Life.RUNS, pytest.approx(100))
+
+
+def test_a_job_that_no_agent_answers_for_is_shown_up_to_its_newest_event() -> None:
+    for agent in (("other", PID), ("night", PID + 1)):
+        assert past(running_job(), present=at(3600, "node-a", agent)).end.life is Life.UNKNOWN
+    # Another host has such a pid too.
+    found = past(running_job("node-b"), present=at(500, "node-a", ("night", PID)))
+
+    assert (found.end.life, found.wall_s, found.end.silent_s) == (Life.UNKNOWN, 20, 480)
+    assert any("newest event was 8 min 0 s old" in remark for remark in found.remarks)
+
+
+def test_a_node_that_left_ends_no_job_that_continued() -> None:
+    left = running_job("node-b", 2).add(25, 0, "ended", outcome="interrupted", code=143, reason="it got SIGTERM")
+
+    # The other node's log continues; or its agent answers; or it recorded the job's end.
+    assert past(running_job().steps(60, 0, 50), left).end.outcome == ""
+    assert past(running_job(), left, present=at(60, "node-a", ("night", PID))).end.life is Life.RUNS
+    assert past(running_job().succeeds(99, 0), left).end.outcome == "succeeded"
+    # All have left.
+    ended = running_job().add(25, 0, "ended", outcome="interrupted", code=143)
+    assert past(ended, left).end.outcome == "interrupted"
+
+
+def test_a_job_whose_agent_was_killed_ended_so_unless_others_continued_or_are_not_known() -> None:
+    reason = "elaunch itself (pid 7) died on node-b in generation 0, by kill -9; its 2 workers there were ended"
+
+    def killed(at_s: float) -> Timeline:
+        return running_job("node-b", 2).add(at_s, 0, "agent_died", reason=reason)
+
+    alone = past(killed(25))
+    assert (alone.end.outcome, alone.end.reason, alone.end.life) == ("killed", reason, Life.ENDED)
+    # The other node continued; it recorded how the job ended; its log is not here.
+    assert past(running_job().steps(60, 0, 50), killed(25)).end.life is Life.UNKNOWN
+    assert past(running_job().succeeds(99, 0), killed(25)).end.outcome == "succeeded"
+    beside = past(killed(25).add(21, 0, "sealed", nodes=[{}, {}]))
+    assert (beside.end.life, reason in beside.remarks) == (Life.UNKNOWN, True)

@@ -1,0 +1,290 @@
+"""inspect.page: what the reader sees, whatever the job wrote and however large it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from elaunch.launcher.inspect import page as page_module
+from elaunch.launcher.inspect.curves import POINTS, Curve, StepMetrics, charts, nice_ticks
+from elaunch.launcher.inspect.goodput import goodput
+from elaunch.launcher.inspect.history import Present, history
+from elaunch.launcher.inspect.node_log import NodeFolder
+from elaunch.launcher.inspect.page import LogLink, Report, render, timeline
+from elaunch.launcher.inspect.report import printed, summary
+from tests.fuzzing import bounded
+from tests.unit.launcher.inspect.test_history import PID, at, running_job, two_nodes
+from tests.unit.launcher.inspect.timelines import Timeline, restarted
+
+TEMPLATE = Path(page_module.__file__).with_name("page.html").read_text()
+HOSTILE = "</script><script>alert(1)</script>\"'>{{ 7*7 }}<img src=x onerror=alert(1)>&lt;\x00\x1b[31m\u202e\ud800"
+ROWS = [b'{"step": %d, "loss": 2, "seconds": 0.1}' % step for step in range(9)]
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and its text without that of its style."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._is_code = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._is_code = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_code = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._is_code else data
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+
+def report_of(
+    *jobs: Timeline,
+    present: Present | None = None,
+    metrics: StepMetrics | None = None,
+    tails: dict[int, str] | None = None,
+    stacks: dict[int, tuple[LogLink, ...]] | None = None,
+) -> Report:
+    past = history([job.folder(f"/logs/{number}") for number, job in enumerate(jobs)], present)
+    return Report(past, goodput(past), metrics, tails=tails or {}, stacks=stacks or {})
+
+
+def html(report: Report) -> str:
+    return render(report, TEMPLATE)
+
+
+def test_the_headline_is_one_sentence_with_the_end_the_time_the_restarts_and_the_lost_steps() -> None:
+    failed = Timeline().add(7200, 0, "ended", outcome="failed", code=1, restarts=3, max_restarts=3)
+    jobs = restarted(), Timeline().opens(0, 0).succeeds(9, 0, 0), failed, Timeline().opens(0, 0)
+    runs = report_of(running_job(), present=at(3600, "node-a", ("night", PID)))
+
+    assert [report_of(job).headline for job in jobs] == [
+        "Job night succeeded after 60 s: 1 restart, 3 steps lost.",
+        "Job night succeeded after 9 s: no restart.",
+        "Job night failed after 2 h 0 min: 3 of 3 restarts used.",
+        "Job night has no end in its log, which stops 1 s after the start: no restart.",
+    ]
+    assert runs.headline == "Job night has been running for 1 h 0 min: no restart, 0 steps lost."
+
+
+def test_below_the_headline_the_jobs_first_failure_comes_first() -> None:
+    first = {"generation": 0, "sentence": "rank 1 raised ValueError: loss is nan in generation 0"}
+    last = {"kind": "exception", "sentence": "rank 0 raised FileExistsError in generation 2", "rank": 0, "host": "a"}
+    job = Timeline().opens(0, 0).add(9, 2, "gave_up", reason="it exists", first_failure=first, failure=last)
+    job.add(9, 2, "ended", outcome="failed", code=1, reason="it exists", restarts=2, max_restarts=3)
+
+    assert report_of(job).reason == (
+        "Failed first in generation 0: rank 1 raised ValueError: loss is nan."
+        " Rank 0 raised FileExistsError in generation 2. The job was given up: it exists."
+    )
+
+
+def test_a_page_has_a_lane_for_each_rank_and_a_card_for_each_cause() -> None:
+    shown = Tags(html(report_of(restarted())))
+
+    assert sum("data-lane" in attrs for _, attrs in shown.tags) == 2
+    assert sum(str(attrs.get("id")).startswith("failure-") for _, attrs in shown.tags) == 1
+    assert "rank 1 died" in shown.text
+    assert "Training resumed 5 s later; 3 steps lost." in shown.text
+    assert "ETTR 80.0 %" in shown.text
+
+
+def test_the_text_and_the_json_have_what_failed_and_what_was_warned_of() -> None:
+    hung = two_nodes()
+    hung[0].add(200, 0, "slow", rank=1, wait_percent=31, lasted_s=120, text="rank 1 is slow", causes=["nice value"])
+    warned = report_of(*(job.succeeds(300, 0, 0) for job in hung), stacks={0: (LogLink("stacks.txt", "a/stacks.txt"),)})
+    lines, shown = printed(warned), Tags(html(warned))
+    numbers = json.loads(json.dumps(summary(report_of(restarted())), allow_nan=False))
+    silent = json.loads(json.dumps(summary(report_of(Timeline().opens(0, 0).succeeds(9, 0))), allow_nan=False))
+
+    assert printed(report_of(restarted()))[1:] == ["  +0:20.0  Rank 1 died. Training resumed 5 s later; 3 steps lost."]
+    assert lines[1].startswith("  +1:10  The job seemed to hang: rank 3 on node-b runs in wait")
+    assert lines[1].endswith("for 61 s. The job resumed by itself 20 s later.")
+    assert lines[2] == (
+        "  +3:20  Rank 1 is slow. The rank had been slow since +1:20 at least. The cause may be: nice value."
+    )
+    anchors = {attrs.get("id") for _, attrs in shown.tags}
+    assert {"#warning-0", "#warning-1"} <= {attrs.get("href") for tag, attrs in shown.tags if tag == "a"}
+    assert {"warning-0", "warning-1"} <= anchors
+    assert any(attrs.get("href") == "a/stacks.txt" for _, attrs in shown.tags)
+    assert [warning["kind"] for warning in summary(warned)["warnings"]] == ["hang", "slow rank"]  # type: ignore[attr-defined]
+    (failure,) = numbers["failures"]
+    assert (failure["rank"], failure["recovery_s"], numbers["steps_lost"]) == (1, 5.0, 3)
+    assert (silent["ettr"], silent["steps_lost"]) == (None, None)
+
+
+def test_a_hang_of_a_job_that_runs_has_its_length_by_now() -> None:
+    jobs = two_nodes(resumes=False)
+    jobs[0].rows[0]["pid"] = PID
+
+    report = report_of(*jobs, present=at(100, "node-a", ("night", PID)))
+
+    assert "The job has not resumed since: 30 s." in Tags(html(report)).text
+
+
+def test_a_rank_waits_starts_trains_loses_and_ends() -> None:
+    first, dead = timeline(report_of(restarted())).lanes
+
+    doings = [bar.doing for bar in dead.bars if bar.note.startswith("generation 0")]
+    assert doings == ["waits", "starts", "trains", "loses", "ends"]
+    assert [mark.at_s for mark in dead.marks] == [pytest.approx(20)]
+    assert not first.marks
+    assert first.name == "rank 0"
+    for lane in (first, dead):
+        assert all(one.end_s == other.begin_s for one, other in pairwise(lane.bars))
+
+
+def test_two_agents_of_one_host_have_names_of_their_own_and_failures_their_own_folder() -> None:
+    first, second = Timeline(workers=1).opens(0, 0), Timeline(first_rank=1, workers=1).opens(0, 0).dies(20, 0, 0)
+
+    report = report_of(first, second)
+
+    assert [node.name for node in report.history.nodes] == ["node-a (1 of 2)", "node-a (2 of 2)"]
+    assert [fault.folder for fault in report.history.faults] == ["/logs/1"]
+    assert "node-a (2 of 2)" in html(report)
+
+
+def test_nothing_that_a_job_writes_becomes_markup() -> None:
+    hung = restarted().add(30, 1, "seems_hung", host="node-a", rank=1, message="calm")
+    calm = Tags(html(report_of(hung, tails={0: "tail"})))
+    job = restarted().add(30, 1, "seems_hung", host="node-a", rank=1, message=HOSTILE)
+    for row in job.rows:
+        for name in ("host", "sentence", "message", "kind", "run_id", "command", "version", "reason", "cause"):
+            if name in row:
+                row[name] = HOSTILE
+        if row["event"] == "failed":
+            row |= {"traceback": HOSTILE, "advice": HOSTILE, "exception": HOSTILE, "log_path": HOSTILE}
+
+    shown = Tags(html(report_of(job, tails={0: HOSTILE})))
+
+    # A traceback and an advice have places of their own, which a calm job lacks.
+    for tag in ("script", "img", "style", "a"):
+        assert shown.count(tag) == calm.count(tag), tag
+    assert "alert(1)" in shown.text
+    assert "{{ 7*7 }}" in shown.text
+    assert not any("onerror" in attrs for _, attrs in shown.tags)
+    # Nor does it turn a line around, or speak to a terminal.
+    assert not set("\u202e\x1b\x00") & set(shown.text)
+    assert "\\u202e" in shown.text
+
+
+def test_a_page_loads_nothing_from_anywhere() -> None:
+    text = html(report_of(restarted(), metrics=StepMetrics(ROWS)))
+
+    addresses = [attrs.get(name) for _, attrs in Tags(text).tags for name in ("src", "href", "action", "data")]
+    assert all(address is None or address.startswith("#failure-") for address in addresses)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<script" not in text
+    assert text.count('class="curve"') == 2
+
+
+def crash_loop(generations: int) -> list[Timeline]:
+    """Only generation 0 makes steps; all others die before their first, as does the last."""
+    job = Timeline().opens(0, 0).steps(6, 0, 2, first=1).steps(15, 0, 8).dies(16, 0, 0).stops(18, 0, (1,))
+    for number in range(1, generations):
+        begin_s = 20.0 * number
+        job.opens(begin_s, number, "fail").dies(begin_s + 5, number, number % 2)
+        job.stops(begin_s + 8, number, (1 - number % 2,))
+    return [job]
+
+
+def many_nodes(nodes: int) -> list[Timeline]:
+    """One generation, in which each rank of each node fails. Each leader's verdict names another node's rank."""
+    jobs = []
+    for number in range(nodes):
+        job = Timeline(f"node-{number}", 2 * number).opens(0, 0, world_size=2 * nodes).dies(9, 0, 0).dies(9.1, 0, 1)
+        other = {"kind": "signal", "sentence": "x", "host": f"node-{nodes - 1 - number}", "rank": 0, "pid": 1}
+        jobs.append(job.add(10, 1, "restarting", kind="fail", failure=other))
+    return jobs
+
+
+def many_warnings(generations: int) -> list[Timeline]:
+    job = Timeline()
+    for number in range(generations):
+        begin_s = 400.0 * number
+        job.opens(begin_s, number, "join").add(begin_s + 70, number, "seems_hung", host="node-a", rank=1, message="x")
+        job.add(begin_s + 90, number, "goes_on")
+    return [job]
+
+
+@pytest.mark.parametrize(
+    ("shape", "left_out"),
+    [
+        (crash_loop, ("300 generations left out", "the newest 500 of 700 generations", "640 failures between")),
+        (many_nodes, ("600 more nodes have no lane here", "elaunch report --json has all")),
+        (many_warnings, ("And 640 more; elaunch report --json has all",)),
+    ],
+)
+def test_the_page_of_a_large_job_is_bounded_and_says_what_it_leaves_out(
+    shape: Callable[[int], Sequence[Timeline]], left_out: Sequence[str]
+) -> None:
+    report = report_of(*shape(700))
+
+    with bounded(cpu_s=10.0):
+        text = html(report)
+
+    assert len(text) < 2_000_000
+    assert [words for words in left_out if words not in text] == []
+    numbers = summary(report)
+    assert len(numbers["failures"]) + len(numbers["warnings"]) >= 700  # type: ignore[arg-type]
+    # The timeline's axis has room for what it shows: none of it is left of the axis.
+    assert "left:-" not in text
+
+
+def test_a_curve_of_any_length_has_a_bounded_number_of_points_and_keeps_its_extremes() -> None:
+    curve = Curve()
+    for step in range(100_000):
+        curve.add(step, 100.0 if step == 77_777 else step % 10)
+
+    assert POINTS <= len(curve.points) <= 2 * POINTS
+    assert max(point.high for point in curve.points) == 100.0
+    assert min(point.low for point in curve.points) == 0
+    assert [point.step for point in curve.points] == sorted(point.step for point in curve.points)
+
+
+def test_what_a_curve_does_not_show_is_a_remark() -> None:
+    rows = [b'{"step": %d, "loss": %s, "seconds": %s}' % (s, b"NaN" if s > 150 else b"2", b"60" if s == 99 else b"1")
+            for s in range(1, 301)]  # fmt: skip
+
+    loss, seconds = charts(StepMetrics(rows), [(1, 100)])
+
+    assert loss.remark == "not a number from step 151 on, in 150 steps"
+    assert seconds.remark == "the slowest step, near step 99, took 60 s"
+    assert [tick.label for tick in seconds.y_ticks][-1] == "1.5"
+    assert [tick.label for tick in seconds.restarts] == ["generation 1"]
+
+
+def test_lines_that_are_no_steps_are_left_out() -> None:
+    rows = [b"x", b"[]", b'{"step": true}', b'{"step": -1}', b'{"step": 1e3}', b"\xff\n", b"[" * 60_000, b"\n"]
+
+    with bounded():
+        metrics = StepMetrics([*rows, b'{"step": 1, "loss": "x", "seconds": 1e999, "generation": 10}'])
+
+    assert metrics.steps == 1
+    assert not metrics.loss.points
+
+
+def test_ticks_are_round_and_cover_the_values() -> None:
+    for low, high in ((0, 1), (2.1, 5.3), (-3, 1e6), (1e-9, 2e-9), (5, 5)):
+        ticks = nice_ticks(low, high, 4)
+
+        assert ticks[0] <= low
+        assert ticks[-1] >= high - 1e-12
+        assert 2 <= len(ticks) <= 8
+
+
+def test_folders_without_events_are_no_nodes() -> None:
+    assert len(history([restarted().folder(), NodeFolder("/logs/x", "night", ())]).nodes) == 1

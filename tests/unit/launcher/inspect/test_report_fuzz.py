@@ -1,0 +1,76 @@
+"""Whatever stands in a timeline or in metrics gives a page without markup of theirs, text, and numbers."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elaunch.launcher.inspect.curves import StepMetrics
+from elaunch.launcher.inspect.goodput import goodput
+from elaunch.launcher.inspect.history import Present, history
+from elaunch.launcher.inspect.node_log import node_folder
+from elaunch.launcher.inspect.page import Report, render
+from elaunch.launcher.inspect.report import printed, summary
+from tests.fuzzing import NESTED, VALUES, bounded, json_texts
+from tests.unit.launcher.inspect.test_page import TEMPLATE, Tags
+from tests.unit.launcher.inspect.timelines import BEGAN_AT, Timeline, restarted
+
+# A job that is warned of, and has no end.
+WARNED = restarted().add(61, 1, "seems_hung", host="node-a", rank=1, message="it runs").add(70, 1, "goes_on")
+ROWS = WARNED.add(80, 1, "slow", rank=1, wait_percent=20).rows
+ROWS[0]["pid"] = 7
+del ROWS[[row["event"] for row in ROWS].index("ended")]
+PRESENT = Present(BEGAN_AT + 99, "node-a", frozenset({("night", 7)}))
+LINES = [json.dumps(row) for row in ROWS]
+METRIC = json.dumps({"step": 3, "loss": 1.0, "seconds": 0.1, "generation": 0, "at": 1.8e9, "steps_lost": 2})
+# The markup of pages is the template's: these tags are in it as often as it says, whatever the job wrote.
+CODE = ("script", "style", "img", "iframe", "object", "link", "form")
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> bytes:
+    """A job's timeline with some fields or lines replaced, doubled or moved."""
+    lines = list(LINES)
+    for _ in range(draw(st.integers(1, 6))):
+        place = draw(st.integers(0, len(lines) - 1))
+        match draw(st.integers(0, 3)):
+            case 0:
+                row = dict(draw(st.sampled_from(ROWS)))
+                row[draw(st.sampled_from(sorted(row)))] = draw(VALUES)
+                lines[place] = json.dumps(row)
+            case 1:
+                lines[place] = draw(json_texts(draw(st.sampled_from(LINES))))
+            case 2:
+                lines.insert(place, draw(st.sampled_from(LINES)))
+            case _:
+                del lines[place]
+    return "\n".join(lines).encode(errors="surrogatepass")
+
+
+@given(timelines(), st.lists(json_texts(METRIC), max_size=5))
+@example(b"", [NESTED])
+@example(Timeline().add(1e308, 0, "opened").add(-1e308, 2**31 - 1, "sealed").text, [])
+@example(b"\n".join(b'{"generation": %d, "event": "opened", "at": 1, "monotonic_s": 1}' % n for n in range(3000)), [])
+def test_any_timeline_gives_a_page_or_nothing(timeline: bytes, rows: list[str]) -> None:
+    calm = Tags(_page(restarted().text, []))
+
+    with bounded(cpu_s=4.0):
+        page = _page(timeline, [row.encode(errors="surrogatepass") for row in rows])
+
+    if page:
+        page.encode()
+        shown = Tags(page)
+        assert all(shown.count(tag) <= calm.count(tag) for tag in CODE)
+
+
+def _page(timeline: bytes, rows: list[bytes]) -> str:
+    folder = node_folder("/logs/a", "night", timeline.splitlines(keepends=True))
+    if not folder.events:
+        return ""
+    past = history([folder], PRESENT)
+    report = Report(past, goodput(past), StepMetrics(rows))
+    json.dumps(summary(report), allow_nan=False)
+    printed(report)
+    return render(report, TEMPLATE)

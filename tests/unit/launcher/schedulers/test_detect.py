@@ -1,0 +1,589 @@
+"""launcher.schedulers: the facts from schedulers' variables, and their use together with the command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elaunch.launcher.agent_config import agent_config
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.host import HostResources
+from elaunch.launcher.options.options import Options, parse
+from elaunch.launcher.schedulers import detect as registry
+from elaunch.launcher.schedulers.defaults import concerning, reachable, settle
+from elaunch.launcher.schedulers.facts import Cluster, line, port_of, port_of_name
+from elaunch.launcher.schedulers.hostlist import expand
+from elaunch.launcher.store.locate import Planned, plan
+from elaunch.rendezvous.endpoint import Endpoint
+from tests.harness import REPOSITORY
+
+# The variables of a task of `srun -N4 --ntasks-per-node=2`, as seen with Slurm 22.05.
+SLURM = {
+    "SLURM_CLUSTER_NAME": "test",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "node[0-3]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_NNODES": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[0-3]",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}
+# The variables of a task of `flux run -N4 --tasks-per-node=1`, as seen with flux-core 0.88.0.
+FLUX = {
+    "FLUX_JOB_ID": "ƒEjrGHTb",
+    "FLUX_JOB_ID_PATH": "/ƒEjrGHTb",
+    "FLUX_JOB_NNODES": "4",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "0",
+    "FLUX_TASK_RANK": "2",
+    "PMI_RANK": "2",
+    "PMI_SIZE": "4",
+}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "4",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-host-123@1",
+}
+CPU_HOST = HostResources(cpus=16, cores=8, gpus=0, python="/usr/bin/python3")
+GPU_HOST = HostResources(cpus=16, cores=8, gpus=1, python="/usr/bin/python3")
+
+
+def no_file(path: str) -> str:
+    raise FileNotFoundError(path)
+
+
+def detect(
+    choice: str = "auto", hostname: str = "here", files: dict[str, str] | None = None, **environ: str
+) -> Cluster:
+    found = registry.detect(choice, environ, hostname, (files or {}).__getitem__ if files else no_file)
+    assert found
+    return found
+
+
+def of_slurm(**changes: str) -> Cluster:
+    return detect(**{name: value for name, value in {**SLURM, **changes}.items() if value})
+
+
+def options_of(*argv: str, **environ: str) -> Options:
+    return parse([*argv, "train.py"], environ)
+
+
+def planned(cluster: Cluster, *argv: str, **environ: str) -> Planned:
+    return plan(settle(options_of(*argv, **environ), cluster), environ, no_file, cluster)
+
+
+# --- lists of hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[001-003,7],m2-[1-2]", ["n001", "n002", "n003", "n7", "m2-1", "m2-2"]),
+        ("r[1-2]n[09-10]x,gpu-a", ["r1n09x", "r1n10x", "r2n09x", "r2n10x", "gpu-a"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("a.b.c,d_e", ["a.b.c", "d_e"]),
+    ],
+)
+def test_a_list_of_hosts_is_expanded_in_its_order(text: str, hosts: list[str]) -> None:
+    assert expand(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "n[", "n]", "n[1-", "n[x]", "n[3-1]", "n[]", "n[1-999999]", "a[1-999]b[1-999]"]
+)
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        expand(text)
+
+
+# --- Slurm
+
+
+def test_a_task_of_srun_knows_its_job() -> None:
+    found = of_slurm()
+
+    assert found == Cluster(
+        "Slurm",
+        nodes=(4, 4),
+        node_index=1,
+        head="node0",
+        head_port=port_of(77 * 7),
+        workers=2,
+        run_id="test-77.0",
+        task=1,
+        tasks=2,
+        sources=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_NODEID"),
+        signals_workers=True,
+        head_query=found.head_query,
+        cores_option="--cpus-per-task",
+        gpus_way_out=found.gpus_way_out,
+    )
+    assert found.head_query
+    assert found.head_query.command == ("scontrol", "--oneliner", "show", "node", "node0")
+
+
+def test_what_was_detected_is_one_line() -> None:
+    assert line(of_slurm(SLURM_RESTART_COUNT="2")) == (
+        "Slurm says: job test-77.0, in its life number 3, 4 nodes, this is node 1, the head is node0, 2 workers here"
+        " (SLURM_JOB_ID, SLURM_STEP_ID, SLURM_STEP_NODELIST, SLURM_NODEID); --scheduler none takes no notice of it"
+    )
+
+
+def test_a_step_on_some_of_a_jobs_nodes_is_those() -> None:
+    found = of_slurm(SLURM_STEP_NUM_NODES="2", SLURM_STEP_NODELIST="node[2-3]", SLURM_STEP_TASKS_PER_NODE="1(x2)")
+
+    assert (found.nodes, found.head, found.workers) == ((2, 2), "node2", None)
+
+
+@pytest.mark.parametrize(("per_node", "tasks"), [("3,1", [3, 1]), ("4(x2),2", [4, 4, 2]), ("", [1, 1])])
+def test_the_tasks_of_each_node_are_its_own(per_node: str, tasks: list[int]) -> None:
+    found = [of_slurm(SLURM_STEP_TASKS_PER_NODE=per_node, SLURM_NODEID=str(i)) for i in range(len(tasks))]
+
+    assert [cluster.tasks for cluster in found] == tasks
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "1"}, 8),
+        ({"SLURM_GPUS_ON_NODE": "0", "SLURM_GPUS_PER_NODE": "8"}, 0),
+        ({"SLURM_STEP_GPUS": "0,1,2"}, 3),
+        ({"SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, 3),
+        ({"SLURM_GPUS_PER_NODE": "gpu:a100:4"}, 4),
+        ({"SLURM_GPUS_PER_TASK": "2"}, 4),
+        ({"SLURM_GPUS_PER_TASK": "h100:3"}, 6),
+        ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=2"}, 4),
+        ({"SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:h100:1"}, 2),
+        ({"SLURM_GPUS": "16"}, 4),
+        ({"SLURM_GPUS": "15"}, None),
+        ({}, None),
+    ],
+)
+def test_gpus_are_known_in_all_the_forms_that_they_are_asked_for(environ: dict[str, str], gpus: int | None) -> None:
+    found = of_slurm(**environ)
+
+    assert (found.gpus, found.workers) == (gpus, gpus or 2)
+
+
+def test_a_heterogeneous_job_is_a_sentence_in_its_steps() -> None:
+    with pytest.raises(UsageError, match=r"SLURM_HET_SIZE=2: .* --scheduler none, --nnodes and --rdzv-endpoint"):
+        of_slurm(SLURM_HET_SIZE="2")
+    assert of_slurm(SLURM_HET_SIZE="1").nodes == (4, 4)
+
+
+def test_nodes_may_have_different_numbers_of_gpus() -> None:
+    assert [
+        of_slurm(SLURM_NODEID=node, SLURM_GPUS_ON_NODE=gpus).workers for node, gpus in (("0", "8"), ("1", "4"))
+    ] == [8, 4]
+
+
+def test_a_job_of_an_array_has_the_arrays_name_and_a_port_of_its_own() -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "77"}
+    found = [of_slurm(**array, SLURM_JOB_ID=str(78 + i), SLURM_ARRAY_TASK_ID=str(i)) for i in range(100)]
+
+    assert found[3].run_id == "test-77_3.0"
+    ports = {cluster.head_port for cluster in found if cluster.head_port}
+    assert len(ports | {port + 1 for port in ports}) == 200
+
+
+def test_a_job_that_is_queued_again_keeps_its_name() -> None:
+    assert of_slurm(SLURM_RESTART_COUNT="1").run_id == of_slurm().run_id
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_ID": ""},
+        # An interactive step's.
+        {"SLURM_STEP_ID": str(0xFFFF_FFFA)},
+        # Submitted from within a step elsewhere, as was seen.
+        {"SLURM_STEP_NODELIST": "other7"},
+    ],
+)
+def test_the_shell_of_a_job_is_one_node_and_says_so(changes: dict[str, str]) -> None:
+    found = of_slurm(**changes)
+
+    assert (found.nodes, found.node_index, found.tasks, found.run_id) == (None, None, 1, "test-77")
+    assert (
+        found.note == "this is the shell of Slurm's job 77, and its 4 nodes are not used: srun elaunch … starts on all"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"SLURM_NODEID": "x"}, {"SLURM_NODEID": "4"}, {"SLURM_STEP_NODELIST": "n["}, {"SLURM_STEP_TASKS_PER_NODE": "2x"}],
+)
+def test_variables_that_make_no_sense_are_a_sentence(changes: dict[str, str]) -> None:
+    ((name, _),) = changes.items()
+
+    with pytest.raises(UsageError, match=f"{name}=.*--scheduler none"):
+        of_slurm(**changes)
+
+
+# --- Flux
+
+
+def test_a_task_of_flux_run_knows_its_job_and_asks_for_the_head() -> None:
+    found = detect(**FLUX)
+
+    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("Flux", (4, 4), 2, None)
+    assert (found.run_id, found.head_port) == ("flux-EjrGHTb", port_of_name("flux-EjrGHTb"))
+    assert (found.workers, found.task, found.tasks) == (None, 0, 1)
+    assert found.head_query
+    assert found.head_query.command == ("flux", "job", "info", "ƒEjrGHTb", "R")
+    assert detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}).head_query is None
+
+
+@pytest.mark.parametrize(
+    ("said", "head"),
+    [
+        ('{"version": 1, "execution": {"R_lite": [], "nodelist": ["node[3-6]"]}}', "node3"),
+        ('{"version": 1, "execution": {"R_lite": [], "nodelist": ["b", "a"]}}', "b"),
+        ('{"version": 1, "execution": {"nodelist": []}}', None),
+        ('{"version": 1, "execution": {"nodelist": ["n["]}}', None),
+        ("", None),
+    ],
+)
+def test_the_head_is_the_first_host_of_a_jobs_resources(said: str, head: str | None) -> None:
+    query = detect(**FLUX).head_query
+
+    assert query
+    assert query.answer(said) == head
+
+
+@pytest.mark.parametrize(("rank", "index"), [("0", 0), ("2", None)])
+def test_of_several_tasks_of_flux_on_a_node_one_is_the_agent(rank: str, index: int | None) -> None:
+    several = {"FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": rank}
+
+    found = [detect(**{**FLUX, **several, "FLUX_TASK_LOCAL_ID": task}) for task in ("0", "1")]
+
+    assert [(cluster.workers, cluster.task, cluster.tasks) for cluster in found] == [(2, 0, 2), (2, 1, 2)]
+    assert found[0].node_index == index
+
+
+@pytest.mark.parametrize("uneven", [{"FLUX_JOB_SIZE": "6"}, {"FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "2"}])
+def test_tasks_that_nodes_do_not_share_evenly_are_a_sentence(uneven: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"FLUX_JOB_SIZE=.* not shared evenly .*--tasks-per-node=1"):
+        detect(**{**FLUX, **uneven})
+
+
+@pytest.mark.parametrize(
+    ("job", "path", "run_id"),
+    [
+        ("ƒEjrGHTb", "", "flux-EjrGHTb"),
+        ("fEjrGHTb", "/fEjrGHTb", "flux-EjrGHTb"),
+        # A locale that is not UTF-8.
+        ("\udcc6\udc92EjrGHTb", "", "flux-EjrGHTb"),
+        # In a batch job.
+        ("ƒDCB6RV", "/ƒD2e73NP/ƒDCB6RV", "flux-D2e73NP-DCB6RV"),
+        ("ƒf2", "", "flux-f2"),
+        ("ff2", "", "flux-f2"),
+    ],
+)
+def test_a_job_of_flux_has_its_number_without_the_letter_that_few_can_type(job: str, path: str, run_id: str) -> None:
+    assert detect(**{**FLUX, "FLUX_JOB_ID": job, "FLUX_JOB_ID_PATH": path}).run_id == run_id
+
+
+def test_what_is_no_number_of_a_job_of_flux_is_a_sentence() -> None:
+    with pytest.raises(UsageError, match=r"FLUX_JOB_ID=.* is no number of a job; .*--scheduler none"):
+        detect(**{**FLUX, "FLUX_JOB_ID": "a\nb", "FLUX_JOB_ID_PATH": ""})
+
+
+def test_where_flux_does_not_tell_the_head_the_user_has_to() -> None:
+    several, one = (
+        detect(**FLUX),
+        detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}),
+    )
+
+    with pytest.raises(UsageError, match=r"flux must be on the PATH of the job's tasks, or give --rdzv-endpoint"):
+        concerning(options_of(), several, {})
+    assert concerning(options_of("--rdzv-endpoint", "node0:2379"), several, {}) == several
+    assert concerning(options_of(), several, {"ELAUNCH_ENDPOINT": "etcd:2379"}) == several
+    assert concerning(options_of("--nnodes", "1"), several, {}) == several
+    assert concerning(options_of(), one, {}) == one
+    assert concerning(options_of(), replace(several, head="node0"), {}).head == "node0"
+
+
+def test_flux_is_nearer_than_the_slurm_that_it_runs_in_and_mpirun_is_nearer_than_both() -> None:
+    assert detect(**SLURM, **FLUX).scheduler == "Flux"
+    assert detect(**SLURM, **FLUX, **OMPI).scheduler == "Open MPI"
+    # Flux's plug-in for PMIx.
+    assert detect(**FLUX, PMIX_RANK="2", PMIX_NAMESPACE="x").scheduler == "Flux"
+
+
+def test_the_script_of_a_batch_job_of_flux_is_no_task() -> None:
+    assert registry.detect("auto", {"FLUX_URI": "local:///run/flux/local"}, "here", no_file) is None
+
+
+# --- the others
+
+
+def test_processes_of_open_mpi_know_their_node_and_their_user_the_head() -> None:
+    found = detect(**OMPI, MASTER_ADDR="host9")
+
+    # By slot this is node 1, by node it would be another.
+    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("Open MPI", (2, 2), None, "host9")
+    assert detect(**{**OMPI, "OMPI_COMM_WORLD_RANK": "0"}).node_index == 0
+    assert (found.workers, found.task, found.tasks, found.run_id) == (4, 0, 4, "mpi-prterun-host-123-1")
+
+
+def test_mpirun_in_an_allocation_is_nearer_than_that() -> None:
+    found = detect(**SLURM, **OMPI)
+
+    assert (found.scheduler, found.head, found.nodes) == ("Open MPI", "node0", (2, 2))
+
+
+def test_without_a_head_mpirun_is_to_be_told_one() -> None:
+    assert "export MASTER_ADDR=HOST" in detect(**OMPI).note
+
+
+def test_nodes_with_different_numbers_of_processes_are_a_sentence() -> None:
+    with pytest.raises(UsageError, match="ppr:1:node"):
+        detect(**{**OMPI, "OMPI_COMM_WORLD_SIZE": "7"})
+
+
+@pytest.mark.parametrize("names", [("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")])
+def test_hydra_and_pals_are_known(names: tuple[str, str]) -> None:
+    found = detect(
+        PMI_RANK="1",
+        PMI_SIZE="2",
+        PBS_NODEFILE="nodes",
+        files={"nodes": "a\nb\n"},
+        **dict(zip(names, "01", strict=True)),
+    )
+
+    assert (found.nodes, found.node_index, found.head, found.tasks) == ((2, 2), 1, "a", 1)
+
+
+def test_several_processes_of_which_pmix_says_no_more_are_a_sentence() -> None:
+    assert detect(PMIX_RANK="0", PMIX_NAMESPACE="prun-1@1").run_id == "mpi-prun-1-1"
+    with pytest.raises(UsageError, match=r"PMIX_RANK=3 is one of several processes, .*--nnodes"):
+        detect(PMIX_RANK="3")
+    assert of_slurm(PMIX_RANK="3").scheduler == "Slurm"
+
+
+def test_lsf_knows_a_node_by_its_name() -> None:
+    found = detect(LSB_JOBID="5", LSB_JOBINDEX="3", LSB_MCPU_HOSTS="h1 4 h2 4", hostname="h2.site")
+
+    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("LSF", (2, 2), 1, "h1")
+    assert (found.run_id, found.note) == ("lsf-5_3", 'every host is to start it once: blaunch -z "h1 h2" elaunch …')
+
+
+def test_jsrun_leaves_the_scripts_host_out() -> None:
+    step = {"JSM_NAMESPACE_RANK": "6", "JSM_NAMESPACE_LOCAL_RANK": "2", "JSM_NAMESPACE_LOCAL_SIZE": "4"}
+    found = detect(LSB_JOBID="5", LSB_MCPU_HOSTS="batch1 1 h1 42 h2 42", hostname="h2", **step)
+
+    assert (found.nodes, found.node_index, found.head, found.task, found.tasks) == ((2, 2), 1, "h1", 2, 4)
+
+
+def test_pbsdsh_takes_the_nodes_of_the_file() -> None:
+    environ = {"PBS_JOBID": "12[3].server", "PBS_NODEFILE": "/aux/12", "PBS_TASKNUM": "3"}
+    found = detect(hostname="b", files={"/aux/12": "a\na\nb\nb\n"}, **environ)
+
+    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("PBS", (2, 2), 1, "a")
+    assert found.run_id == "pbs-12_3.server"
+    assert "pbsdsh -u elaunch" in detect(files={"/aux/12": "a\nb\n"}, **{**environ, "PBS_TASKNUM": "1"}).note
+
+
+def test_a_task_of_pbs_that_knows_no_nodes_is_no_job_of_its_own() -> None:
+    with pytest.raises(UsageError, match=r"PBS_TASKNUM=3 is one of several tasks, and no PBS_NODEFILE"):
+        detect(PBS_JOBID="12.server", PBS_TASKNUM="3")
+    with pytest.raises(UsageError, match=r"/aux/12"):
+        detect(PBS_JOBID="12.server", PBS_TASKNUM="3", PBS_NODEFILE="/aux/12")
+
+
+def test_each_scheduler_can_be_named_and_is_on_its_page() -> None:
+    page = (REPOSITORY / "docs" / "mpi.md").read_text()
+
+    for name in registry.SCHEDULERS:
+        assert options_of("--scheduler", name).scheduler == name
+        assert f"`{name}`" in page
+    with pytest.raises(UsageError, match=f"is not one of auto, none, {', '.join(registry.SCHEDULERS)}"):
+        options_of("--scheduler", "slrum")
+
+
+def test_nobody_said_anything() -> None:
+    assert registry.detect("auto", {"HOME": "/root"}, "here", no_file) is None
+    assert registry.detect("none", SLURM, "here", no_file) is None
+    with pytest.raises(UsageError, match="--scheduler lsf finds none of its variables"):
+        detect("lsf", **SLURM)
+
+
+def test_the_scheduler_of_the_agent_did_not_start_what_its_worker_starts() -> None:
+    inside = {**SLURM, **registry.mark_of(SLURM)}
+
+    assert registry.detect("auto", inside, "here", no_file) is None
+    assert detect("slurm", **inside).node_index == 1
+    # `srun` inside the worker.
+    assert detect(**{**inside, "SLURM_STEP_ID": "1"}).node_index == 1
+    assert registry.mark_of({"PATH": "/bin"}) == {}
+
+
+# --- beside the command line
+
+
+def test_facts_fill_what_the_command_line_leaves_open() -> None:
+    made = planned(of_slurm())
+
+    assert made.plan.endpoints == (Endpoint("node0", port_of(77 * 7)),)
+    assert (made.plan.is_head, made.plan.times.nodes_expected, made.hands_over) == (False, 4, True)
+    assert planned(of_slurm(SLURM_NODEID="0")).plan.is_head
+    assert settle(options_of(), of_slurm()).run_id == "test-77.0"
+
+
+def test_the_command_line_wins() -> None:
+    made = planned(of_slurm(), "--rdzv-endpoint", "etcd9:2379", "--nnodes", "2:3", ELAUNCH_TOKEN="a token of its user")
+
+    assert made.plan.endpoints == (Endpoint("etcd9", 2379),)
+    assert (made.plan.is_head, made.hands_over) == (None, False)
+    options = settle(options_of("--nnodes", "2:3", "--run-id", "mine"), of_slurm())
+    assert (options.nnodes, options.run_id) == ((2, 3), "mine")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "sentence"),
+    [
+        (
+            ["--nnodes", "5"],
+            {},
+            r"--nnodes 5 contradicts Slurm, which started this job on 4 nodes, with 2 tasks .*5 nodes",
+        ),
+        ([], {"PET_NNODES": "9:9"}, r"PET_NNODES=9:9 contradicts Slurm"),
+        (["--nnodes", "8"], {}, r"with 2 tasks on this one, of which one is the agent"),
+        (["--nnodes", "4", "--node-rank", "0"], {}, r"--node-rank 0 contradicts Slurm, for which this is node 1"),
+    ],
+)
+def test_a_contradiction_is_a_sentence(argv: list[str], environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        settle(options_of(*argv, **environ), of_slurm())
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["--nnodes", "4", "--master-addr", "a", "--node-rank", "2"], {}),
+        (["--nnodes", "1:4", "--rdzv-endpoint", "a:2379"], {}),
+        (["--nnodes", "4"], {"ELAUNCH_ENDPOINT": "a:2379"}),
+    ],
+)
+def test_a_job_of_several_steps_is_known_by_its_own_name(argv: list[str], environ: dict[str, str]) -> None:
+    one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node1", "SLURM_NODEID": "0"}
+    options = options_of(*argv)
+
+    cluster = concerning(options, of_slurm(**one_node, SLURM_STEP_TASKS_PER_NODE="1"), environ)
+    made = plan(settle(options, cluster), environ, no_file, cluster)
+
+    assert settle(options, cluster).run_id is None
+    assert (made.plan.times.nodes_expected, made.hands_over) == (0, False)
+    assert "more nodes than Slurm started here" in cluster.note
+
+
+def test_tasks_that_see_their_own_gpu_only_are_a_sentence() -> None:
+    cluster = of_slurm(SLURM_GPUS_ON_NODE="2", CUDA_VISIBLE_DEVICES="0")
+
+    for host in (CPU_HOST, GPU_HOST):
+        with pytest.raises(
+            UsageError, match=r"2 GPUs, and each of its 2 tasks sees only its own, here 1; .*--gpu-bind"
+        ):
+            agent_config(settle(options_of(), cluster), planned(cluster), {}, host)
+
+
+def test_an_agent_has_its_place_and_takes_the_schedulers_notice() -> None:
+    config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), {}, CPU_HOST)
+
+    assert (config.node_rank, config.slots) == (1, 2)
+    assert config.notices == config.ignored == (10, 12)
+    assert set(config.notices) < set(config.signals)
+    assert not config.has_named_signals
+    assert config.details[0].startswith("Slurm says: ")
+    assert config.notes == ()
+
+
+def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
+    one_cpu = replace(CPU_HOST, cpus=1, cores=1)
+
+    config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), {}, one_cpu)
+
+    assert config.notes[0] == (
+        "2 workers share the 1 CPU core that this node's agent may use; more are asked for with --cpus-per-task"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "argv", "notices", "ignored"),
+    [
+        # A shell could not undo it.
+        (of_slurm(), ("--no-python",), (10, 12), ()),
+        # Of mpirun each process gets it from its own; Flux signals the agent's process group alone.
+        (detect(**OMPI, MASTER_ADDR="host9"), (), (10, 12), ()),
+        (replace(detect(**FLUX), head="host9"), (), (10, 12), ()),
+        (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR1"), (10,), ()),
+        (of_slurm(), ("--signals-to-handle", "SIGTERM,SIGUSR2,SIGUSR1"), (12, 10), ()),
+    ],
+)
+def test_workers_ignore_a_notice_only_where_a_scheduler_sends_it_to_them_too(
+    cluster: Cluster, argv: tuple[str, ...], notices: tuple[int, ...], ignored: tuple[int, ...]
+) -> None:
+    options = settle(options_of(*argv), cluster)
+
+    config = agent_config(replace(options, run_id="test"), planned(cluster, *argv), {}, CPU_HOST)
+
+    assert (config.notices, config.ignored) == (notices, ignored)
+    assert set(notices) <= set(config.signals)
+    assert config.has_named_signals == ("--signals-to-handle" in argv)
+
+
+def test_a_transport_of_etcds_needs_one_that_somebody_named() -> None:
+    with pytest.raises(UsageError, match="needs the address of a store where the nodes meet"):
+        planned(of_slurm(), "--rdzv-conf", "transport=grpc")
+
+
+# --- the head's address
+
+
+@pytest.mark.parametrize(
+    ("head", "said", "found"),
+    [
+        ("localhost", "NodeAddr=10.0.0.9", "localhost"),
+        ("n1.invalid", "NodeName=n1.invalid NodeAddr=127.0.0.5 NodeHostName=x", "127.0.0.5"),
+        ("n1.invalid", "Node n1 not found", "n1.invalid"),
+    ],
+)
+def test_a_head_whose_name_is_no_hosts_has_the_address_that_slurm_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str, said: str, found: str
+) -> None:
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho {said}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    cluster = detect("slurm", **slurm, SLURM_STEP_NODELIST=head)
+
+    assert reachable(cluster).head == found
+
+
+@pytest.mark.parametrize(
+    ("script", "head"),
+    [("""echo '{"execution": {"nodelist": ["node[3-4]"]}}'""", "node3"), ("exit 1", None), (None, None)],
+)
+def test_the_head_of_a_job_of_flux_is_asked_of_flux(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, head: str | None
+) -> None:
+    if script:
+        (tmp_path / "flux").write_text(f"#!/bin/sh\n[ \"$*\" = 'job info f1 R' ] && {script}\n")
+        (tmp_path / "flux").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
+    task = {"FLUX_JOB_ID": "f1", "FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"}
+
+    cluster = detect("flux", **task)
+    assert reachable(cluster).head == head

@@ -1,0 +1,193 @@
+"""launcher.schedulers.kubernetes: the facts that pods of each kind have about their job."""
+
+from __future__ import annotations
+
+import pytest
+
+from elaunch.launcher.agent_config import agent_config
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.schedulers.defaults import settle
+from elaunch.launcher.schedulers.facts import Cluster
+from elaunch.launcher.schedulers.kubernetes import HOSTS, detect
+from elaunch.launcher.store.locate import plan
+from tests.unit.launcher.schedulers.test_detect import CPU_HOST, no_file, options_of, planned
+
+POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+
+
+def hosts(*names: str) -> str:
+    """A pod's hosts file, as a kubelet writes it."""
+    own = "\t".join(("10.244.1.5", *names))
+    return f"# Kubernetes-managed hosts file.\n127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost\n{own}\n"
+
+
+def found(hostname: str, environ: dict[str, str], domain: str = "") -> Cluster | None:
+    def read(path: str) -> str:
+        assert path == HOSTS
+        return hosts(*([f"{hostname}.{domain}"] if domain else []), hostname)
+
+    return detect(environ, hostname, read)
+
+
+def test_a_pod_of_an_indexed_job_knows_its_index_and_the_heads_full_name() -> None:
+    cluster = found("train-3", POD | {"JOB_COMPLETION_INDEX": "3"}, "train.team.svc.cluster.local")
+
+    assert cluster
+    assert (cluster.nodes, cluster.node_index) == (None, 3)
+    assert cluster.head == "train-0.train.team.svc.cluster.local"
+    assert cluster.run_id == "team-train"
+    assert cluster.sources == ("JOB_COMPLETION_INDEX",)
+
+
+def test_a_pod_of_a_jobset_is_one_of_its_jobs() -> None:
+    cluster = found("lm-node-0-11", POD | {"JOB_COMPLETION_INDEX": "11"}, "lm.team.svc.cluster.local")
+
+    assert cluster
+    assert cluster.head == "lm-node-0-0.lm.team.svc.cluster.local"
+    assert cluster.node_index == 11
+
+
+def test_kubeflows_own_name_of_the_head_is_the_same_host() -> None:
+    """Trainer v2 sets PET_MASTER_ADDR=<job>-node-0-0.<job>, by Jobs of a JobSet."""
+    environ = POD | {"JOB_COMPLETION_INDEX": "1", "PET_MASTER_ADDR": "lm-node-0-0.lm", "PET_NODE_RANK": "1"}
+
+    cluster = found("lm-node-0-1", environ, "lm.team.svc.cluster.local")
+
+    assert cluster
+    assert cluster.head
+    assert cluster.head.startswith("lm-node-0-0.lm.")
+    assert cluster.node_index == 1
+
+
+def test_without_a_service_nobody_knows_the_head() -> None:
+    cluster = found("train-1", POD | {"JOB_COMPLETION_INDEX": "1"})
+
+    assert cluster
+    assert (cluster.head, cluster.node_index, cluster.run_id) == (None, 1, "train")
+
+
+def test_a_host_name_that_is_not_the_jobs_names_no_head() -> None:
+    cluster = found("something", POD | {"JOB_COMPLETION_INDEX": "1"}, "else.team.svc.cluster.local")
+
+    assert cluster
+    assert (cluster.head, cluster.run_id, cluster.node_index) == (None, None, 1)
+
+
+@pytest.mark.parametrize(("hostname", "index"), [("lws-2", 0), ("lws-2-3", 3)])
+@pytest.mark.parametrize("tells_index", [True, False])
+def test_a_leader_worker_set_says_it_all(hostname: str, index: int, tells_index: bool) -> None:
+    environ = POD | {"LWS_LEADER_ADDRESS": "lws-2.lws.team", "LWS_GROUP_SIZE": "4"}
+    cluster = found(hostname, environ | ({"LWS_WORKER_INDEX": str(index)} if tells_index else {}))
+
+    assert cluster
+    assert (cluster.nodes, cluster.node_index) == ((4, 4), index)
+    assert (cluster.head, cluster.run_id) == ("lws-2.lws.team", "team-lws-2")
+
+
+def test_a_leader_worker_set_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="LWS_WORKER_INDEX=4 is no node of LWS_GROUP_SIZE=4"):
+        found("x", {"LWS_LEADER_ADDRESS": "lws-0.lws.team", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "4"})
+
+
+def test_a_pod_of_a_stateful_set_has_its_index_in_its_name() -> None:
+    cluster = found("nodes-2", POD, "nodes.team.svc.cluster.local")
+
+    assert cluster
+    assert (cluster.node_index, cluster.head) == (2, "nodes-0.nodes.team.svc.cluster.local")
+
+
+@pytest.mark.parametrize(
+    ("hostname", "environ", "domain"),
+    [
+        ("node-2", {}, "nodes.team.svc.cluster.local"),
+        ("train-7d9f6-x2x5z", POD, ""),
+        ("train-1", POD, ""),
+        ("notebook", POD, "nodes.team.svc.cluster.local"),
+        ("train-worker-0", {"PET_RDZV_ENDPOINT": "train-worker-0:29400"}, "s.team.svc.cluster.local"),
+        ("train-worker-0", POD | {"MASTER_ADDR": "train-master-0"}, "s.team.svc.cluster.local"),
+    ],
+)
+def test_other_hosts_and_pods_say_nothing(hostname: str, environ: dict[str, str], domain: str) -> None:
+    assert found(hostname, environ, domain) is None
+
+
+PYTORCH_JOB = POD | {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "lm-master-0",
+    "MASTER_ADDR": "lm-master-0",
+}
+ELASTIC_PYTORCH_JOB = POD | {"PET_NNODES": "2:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "lm-worker-0:23456"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (PYTORCH_JOB, "2 nodes, this is node 1 (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR)"),
+        (ELASTIC_PYTORCH_JOB, "2:4 nodes (PET_NNODES, PET_RDZV_ENDPOINT)"),
+    ],
+    ids=["with a master", "elastic"],
+)
+def test_what_an_operator_says_is_logged_and_changes_nothing(environ: dict[str, str], said: str) -> None:
+    told = {name: value for name, value in environ.items() if name.startswith("PET_")}
+    secret = {"ELAUNCH_TOKEN": "a token of this test"}
+    cluster = found("lm-worker-0", environ)
+    assert cluster
+
+    made = planned(cluster, **told, **secret)
+
+    config = agent_config(settle(options_of("--run-id", "lm", **told), cluster), made, {}, CPU_HOST)
+    assert config.details[0].startswith(f"Kubernetes operator says: {said}")
+    without = plan(options_of(**told), told | secret, no_file, None)
+    assert (made.plan.endpoints, made.plan.is_head) == (without.plan.endpoints, without.plan.is_head)
+    assert (made.plan.node_rank, made.hands_over) == (without.plan.node_rank, False)
+
+
+LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "lws-2.lws.team", "LWS_GROUP_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("hostname", "environ"),
+    [
+        ("train-0", POD | {"JOB_COMPLETION_INDEX": "0", "PET_NNODES": "2"}),
+        ("train-1", POD | {"JOB_COMPLETION_INDEX": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "train-0.train"}),
+        ("lws-2-1", POD | LEADER_WORKER_SET),
+        ("lm-worker-0", PYTORCH_JOB),
+        ("lm-worker-0", ELASTIC_PYTORCH_JOB),
+    ],
+)
+def test_pods_without_the_secret_are_told_how_to_make_it(hostname: str, environ: dict[str, str]) -> None:
+    """Otherwise the first pod would wait, and the others would be refused one after another."""
+    cluster = found(hostname, environ, "train.team.svc.cluster.local")
+    assert cluster
+
+    with pytest.raises(UsageError, match="kubectl create secret generic elaunch-token"):
+        planned(cluster, **environ)
+
+    assert planned(cluster, ELAUNCH_TOKEN="a token of this test", **environ).plan.token
+
+
+def test_pods_that_meet_at_an_open_etcd_need_no_secret() -> None:
+    cluster = found("lws-2-1", POD | LEADER_WORKER_SET)
+    assert cluster
+
+    made = planned(cluster, ELAUNCH_ENDPOINT="etcd:2379")
+
+    assert (made.plan.endpoints[0].host, made.plan.token, made.hands_over) == ("etcd", "", False)
+
+
+def test_an_index_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="JOB_COMPLETION_INDEX=one"):
+        found("train-1", {"JOB_COMPLETION_INDEX": "one"})
+
+
+@pytest.mark.parametrize(("said", "is_warned"), [({}, True), ({"PET_NNODES": "1"}, False)])
+def test_pods_that_do_not_know_how_many_they_are_say_so(said: dict[str, str], is_warned: bool) -> None:
+    environ = POD | {"JOB_COMPLETION_INDEX": "1"}
+    cluster = found("train-1", environ, "train.team.svc.cluster.local")
+    assert cluster
+
+    config = agent_config(settle(options_of(**said), cluster), planned(cluster), {}, CPU_HOST)
+
+    assert any("set PET_NNODES to their number" in note for note in config.notes) == is_warned
+    assert (config.spec.nodes_max, config.spec.run_id) == (1, "team-train")

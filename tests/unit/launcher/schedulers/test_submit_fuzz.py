@@ -1,0 +1,155 @@
+"""Words that go into a batch script, a manifest or an invitation arrive as typed, or are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.shell_words import joined
+from elaunch.launcher.schedulers import submit_kubernetes as kubernetes
+from elaunch.launcher.schedulers import submit_slurm as slurm
+from elaunch.launcher.schedulers.submit_kubernetes import job
+from tests.commands import read
+from tests.fuzzing import WORDS, bounded
+from tests.harness import RUN_LIMIT_S
+
+NASTY = st.sampled_from(
+    [
+        "\n", "\r\n", "a\n#SBATCH --uid=0\nrm -rf ~", "'", '"', "\\", "$(touch pwned)", "`touch pwned`", "$HOME",
+        "${IFS}", "-", "--", "-x", " ", "", "\t", "#", ";", "&", "|", "*", "~", "!", "a'b\"c", "\udcff", "\x1b[2J",
+        "\x7f", "日本", "\u2028", "\x85", "\\n", "$'\\n'", "$(PET_NNODES)", "$$(PET_NNODES)", "$(ELAUNCH_TOKEN)",
+        "{a: b}", "- a", "yes", "null",
+    ]
+)  # fmt: skip
+ARGUMENTS = st.lists(NASTY | WORDS | st.builds(lambda a, b: a + b, NASTY, WORDS), max_size=6)
+PROGRAMS = st.builds(
+    lambda word, name: f"./{word.replace('/', '_')}{name}", NASTY | WORDS, st.sampled_from([".py", ""])
+)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with commands that show their arguments: srun its last ones, elaunch all of them."""
+    folder = tmp_path_factory.mktemp("shelf")
+    for name, text in {
+        "srun": 'while [ "$1" != elaunch ]; do shift; done; exec "$@"',
+        "elaunch": 'printf \'%s\\0\' "$@" > "$SHOWN"',
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def called_with(script: str, shelf: Path) -> list[str]:
+    """The arguments with which a real bash calls the script's elaunch."""
+    shown = shelf / "shown"
+    env = {"PATH": f"{shelf}:/usr/bin:/bin", "SHOWN": str(shown), "SLURM_JOB_ID": "7", "HOME": str(shelf)}
+    file = shelf / "batch.sh"
+    file.write_bytes(os.fsencode(script))
+    subprocess.run(["bash", str(file)], env=env, check=True, cwd=shelf, capture_output=True, timeout=RUN_LIMIT_S)
+    assert not (shelf / "pwned").exists()
+    return [os.fsdecode(word) for word in shown.read_bytes().split(b"\0")[:-1]]
+
+
+@given(program=PROGRAMS, arguments=ARGUMENTS)
+@example(program="./a\nrm -rf ~.py", arguments=["a\nb"])
+def test_a_batch_script_calls_elaunch_with_the_very_words(shelf: Path, program: str, arguments: list[str]) -> None:
+    command = (program, *arguments)
+    try:
+        text = slurm.script(slurm.understand(read(slurm.COMMAND, *command)))
+    except UsageError:
+        return
+
+    lines = text.split("\n")
+    assert called_with(text, shelf) == list(command)
+    assert sum(line.startswith("#SBATCH ") for line in lines) == text.count("#SBATCH ") - " ".join(command).count(
+        "#SBATCH "
+    )
+    assert all(line.isprintable() for line in lines)
+    assert len([line for line in lines if not line.startswith("#")]) == len(slurm_lines())
+
+
+def slurm_lines() -> list[str]:
+    """The lines of a script with a plain name that are no comments."""
+    plain = slurm.script(slurm.understand(read(slurm.COMMAND, "t.py")))
+    return [line for line in plain.split("\n") if not line.startswith("#")]
+
+
+@given(flag=st.sampled_from(["name", "partition", "account", "qos", "time", "output", "sbatch"]), value=NASTY | WORDS)
+def test_an_option_of_sbatch_is_one_line_or_refused(flag: str, value: str) -> None:
+    try:
+        text = slurm.script(slurm.understand(read(slurm.COMMAND, f"--{flag}={value}", "t.py")))
+    except UsageError as error:
+        assert str(error)  # noqa: PT017
+        return
+    plain = slurm.script(slurm.understand(read(slurm.COMMAND, f"--{flag}=x", "t.py")))
+    assert len(text.split("\n")) == len(plain.split("\n"))
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """As Kubernetes does it (third_party/forked/golang/expansion/expand.go)."""
+    found, at = "", 0
+    while at < len(text):
+        if text[at] != "$" or at + 1 == len(text):
+            found, at = found + text[at], at + 1
+        elif text[at + 1] == "$":
+            found, at = found + "$", at + 2
+        elif text[at + 1] == "(" and (end := text.find(")", at)) > 0:
+            name = text[at + 2 : end]
+            found, at = found + variables.get(name, f"$({name})"), end + 1
+        else:
+            found, at = found + text[at : at + 2], at + 2
+    return found
+
+
+@given(arguments=ARGUMENTS, variable=NASTY | WORDS)
+@example(arguments=["$(ELAUNCH_TOKEN)", "$$(PET_NNODES)", "a\nb: c"], variable="$(ELAUNCH_TOKEN)")
+def test_a_pod_calls_elaunch_with_the_very_words(arguments: list[str], variable: str) -> None:
+    words = ("--image", "i", f"--env=A={variable}", "--nodes=2", "t.py", *arguments)
+    try:
+        asked = kubernetes.understand(read(kubernetes.COMMAND, *words), "123456")
+    except UsageError as error:
+        assert "UTF-8" in str(error)  # noqa: PT017
+        return
+
+    made: Any = yaml.safe_load(kubernetes.as_yaml([job(asked)]))
+
+    container = made["spec"]["template"]["spec"]["containers"][0]
+    secrets = {"PET_NNODES": "2", "ELAUNCH_TOKEN": "secret"}
+    assert [expanded(word, secrets) for word in container["args"]] == ["t.py", *arguments]
+    assert expanded(container["env"][-1]["value"], secrets) == variable
+
+
+@given(
+    st.sampled_from(["image", "namespace", "etcd-secret", "token-secret", "gpu-resource", "claim", "env", "name"]),
+    NASTY,
+)
+def test_a_name_of_kubernetes_is_one_or_refused(flag: str, value: str) -> None:
+    tail = {"claim": ":/data", "env": "=1"}.get(flag, "")
+    given = ["--image=i", f"--{flag}={value}{tail}"] if flag != "image" else [f"--image={value}"]
+    with bounded():
+        try:
+            asked = kubernetes.understand(read(kubernetes.COMMAND, *(*given, "--etcd=a:2379", "t.py")), "123456")
+        except UsageError:
+            return
+    # An empty word counts as not given. None of the nasty words is a valid name, except these.
+    assert value in ("", "-", "yes", "null", "-x", "--") or (flag, value) == ("env", "日本"), asked
+
+
+@given(ARGUMENTS)
+def test_a_command_line_that_is_shown_can_be_typed(arguments: list[str]) -> None:
+    line = joined(["printf", "%s\\0", *arguments])
+
+    done = subprocess.run(["bash", "-c", os.fsencode(line)], capture_output=True, check=True, timeout=RUN_LIMIT_S)
+
+    assert line.isprintable()
+    assert [os.fsdecode(word) for word in done.stdout.split(b"\0")[:-1]] == (arguments or [""])

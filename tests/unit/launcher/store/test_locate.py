@@ -1,0 +1,586 @@
+"""launcher.store.locate: what torchrun's spellings of a rendezvous mean here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.options import parse
+from elaunch.launcher.options.rdzv_conf import SETTINGS, understand
+from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.store.locate import Planned, RendezvousPlan, Serving, plan
+from elaunch.rendezvous.endpoint import Endpoint, Login, Tls, Transport
+from elaunch.rendezvous.times import Times
+
+TWO = ("--nnodes", "2")
+
+
+def planned(*argv: str, **environ: str) -> Planned:
+    options = parse([*argv, "t.py"], environ)
+    return plan(options, environ, lambda path: f"secret of {path}")
+
+
+def plan_of(*argv: str, **environ: str) -> RendezvousPlan:
+    return planned(*argv, **environ).plan
+
+
+def sentence_of(*argv: str, **environ: str) -> str:
+    with pytest.raises(UsageError) as raised:
+        planned(*argv, **environ)
+    return str(raised.value)
+
+
+# --- one node
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("--standalone", "--rdzv-endpoint", "a:1"),
+        ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+        ("--rdzv-backend", "etcd", "--rdzv-endpoint", "a:2379", "--rdzv-conf", "nobody=knows"),
+        ("--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1"),
+    ],
+)
+def test_one_node_is_alone_with_a_store_in_its_memory(argv: tuple[str, ...]) -> None:
+    found = plan_of(*argv, ELAUNCH_ENDPOINT="somewhere:1", ETCDCTL_ENDPOINTS="else:2")
+
+    assert found.is_alone
+    assert found.serving is Serving.NOTHING
+
+
+def test_a_variable_for_jobs_of_several_nodes_is_not_the_master_address_of_one() -> None:
+    assert plan_of(ELAUNCH_ENDPOINT="somewhere:1").master_addr is None
+    assert plan_of("--rdzv-endpoint", "here:1").master_addr == "here"
+
+
+def test_what_one_node_does_not_need_is_listed_unless_the_job_is_standalone() -> None:
+    asked = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1", "--rdzv-conf", "a=b", "--store", "memory")
+
+    names = [name for name, _ in planned(*asked).ignored]
+
+    assert names == ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--store"]
+    assert planned("--standalone", *asked[:6]).ignored == ()
+
+
+def test_a_long_grace_is_no_fault_of_a_job_on_one_node() -> None:
+    assert plan_of("--stop-grace", "7200").times.stop_grace_s == 7200
+
+
+# --- where the store is
+
+
+@pytest.mark.parametrize(
+    ("backend", "port"), [((), 2379), (("--rdzv-backend", "c10d"), 29400), (("--rdzv-backend", "etcd"), 2379)]
+)
+def test_an_endpoint_without_a_port_has_its_backends(backend: tuple[str, ...], port: int) -> None:
+    assert plan_of(*TWO, *backend, "--rdzv-endpoint", "host0").endpoints == (Endpoint("host0", port),)
+    assert plan_of(*TWO, *backend, "--rdzv-endpoint", "host0:7").endpoints == (Endpoint("host0", 7),)
+
+
+def test_no_backend_and_c10d_mean_the_same_store_found_out_or_served_at_the_endpoint() -> None:
+    unnamed = plan_of(*TWO, "--rdzv-endpoint", "host0:29400")
+    c10d = plan_of(*TWO, "--rdzv-endpoint", "host0", "--rdzv-backend", "c10d")
+
+    assert unnamed == c10d
+    assert (c10d.serving, c10d.is_head, c10d.node_rank, c10d.master_addr) == (Serving.MEMORY, None, None, None)
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_etcd_is_one_that_runs_already(backend: str) -> None:
+    found = planned(*TWO, "--rdzv-backend", backend, "--rdzv-endpoint", "host0", "--rdzv-id", "job")
+
+    assert found.plan.serving is Serving.NOTHING
+    assert [note for note in found.notes if "v2 API is gone" in note] == list(found.notes)
+    assert bool(found.notes) is (backend == "etcd-v2")
+
+
+def test_a_cluster_is_several_endpoints_and_nobody_serves() -> None:
+    found = plan_of(*TWO, "--rdzv-endpoint", "a:1,b:2,[::1]:3")
+
+    assert [str(endpoint) for endpoint in found.endpoints] == ["a:1", "b:2", "[::1]:3"]
+    assert found.serving is Serving.NOTHING
+
+
+def test_the_endpoint_may_come_from_variables_of_ours_and_etcdctls() -> None:
+    both = {"ELAUNCH_ENDPOINT": "ours:1", "ETCDCTL_ENDPOINTS": "theirs:2"}
+
+    assert plan_of(*TWO, **both).endpoints == (Endpoint("ours", 1),)
+    assert plan_of(*TWO, "--rdzv-endpoint", "typed:3", **both).endpoints == (Endpoint("typed", 3),)
+    assert plan_of(*TWO, PET_RDZV_ENDPOINT="pet:4", **both).endpoints == (Endpoint("pet", 4),)
+    found = planned(*TWO, ETCDCTL_ENDPOINTS="https://a:1,https://b:2")
+    assert found.plan.endpoints == (Endpoint("a", 1), Endpoint("b", 2))
+    assert found.plan.tls == Tls()
+    assert "the store's address comes from ETCDCTL_ENDPOINTS: https://a:1,https://b:2" in found.notes
+
+
+def test_no_place_to_meet_is_a_sentence_with_the_line_to_type() -> None:
+    assert sentence_of("--nnodes", "2:4", "--log-dir", "my logs") == (
+        "--nnodes 2:4 needs the address of a store where the nodes meet; type on every node, with the name of one node,"
+        " or of an etcd as HOST: elaunch --rdzv-endpoint HOST:2379 --nnodes 2:4 --log-dir 'my logs' t.py"
+    )
+    assert "elaunch --master-addr HOST --nnodes 2 --node-rank 1 t.py" in sentence_of(*TWO, "--node-rank", "1")
+    # etcdctl's variable is not c10d's, which would serve a store on that port.
+    assert "needs the address of a store" in sentence_of(*TWO, "--rdzv-backend", "c10d", ETCDCTL_ENDPOINTS="a:1")
+
+
+# --- static
+
+
+def test_a_static_job_has_its_master_as_given_and_its_store_one_port_on() -> None:
+    argv = (*TWO, "--node-rank", "1", "--master-addr", "host0", "--master-port", "29600")
+
+    found = planned(*argv)
+
+    assert found.plan.endpoints == (Endpoint("host0", 29601),)
+    assert (found.plan.node_rank, found.plan.is_head, found.plan.master_addr) == (1, False, "host0")
+    assert found.plan.serving is Serving.MEMORY
+    assert planned(*argv, "--rdzv-backend", "static") == found
+
+
+def test_node_rank_0_is_the_head_of_a_static_job() -> None:
+    found = planned(*TWO, "--master-addr", "[fd00::1]")
+
+    assert (found.plan.is_head, found.plan.node_rank) == (True, 0)
+    assert found.plan.endpoints == (Endpoint("fd00::1", 29501),)
+    assert found.plan.master_addr == "fd00::1"
+    assert found.notes == ("this node has rank 0, since no --node-rank is given",)
+    assert planned(*TWO, "--master-addr", "a", "--node-rank", "0").notes == ()
+
+
+def test_a_static_endpoint_is_the_master_as_in_torchrun() -> None:
+    found = planned(*TWO, "--node-rank", "0", "--rdzv-endpoint", "host0:29500")
+
+    assert (found.plan.master_addr, found.master_port) == ("host0", 29500)
+    assert found.plan.endpoints == (Endpoint("host0", 29501),)
+
+
+def test_beside_a_master_address_the_endpoint_is_the_store() -> None:
+    for said in ({}, {"ELAUNCH_ENDPOINT": "etcd0:2379"}):
+        typed = () if said else ("--rdzv-endpoint", "etcd0:2379")
+        found = planned(*TWO, "--node-rank", "1", "--master-addr", "host0", "--master-port", "5", *typed, **said)
+
+        assert found.plan.endpoints == (Endpoint("etcd0", 2379),)
+        assert (found.plan.master_addr, found.master_port) == ("host0", 5)
+
+
+def test_a_rank_out_of_range_is_refused_where_ranks_are_given() -> None:
+    assert sentence_of(*TWO, "--node-rank", "2", "--master-addr", "a") == (
+        "--node-rank 2 is out of range: the nodes' ranks are 0 to 1"
+    )
+    c10d = planned(*TWO, "--node-rank", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a", "--master-addr", "b")
+    assert [name for name, _ in c10d.ignored] == ["--node-rank", "--master-addr"]
+    assert (c10d.plan.node_rank, c10d.plan.master_addr) == (None, None)
+
+
+def test_the_last_port_leaves_none_for_the_store() -> None:
+    sentence = sentence_of(*TWO, "--node-rank", "0", "--master-addr", "a", "--master-port", "65535")
+
+    assert sentence.startswith("the job's store uses the port after --master-port 65535, and there is no such port")
+
+
+# --- who serves
+
+
+@pytest.mark.parametrize(
+    ("kind", "serving"), [("auto", Serving.MEMORY), ("memory", Serving.MEMORY), ("etcd", Serving.ETCD)]
+)
+def test_the_store_that_is_served_can_be_chosen(kind: str, serving: Serving) -> None:
+    assert plan_of(*TWO, "--rdzv-endpoint", "a", "--store", kind).serving is serving
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--rdzv-endpoint", "a:1,b:1"), "the endpoints a:1,b:1 are an etcd cluster"),
+        (("--rdzv-endpoint", "https://a:1"), "https://a:1 speaks https with certificates"),
+        (("--rdzv-endpoint", "a:1", "--rdzv-backend", "etcd"), "--rdzv-backend etcd means an etcd that runs already"),
+    ],
+)
+def test_no_store_is_started_where_only_somebody_elses_can_be(argv: tuple[str, ...], words: str) -> None:
+    assert sentence_of(*TWO, *argv, "--store", "memory") == (
+        f"--store memory would start a store, and {words}; leave --store out"
+    )
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes", "T", "0", "n"])
+def test_the_host_may_be_told_that_it_is_one(value: str) -> None:
+    is_host = value in ("1", "true", "yes", "T")
+
+    assert plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"is_host={value}").is_head is is_host
+
+
+# --- secrets
+
+
+def test_the_token_comes_from_the_typed_file_then_the_variable_then_another_file() -> None:
+    place = (*TWO, "--rdzv-endpoint", "a")
+
+    assert plan_of(*place).token == ""
+    assert plan_of(*place, ELAUNCH_TOKEN=" t0ken \n").token == "t0ken"
+    assert plan_of(*place, "--token-file", "f", ELAUNCH_TOKEN="t0ken").token == "secret of f"
+    assert plan_of(*place, PET_TOKEN_FILE="f", ELAUNCH_TOKEN="t0ken").token == "t0ken"
+    assert plan_of(*place, PET_TOKEN_FILE="f").token == "secret of f"
+
+
+@pytest.mark.parametrize("word", ["--token", "--token=abc"])
+def test_a_token_on_the_command_line_is_refused(word: str) -> None:
+    assert sentence_of(*TWO, word, "abc") == (
+        "--token would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
+    )
+
+
+def test_no_secret_is_in_a_plans_repr() -> None:
+    found = plan_of(
+        *TWO, "--rdzv-endpoint", "https://a", "--rdzv-conf", "user=me,password_file=pw", ELAUNCH_TOKEN="hidden-token"
+    )
+
+    assert found.login == Login("me", "secret of pw")
+    assert "hidden-token" not in repr(found)
+    assert "secret of" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("conf", "environ", "login"),
+    [
+        ("", {"ETCDCTL_USER": "root:pw"}, Login("root", "pw")),
+        ("", {"ETCDCTL_USER": "root", "ETCDCTL_PASSWORD": "pw:2"}, Login("root", "pw:2")),
+        ("user=me", {"ETCDCTL_USER": "root:pw"}, Login("me", "pw")),
+        ("user=me,password_file=f", {"ETCDCTL_PASSWORD": "pw"}, Login("me", "secret of f")),
+        ("", {"ETCDCTL_PASSWORD": "pw"}, None),
+    ],
+)
+def test_a_user_of_etcd_is_etcdctls_or_the_settings(conf: str, environ: dict[str, str], login: Login | None) -> None:
+    settings = ("--rdzv-conf", conf) if conf else ()
+
+    assert plan_of(*TWO, "--rdzv-endpoint", "https://a", *settings, **environ).login == login
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (("--rdzv-endpoint", "a:1,b:2"), {"ETCDCTL_USER": "me:pw"}),
+        (("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "user=me,password_file=f"), {}),
+        (("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "transport=grpc"), {"ETCDCTL_USER": "me:pw"}),
+        (("--rdzv-backend", "etcd"), {"ELAUNCH_ENDPOINT": "a:1,b:2", "ETCDCTL_USER": "me:pw"}),
+        ((), {"PET_RDZV_ENDPOINT": "a:1,b:2", "PET_RDZV_CONF": "user=me,password_file=f"}),
+    ],
+)
+def test_a_password_for_an_etcd_wants_to_hear_whether_there_is_tls(
+    argv: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    assert sentence_of(*TWO, *argv, **environ) == (
+        "the password of etcd's user me is sent over TLS only, and a:1,b:2 does not say whether TLS is spoken there;"
+        " type https://a:1,https://b:2, or type http://a:1,http://b:2 to send it unencrypted"
+    )
+
+
+def test_a_user_in_a_variable_is_no_hindrance_where_an_endpoint_may_be_a_head() -> None:
+    assert plan_of(*TWO, "--rdzv-endpoint", "a", ETCDCTL_USER="me:pw").serving is Serving.MEMORY
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--rdzv-endpoint", "http://a:1,http://b:2"), ("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "protocol=http")],
+)
+def test_http_that_was_typed_is_an_etcd_without_tls_and_a_password_goes_there_with_a_note(
+    words: tuple[str, ...],
+) -> None:
+    found = planned(*TWO, *words, ETCDCTL_USER="me:pw", ELAUNCH_TOKEN="a token of its own")
+
+    assert (found.plan.plainly, found.plan.tls, found.plan.serving) == (True, None, Serving.NOTHING)
+    assert sum("the password of etcd's user me goes unencrypted to" in note for note in found.notes) == 1
+    assert sum("the token is not used: " in note for note in found.notes) == 1
+
+
+def test_nothing_is_served_at_an_http_endpoint() -> None:
+    assert plan_of(*TWO, "--rdzv-endpoint", "http://localhost").serving is Serving.NOTHING
+    assert sentence_of(*TWO, "--rdzv-endpoint", "http://localhost", "--store", "memory") == (
+        "--store memory would start a store, and http://localhost is an etcd without TLS; leave --store out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("conf", "sentence"),
+    [
+        ("user=me", "etcd's user me has no password; add --rdzv-conf password_file=FILE or ETCDCTL_PASSWORD"),
+        ("password_file=f", "--rdzv-conf password_file=f has no user; add user=NAME"),
+        (
+            "user=me:pw",
+            "--rdzv-conf user shows a password to everybody on this host; put it in a file and give password_file,"
+            " or set ETCDCTL_PASSWORD",
+        ),
+        (
+            "password=pw",
+            "--rdzv-conf password would show a secret to every user of this host; put it in a file and give"
+            " password_file, or set ETCDCTL_PASSWORD",
+        ),
+    ],
+)
+def test_half_a_login_and_a_password_in_sight_are_refused(conf: str, sentence: str) -> None:
+    assert sentence_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf) == sentence
+
+
+def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(" abc \n")
+
+    assert read_secret(str(path)) == "abc"
+    for text, words in (("", "is empty and should hold a secret"), ("a b", "holds several words")):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            read_secret(str(path))
+    words = r"the secret in .*/nothing cannot be read \(No such file or directory\); give a file"
+    with pytest.raises(UsageError, match=words):
+        read_secret(str(tmp_path / "nothing"))
+
+
+# --- certificates
+
+
+@pytest.mark.parametrize("names", [("cacert", "cert", "key"), ("ca_cert", "ssl_cert", "ssl_cert_key")])
+def test_the_files_of_both_of_torchs_etcd_backends_are_known(names: tuple[str, str, str]) -> None:
+    conf = ",".join(f"{name}=/{i}" for i, name in enumerate(names))
+
+    found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"protocol=https,{conf}")
+
+    assert found.tls == Tls("/0", "/1", "/2")
+    assert plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf).tls == found.tls
+
+
+def test_certificates_of_etcdctl_are_for_https_endpoints() -> None:
+    files = {"ETCDCTL_CACERT": "ca", "ETCDCTL_CERT": "c", "ETCDCTL_KEY": "k"}
+
+    assert plan_of(*TWO, "--rdzv-endpoint", "https://a", **files).tls == Tls("ca", "c", "k")
+    assert plan_of(*TWO, "--rdzv-endpoint", "https://a", "--rdzv-conf", "cacert=x", **files).tls == Tls("x", "c", "k")
+    assert plan_of(*TWO, "--rdzv-endpoint", "a", **files).tls is None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "conf", "words"),
+    [
+        ("http://a", "protocol=https", "--rdzv-conf protocol=https contradicts the endpoint http://a"),
+        ("http://a", "cacert=f", "--rdzv-conf cacert needs https, and the endpoint is http://a; use https://"),
+        ("a", "key=k", "--rdzv-conf key=k has no certificate beside it; add cert=FILE"),
+        ("http://a,https://b", "protocol=http", "--rdzv-endpoint mixes http and https"),
+        ("a:0", "protocol=http", "--rdzv-endpoint a:0: with port 0 the system chooses the port"),
+    ],
+)
+def test_an_endpoint_and_settings_that_do_not_fit_are_refused(endpoint: str, conf: str, words: str) -> None:
+    assert words in sentence_of(*TWO, "--rdzv-endpoint", endpoint, "--rdzv-conf", conf)
+
+
+# --- settings and times
+
+
+def times_of(conf: str, *argv: str) -> Times:
+    return plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf, *argv).times
+
+
+def test_torchruns_times_are_ours_by_other_names() -> None:
+    times = times_of("join_timeout=900,last_call_timeout=30,store_timeout=120")
+
+    assert (times.join_timeout_s, times.last_call_s, times.store_timeout_s) == (900, 30, 120)
+    assert times_of("timeout=900").join_timeout_s == 900
+
+
+def test_how_long_the_keys_stay_can_be_said_in_seconds_and_is_a_week_else() -> None:
+    assert times_of("keys_ttl=3600").keys_ttl_s == 3600
+    assert times_of("lease_ttl=5").keys_ttl_s == 7 * 24 * 3600
+    with pytest.raises(UsageError, match=r"keys_ttl \(10 s\) is so short .* 12 s or more"):
+        times_of("keys_ttl=10")
+
+
+@pytest.mark.parametrize(
+    ("conf", "ttl_s"),
+    [
+        ("keep_alive_interval=5,keep_alive_max_attempt=3", 15),
+        ("keep_alive_interval=1", 3),
+        ("keep_alive_max_attempt=2", 10),
+        ("keep_alive_interval=1.5", 5),
+        ("lease_ttl=7", 7),
+    ],
+)
+def test_the_lease_is_as_long_as_torchrun_would_wait_for_a_silent_node(conf: str, ttl_s: int) -> None:
+    times = times_of(conf)
+
+    assert times.lease_ttl_s == ttl_s
+    times.check()
+
+
+def test_a_short_interval_is_kept() -> None:
+    assert times_of("keep_alive_interval=0.5,keep_alive_max_attempt=20").keepalive_s == 0.5
+
+
+def test_graces_of_the_command_line_are_among_the_times() -> None:
+    times = times_of("is_host=1", "--stop-grace", "700", "--failure-grace", "3", "--hang-timeout", "60")
+
+    assert (times.stop_grace_s, times.failure_grace_s, times.hang_timeout_s) == (700, 3, 60)
+    assert times.join_timeout_s > 700
+
+
+@pytest.mark.parametrize(
+    ("conf", "taken_s"),
+    [
+        ("join_timeout=2", 2),
+        ("timeout=0.5", 0.5),
+        ("join_timeout=20,lease_ttl=10", 20),
+        ("last_call_timeout=700,join_timeout=700", 700),
+        ("join_timeout=5,last_call_timeout=1,timeout=5", 5),
+        ("join_timeout=5,timeout=5.0", 5),
+        ("lease_ttl=15,keep_alive_interval=5,join_timeout=9", 9),
+    ],
+)
+def test_a_join_timeout_is_what_was_typed_and_takes_no_line(conf: str, taken_s: float) -> None:
+    found = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf, "--stop-grace", "300")
+
+    assert (found.plan.times.join_timeout_s, found.notes) == (taken_s, ())
+    # A store is given more time than other nodes: it may be one that is restarted.
+    assert found.plan.times.store_wait_s == max(taken_s, 60)
+
+
+@pytest.mark.parametrize(
+    ("conf", "note"),
+    [
+        ("join_timeout=9,timeout=8", "--rdzv-conf has join_timeout=9 and timeout=8"),
+        ("ca_cert=/a.pem,cacert=/b.pem", "--rdzv-conf has ca_cert=/a.pem and cacert=/b.pem"),
+    ],
+)
+def test_of_two_names_of_one_setting_the_later_counts_and_a_line_says_so(conf: str, note: str) -> None:
+    found = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf)
+
+    assert f"{note}, two names of one setting; the later counts" in found.notes
+    assert found.plan.times.join_timeout_s == (8 if "timeout" in conf else 600)
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (("--rdzv-endpoint", "a,b,c"), "several endpoints mean an etcd cluster"),
+        (("--rdzv-endpoint", "https://a"), "https means an etcd"),
+        (("--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc"), "only an etcd speaks gRPC"),
+    ],
+)
+def test_a_token_that_the_store_does_not_know_is_said_to_be_unused(argv: tuple[str, ...], why: str) -> None:
+    named = (*TWO, "--run-id", "job", *argv)
+
+    (note,) = planned(*named, ELAUNCH_TOKEN="a token of 16 and more").notes
+
+    assert note.startswith(f"the token is not used: {why}")
+    assert "16 and more" not in note
+    assert planned(*named).notes == ()
+    assert planned(*named, "--rdzv-backend", "etcd", ELAUNCH_TOKEN="a token of 16 and more").notes == ()
+
+
+def test_a_token_for_one_endpoint_is_used_without_a_word() -> None:
+    assert planned(*TWO, "--rdzv-endpoint", "a", ELAUNCH_TOKEN="a token of 16 and more").notes == ()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_torchruns_kinds_of_store_are_taken_and_said_to_mean_nothing(kind: str) -> None:
+    found = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"store_type={kind}")
+
+    assert found.ignored == (("--rdzv-conf store_type", "elaunch finds out which store listens at the endpoint"),)
+
+
+@pytest.mark.parametrize(
+    ("conf", "sentence"),
+    [
+        ("keep_alive_interval=0.2", "etcd's shortest"),
+        ("lease_ttl=1", "--rdzv-conf lease_ttl=1 is out of range; give 2 or more"),
+        ("lease_ttl=4,keep_alive_interval=1", "keep_alive_interval=1 contradicts lease_ttl=4"),
+        ("join_timeout=soon", "--rdzv-conf join_timeout=soon is not a number of seconds"),
+        ("is_host=maybe", "--rdzv-conf is_host=maybe is neither on nor off"),
+        ("transport=http3", "--rdzv-conf transport=http3 is not one of gateway, grpc"),
+        ("store_type=disk", "--rdzv-conf store_type=disk is not one of tcp, file"),
+        ("join_timout=5", "--rdzv-conf join_timout is no setting of the rendezvous; did you mean join_timeout?"),
+        ("xyzzy=5", "known are join_timeout, timeout, last_call_timeout"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(conf: str, sentence: str) -> None:
+    assert sentence in sentence_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf)
+
+
+def test_every_setting_of_torchs_backends_is_known() -> None:
+    theirs = {
+        *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "timeout"),
+        *("keep_alive_interval", "keep_alive_max_attempt", "is_host", "store_type", "etcd_prefix", "protocol"),
+        *("cert", "key", "cacert", "ssl_cert", "ssl_cert_key", "ca_cert"),
+    }
+
+    assert theirs <= {name for setting in SETTINGS for name in setting.names}
+
+
+@pytest.mark.parametrize("typed", ["/teams/vision/", "teams/vision", "//teams//vision//", " /teams/vision "])
+def test_the_prefix_of_the_keys_is_the_same_however_its_slashes_are_typed(typed: str) -> None:
+    found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"etcd_prefix={typed}")
+
+    assert found.prefix == "/teams/vision/"
+
+
+def test_without_a_prefix_all_jobs_are_under_one() -> None:
+    assert plan_of(*TWO, "--rdzv-endpoint", "a").prefix == "/elaunch/"
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        ("/", "etcd_prefix=/ names no prefix; give one like /teams/vision/"),
+        ("//", "etcd_prefix=// names no prefix"),
+        ("/a/../b", "etcd_prefix=/a/../b has . or .. between its slashes, and etcd has no folders"),
+        ("./a", "has . or .. between its slashes"),
+        ("/a\nb", r"etcd_prefix='/a\nb' holds a character that cannot be printed"),
+        ("/a\x1b[2Jb", r"etcd_prefix='/a\x1b[2Jb' holds a character that cannot be printed"),
+        ("/a\udcff", r"etcd_prefix='/a\udcff' holds a character that cannot be printed"),
+        ("/" + "ä" * 127 + "/", "is longer than 255 bytes"),
+    ],
+)
+def test_a_prefix_that_cannot_be_meant_is_one_sentence(typed: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        understand({"etcd_prefix": typed})
+
+    assert sentence in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
+def test_settings_without_a_meaning_are_listed_with_why() -> None:
+    conf = understand({"close_timeout": "30", "store_type": "tcp", "read_timeout": "2", "is_host": "1"})
+
+    ignored = ["--rdzv-conf close_timeout", "--rdzv-conf store_type", "--rdzv-conf read_timeout"]
+    assert [name for name, _ in conf.ignored] == ignored
+
+
+def test_the_transport_can_be_grpc_and_then_nothing_is_served() -> None:
+    found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc")
+
+    assert (found.transport, found.serving) == (Transport.GRPC, Serving.NOTHING)
+    assert "does not speak gRPC" in sentence_of(
+        *TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc", "--store", "memory"
+    )
+
+
+def test_a_job_without_a_name_on_somebodys_store_is_told_what_it_is_called() -> None:
+    named = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-backend", "etcd", "--rdzv-id", "mine")
+    unnamed = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-backend", "etcd")
+
+    assert named.notes == ()
+    assert unnamed.notes == ("the job is unnamed; if several jobs share the store, give each its own --run-id",)
+    assert planned(*TWO, "--rdzv-endpoint", "a").notes == ()
+
+
+def test_the_address_of_this_node_is_taken_without_brackets() -> None:
+    assert plan_of(*TWO, "--rdzv-endpoint", "a", "--local-addr", "[fd00::2]").local_addr == "fd00::2"
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_settings_whose_quotes_no_shell_has_taken_off_are_read(quote: str) -> None:
+    settings = f" {quote}lease_ttl=4,join_timeout=100{quote}"
+
+    times = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", settings).times
+
+    assert (times.lease_ttl_s, times.join_timeout_s) == (4, 100)
+    with pytest.raises(UsageError, match=r"^--rdzv-conf 'lease_ttl is no setting"):
+        plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "'lease_ttl=4")

@@ -1,0 +1,385 @@
+"""launcher.store.serve: the job's own store, with real server processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elaunch.launcher import host as reach
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.store.locate import RendezvousPlan, Serving
+from elaunch.launcher.store.serve import (
+    StoreProcess,
+    check_descriptors,
+    listen,
+    listen_everywhere,
+    serve,
+    serve_if_head,
+)
+from elaunch.rendezvous.endpoint import Access, Endpoint
+from elaunch.rendezvous.etcd.discovery import FoundStore
+from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.store import Absent, Denied, Put, Txn
+from elaunch.rendezvous.times import Times
+from tests.etcd import QUICK, VERSIONS, Etcd
+from tests.harness import DEADLINE_S, Job, free_ports, wait_for
+
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [
+        Serving.MEMORY,
+        pytest.param(
+            Serving.ETCD, marks=pytest.mark.skipif(not shutil.which("etcd"), reason="no etcd on PATH (`make tools`)")
+        ),
+    ],
+)
+CALL_S = DEADLINE_S
+# A process that does what another agent on this host would do, and then waits to be killed.
+SERVE = """
+import sys
+from elaunch.launcher.store.serve import *
+from elaunch.launcher.store.locate import Serving
+endpoint = Endpoint("127.0.0.1", int(sys.argv[1]))
+process = serve(listen(endpoint), Serving(sys.argv[2]), endpoint, "")
+print(process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def place(host: str = "127.0.0.1") -> Endpoint:
+    return Endpoint(host, free_ports(1)[0])
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+@contextmanager
+def served(kind: Serving, endpoint: Endpoint, token: str = "") -> Iterator[StoreProcess]:
+    bound = listen(endpoint)
+    assert bound
+    process = serve(bound, kind, endpoint, token)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def client(endpoint: Endpoint, token: str) -> FoundStore:
+    return FoundStore(endpoint, token, Access(), CALL_S)
+
+
+@pytest.fixture(scope="module", params=KINDS.args[1])
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[StoreProcess, Endpoint]]:
+    """A store of each kind with a token from the shell, for tests that only read."""
+    endpoint = place()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("ELAUNCH_TOKEN", TOKEN)
+        with served(request.param, endpoint, token=TOKEN) as process:
+            yield process, endpoint
+
+
+TOKEN = "the token of the job, from the variable"
+
+
+def test_the_token_that_was_made_opens_the_store_that_was_started() -> None:
+    endpoint = place()
+
+    with served(Serving.MEMORY, endpoint) as process:
+        store = client(endpoint, process.token)
+        store.check()
+
+        assert store.commit(Txn((Absent("/a"),), (Put("/a", "1"),))).held
+        assert store.read("/").entries["/a"].value == "1"
+        store.close()
+
+
+@KINDS
+def test_each_kind_of_store_serves_leases(kind: Serving) -> None:
+    endpoint = place("::1")
+
+    with served(kind, endpoint) as process:
+        store = client(endpoint, process.token)
+        store.check()
+        store.grant(7, 600.0)
+        store.commit(Txn((), (Put("/a", "1", lease=7),)))
+        store.revoke(7)
+
+        assert store.read("/").entries == {}
+        store.close()
+
+
+def test_without_the_jobs_token_nobody_comes_in(running: tuple[StoreProcess, Endpoint]) -> None:
+    _, endpoint = running
+
+    with pytest.raises(Denied, match="wants its token"):
+        client(endpoint, "").check()
+    with pytest.raises(Denied, match="is not that of the store"):
+        client(endpoint, "the token of another").check()
+    client(endpoint, TOKEN).check()
+
+
+def test_an_etcd_that_a_head_started_takes_no_client_without_the_certificate() -> None:
+    if not shutil.which("etcd"):
+        pytest.skip("no etcd on PATH (`make tools`)")
+    endpoint, secret = place(), Secret("the token of the job")
+    knows_the_server_only = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    knows_the_server_only.check_hostname = False
+    knows_the_server_only.load_verify_locations(cadata=secret.certificate)
+
+    def ask() -> bytes:
+        with (
+            socket.create_connection((endpoint.host, endpoint.port), timeout=CALL_S) as plain,
+            knows_the_server_only.wrap_socket(plain) as encrypted,
+        ):
+            encrypted.send(b"GET /version HTTP/1.1\r\n\r\n")
+            return encrypted.recv(1)
+
+    with served(Serving.ETCD, endpoint, token="the token of the job"), pytest.raises(OSError, match="certificate"):
+        ask()
+
+
+@KINDS
+def test_the_server_ends_with_the_process_that_started_it(kind: Serving, tmp_path: Path) -> None:
+    endpoint = place()
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(endpoint.port), kind.value],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as parent:
+        assert parent.stdout
+        server = psutil.Process(int(parent.stdout.readline()))
+        family = [server, *server.children()]
+        assert len(family) == (2 if kind is Serving.ETCD else 1)
+
+        parent.kill()
+
+        wait_for(lambda: not any(each.is_running() for each in family), "the end of the server")
+    assert list(tmp_path.iterdir()) == []
+
+
+@KINDS
+def test_a_server_that_is_killed_leaves_nothing_behind(
+    kind: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with served(kind, place()) as process:
+        assert len(list(tmp_path.iterdir())) == (1 if kind is Serving.ETCD else 0)
+
+        psutil.Process(process.pid).kill()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_token_is_in_nobodys_sight(running: tuple[StoreProcess, Endpoint]) -> None:
+    process, _ = running
+    server = psutil.Process(process.pid)
+
+    assert TOKEN not in " ".join(server.cmdline())
+    assert "ELAUNCH_TOKEN" not in server.environ()
+
+
+def test_modules_beside_the_users_script_are_not_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssl.py").write_text("raise SystemExit('not the right ssl')")
+    monkeypatch.chdir(tmp_path)
+
+    with served(Serving.MEMORY, place()) as process:
+        assert process.exit_code() is None
+
+
+def test_a_token_that_is_too_short_is_refused_before_anything_is_started() -> None:
+    endpoint = place()
+    bound = listen(endpoint)
+    assert bound
+
+    with pytest.raises(UsageError, match="the job's token has 5 characters"):
+        serve(bound, Serving.MEMORY, endpoint, "short")
+
+    socket.create_server((endpoint.host, endpoint.port)).close()
+
+
+def test_a_server_that_does_not_start_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "etcd"
+    broken.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    endpoint = place()
+    bound = listen(endpoint)
+    assert bound
+
+    with pytest.raises(SiteError, match=rf"did not start at {endpoint}"):
+        serve(bound, Serving.ETCD, endpoint, "")
+
+
+def test_no_etcd_on_the_path_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    endpoint = place()
+    bound = listen(endpoint)
+    assert bound
+
+    with pytest.raises(UsageError, match="--store etcd finds no etcd on the PATH"):
+        serve(bound, Serving.ETCD, endpoint, "")
+
+
+# --- who is the head
+
+
+def plan(endpoint: Endpoint, **changes: object) -> RendezvousPlan:
+    return replace(
+        RendezvousPlan(endpoints=(endpoint,), serving=Serving.MEMORY, times=Times()),
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+def no_words(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_the_host_of_the_endpoint_serves_the_store() -> None:
+    process = serve_if_head(plan(place()), no_words)
+
+    assert process
+    process.stop()
+
+
+def test_what_listens_already_is_left_alone() -> None:
+    endpoint = place()
+
+    with socket.create_server((endpoint.host, endpoint.port)):
+        assert serve_if_head(plan(endpoint), no_words) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"serving": Serving.NOTHING}, {"is_head": False}, {"endpoints": (Endpoint("192.0.2.77", 2379),)}]
+)
+def test_who_is_not_the_head_serves_nothing(changes: dict[str, object]) -> None:
+    assert serve_if_head(plan(place(), **changes), no_words) is None
+
+
+def test_a_node_that_is_told_to_be_the_head_serves_at_a_name_that_is_a_balancers() -> None:
+    endpoint = Endpoint("192.0.2.77", free_ports(1)[0])
+
+    process = serve_if_head(plan(endpoint, is_head=True), no_words)
+
+    assert process
+    client(Endpoint("127.0.0.1", endpoint.port), process.token).check()
+    client(Endpoint("::1", endpoint.port), process.token).check()
+    process.stop()
+
+
+def test_a_name_of_several_hosts_has_no_head_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = reach.resolve
+    monkeypatch.setattr(
+        reach,
+        "resolve",
+        lambda host, port, wait_s: [*resolve("127.0.0.1", port, wait_s), *resolve("192.0.2.77", port, wait_s)],
+    )
+    said: list[str] = []
+
+    assert serve_if_head(plan(Endpoint("round-robin", free_ports(1)[0])), said.append) is None
+    assert "round-robin is the name of several hosts" in said[0]
+
+
+def test_a_name_that_others_know_by_another_address_is_served_at_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = reach.resolve
+    monkeypatch.setattr(
+        reach, "resolve", lambda host, port, wait_s: resolve("127.0.1.1" if host == "host0" else host, port, wait_s)
+    )
+
+    by_name, by_address = listen(place("host0")), listen(place())
+
+    assert by_name
+    assert by_address
+    assert (by_name.everywhere, by_address.everywhere) == (True, False)
+    by_name.listener.close()
+    by_address.listener.close()
+
+
+def test_two_servers_cannot_have_one_port() -> None:
+    endpoint = place()
+    one = listen(endpoint)
+    assert one
+
+    with one.listener:
+        assert listen(endpoint) is None
+        assert listen_everywhere(endpoint.port) is None
+
+
+def test_a_host_that_is_not_this_one_is_refused_where_it_must_be_exact() -> None:
+    with pytest.raises(UsageError, match=r"nothing can be served at 192\.0\.2\.77:9: Cannot assign requested address"):
+        listen(Endpoint("192.0.2.77", 9), exactly=True)
+    with pytest.raises(UsageError, match=r"the name no-such-host\.invalid has no address here"):
+        listen(Endpoint("no-such-host.invalid", 9), exactly=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_etcd_without_the_token_is_spoken_to_unless_the_job_has_one(version: str) -> None:
+    with Etcd(version, options=QUICK) as etcd:
+        endpoint = Endpoint("127.0.0.1", int(etcd.endpoints.rpartition(":")[2]))
+        for token in ("", "the token of the job"):
+            store = client(endpoint, token)
+            assert store.check()
+            assert store.read("/").entries == {}
+            store.close()
+
+        # The process that was faster to bind the port.
+        only_ours = FoundStore(endpoint, "the token of the job", Access(), CALL_S, expects_ours=True)
+        with pytest.raises(Denied, match=f"what listens at {endpoint} does not know the job's token"):
+            only_ours.check()
+
+
+# --- open files
+
+
+def test_a_job_of_more_nodes_than_can_be_served_is_refused_with_both_numbers_and_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+
+    with pytest.raises(UsageError) as raised:
+        check_descriptors((1024, 2048), print)
+
+    assert str(raised.value) == (
+        "the limit of open files on this host is 4096, which is enough for a store of 1020 nodes, but --nnodes asks for"
+        " 1024; raise the hard limit to 8208 (ulimit -Hn, LimitNOFILE= of systemd), or use an etcd: --rdzv-endpoint"
+        " etcd-host:2379"
+    )
+
+
+def test_a_job_that_may_grow_beyond_what_can_be_served_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+
+    said: list[str] = []
+
+    check_descriptors((2, 1020), said.append)
+    check_descriptors((2, 1021), said.append)
+
+    assert len(said) == 1
+    assert "enough for a store of 1020 nodes, but --nnodes allows 1021: connections of further nodes may be" in said[0]
+
+
+def test_the_command_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    words = ("--nnodes", "16", "--rdzv-endpoint", f"localhost:{free_ports(1)[0]}", "--no-python", "true")
+
+    with Job(tmp_path, *words, prefix=("prlimit", "--nofile=70")) as job:
+        assert job.wait() == 2
+    assert "the limit of open files on this host is 70, which is enough for a store of 13 nodes" in job.stderr
+    assert "ELAUNCH_TOKEN" not in job.stderr

@@ -1,0 +1,387 @@
+"""launcher.host: CPUs, cores and GPUs, this host's addresses, and what gloo must be told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.workers.gpus import Gpu, Vendor, read_gpus, visible
+from elaunch.launcher import host
+from elaunch.launcher.host import (
+    NoAddress,
+    Owner,
+    can_be_bound,
+    detect,
+    gloo_interface,
+    interface_of,
+    interpreter_options,
+    own_address,
+    owner_of,
+    physical_cores,
+    read_quota_cpus,
+    routable_addresses,
+    socket_variables,
+    within_quota,
+)
+from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.http.resolve import HostAddress
+
+UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-0", "GPU-bbbb3333-0", "GPU-cccc4444-0")
+NVIDIA = tuple(Gpu(Vendor.NVIDIA, uuid) for uuid in UUIDS)
+AMD = tuple(Gpu(Vendor.AMD, uuid) for uuid in UUIDS)
+
+
+def write(root: Path, path: str, text: str = "") -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def numbers(gpus: tuple[Gpu, ...], **environ: str) -> list[int]:
+    return [gpus.index(gpu) for gpu in visible(gpus, environ)]
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("0,1", [0, 1]),
+        ("3, 1", [3, 1]),
+        ("", []),
+        ("-1", []),
+        ("0,-1,2", [0]),
+        ("0,9,1", [0]),
+        ("NoDevFiles", []),
+        ("1,1", []),
+        ("GPU-bbbb", [2]),
+        ("GPU-cccc4444-0,GPU-bbbb3333-0", [3, 2]),
+        ("GPU-aaaa", []),
+        ("GPU-bbbb,GPU-ffff,GPU-cccc", [2]),
+        ("MIG-1,MIG-2", [0]),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(variable: str, expected: list[int]) -> None:
+    assert numbers(NVIDIA, CUDA_VISIBLE_DEVICES=variable) == expected
+
+
+def test_without_a_variable_all_gpus_are_visible() -> None:
+    assert numbers(NVIDIA) == [0, 1, 2, 3]
+    assert numbers(NVIDIA, HIP_VISIBLE_DEVICES="0") == [0, 1, 2, 3]
+    assert visible((), {"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
+
+
+def test_uuids_are_believed_where_the_driver_tells_none() -> None:
+    nameless = (Gpu(Vendor.NVIDIA),) * 4
+
+    assert len(visible(nameless, {"CUDA_VISIBLE_DEVICES": "GPU-x,GPU-y"})) == 2
+    assert len(visible(nameless, {"CUDA_VISIBLE_DEVICES": "1,1"})) == 0
+
+
+def test_amds_variables_narrow_one_after_the_other() -> None:
+    assert numbers(AMD, ROCR_VISIBLE_DEVICES="3,2,1", HIP_VISIBLE_DEVICES="0,2") == [3, 1]
+    assert numbers(AMD, CUDA_VISIBLE_DEVICES="1") == [1]
+    assert numbers(AMD, CUDA_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="2") == [2]
+
+
+def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_driver(tmp_path: Path) -> None:
+    for node in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        write(tmp_path, f"dev/{node}")
+    # The GPUs are in the order of their bus addresses, which is not that of the minor numbers.
+    for address, minor, numa in (("0000:1B:00.0", 1, 1), ("0000:0a:00.0", 2, 0), ("0000:ff:00.0", 0, 1)):
+        text = f"Model: \t\t H200\nGPU UUID: \t GPU-{minor}-abc\nDevice Minor: \t {minor}\n"
+        write(tmp_path, f"proc/driver/nvidia/gpus/{address}/information", text)
+        write(tmp_path, f"sys/bus/pci/devices/{address.lower()}/numa_node", f"{numa}\n")
+
+    gpus = read_gpus(tmp_path, usable=lambda node: node.name != "nvidia0")
+
+    assert gpus == (Gpu(Vendor.NVIDIA, "GPU-2-abc", 0), Gpu(Vendor.NVIDIA, "GPU-1-abc", 1))
+
+
+def test_device_nodes_alone_are_counted_too(tmp_path: Path) -> None:
+    write(tmp_path, "dev/nvidia0")
+    write(tmp_path, "dev/nvidia12")
+
+    assert read_gpus(tmp_path, usable=lambda node: True) == (Gpu(Vendor.NVIDIA),) * 2
+
+
+def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(tmp_path: Path) -> None:
+    base = "sys/class/kfd/kfd/topology/nodes"
+    write(tmp_path, f"{base}/0/properties", "cpu_cores_count 64\nsimd_count 0\n")
+    write(tmp_path, f"{base}/10/properties", "simd_count 304\ndrm_render_minor 129\n")
+    write(tmp_path, f"{base}/9/properties", "simd_count 304\ndrm_render_minor 128\nunique_id 255\n")
+    write(tmp_path, f"{base}/11/properties", "simd_count 304\ndrm_render_minor 130\n")
+    write(tmp_path, "sys/class/drm/renderD128/device/numa_node", "1\n")
+
+    gpus = read_gpus(tmp_path, usable=lambda node: node.name != "renderD130")
+
+    assert gpus == (Gpu(Vendor.AMD, "GPU-00000000000000ff", 1), Gpu(Vendor.AMD, "", -1))
+
+
+def test_hardware_threads_of_one_core_are_one_core() -> None:
+    siblings = {0: "0,4", 4: "0,4", 1: "1,5", 5: "1,5"}
+
+    assert physical_cores([0, 4, 1, 5], siblings) == 2
+    assert physical_cores([0, 1, 7], siblings) == 3
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (100.0, 8), (2.5, 2), (0.5, 1)])
+def test_a_cpu_quota_limits_the_cores(quota: float | None, cores: int) -> None:
+    assert within_quota(8, quota) == cores
+
+
+def test_the_tightest_quota_of_a_v2_group_and_those_above_it_counts(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/job/step\n")
+    write(tmp_path, "sys/fs/cgroup/job/step/cpu.max", "max 100000\n")
+    write(tmp_path, "sys/fs/cgroup/job/cpu.max", "350000 100000\n")
+
+    assert read_quota_cpus(tmp_path) == 3.5
+
+
+def test_the_quota_of_a_v1_group_counts_where_its_mount_hides_the_path(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "4:memory:/x\n3:cpuacct,cpu:/docker/abc\n0::/\n")
+    write(tmp_path, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "200000\n")
+    write(tmp_path, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n")
+
+    assert read_quota_cpus(tmp_path) == 2.0
+
+
+def test_no_quota_is_none(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "3:cpu:/\n")
+    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+    write(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
+
+    assert read_quota_cpus(tmp_path) is None
+    assert read_quota_cpus(tmp_path / "nothing") is None
+
+
+def test_this_host_is_described_without_torch() -> None:
+    found = detect(os.environ)
+
+    assert found.cpus == len(os.sched_getaffinity(0))
+    assert 1 <= found.cores <= found.cpus
+    assert found.python == sys.executable
+
+
+def test_the_gpus_counted_are_those_that_torch_counts() -> None:
+    import torch
+
+    assert detect(os.environ).gpus == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["/venv/bin/elaunch", "-W", "error", "train.py"], ()),
+        (["-W", "error", "-Xdev", "-m", "elaunch", "-X", "of the script's"], ("-W", "error", "-X", "dev")),
+        (["-OO", "-bB", "-melaunch"], ("-O", "-O", "-b", "-B")),
+        # In the first line of an installed command: how the launcher itself is kept from its user's packages.
+        (["-sE", "/usr/bin/elaunch", "train.py"], ()),
+        (["-I", "-uvWignore", "--check-hash-based-pycs", "never", "-Xdev", "a.py"], ("-W", "ignore", "-X", "dev")),
+        (["-c", "import sys", "-X", "dev"], ()),
+        (["-W"], ("-W", "")),
+        ([], ()),
+    ],
+)
+def test_workers_get_the_interpreters_options_that_are_not_about_the_launcher(
+    words: list[str], kept: tuple[str, ...]
+) -> None:
+    assert interpreter_options(words) == kept
+
+
+# --- addresses
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The names that the resolver knows, made up by the test."""
+    known: dict[str, list[str]] = {}
+    resolve = host.resolve
+
+    def told(name: str, port: int, wait_s: float) -> list[HostAddress]:
+        return [found for address in known.get(name, [name]) for found in resolve(address, port, wait_s)]
+
+    monkeypatch.setattr(host, "resolve", told)
+    return known
+
+
+def test_a_loopback_endpoint_is_reached_from_loopback() -> None:
+    assert own_address([Endpoint("127.0.0.1", 9)]) == "127.0.0.1"
+    assert own_address([Endpoint("localhost", 9)]) in ("127.0.0.1", "::1")
+
+
+def test_the_first_endpoint_that_can_be_reached_decides() -> None:
+    assert own_address([Endpoint("no-such-host.invalid", 9), Endpoint("127.0.0.1", 9)]) == "127.0.0.1"
+
+
+def test_a_name_that_nobody_knows_is_a_sentence() -> None:
+    with pytest.raises(NoAddress, match=r"^the name no-such-host\.invalid has no address here \(.+\)$"):
+        own_address([Endpoint("no-such-host.invalid", 9)])
+
+
+def test_a_name_is_ours_if_all_its_addresses_can_be_bound_here(names: dict[str, list[str]]) -> None:
+    names.update(me=["127.0.0.1", "::1"], they=["192.0.2.77"], all=["127.0.0.1", "192.0.2.77"])
+
+    assert owner_of("me") is Owner.THIS_HOST
+    assert owner_of("they") is Owner.OTHER_HOST
+    assert owner_of("all") is Owner.SEVERAL_HOSTS
+
+
+def test_an_address_of_this_host_can_be_bound_and_no_other() -> None:
+    assert can_be_bound("127.0.0.1")
+    assert can_be_bound("::1")
+    assert not can_be_bound("192.0.2.77")
+    assert not can_be_bound("2001:db8::77")
+
+
+def test_a_name_that_is_loopback_here_alone_gives_an_address_that_others_reach(names: dict[str, list[str]]) -> None:
+    names["host0"] = ["127.0.1.1"]
+
+    expected = routable_addresses()
+
+    assert own_address([Endpoint("host0", 9)]) == (expected[0] if expected else "127.0.1.1")
+
+
+_IN_A_HOST = "import sys; from elaunch.launcher.host import *; from elaunch.rendezvous.endpoint import Endpoint; "
+
+
+def in_a_host(*addresses: str, code: str) -> str:
+    """Run `code` in a network of its own with `addresses`, one per interface, no default route. Returns its output."""
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("needs root, ip and unshare to make a network namespace")
+    up = ["ip link set lo up"]
+    for i, address in enumerate(addresses):
+        # An IPv6 address is not used before nobody else has answered for it.
+        at_once = "nodad" if ":" in address else ""
+        up += [
+            f"ip link add v{i} type veth peer name w{i}",
+            f"ip link set w{i} up",
+            f"ip link set v{i} up",
+            f"ip address add {address} dev v{i} {at_once}",
+        ]
+    script = " && ".join([*up, 'exec "$@"'])
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", _IN_A_HOST + code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=180,
+    )
+    return done.stdout.strip()
+
+
+# On every host, and nowhere else: as /etc/hosts of Debian has a host's own name.
+_OWN_NAME = (
+    "from elaunch.launcher import host; real = host.resolve; "
+    "host.resolve = lambda name, *rest: real('127.0.1.1' if name == 'host0' else name, *rest); "
+)
+
+
+@pytest.mark.parametrize("off", ["all", "lo"])
+def test_an_address_that_cannot_be_used_without_ipv6_does_not_count(off: str) -> None:
+    code = (
+        f"open('/proc/sys/net/ipv6/conf/{off}/disable_ipv6', 'w').write('1'); "
+        "from elaunch.launcher import host; real = host.resolve; "
+        "known = {'localhost': ['::1', '127.0.0.1'], 'host0': ['2001:db8::7', '10.98.0.1'], 'v6': ['2001:db8::7']}; "
+        "host.resolve = lambda name, *rest: [each for one in known[name] for each in real(one, *rest)]; "
+        "print(addresses('localhost'), owner_of('localhost').name, *addresses('host0'), owner_of('v6').name)"
+    )
+
+    # Where only the loopback interface is without IPv6, the host has an address of the link.
+    others = "10.98.0.1" if off == "all" else "2001:db8::7 10.98.0.1"
+    assert in_a_host("10.98.0.1/24", code=code) == f"['127.0.0.1'] THIS_HOST {others} OTHER_HOST"
+
+
+def test_without_a_default_route_the_only_interface_has_the_address() -> None:
+    code = _OWN_NAME + "print(own_address([Endpoint('host0', 9)]), owner_of('host0').name)"
+
+    assert in_a_host("10.9.8.7/24", code=code) == "10.9.8.7 THIS_HOST"
+    assert in_a_host("fd00:9::7/64", code=code) == "fd00:9::7 THIS_HOST"
+    # No other host can have this address.
+    assert in_a_host(code=code) == "127.0.1.1 THIS_HOST"
+
+
+def test_of_several_interfaces_none_is_guessed() -> None:
+    code = _OWN_NAME + ("\ntry: own_address([Endpoint('host0', 9)])\nexcept AddressUnclear as error: print(error)")
+
+    assert in_a_host("10.9.8.7/24", "10.9.9.7/24", code=code) == (
+        "host0 is a loopback address here, and this host has several other addresses (10.9.8.7, 10.9.9.7);"
+        " say with --local-addr which one the other nodes reach"
+    )
+
+
+def test_of_several_interfaces_the_one_toward_the_endpoint_is_taken() -> None:
+    code = "print(own_address([Endpoint('10.9.9.1', 9)]), own_address([Endpoint('fd00:9::1', 9)]))"
+
+    assert in_a_host("10.9.8.7/24", "10.9.9.7/24", "fd00:9::7/64", code=code) == "10.9.9.7 fd00:9::7"
+
+
+# --- the interface for gloo
+
+
+@pytest.fixture
+def own_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses of this host's own name. If the list is empty, the name is unknown."""
+    known: list[str] = []
+
+    def told(name: str, wait_s: float) -> list[str]:
+        assert name == "node-a"
+        if not known:
+            raise NoAddress("unknown")
+        return known
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-a")
+    monkeypatch.setattr(host, "addresses", told)
+    monkeypatch.setattr(host, "interface_of", {"10.0.0.1": "eth1"}.get)
+    return known
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+    assert interface_of("fe80::1%eth7") == "eth7"
+
+
+def test_a_host_that_knows_itself_as_loopback_needs_to_be_told(own_addresses: list[str]) -> None:
+    own_addresses += ["127.0.1.1", "10.0.0.1"]
+
+    assert gloo_interface("10.0.0.1") == ("eth1", "this host resolves its own name, node-a, to 127.0.1.1")
+
+
+def test_a_host_whose_name_is_unknown_needs_to_be_told(own_addresses: list[str]) -> None:
+    assert gloo_interface("10.0.0.1") == ("eth1", "this host's own name, node-a, has no address")
+
+
+def test_a_host_with_a_name_of_its_own_is_left_alone(own_addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    own_addresses += ["10.0.0.9"]
+    monkeypatch.setattr(host, "can_be_bound", lambda _: True)
+
+    assert gloo_interface("10.0.0.1") is None
+
+
+def test_agents_on_one_host_need_nothing(own_addresses: list[str]) -> None:
+    own_addresses += ["127.0.1.1"]
+
+    assert gloo_interface("127.0.0.1") is None
+
+
+def test_rpc_is_told_of_the_same_interface_and_the_users_own_variables_stay(own_addresses: list[str]) -> None:
+    own_addresses += ["127.0.1.1"]
+    said: list[str] = []
+
+    quiet = socket_variables("10.0.0.1", {}, said.append, verbose=False)
+    assert said == []
+    both = socket_variables("10.0.0.1", {}, said.append, verbose=True)
+    only_rpc = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, said.append, verbose=True)
+    neither = socket_variables(
+        "10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, said.append, verbose=True
+    )
+
+    assert quiet == both == {"GLOO_SOCKET_IFNAME": "eth1", "TP_SOCKET_IFNAME": "eth1"}
+    assert (only_rpc, neither) == ({"TP_SOCKET_IFNAME": "eth1"}, {})
+    assert said == [
+        "GLOO_SOCKET_IFNAME=eth1 is set for the workers: this host resolves its own name, node-a, to 127.0.1.1"
+    ]

@@ -1,0 +1,167 @@
+"""profiling.traces: computation and communication in a trace, and the joined file, by arithmetic."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elaunch.trainer.profiling.__main__ import main
+from elaunch.trainer.profiling.traces import StepTimes, clip, length, minus, parsed, step_times, union, write_joined
+from tests.fuzzing import bounded
+
+BASE_NS = 1_700_000_000_000_000_000
+MAIN, GLOO = 100, 200
+Event = dict[str, Any]
+
+
+def slice_of(name: str, begin_ms: float, end_ms: float, category: str, tid: int = MAIN) -> Event:
+    at = {"ts": begin_ms * 1000, "dur": (end_ms - begin_ms) * 1000}
+    return {"ph": "X", "name": name, "cat": category, "pid": 4711, "tid": tid, **at}
+
+
+def step(number: int, begin_ms: float, end_ms: float) -> Event:
+    return slice_of(f"ProfilerStep#{number}", begin_ms, end_ms, "user_annotation")
+
+
+def op(name: str, begin_ms: float, end_ms: float, tid: int = MAIN) -> Event:
+    return slice_of(name, begin_ms, end_ms, "cpu_op", tid)
+
+
+def gloo(begin_ms: float, end_ms: float) -> Event:
+    return slice_of("gloo:all_reduce", begin_ms, end_ms, "user_annotation", GLOO)
+
+
+def kernel(name: str, begin_ms: float, end_ms: float) -> Event:
+    return {**slice_of(name, begin_ms, end_ms, "kernel", 7), "pid": 0}
+
+
+def trace(*events: Event) -> dict[str, Any]:
+    return {"baseTimeNanoseconds": BASE_NS, "traceEvents": list(events)}
+
+
+def packed(of: dict[str, Any]) -> bytes:
+    return gzip.compress(json.dumps(of).encode())
+
+
+def times_ms(*events: Event) -> tuple[float, float, float]:
+    """Computation, communication and what is exposed of it, in the one step of these events."""
+    (found,), _ = step_times(trace(*events), 0, 10)
+    return tuple(round(1000 * each, 6) for each in (found.computation_s, found.communication_s, found.exposed_s))  # type: ignore[return-value]
+
+
+def test_the_profilers_steps_are_the_trainings() -> None:
+    found, on_gpu = step_times(trace(step(2, 12, 20), step(1, 0, 12), op("aten::mm", 10, 14), gloo(13, 16)), 3, 10)
+
+    assert found == [StepTimes(3, 10, 0.012, 0.002, 0.0, 0.0), StepTimes(3, 11, 0.008, 0.002, 0.003, 0.002)]
+    assert not on_gpu
+    with pytest.raises(ValueError, match="no whole step"):
+        step_times({}, 0, 1)
+
+
+def test_on_a_cpu_operators_compute_and_the_backends_events_communicate() -> None:
+    forward = slice_of("DistributedDataParallel.forward", 0, 10, "user_annotation")
+    compiled = slice_of("## Call CompiledFxGraph abc ##", 12, 18, "user_annotation")
+
+    assert times_ms(step(1, 0, 20), op("aten::linear", 1, 5), op("aten::mm", 2, 4), gloo(4, 9), forward) == (4, 5, 4)
+    assert times_ms(step(1, 0, 20), compiled) == (6, 0, 0)
+
+
+def test_an_operator_computes_only_while_none_within_it_waits_for_other_ranks() -> None:
+    around, wait = op("autograd::engine::evaluate_function: Gathered", 1, 9), op("_c10d_functional::wait_tensor", 4, 8)
+
+    # Another thread computes meanwhile.
+    assert times_ms(step(1, 0, 20), around, wait, op("aten::mm", 7, 10, tid=101)) == (3 + 1 + 1 + 1, 0, 0)
+
+
+def test_on_a_gpu_kernels_compute_those_of_nccl_communicate_and_operators_do_not_count() -> None:
+    copy = {**kernel("Memcpy HtoD", 6, 7), "cat": "gpu_memcpy"}
+    mirrored = {**slice_of("ProfilerStep#1", 3, 18, "gpu_user_annotation"), "pid": 0}
+    nccl = kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 5, 9)
+    events = (step(1, 0, 20), op("aten::mm", 0, 20), kernel("sm90_gemm", 2, 6), copy, nccl, mirrored)
+
+    assert times_ms(*events) == (5, 4, 2)
+    assert step_times(trace(*events), 0, 10)[1]
+
+
+@given(st.integers(0, 1 << 30))
+def test_spans_cover_what_counting_says(seed: int) -> None:
+    dice = random.Random(seed)
+    one, other = ([(a, a + dice.randint(0, 9)) for a in dice.choices(range(40), k=6)] for _ in range(2))
+
+    def points(spans: Any) -> set[int]:
+        return {point for begin, end in spans for point in range(begin, end)}
+
+    left = minus(union(one), union(other))
+    assert points(left) == points(one) - points(other)
+    assert length(union(one)) == len(points(one))
+    assert points(clip(union(one), 10, 20)) == points(one) & set(range(10, 20))
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=8), each, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(["ph", "ts", "dur", "name", "cat", "tid", "pid"]), _JSON, st.integers(0, 3))
+def test_a_field_of_another_type_costs_its_event_alone(field: str, value: Any, place: int) -> None:
+    events = [step(1, 0, 20), op("aten::mm", 1, 2), gloo(2, 3), kernel("gemm", 3, 4), step(2, 20, 30)]
+    events[place][field] = value
+
+    with bounded():
+        assert step_times(trace(*events), 0, 1)[0]
+
+
+META: Event = {"ph": "M", "name": "process_name", "pid": 4711, "tid": 0, "ts": 0, "args": {"name": "python"}}
+THREAD: Event = {"ph": "M", "name": "thread_name", "pid": 4711, "tid": 100, "ts": 9.0, "args": {"name": "pt_main"}}
+SPAN: Event = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": "x", "ts": 5, "dur": 1}
+ARROW: Event = {"ph": "s", "id": 5, "pid": 4711, "tid": 100, "ts": 1000.0, "cat": "ac2g", "name": "ac2g"}
+
+
+def test_each_rank_is_a_process_of_the_joined_file_and_so_is_each_of_its_gpus(tmp_path: Path) -> None:
+    first = trace(META, THREAD, {**SPAN, "ts": 6000}, ARROW, step(1, 5, 9), op("aten::mm", 6, 7), kernel("gemm", 6, 8))
+    # The second file has another base, and the same times.
+    second = {**trace(step(1, 105, 109), gloo(106, 108), ARROW), "baseTimeNanoseconds": BASE_NS - 100_000_000}
+    for rank, content in enumerate((first, second)):
+        (tmp_path / f"node-{rank}").mkdir()
+        (tmp_path / f"node-{rank}" / f"rank_{rank}.json.gz").write_bytes(packed(content))
+    words = [str(tmp_path / "node-0"), str(tmp_path / "node-1"), "-o", str(tmp_path / "t.gz")]
+
+    done = CliRunner().invoke(main, words)
+
+    assert done.exit_code == 0, done.output
+    found = json.loads(gzip.decompress((tmp_path / "t.gz").read_bytes()))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 0, GPU 0", 1000: "rank 1"}
+    assert {e["pid"] for e in found if e["name"] == "gemm"} == {1}
+    assert {e["pid"]: e["ts"] for e in found if e["name"] == "ProfilerStep#1"} == {0: 0.0, 1000: 0.0}
+    assert [e["args"]["name"] for e in found if e["name"] == "thread_name"] == ["pt_main"]
+    # What is no process is left out, and arrows of two ranks are not joined.
+    assert all(isinstance(e["pid"], int) for e in found)
+    assert len({e["id"] for e in found if e["ph"] == "s"}) == 2
+    (tmp_path / "empty").mkdir()
+    assert "there is no rank_N.json.gz" in CliRunner().invoke(main, [str(tmp_path / "empty")]).output
+
+
+def test_half_a_file_never_has_the_name(tmp_path: Path) -> None:
+    torn = [(0, packed(trace(op("aten::mm", 5, 6)))), (1, packed(trace())[:20])]
+
+    with pytest.raises(EOFError):
+        write_joined(tmp_path / "t.gz", torn)
+
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"traceEvents": [', b"[" * 100_000])
+def test_a_part_of_a_trace_is_refused_with_a_sentence(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"the profiler left no|nested too deeply"):
+        parsed(content)

@@ -1,0 +1,187 @@
+"""How the ranks of a process group meet: by the group's store, each at the address at which the others reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hmac
+import ipaddress
+import itertools
+import operator
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from elaunch.trainer.ranks.channel import Channel
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_IFREQ_BYTES = 40
+_ADDRESS_AT = 20
+_IF_INET6 = Path("/proc/net/if_inet6")
+# Addresses for documentation (RFC 5737, RFC 3849): the route to them is the one to everywhere. Nothing is sent.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+
+
+@dataclass(frozen=True)
+class GroupMember:
+    """Rank `rank` of `world_size` in the group of that name; without a group this process is the only rank.
+
+    A rank is waited for as long as `timeout_s`. This does not have the group itself: who holds it keeps its threads
+    alive.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    group_name: str = ""
+    timeout_s: float | None = None
+
+    @classmethod
+    def of(cls, group: Any = None) -> GroupMember:
+        """This process in `group`, by default the job's."""
+        group = group or dist.group.WORLD
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        return cls(rank, world_size, group.group_name, _timeout_s(group)) if world_size > 1 else cls()
+
+    def channel(self, purpose: str) -> Channel:
+        """A channel of its own for this purpose. All ranks of a group open its channels in the same order."""
+        generation = os.environ.get("ELAUNCH_GENERATION", "")
+        name = f"elaunch/{generation}/{self.group_name}/{purpose}"
+        name += f"/{next(_count(name))}"
+        return Channel(name, self.rank, self.world_size, _StoreContacts(name), timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True)
+class _StoreContacts:
+    """Where the ranks of a channel listen, in the store by which the job's process group was made.
+
+    torchrun's agent keeps all keys at a restart, and nothing that it tells its workers names one. So a contact may be
+    that of the process that was this rank before.
+
+    Everybody who reaches MASTER_PORT can read that store. So under elaunch it holds no secret as it is: the agents have
+    given one to all ranks of the generation.
+    """
+
+    channel: str
+
+    def own_address(self) -> str:
+        return own_address(os.environ)
+
+    def publish(self, rank: int, content: bytes) -> None:
+        key = f"{self.channel}/{rank}"
+        _store().set(key, _masked(key, content))
+
+    def find(self, rank: int) -> bytes | None:
+        # Not `wait` with a limit: torch prints two warnings whenever its time is over.
+        key = f"{self.channel}/{rank}"
+        return _masked(key, bytes(_store().get(key))) if _store().check([key]) else None
+
+
+def _masked(key: str, contact: bytes) -> bytes:
+    """The contact with its secret, which comes first, masked by a pad for this key; masking it again reveals it."""
+    given = os.environ.get("ELAUNCH_GENERATION_SECRET", "")
+    pad = hmac.digest(given.encode(), key.encode(), "sha256") if given else b""
+    return bytes(map(operator.xor, contact, pad)) + contact[len(pad) :]
+
+
+def _store() -> Any:
+    # torch has no public name for it; this one has been in every release since 1.8.
+    return dist.distributed_c10d._get_default_store()
+
+
+@functools.cache
+def _count(name: str) -> Iterator[int]:
+    return itertools.count()
+
+
+def _timeout_s(group: Any) -> float:
+    """How long a rank of the group is waited for: as long as gloo would wait, in this group or in a new one."""
+    options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    limits = [each._timeout for each in options if hasattr(each, "_timeout")]
+    if not limits or "gloo" not in dist.get_backend_config(group):
+        # A GPU's collectives are short. What is agreed here may take a checkpoint's time.
+        limits.append(dist.distributed_c10d.default_pg_timeout)
+    return float(max(limits).total_seconds())
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The address of the interface that GLOO_SOCKET_IFNAME names, else the one by which it reaches MASTER_ADDR.
+
+    On the first node a name in MASTER_ADDR may mean a loopback address (127.0.1.1 in Debian's /etc/hosts). Peers on
+    other nodes cannot use that, so it is the address by which this host reaches other networks, or its first one.
+    Without MASTER_ADDR the host's own name is taken in its place. Raises OSError for an interface without an address,
+    and for a MASTER_ADDR that nobody knows.
+    """
+    if names := environ.get(_INTERFACE, ""):
+        # gloo takes several, separated by commas.
+        return _of_interface(names.split(",")[0])
+    if master := environ.get("MASTER_ADDR", ""):
+        found = _towards(master, int(environ.get("MASTER_PORT") or 1))
+    else:
+        master = socket.gethostname()
+        found = "127.0.0.1"
+        with contextlib.suppress(OSError):
+            found = _towards(master, 1)
+    if _is_loopback(found) and not _is_loopback(master) and not _is_alone(environ):
+        return _outward() or found
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether this means the loopback on every host; another name may mean it on its own host alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_alone(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks are on this host, as their launcher says. Without a launcher nobody knows."""
+    here = environ.get("LOCAL_WORLD_SIZE", "")
+    return bool(here) and here == environ.get("WORLD_SIZE", "")
+
+
+def _towards(host: str, port: int) -> str:
+    """The address that packets to `host` come from. None is sent."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as asked:
+            asked.connect(place)
+            return str(asked.getsockname()[0])
+    except OSError as error:
+        raise OSError(
+            f"this host finds no way to {host} ({error.strerror}), so the other ranks cannot reach this one; "
+            f"{_INTERFACE}=… names the interface to use"
+        ) from error
+
+
+def _outward() -> str:
+    """The address of the default route, or the first one that is not a loopback's; empty if this host has none."""
+    for somewhere in _ANYWHERE:
+        with contextlib.suppress(OSError):
+            return _towards(somewhere, 1)
+    for _, interface in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            if not _is_loopback(address := _of_interface(interface)):
+                return address
+    return ""
+
+
+def _of_interface(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
+        request = struct.pack(f"{_IFREQ_BYTES}s", name.encode()[:15])
+        answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+        return socket.inet_ntop(socket.AF_INET, answer[_ADDRESS_AT : _ADDRESS_AT + 4])
+    for line in _IF_INET6.read_text().splitlines() if _IF_INET6.exists() else ():
+        raw, _, _, _, _, interface = line.split()
+        address = ipaddress.IPv6Address(bytes.fromhex(raw))
+        if interface == name and not address.is_link_local:
+            return str(address)
+    raise OSError(f"{_INTERFACE} is {name}, and this host has no address on an interface of that name")
