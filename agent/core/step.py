@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar, get_args
 from elaunch.agent.core import clearing, joining, leaving, membership, running, stopping, store_outage
 from elaunch.agent.core import store_outage as outage
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.clearing import in_order
 from elaunch.agent.core.events import (
     Cleared,
     Committed,
@@ -222,13 +221,6 @@ if __name__ == "__main__":
 
 def step(agent: Agent, event: Event, now_s: float) -> Step:
     """What the agent becomes and does when `event` happens at `now_s` (monotonic)."""
-    agent, actions = _step(agent, event, now_s)
-    if agent.unsaid is None:
-        return agent, actions
-    return in_order(agent, actions, now_s)
-
-
-def _step(agent: Agent, event: Event, now_s: float) -> Step:
     phase = agent.phase
     if isinstance(phase, Exited) or _is_of_another_generation(phase, event):
         return agent, ()
@@ -252,7 +244,6 @@ def deadline_s(agent: Agent) -> float | None:
         agent.lead_at_s,
         agent.waiting.due_s,
         agent.waiting.invite_s,
-        agent.unsaid.until_s if agent.unsaid else None,
         agent.reach.unsaid_until_s,
         gives_up_at_s(agent),
     )
