@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.agent.core.sizes import bytes_text
 from elaunch.agent.workers.gpus import Vendor, read_gpus, visible
 from elaunch.launcher.doctor.findings import Finding, Needs, as_json, bad, ok, span, warn
 from elaunch.launcher.doctor.host import memlock_finding
+from elaunch.rendezvous.texts import bytes_text
 from elaunch.strict_json import parse_json
 
 _SMI_S = 20.0

@@ -8,8 +8,8 @@ import resource
 import sys
 from pathlib import Path
 
-from elaunch.agent.core.sizes import bytes_text
 from elaunch.launcher.doctor.findings import Finding, Needs, bad, ok, span, warn
+from elaunch.rendezvous.texts import bytes_text
 
 _MIB = 1 << 20
 # A worker's share of /dev/shm: NCCL's segments take up to 10 MB for each channel and peer, a data loader's processes

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median
 
-from elaunch.agent.workers.unanswered import REFUSED, why_not
+from elaunch.agent.diagnosis.reach import REFUSED, why_not
 from elaunch.launcher.doctor.findings import Finding, Needs, bad, ok, span, warn
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import (

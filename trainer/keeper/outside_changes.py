@@ -153,7 +153,8 @@ class OutsideChanges:
 
     def _changed(self, before: list[Tensor], now: list[Tensor]) -> str:
         """The first tensor that differs, and the number of the others."""
-        known = {id(tensor): facts for tensor, *facts in zip(before, self._versions, self._memory or map(_MEMORY, before))}
+        memory = self._memory or map(_MEMORY, before)
+        known = {id(tensor): facts for tensor, *facts in zip(before, self._versions, memory, strict=False)}
         # A new one may have no memory of its own.
         changed = [t for t in now if id(t) not in known or known[id(t)] != [t._version, t.data_ptr()]]
         if not changed:
