@@ -1,4 +1,4 @@
-"""agent.core.standstill and hang_watch: when ranks stand still, and what an agent makes of it."""
+"""agent.diagnosis.hang and hang_watch: when ranks stand still, and what an agent makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.core.absent: the worker that did not come to a collective that timed out on others."""
+"""agent.core.hangs: the worker that did not come to a collective that timed out on others."""
 
 from __future__ import annotations
 

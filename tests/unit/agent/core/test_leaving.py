@@ -1,4 +1,4 @@
-"""agent.core.orders: what `elaunch stop` and `elaunch restart` make an agent do."""
+"""agent.core.leaving: what `elaunch stop` and `elaunch restart` make an agent do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.core.stop_orders: workers that listen on their links are told there, and what they answer."""
+"""agent.core.stopping: workers that listen on their links are told there, and what they answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.core.own_store: the process of the store that this host served has ended."""
+"""agent.core.store_outage: the process of the store that this host served has ended."""
 
 from __future__ import annotations
 

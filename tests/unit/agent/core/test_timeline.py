@@ -1,4 +1,4 @@
-"""agent.core.entries: what an agent learns and decides is on its timeline, in the documented form."""
+"""agent.core.timeline: what an agent learns and decides is on its timeline, in the documented form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.core.announcements: a job of many nodes tells each thing once."""
+"""agent.core.timeline: a job of many nodes tells each thing once."""
 
 from __future__ import annotations
 

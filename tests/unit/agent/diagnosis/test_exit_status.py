@@ -1,4 +1,4 @@
-"""agent.core.failures: makes a failure in words from what a worker leaves."""
+"""agent.diagnosis.exit_status: makes a failure in words from what a worker leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.core.hang: when workers that have reported before report nothing any more."""
+"""agent.diagnosis.hang: when workers that have reported before report nothing any more."""
 
 from __future__ import annotations
 

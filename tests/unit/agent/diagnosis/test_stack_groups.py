@@ -1,4 +1,4 @@
-"""agent.core.stack_groups and waits: equal stacks in one group, in words, and what they wait for."""
+"""agent.diagnosis.stack_groups and waits: equal stacks in one group, in words, and what they wait for."""
 
 from __future__ import annotations
 

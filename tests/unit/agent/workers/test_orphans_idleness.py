@@ -1,4 +1,4 @@
-"""agent.core.idleness: how long what a successful job has left behind may go on."""
+"""agent.workers.orphans: how long what a successful job has left behind may go on."""
 
 from __future__ import annotations
 

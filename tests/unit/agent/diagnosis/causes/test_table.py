@@ -1,4 +1,4 @@
-"""agent.core.causes: which advice a failure gets, and which failures get none."""
+"""agent.diagnosis.causes: which advice a failure gets, and which failures get none."""
 
 # ruff: noqa: E501
 # Messages stand here as programs write them.
