@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from elaunch.trainer.data.order import Order as Order
     from elaunch.trainer.data.sampling import Seeded as Seeded
     from elaunch.trainer.data.sampling import accumulate as accumulate
+    from elaunch.trainer.keeper.disk_copies import NotDurable as NotDurable
     from elaunch.trainer.keeper.keeper import Keeper as Keeper
-    from elaunch.trainer.keeper.last_checkpoint import NotDurable as NotDurable
     from elaunch.trainer.keeper.verification import Differs as Differs
     from elaunch.trainer.ledger.ledger import Ledger as Ledger
     from elaunch.trainer.memory.sharded import ShardedMemory as ShardedMemory

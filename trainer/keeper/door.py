@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,14 +17,64 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from elaunch.trainer import link
-from elaunch.trainer.keeper.looks import WITHIN_S
 from elaunch.trainer.keeper.rehearsal import digest, named
+from elaunch.trainer.keeper.sync_schedule import WITHIN_S
 from elaunch.trainer.keeper.unkept import NODES_MAX, Unkept, is_a, memory_of, reach
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.digests import digests
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State, equal, is_shard, several, some
+from elaunch.trainer.state.tree import State, digests, equal, is_shard, several, some
+
+
+@contextlib.contextmanager
+def entered(name: str, memory: str, checkpoints: str) -> Iterator[None]:
+    """Hold `name` and `checkpoints` in the block, and also after it if it ends without an error.
+
+    The copies of a name are in `memory`; without one it is free after the block. Raises ValueError if this process
+    holds one of them.
+    """
+    # With the process: a forked child does not hold what its parent does. And a restart is another program.
+    program = os.getpid(), os.environ.get("ELAUNCH_GENERATION", "")
+    keys = [(*program, f"named {name!r}", memory)]
+    keys += [(*program, f"with checkpoints={checkpoints!r}", "")] if checkpoints else []
+    for key in keys:
+        if _held().get(key) == "left":
+            raise ValueError(
+                f"a Keeper {key[2]} has ended in this program, and this one would go on from its last state: give each "
+                "training (a phase, a fold) its own name= and checkpoints=. Two loops of one training belong into one "
+                "`with` block"
+            )
+        if key in _held():
+            raise ValueError(
+                f"a Keeper {key[2]} is entered already, and both would write to the same copies; give each Keeper of a "
+                "program its own name= and checkpoints= (or one Keeper all of it: Keeper([model, other], [optimizer, "
+                "its_optimizer]))"
+            )
+    _held().update(dict.fromkeys(keys, "entered"))
+    try:
+        yield
+    except BaseException:
+        # The program may catch this and try the same training again.
+        for key in keys:
+            del _held()[key]
+        raise
+    for key in keys:
+        _held()[key] = "left"
+    if not memory:
+        del _held()[keys[0]]
+
+
+def is_alone() -> bool:
+    """Whether one Keeper is entered, and no other."""
+    names = [key for key, how in _held().items() if how == "entered" and key[2].startswith("named")]
+    return len(names) == 1
+
+
+@functools.cache
+def _held() -> dict[tuple[int, str, str, str], str]:
+    """Whether each is "entered" or "left"."""
+    return {}
+
 
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4

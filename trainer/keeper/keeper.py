@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -33,18 +32,13 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.keeper.boundary import EVEN, Boundary, Stopped, Wish
+from elaunch.trainer.keeper.boundary import EVEN, Boundary, LookAround, Stopped, StopRequest, Wish, free_signals
 from elaunch.trainer.keeper.copies import Copies
-from elaunch.trainer.keeper.door import Door
-from elaunch.trainer.keeper.entered_names import entered, is_alone
-from elaunch.trainer.keeper.group_watch import GroupWatch
-from elaunch.trainer.keeper.guarded_state import GuardedState
-from elaunch.trainer.keeper.last_checkpoint import NotDurable, require_durable
-from elaunch.trainer.keeper.look_around import LookAround
-from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
-from elaunch.trainer.keeper.passes import hook_backward
+from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
+from elaunch.trainer.keeper.door import Door, entered, is_alone
+from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
+from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
-from elaunch.trainer.keeper.stop import StopRequest, free_signals
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
@@ -92,10 +86,7 @@ class Keeper:
         warm_up: Callable[[], object] | None = None,
         name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
-        **old: int,
     ) -> None:
-        if old:
-            lose_at_most = _of_before(old, lose_at_most)
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
@@ -506,18 +497,6 @@ class Keeper:
             again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
-
-
-def _of_before(old: dict[str, int], lose_at_most: int | None) -> int | None:
-    """What the options of earlier releases mean. Raises TypeError for others."""
-    for option, value in old.items():
-        if option not in ("snapshot_every", "copy_every", "stop_every"):
-            raise TypeError(f"Keeper has no option {option!r}")
-        if option != "stop_every" and lose_at_most is None and value is not None:
-            lose_at_most = value if value != 1 else 0
-        text = f"lose_at_most={lose_at_most} has the place of {option}={value}: the steps that a failure may take back"
-        warnings.warn(text, FutureWarning, stacklevel=3)
-    return lose_at_most
 
 
 def _is_count(value: Any, least: int) -> bool:

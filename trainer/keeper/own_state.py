@@ -104,7 +104,8 @@ class OwnState:
             return False
         state = {**buffers, **self._put[2], "is_begun": self._is_begun}
         # Often there is nothing else, and nobody draws random numbers. The same object says so.
-        if any(buffers.values()) or "per_rank" in state or state["random"] is not self._staged.get("random"):
+        has_objects = bool(state.get("per_rank", {}).get("states"))
+        if any(buffers.values()) or has_objects or state["random"] is not self._staged.get("random"):
             self._staged = state
         try:
             self._records.stage(version, self._staged)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from elaunch.trainer.state import optimizer_state, rng_state
 from elaunch.trainer.state.buffers import Buffers, load_module
-from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.model_state import (
     Models,
@@ -29,7 +28,7 @@ from elaunch.trainer.state.model_state import (
     without_buffers,
 )
 from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that_is_not_dense
-from elaunch.trainer.state.rank_objects import RankObjects
+from elaunch.trainer.state.rank_objects import HookState, RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
 from elaunch.trainer.state.tree import (

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from elaunch.trainer.keeper import entered_names
+from elaunch.trainer.keeper import door
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.own_state import OwnState
 from elaunch.trainer.memory.records import Records
@@ -209,9 +209,9 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
         patch.delenv("ELAUNCH_MEMORY")
         trained(form, 3, **checkpoints)
         calm = trained(form, 8)
-    entered_names._held.cache_clear()
+    door._held.cache_clear()
     trained(form, 5, **checkpoints)
-    entered_names._held.cache_clear()
+    door._held.cache_clear()
     for path in (tmp_path / "c").glob("*-00000005"):
         shutil.rmtree(path)
     for path in memory.glob("training.rank-*"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elaunch.trainer.keeper.group_watch import GroupWatch
+from elaunch.trainer.keeper.guarded_state import GroupWatch
 from elaunch.trainer.ranks.group_status import HANG_TIMEOUT, BrokenGroup, GroupStatus, contradictions
 from tests.harness import wait_for
 
