@@ -56,7 +56,6 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
     # The agent's py-spy is this process's cousin.
     allow_tracer(template.agent_pid)
     os.setsid()
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     take_fds(fds)
     _enter(order["cgroup"])
