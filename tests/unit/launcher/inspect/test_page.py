@@ -109,9 +109,7 @@ def test_the_text_and_the_json_have_what_failed_and_what_was_warned_of() -> None
     assert printed(report_of(restarted()))[1:] == ["  +0:20.0  Rank 1 died. Training resumed 5 s later; 3 steps lost."]
     assert lines[1].startswith("  +1:10  The job seemed to hang: rank 3 on node-b runs in wait")
     assert lines[1].endswith("for 61 s. The job resumed by itself 20 s later.")
-    assert lines[2] == (
-        "  +3:20  Rank 1 is slow. The rank had been slow since +1:20 at least. The cause may be: nice value."
-    )
+    assert lines[2] == ("  +3:20  Rank 1 is slow.")
     anchors = {attrs.get("id") for _, attrs in shown.tags}
     assert {"#warning-0", "#warning-1"} <= {attrs.get("href") for tag, attrs in shown.tags if tag == "a"}
     assert {"warning-0", "warning-1"} <= anchors
@@ -220,7 +218,10 @@ def many_warnings(generations: int) -> list[Timeline]:
 @pytest.mark.parametrize(
     ("shape", "left_out"),
     [
-        (crash_loop, ("300 generations left out", "the newest 50 of 700 generations", "640 failures between")),
+        (
+            crash_loop,
+            ("300 generations left out", "the newest 50 of 700 generations", "640 earlier failures are left out"),
+        ),
         (many_nodes, ("1336 more ranks have no lane here", "elaunch report --json has all")),
         (many_warnings, ("And 640 more; elaunch report --json has all",)),
     ],
