@@ -77,11 +77,8 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
                 pump.say(detail, "debug")
             for trouble in (*config.notes, *troubles):
                 pump.say(trouble, "warning")
-            if config.warm_s:
-                from elaunch.agent.warm import how_it_began
-
-                if line := how_it_began(fork_server):
-                    pump.say(line, "debug" if fork_server.began_from else "info")
+            if fork_server.how:
+                pump.say(fork_server.how, "debug" if fork_server.is_warm else "info")
             yield agent
         except BaseException:
             # The pump's lines come before the error's text.
@@ -93,36 +90,9 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
     preload, text = config.preload, config.text
     if preload is not None:
         preload = () if text.is_refused else tuple(name for name in preload if name not in text.unused)
-    warm_preload = config.preload if preload or text.is_refused else ()
-    sharers = config.slots if config.shares_cores else 0
-    say = partial(_say_now, config)
     return ForkServer(
-        config.spec.program,
-        preload,
-        environment,
-        config.ignored,
-        packages=text.packages,
-        warm_preload=warm_preload or (),
-        warm_s=config.warm_s,
-        sharers=sharers,
-        say=say,
-        meanwhile=_import_agent,
+        config.spec.program, preload, environment, config.ignored, packages=text.packages, warm_s=config.warm_s
     )
-
-
-def _import_agent() -> None:
-    """Import what an agent needs to run its loop."""
-    import elaunch.agent.loop
-    import elaunch.agent.session.job_store  # noqa: F401
-
-
-def _say_now(config: AgentConfig, line: str) -> None:
-    """Before the pump has the console."""
-    from elaunch.agent.own_lines import OwnLines
-
-    if config.output.least != "warning":
-        with suppress(OSError):
-            os.write(2, OwnLines.of_stderr(config.output.log_format).line(line))
 
 
 class AgentRun:
@@ -176,15 +146,6 @@ class AgentRun:
             return loop.run()
         except NoPort as error:
             raise CannotRun(str(error)) from error
-
-    def leave_fork_server(self) -> None:
-        """After the job: let a fork server stay for the next one, if that is wanted and none is there that fits."""
-        services = self._services
-        if services.config.warm_s:
-            from elaunch.agent.warm import leave
-
-            if line := leave(services.config, services.fork_server):
-                self.say(line)
 
     def without_shown(self, outcome: Outcome) -> Outcome:
         """The same for the report, with a line in place of a traceback that stands just above on this console."""

@@ -115,7 +115,7 @@ def status_of(path: Path) -> LocalAgent:
 
 
 def store_location(agent: LocalAgent) -> str:
-    """How its agent reaches the job's store, as JSON (`store.way`). Raises NoAnswer."""
+    """How its agent reaches the job's store, as JSON (`locate.way_of`). Raises NoAnswer."""
     fields, pid, _ = _query(agent.path, "store")
     if not isinstance(fields.get("store"), dict):
         raise NoAnswer(f"the elaunch with pid {pid} does not give the place of the job's store")

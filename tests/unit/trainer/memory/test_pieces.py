@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from elaunch.trainer.memory.shard_choice import Held, digest_of
-from elaunch.trainer.memory.shard_parts import Cutter, PieceContents, held_by
+from elaunch.trainer.memory.pieces import Cutter, PieceContents, held_by
+from elaunch.trainer.memory.recovery_plan import Held, digest_of
 from elaunch.trainer.state.region import PAGE, Packed
 from elaunch.trainer.state.tree import PerRank, flatten
 from elaunch.trainer.state.version import Piece, Version
@@ -57,23 +57,6 @@ def test_ranks_with_the_same_boxes_have_the_same_part_and_others_another() -> No
     assert not parts(0, has_common=False) & parts(1, has_common=False)
     held = held_by(PIECE, piece(0, has_common=True)[1].skeleton)
     assert held == Held(PIECE, parts(0, has_common=True), WHOLE)
-
-
-def test_a_planned_piece_has_the_new_values_in_the_same_places() -> None:
-    cutter, state = Cutter(has_common=True), zero(0)
-    parts = cutter.parts(flatten(state))
-    first = cutter.pack(state, flatten(state), parts, WHOLE)
-    other = {**zero(0), "step": 7}
-
-    second = cutter.pack(other, flatten(other), parts, WHOLE)
-
-    assert (second.offsets, second.data_length) == (first.offsets, first.data_length)
-    assert [id(tensor) for tensor in second.tensors] == [id(t) for t in flatten(other).tensors.values()]
-    assert PieceContents.read(second.skeleton, second.data_length).tree.plain["step"] == 7
-    # A state of another layout is planned anew.
-    larger = {**zero(0), "more": torch.ones(5)}
-    cutter.parts(flatten(larger))
-    assert len(cutter.pack(larger, flatten(larger), parts, WHOLE).tensors) == len(first.tensors) + 1
 
 
 def test_a_state_that_differs_in_a_shape_has_other_parts() -> None:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from elaunch.agent.forkserver import fixups
+from elaunch.agent.forkserver import after_fork
 
 # As lightning.fabric.utilities.rank_zero and torchmetrics.utilities.prints do it.
 LIGHTNING = """
@@ -36,11 +36,11 @@ def test_a_worker_knows_its_own_rank_in_modules_that_the_fork_server_has_importe
     modules = {name: module(name, text) for name, text in texts.items()}
     functions = [vars(each)["rank_zero_only"] for each in modules.values()]
 
-    fixups.forget(modules)
+    after_fork.forget_ranks(modules)
     forgotten = [hasattr(each, "rank") for each in functions]
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    fixups.find_out_again(modules)
+    after_fork.find_ranks(modules)
 
     assert forgotten == [False, False]
     assert [each.rank for each in functions] == [5, 1]
@@ -55,6 +55,6 @@ def test_lightnings_own_log_handler_is_for_programs_that_have_set_up_no_logging(
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()] if is_set_up else [])
 
-    fixups.find_out_again({"lightning.pytorch": ModuleType("lightning.pytorch")})
+    after_fork.find_ranks({"lightning.pytorch": ModuleType("lightning.pytorch")})
 
     assert (len(logger.handlers), logger.propagate) == ((0, True) if is_set_up else (1, False))

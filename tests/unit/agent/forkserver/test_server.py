@@ -1,4 +1,4 @@
-"""agent.forkserver.reaper: when the end of each process is reported, with real processes."""
+"""When the fork server reports the exits of its children, with real processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from elaunch.agent.forkserver.reaper import Children
+from elaunch.agent.forkserver.server import Children
 from elaunch.agent.linux import state
 from tests.harness import wait_for
 
@@ -65,7 +65,7 @@ def two(children: Children) -> Iterator[tuple[Worker, Worker]]:
 
 def told(children: Children) -> list[int | str]:
     """The local ranks whose ends are reported now."""
-    return [news["key"] for news in children.ended()]
+    return [news["key"] for news in children.reap()]
 
 
 def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> None:
@@ -74,7 +74,7 @@ def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> N
         children.signal({worker.name}, signal.SIGTERM, group=True)
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
     assert told(children) == []
-    assert children.is_due
+    assert children.waits_for_groups
 
 
 def test_a_worker_that_is_killed_does_not_hurry_the_one_that_still_saves(
@@ -111,36 +111,13 @@ def dead(*command: str) -> int:
 
 
 @pytest.mark.parametrize(("program", "code"), [("exit 3", 3), ("kill -9 $$", -9)], ids=["by itself", "killed"])
-def test_an_end_is_told_at_once_and_reaped_later(children: Children, program: str, code: int) -> None:
-    pid = dead("sh", "-c", program)
+def test_an_exit_is_reported_and_reaped_with_those_of_processes_that_have_no_name(
+    children: Children, program: str, code: int
+) -> None:
+    pid, of_a_module = dead("sh", "-c", program), dead("true")
     children.add(pid, (0, 5))
 
-    (news,) = children.ended()
+    (exited,) = children.reap()
 
-    assert (news["key"], news["pid"], news["code"]) == (5, pid, code)
-    assert state(pid) == "Z"
-    assert children.look_s is not None
-    wait_for(lambda: children.is_due, "the time to reap it")
-    assert told(children) == []
-    assert state(pid) == ""
-    assert (children.look_s, children.is_due) == (None, False)
-
-
-def test_what_a_preloaded_module_has_started_is_reaped_too(children: Children, two: tuple[Worker, Worker]) -> None:
-    stranger = dead("true")
-
-    assert told(children) == []
-    assert state(stranger) == ""
-
-
-def test_at_the_end_all_that_are_dead_are_reaped_and_those_that_were_killed_are_waited_for(children: Children) -> None:
-    told_of, killed = dead("true"), subprocess.Popen(["sleep", "600"])
-    children.add(told_of, (0, 0))
-    children.add(killed.pid, (-1, "ahead"))
-    assert told(children) == [0]
-
-    killed.kill()
-    killed.returncode = 0
-    children.finish({(-1, "ahead")})
-
-    assert [state(pid) for pid in (told_of, killed.pid)] == ["", ""]
+    assert (exited["key"], exited["pid"], exited["code"]) == (5, pid, code)
+    assert [state(each) for each in (pid, of_a_module)] == ["", ""]

@@ -1,4 +1,4 @@
-"""agent.forkserver.worker_store: a store to which no rank connects imports nothing of torch. Real processes."""
+"""The worker store: a store to which no rank connects imports nothing of torch. Real processes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ REPOSITORY = Path(__file__).parents[4]
 # Idle until somebody does something. Who then imports torch ends with that code.
 PROGRAM = """
 import os, sys
-from elaunch.agent.forkserver import worker_store
-for fd, number in zip(map(int, sys.argv[1:]), (worker_store.LISTEN_FD, worker_store.CONTROL_FD)):
+from elaunch.agent.forkserver import child
+for fd, number in zip(map(int, sys.argv[1:]), (child.LISTEN_FD, child.CONTROL_FD)):
     os.dup2(fd, number)
-worker_store._IDLE_S = 600.0
-worker_store._class = lambda *_, **__: os._exit(7)
-worker_store.serve("127.0.0.1", 0, store_class=STORE_CLASS)
+child._IDLE_S = 600.0
+child._class = lambda *_, **__: os._exit(7)
+child.serve_store("127.0.0.1", 0, store_class=STORE_CLASS)
 """
 CLASS = "(lambda *_, **__: type('Store', (), {'num_keys': lambda _: 3})())"
 
