@@ -190,9 +190,10 @@ class ForkServer:
         packet = wire.receive(self._socket)
         if packet is None:
             return None
-        self._has_forked |= packet[0]["event"] == "forked"
-        self._has_imported |= packet[0]["event"] == "ready" and not packet[0]["reason"]
-        return packet[0]
+        news = packet[0]
+        self._has_forked |= news["event"] == "forked"
+        self._has_imported |= news["event"] == "ready" and not news["reason"]
+        return news
 
     def stop(self) -> None:
         """End the fork server and, by the kernel, all its children. One that stays goes on."""

@@ -17,6 +17,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -38,9 +39,9 @@ _FROM_PROGRAMS = frozenset(
     )
 )
 _GROUP_POLL_S = 0.02
+_NO_RANK = -1
 # One that waits for a disk exits later.
 _KILLED_S = 1.0
-_NO_RANK = -1
 
 # A generation, and a local rank or "store".
 Name = tuple[int, int | str]
@@ -75,15 +76,18 @@ def main(loaded_at_start: Collection[str]) -> None:
     hidden = HiddenModules(preloaded)
     gc.freeze()
     gc.enable()
-    pid = os.getpid()
-    while (order := Server(boot, control).serve())[0]["op"] == "stay" and imports:
+    while True:
+        template = child.Template(boot.program, boot.agent_pid, os.getpid(), mask, preloaded, hidden)
+        order, fds = Server(boot, control).serve()
+        if not imports or order["op"] != "stay":
+            break
         server = warm.WarmServer(boot, imports, loaded_at_start)
-        server.stay(order[0], control)
+        server.stay(order, control)
         boot, control = server.serve()
         # In a fork, for another run.
-        pid, given = os.getpid(), dict(boot.environment)
+        given = dict(boot.environment)
         preloaded = replace(preloaded, restore={name: given.get(name) for name in preloaded.restore})
-    child.become(child.Template(boot.program, boot.agent_pid, pid, mask, preloaded, hidden), *order)
+    child.become(template, order, fds)
 
 
 def bare(boot_fd: str) -> None:
@@ -149,7 +153,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> Order:
-        """Answer the agent until it is gone, then exit. Returns in a child, with the order that made it.
+        """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it.
 
         In this process it returns with the order "stay", which comes when the job is over.
         """
@@ -196,12 +200,6 @@ class Server:
             case _:
                 return self._fork(order, fds)
         return None
-
-    def _release(self) -> None:
-        signal.set_wakeup_fd(-1)
-        self._selector.close()
-        for fd in (self._wake_r, self._wake_w, *([self._signals] if self._signals >= 0 else [])):
-            os.close(fd)
 
     def _report(self, event: dict[str, Any]) -> None:
         """Send an event to the agent. If the agent is gone, this process and its children end too."""
@@ -287,12 +285,6 @@ class Children:
             for pid in self._held.keys() - (_living_groups() & self._asked):
                 self._asked.discard(pid)
                 yield self._held.pop(pid)
-
-    def kill(self) -> None:
-        """Kill and reap all children that are left."""
-        self.signal({*self._names.values()}, signal.SIGKILL, group=False)
-        while self._names:
-            os.waitpid(self._names.popitem()[0], 0)
 
     def signal(self, names: Collection[Name], signum: int, group: bool) -> None:
         """Signal the children of these names, or their process groups. After SIGKILL nothing waits for a group."""
