@@ -25,6 +25,10 @@ _JOB_FILE_SUFFIXES = {".yaml", ".yml"}
 _ELF = b"\x7fELF"
 
 
+# The path of a Unix socket has at most 107 bytes. multiprocessing appends /pymp-xxxxxxxx/listener-xxxxxxxx to TMPDIR.
+_TEMPORARY_MAX = 107 - 32
+
+
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
     """Raises UsageError if the program cannot start on this host."""
     check_folder()
@@ -63,7 +67,7 @@ def temporary_folder_warning(environ: Mapping[str, str]) -> str:
         return ""
     return (
         f"TMPDIR has {length} characters, and a DataLoader with worker processes fails or hangs with more than "
-        f"{TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
+        f"{_TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
     )
 
 

@@ -20,13 +20,11 @@ from elaunch.agent.diagnosis.causes.cause import (
     FullDisks,
     GpuErrors,
     IsThere,
-    KernelKills,
     KillCounters,
     MemoryLimits,
     Question,
     Space,
     SpaceOf,
-    TemporaryFolder,
 )
 from elaunch.agent.diagnosis.causes.table import questions_about
 from elaunch.agent.diagnosis.oom import KernelLog, are_counted, limit_text
@@ -57,7 +55,7 @@ def opened_nvml() -> Iterator[Any]:
 
 _LIMIT_S = 2.0
 # What needs no disk and no driver.
-_OF_KERNEL = (KernelKills, KillCounters, MemoryLimits, TemporaryFolder)
+_OF_KERNEL = (KillCounters, MemoryLimits)
 # How /proc/mounts writes spaces and the like.
 _OCTAL = re.compile(r"\\(\d{3})")
 # File systems that are on no device of their own, and that programs fill. Network ones have a colon: host:/path.
@@ -106,15 +104,10 @@ class Investigator:
                 return replace(facts, full=_full_disks())
             case IsThere(path):
                 return replace(facts, there=facts.there | {path}) if os.path.isfile(path) else facts  # noqa: PTH113
-            case TemporaryFolder():
-                given = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
-                return replace(facts, temporary=next(filter(None, given), ""))
             case GpuErrors():
                 return replace(facts, gpu_errors=(*self._log.xids(), *_counted_errors()))
             case MemoryLimits():
                 return replace(facts, memory_limit=limit_text().partition(",")[0])
-            case KernelKills(pids):
-                return replace(facts, oom_killed=any(self._log.kill_of(pid) for pid in pids))
             case KillCounters():
                 return replace(facts, kills_are_counted=are_counted(self._counters))
 

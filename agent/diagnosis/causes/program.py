@@ -42,8 +42,6 @@ _PACKAGES = {
     "pkg_resources": "setuptools",
     **{name: name.replace("_", "-") for name in _SAME_NAMES.split()},
 }
-# Where compilers put what they build for one user. Elsewhere a library is the system's, or a package's.
-_BUILT_HERE = regex(r"^/tmp/|/\.cache/|/\.triton/|torch_?extensions|torchinductor")
 # Modules of everybody's: a file of the same name beside the script hides one.
 _WELL_KNOWN = regex(
     r"^(?:torch|numpy|random|types|json|queue|logging|tokenize|copy|email|string|select|socket|signal|time|test|"
@@ -118,17 +116,6 @@ def _package(name: str, traceback: str) -> str:
     return next(filter(None, known), "")
 
 
-def _cut_library(_evidence: Evidence, values: Values) -> Values:
-    file = values["file"]
-    if _BUILT_HERE.search(file):
-        why = "a compiler or a copy that was killed has left it incomplete, and it is taken for a whole one"
-        return {"step": f"remove {file}: {why}"}
-    return {
-        "step": f"{file} is incomplete on this node: install the package that has it again; a container gets libcuda"
-        " from its host (docker --gpus all)"
-    }
-
-
 def _usage(evidence: Evidence, values: Values) -> Values:
     if regex(r"--local[-_]rank").search(values["said"]):
         return {
@@ -187,13 +174,6 @@ RULES = (
         exceptions=frozenset({"ImportError", "OSError"}),
     ),
     CauseRule(
-        "a library that is not whole",
-        "{step}",
-        pattern=rf"(?<![^\s'\":])(?P<file>[^\s'\":]{{1,4096}}{_SO}): (?:file too short|invalid ELF header)",
-        more=_cut_library,
-        shown="remove it, if a compiler has built it on this node; else install the package that has it again",
-    ),
-    CauseRule(
         "an extension for another version",
         "a compiled package was built for another version of torch or of a system library: install it again in this"
         " environment",
@@ -221,12 +201,6 @@ RULES = (
         exceptions=frozenset({"RuntimeError"}),
         # The exception's own text is a page about this.
         is_enough=True,
-    ),
-    CauseRule(
-        "a start method that is set twice",
-        'put the code that sets it behind if __name__ == "__main__":, since spawn imports the script again',
-        pattern=r"^context has already been set$",
-        exceptions=frozenset({"RuntimeError"}),
     ),
     CauseRule(
         "an object that cannot be sent to a child process",
@@ -272,10 +246,5 @@ RULES = (
         codes=frozenset({_SIGABRT}),
         pattern=r"(?P<said>(?:malloc|free|realloc|munmap_chunk|corrupted|double free)[^\n]{0,100})\s*\Z",
         detail="{said}",
-    ),
-    CauseRule(
-        "the CPU time is spent",
-        "raise the limit of CPU time (ulimit -t)",
-        codes=frozenset({_SIGXCPU}),
     ),
 )

@@ -1,4 +1,4 @@
-"""agent.core.table: no cell of phase × event is undecided, and the page that shows them is up to date."""
+"""agent.core.step: no cell of phase × event is undecided, and the page that shows them is up to date."""
 
 from __future__ import annotations
 

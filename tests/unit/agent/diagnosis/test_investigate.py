@@ -1,4 +1,4 @@
-"""agent.workers.investigator: answers about this host, with a limit of time."""
+"""agent.diagnosis.investigate: answers about this host, with a limit of time."""
 
 from __future__ import annotations
 
