@@ -94,7 +94,6 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         preload=preload,
         text=text,
         warm_s=warm_s,
-        shares_cores=threads is not None,
         master_addr=planned.plan.own_addr or "127.0.0.1",
         master_ports=master_ports(options, planned),
         on_hang=options.on_hang,
@@ -304,7 +303,6 @@ def warm_seconds(
     """How long a fork server may stay for the next job, and, if none stays although one was asked for, why."""
     if not options.warm:
         return 0.0, ()
-    paths = environment.get("PYTHONPATH", "")
     if options.no_preload:
         why = "--no-preload imports nothing ahead"
     elif options.kind is ProgramKind.COMMAND:
@@ -313,8 +311,6 @@ def warm_seconds(
         why = "nothing is preloaded for another interpreter"
     elif options.kind is ProgramKind.SCRIPT and options.target == "-":
         why = "the script is read from stdin"
-    elif paths and not all(os.path.isabs(path) for path in paths.split(os.pathsep)):  # noqa: PTH117
-        why = "PYTHONPATH has an entry that depends on the current folder"
     elif cluster:
         why = f"a job of {cluster.scheduler} leaves no process behind"
     elif VARIABLE in environment:

@@ -218,7 +218,6 @@ def _run_agent(
             outcome = _outcome(options, planned, config, agent)
             tell(outcome, config, agent)
             write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"), agent.error_file)
-            agent.leave_fork_server()
             agent.finish_output(outcome)
     except CannotRun as error:
         raise UsageError(str(error)) from error

@@ -52,6 +52,7 @@ _STATISTICS = (
     f"These are averages of each rank's own statistics, and {_COST}. Convert the model by "
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or call update_bn after the training"
 )
+_FLAGS = f"Freeze the same parameters on all ranks: {_COST} flags, and gradients are summed only where all have one"
 _IN_A_BUFFER = f"It must be the same on all ranks: {_COST}. A buffer (register_buffer) is each rank's own"
 _ONE_MODEL = (
     f"The ranks train one model: {_COST}. Seed all ranks alike before the model is made, load weights on all of them, "
@@ -285,6 +286,7 @@ class Door:
                 which, whose = some(f"`{name}`" for name in names), first[names[0]][0]
                 way_out = _EACH_ITS_OWN if is_own else _ONE_MODEL
                 way_out = _STATISTICS if names[0].startswith("extra") and ".running_" in names[0] else way_out
+                way_out = _FLAGS if names[0].startswith("requires_grad") else way_out
                 way_out = _IN_A_BUFFER if names[0].startswith("attribute ") else way_out
                 return f"{which} of rank {rank} differs from rank {whose}'s{when}. {way_out}"
         return ""
@@ -295,8 +297,10 @@ class Door:
         # FSDP1's parts have no type of their own.
         has_parts = is_fsdp1(training.model)
         # Later `verify_every` compares the weights.
-        weights = () if has_parts or self._looks > _LOOKS else training.model.named_parameters()
+        weights = () if has_parts or self._looks > _LOOKS else [*training.model.named_parameters()]
         seen = [(name, one) for name, one in weights if not is_shard(one) and (one.requires_grad or not is_later)]
+        # DDP and FSDP reduce in the order of those that need a gradient.
+        yield from ((f"requires_grad of {name}", "False") for name, one in weights if not one.requires_grad)
         live = {name: one.detach() for name, one in seen}
         for name, number in digests(live).items():
             yield name, f"{number:x} {live[name].shape} {live[name].dtype}"

@@ -122,6 +122,8 @@ class GuardedState:
         if left := self._left.commit_begins(self.next_version.step):
             link.refuse(left)
             raise RuntimeError(left)
+        # Where no gradient has come to the first parameter.
+        self._copies.put_down_changed(self.next_version)
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
             self.has_failed_copy = not self._copies.steps.before_commit(self.next_version)
@@ -131,7 +133,7 @@ class GuardedState:
             self._lock.release()
             time.sleep(_END_S)
             raise SystemExit(Wish.LEAVE.exit_code)
-        if self.is_checked:
+        if self.is_checked or self._outside.has_stirred():
             self._tell_of_changes()
         self._outside.forget()
         if news := self._training.settings.unreduced():

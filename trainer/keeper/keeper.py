@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer import link
@@ -139,6 +140,7 @@ class Keeper:
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
             memory, storage = os.environ.get("ELAUNCH_MEMORY", ""), self._storage
+            self._require_group()
             stack.enter_context(entered(self._name, memory, "" if storage is None else str(storage)))
             self._peers = Peers()
             self._signals = stack.enter_context(StopRequest(signals=free_signals()))
@@ -182,13 +184,24 @@ class Keeper:
             self._door.watch_evaluations(stack, self._state.look, self._state.look_at_buffers)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
-                stack.callback(hook_backward(model, partial(self._before_sums, model)))
+                stack.callback(hook_backward(model, partial(self._before_sums, model), self._sums_end))
             if self._rehearsal is not None:
                 self._rehearsal.attach(self._training, stack)
             stack.push(self._leave)
             self._stack = stack.pop_all()
         self._is_entered = True
         return self
+
+    def _require_group(self) -> None:
+        if self._place.world_size > 1 and self._name == UNNAMED and not (dist.is_available() and dist.is_initialized()):
+            refused = (
+                f"this job has {self._place.world_size} workers, and this one has no process group: each would train "
+                "and keep a model for itself. Call torch.distributed.init_process_group() before the Keeper, or start "
+                "one worker (--nproc-per-node 1). If this process is to be alone, as a parameter server, give its "
+                "Keeper a name= of its own, and checkpoints= that no other has"
+            )
+            link.refuse(refused)
+            raise ValueError(refused)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -429,6 +442,10 @@ class Keeper:
             version = self._state.next_version
             self._copies.put_down(version, unless_same=True, is_begun=True)
             self._door.drawn(version.step, partial(self._copies.own_of, version))
+
+    def _sums_end(self) -> None:
+        if os.getpid() == self._pid:
+            self._copies.put_down_changed(self._state.next_version)
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

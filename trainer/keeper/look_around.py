@@ -53,7 +53,7 @@ class LookAround:
         A process that is alone looks after each step, and mostly makes no copy.
         """
         step = self._state.next_version.step
-        return step >= self._total or (self._boundary.has_peers and step >= self._looks.next)
+        return 0 < self._total <= step or (self._boundary.has_peers and step >= self._looks.next)
 
     def look(self) -> Wish:
         """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""

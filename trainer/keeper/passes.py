@@ -12,12 +12,15 @@ from torch.autograd.graph import register_multi_grad_hook
 from elaunch.trainer.state.model_state import hook_after_forward, unwrap
 
 
-def hook_backward(model: nn.Module, store: Callable[[], object]) -> Callable[[], None]:
+def hook_backward(
+    model: nn.Module, store: Callable[[], object], at_end: Callable[[], object] = tuple
+) -> Callable[[], None]:
     """Let `store` run in each training backward pass, before any other rank can complete the step without this one.
 
     That is when the pass reaches what the forward pass of `model` returned: the loss is computed, and no gradient of
     `model` has been reduced. If no gradient reaches that, `store` runs after the forward pass. If parts of `model` are
     called past the wrapper, it runs when the gradient of the first parameter is there, which is the last to be reduced.
+    Else `at_end` runs then: gradient checkpointing has run all forward passes once more, which may change buffers.
     Returns a function that takes the hooks back.
     """
     is_stored, inner = False, unwrap(model)
@@ -41,8 +44,7 @@ def hook_backward(model: nn.Module, store: Callable[[], object]) -> Callable[[],
 
     def at_first_parameter(_: Tensor) -> None:
         nonlocal is_stored
-        if not is_stored:
-            store()
+        (at_end if is_stored else store)()
         is_stored = False
 
     handles: list[Any] = [hook_after_forward(model, after_forward)]

@@ -43,7 +43,7 @@ class Told:
 class Verification:
     """Compares the ranks' tensors every `every` steps, and before each checkpoint; with None never.
 
-    `version` was just restored. Peers that hold the same tensors are compared: with DDP all, with HSDP the replicas of
+    `version` was just restored. Ranks that hold the same tensors are compared: with DDP all, with HSDP the replicas of
     a shard, with ZeRO-1 all, but only the weights.
     """
 

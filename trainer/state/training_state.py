@@ -36,6 +36,7 @@ from elaunch.trainer.state.tree import (
     OPTIMIZERS,
     State,
     cloned,
+    contains_itself,
     equal,
     flatten,
     local_parts,
@@ -272,6 +273,8 @@ class Training:
         for name in ("scheduler", "extra"):
             for number, part in enumerate(several(self._rest[name])):
                 if not found and (name != "extra" or not hasattr(part, "state_dict")):
+                    if place := contains_itself(part):
+                        raise TypeError(f"`{name}.{number}{place}` contains itself, so it cannot be kept")
                     found = not_plain(_state_of(part), f"{name}.{number}", durably=durably)
         if found:
             raise TypeError(found)
@@ -460,6 +463,11 @@ def _parts_of(extra: Any) -> Any:
     if type(extra) is list and not (extra and all(isinstance(one, dict) or _is_object(one) for one in extra)):
         extra = (extra,)
     for one in several(extra):
+        if place := contains_itself(one):
+            raise ValueError(
+                f"extra{place} contains itself, so it has no end to be kept; leave that reference out, or pass what is "
+                "to be kept of it"
+            )
         if not (_is_object(one) or isinstance(one, dict | list | set | Tensor)):
             raise TypeError(
                 f"extra has {one!r:.80} of type {type(one).__qualname__}, which a restore could not put back; give a "

@@ -48,14 +48,6 @@ class IsThere:
 
 
 @dataclass(frozen=True)
-class FolderOf:
-    """Asks which folder has the module or package `name`: the current one, or one above a file of `files`."""
-
-    name: str
-    files: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class TemporaryFolder:
     """Asks for the folder for temporary files that this process was given, as by TMPDIR."""
 
@@ -82,9 +74,7 @@ class KillCounters:
     """Asks whether the kernel counts the processes of this cgroup that it kills for lack of memory."""
 
 
-Question = (
-    SpaceOf | FullDisks | IsThere | FolderOf | TemporaryFolder | GpuErrors | MemoryLimits | KernelKills | KillCounters
-)
+Question = SpaceOf | FullDisks | IsThere | TemporaryFolder | GpuErrors | MemoryLimits | KernelKills | KillCounters
 
 
 @dataclass(frozen=True)
@@ -110,14 +100,13 @@ class Space:
 class Facts:
     """The answers to the questions about one failure. What could not be found out is missing.
 
-    `spaces` is by the path that was asked for; `full` are the file systems that have no room. `folder` is the answer to
-    `FolderOf`, `temporary` to `TemporaryFolder`. `mismatch` is not asked for: the rank table has it.
+    `spaces` is by the path that was asked for; `full` are the file systems that have no room. `temporary` is the answer
+    to `TemporaryFolder`. `mismatch` is not asked for: the rank table has it.
     """
 
     spaces: Mapping[str, Space] = field(default_factory=dict)
     full: tuple[Space, ...] = ()
     there: frozenset[str] = frozenset()
-    folder: str = ""
     temporary: str = ""
     gpu_errors: tuple[str, ...] = ()
     memory_limit: str = ""

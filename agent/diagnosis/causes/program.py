@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from shlex import quote
 
-from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, FolderOf, IsThere, Question, Values, regex
+from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, IsThere, Question, Values, regex
 
 _SIGILL, _SIGABRT, _SIGFPE, _SIGSEGV, _SIGXCPU = -4, -6, -8, -11, -24
 _LIBRARY = regex(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<")
@@ -90,21 +89,10 @@ def _shadow(evidence: Evidence, values: Values) -> Values | None:
     return {"name": name, "file": found} if found else None
 
 
-def _own_files(evidence: Evidence) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(file for file in evidence.files if not _LIBRARY.search(file)))[:8]
-
-
-def _ask_folder(evidence: Evidence, values: Values) -> tuple[Question, ...]:
-    return (FolderOf(values["missing"].replace(".", "/"), _own_files(evidence)),)
-
-
 def _missing(evidence: Evidence, values: Values) -> Values:
     name = values["missing"]
     parent, _, last = name.rpartition(".")
-    if folder := evidence.facts.folder:
-        why = f"another {parent} is found before it" if parent else "is not on Python's path"
-        step = f"{folder} has {name}, but {why}: export PYTHONPATH={quote(folder)}:$PYTHONPATH before elaunch starts"
-    elif package := _package(name, evidence.traceback):
+    if package := _package(name, evidence.traceback):
         step = (
             f"install {package} in the Python environment of every node (python -m pip install {package}), or put the"
             f" folder that has {name} on PYTHONPATH"
@@ -189,9 +177,8 @@ RULES = (
         pattern=r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$",
         exceptions=frozenset({"ModuleNotFoundError"}),
         more=_missing,
-        asks=_ask_folder,
         shown="install the package that has it on every node, or put its folder on PYTHONPATH; a package is named only"
-        " where that is known, and a folder where the module is in the current one or in one above the script",
+        " where that is known",
     ),
     CauseRule(
         "a missing library",

@@ -372,10 +372,10 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
     newer.save(9, {"model": {}})
 
-    def sums(self: LocalFolder, name: str) -> tuple[int, int]:
+    def unreadable(self: LocalFolder, name: str) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(LocalFolder, "sums", sums)
+    monkeypatch.setattr(LocalFolder, "open", unreadable)
     again = Job(checkpoints=tmp_path / "c")
 
     assert len(again.train(5)) == 5

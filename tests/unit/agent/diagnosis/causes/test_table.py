@@ -14,7 +14,6 @@ import pytest
 from elaunch.agent.diagnosis.causes.cause import (
     NO_FACTS,
     Facts,
-    FolderOf,
     GpuErrors,
     IsThere,
     KernelKills,
@@ -389,18 +388,6 @@ def test_the_line_that_imports_a_module_says_which_package_has_it() -> None:
     assert "pip install google-cloud-storage)" in advice(
         raised("ModuleNotFoundError", "No module named 'google'", line)
     )
-
-
-def test_a_module_that_is_in_a_folder_beside_the_script_has_the_line_for_pythonpath() -> None:
-    own, other = (raised("ModuleNotFoundError", f"No module named '{name}'") for name in ("datasets", "src.net"))
-    facts = Facts(folder="/home/my u")
-
-    assert questions_about(other) == {FolderOf("src/net", ("/home/u/train.py",))}
-    assert advice(own, facts) == (
-        "/home/my u has datasets, but is not on Python's path: export PYTHONPATH='/home/my u':$PYTHONPATH before elaunch"
-        " starts"
-    )
-    assert "another src is found before it" in advice(other, facts)
 
 
 @pytest.mark.parametrize(
