@@ -86,7 +86,8 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
     """
     plan = planned.plan
     if plan.is_alone:
-        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1")
+        network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
+        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
     _check_node_rank_0(options, plan)
     _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
