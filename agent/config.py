@@ -114,7 +114,6 @@ class AgentConfig:
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter. It does not
     import those that the program does not use by its `text`, and imports the packages that this names.
     `warm_s` is how long a fork server may stay idle after the job, for the next one; 0 if none is to stay.
-    `shares_cores` says that the workers share the cores: OMP_NUM_THREADS in `environment` follows from their number.
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
     `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
@@ -144,7 +143,6 @@ class AgentConfig:
     preload: tuple[str, ...] | None = None
     text: ProgramText = ProgramText()
     warm_s: float = 0.0
-    shares_cores: bool = False
     master_addr: str = "127.0.0.1"
     master_ports: tuple[int, ...] = ()
     numa_binding: NumaBinding | None = None

@@ -42,6 +42,11 @@ def die_with_parent(parent: int, signum: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Take back `die_with_parent`."""
+    _libc().prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def allow_tracer(pid: int) -> None:
     """Let that process and its children look into this one, where the kernel lets only ancestors (Yama).
 
@@ -82,12 +87,6 @@ def catches(pid: int, signum: int) -> bool:
 def is_pending(pid: int, signum: int) -> bool:
     """Whether that process was sent the signal and blocks it."""
     return _is_in(pid, "ShdPnd", signum)
-
-
-def is_as_forked(pid: int) -> bool:
-    """Whether that process runs or sleeps, and no signal waits for it; not, where it is gone."""
-    fields = _fields(pid)
-    return fields.get("State", "")[:1] in ("R", "S") and not int(fields.get("ShdPnd") or "1", 16)
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread | None:

@@ -23,8 +23,8 @@ from elaunch.rendezvous.texts import node_host
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
-    from elaunch.agent.output.event_hook import EventHook
     from elaunch.agent.output.pump import Pump
+    from elaunch.agent.serve.event_hook import EventHook
     from elaunch.agent.services import Services
     from elaunch.rendezvous.store import Store
     from elaunch.rendezvous.types import Failure, Outcome
@@ -71,17 +71,14 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         pump.start()
         warn = partial(pump.say, level="warning")
         hook = _hook(config, guardian, pump)
-        agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir, hook, metrics))
+        agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir), hook, metrics)
         try:
             for detail in config.details:
                 pump.say(detail, "debug")
             for trouble in (*config.notes, *troubles):
                 pump.say(trouble, "warning")
-            if config.warm_s:
-                from elaunch.agent.warm import how_it_began
-
-                if line := how_it_began(fork_server):
-                    pump.say(line, "debug" if fork_server.began_from else "info")
+            if fork_server.how:
+                pump.say(fork_server.how, "debug" if fork_server.is_warm else "info")
             yield agent
         except BaseException:
             # The pump's lines come before the error's text.
@@ -93,43 +90,16 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
     preload, text = config.preload, config.text
     if preload is not None:
         preload = () if text.is_refused else tuple(name for name in preload if name not in text.unused)
-    warm_preload = config.preload if preload or text.is_refused else ()
-    sharers = config.slots if config.shares_cores else 0
-    say = partial(_say_now, config)
     return ForkServer(
-        config.spec.program,
-        preload,
-        environment,
-        config.ignored,
-        packages=text.packages,
-        warm_preload=warm_preload or (),
-        warm_s=config.warm_s,
-        sharers=sharers,
-        say=say,
-        meanwhile=_import_agent,
+        config.spec.program, preload, environment, config.ignored, packages=text.packages, warm_s=config.warm_s
     )
-
-
-def _import_agent() -> None:
-    """Import what an agent needs to run its loop."""
-    import elaunch.agent.loop
-    import elaunch.agent.session.job_store  # noqa: F401
-
-
-def _say_now(config: AgentConfig, line: str) -> None:
-    """Before the pump has the console."""
-    from elaunch.agent.own_lines import OwnLines
-
-    if config.output.least != "warning":
-        with suppress(OSError):
-            os.write(2, OwnLines.of_stderr(config.output.log_format).line(line))
 
 
 class AgentRun:
     """An agent that has begun: its fork server imports."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, services: Services, hook: EventHook | None, metrics: socket.socket | None) -> None:
+        self._services, self._hook, self._metrics = services, hook, metrics
 
     @property
     def logs(self) -> Path | None:
@@ -169,22 +139,13 @@ class AgentRun:
 
         job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)
         try:
-            loop = Loop(replace(self._services, config=config), job_store, served_pid, way)
+            loop = Loop(replace(self._services, config=config), job_store, served_pid, way, self._hook, self._metrics)
             # The objects that are there now stay: the agent may run for weeks from here on.
             gc.freeze()
             gc.enable()
             return loop.run()
         except NoPort as error:
             raise CannotRun(str(error)) from error
-
-    def leave_fork_server(self) -> None:
-        """After the job: let a fork server stay for the next one, if that is wanted and none is there that fits."""
-        services = self._services
-        if services.config.warm_s:
-            from elaunch.agent.warm import leave
-
-            if line := leave(services.config, services.fork_server):
-                self.say(line)
 
     def without_shown(self, outcome: Outcome) -> Outcome:
         """The same for the report, with a line in place of a traceback that stands just above on this console."""
@@ -205,8 +166,8 @@ class AgentRun:
         """Wait until all is told and written; after an interruption not for long, since the user wants the prompt."""
         from elaunch.rendezvous.types import OutcomeKind
 
-        if self._services.hook:
-            self._services.hook.close()
+        if self._hook:
+            self._hook.close()
         if not self._services.pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
             os.set_blocking(2, False)
             with suppress(OSError):
@@ -216,7 +177,7 @@ class AgentRun:
 def _metrics_listener(config: AgentConfig) -> socket.socket | None:
     if not config.metrics:
         return None
-    from elaunch.agent.metrics.listener import listen
+    from elaunch.agent.serve.metrics import listen
 
     host, port = config.metrics
     try:
@@ -233,7 +194,7 @@ def _metrics_listener(config: AgentConfig) -> socket.socket | None:
 def _hook(config: AgentConfig, guardian: GuardianClient, pump: Pump) -> EventHook | None:
     if not config.on_event:
         return None
-    from elaunch.agent.output.event_hook import EventHook
+    from elaunch.agent.serve.event_hook import EventHook
 
     return EventHook(config.on_event, guardian.command_environment(config.environment), pump.say)
 

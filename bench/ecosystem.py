@@ -25,14 +25,13 @@ from bench.stats import percentile
 from tests.ecosystem.registry import FOLDER, Program, named
 from tests.ecosystem.runs import LAUNCHERS, Place, first_steps
 from tests.harness import Job, wait_for
-from tests.warm import own_place, stayed
+from tests.warm import own_place
 
 DEFAULT = "with_lightning,with_fabric,with_accelerate,with_transformers,without_torch"
 _LIMIT_S = 120.0
 _KILLS_PER_JOB = 5
 # Each generation makes them anew, in five minutes.
 _LONG = "10000"
-_SHORT = "30"
 _COLUMNS = (
     *("program", "launcher", "bare import", "start → imported", "start → step", "second start → step"),
     *("warm start → imported", "kill → step", "the first kill", "ended"),
@@ -165,9 +164,12 @@ def measure(
 def _warm_s(place: Place) -> float:
     """A job leaves a fork server; another one starts from it."""
     with own_place(place.temporary / "run"):
-        with place.job("--warm", env={"PROGRAM_STEPS": _SHORT}, has_own_memory=False) as job:
+        # The next start must have the same variables.
+        before = _Ranks(place, "elaunch", "--warm", has_own_memory=False)
+        with before.job as job:
+            before.first_step_s()
+            job.signal(signal.SIGTERM)
             job.wait(_LIMIT_S)
-        stayed()
         ranks = _Ranks(place, "elaunch", "--warm", has_own_memory=False)
         with ranks.job as job:
             ranks.first_step_s()

@@ -108,7 +108,7 @@ def _one_node(results: Results) -> list[str]:
             warm.SECTION,
             "First line after a run",
             "from the command to the first line of one worker, after `import torch`. A run with `--warm` came before"
-            " each turn, in another folder.",
+            " each turn.",
         ),
         *_steady(results, steady.SECTION, "While 2 workers train"),
         *_steady(results, steady.TRAINER_SECTION, "While 2 workers train with the bundled trainer"),

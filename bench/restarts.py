@@ -19,7 +19,7 @@ SECTION = "restart"
 FAILURES_MAX = 3
 _START_LIMIT_S = 120.0
 _STEP_S = 0.02
-# A job trains for a while before a rank dies. elaunch forks the next workers ahead meanwhile, one after the other.
+# A job trains for a while before a rank dies.
 _TRAINS_S, _TRAINS_PER_WORKER_S = 1.5, 0.1
 # Then a kill comes a random time later, up to this. It must not keep step with a launcher's polling.
 _DELAY_S_MAX = 0.3

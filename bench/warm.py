@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,8 +18,6 @@ SECTION = "warm line"
 WARM, PYTHON = "elaunch --warm", "python"
 LINE = "first line"
 GUESS_S = 10.0
-_LIMIT_S = 60.0
-_LOOK_S = 0.2
 # The same for both: a shell has elaunch in its PATH, and its interpreter is this one.
 _COMMAND = (str(Path(sys.executable).with_name("elaunch")),)
 _SCRIPT = str(SCRIPTS / "torch_line.py")
@@ -31,20 +28,13 @@ def turn() -> Iterator[Sample]:
     with tempfile.TemporaryDirectory(prefix="bench_") as folder:
         env = {**environment(os.environ, ELAUNCH, {}), "XDG_RUNTIME_DIR": folder}
         try:
-            yield from _turn(Path(folder), env)
+            yield from _turn(env)
         finally:
-            _warm("--stop", env)
+            subprocess.run([*_COMMAND, "warm", "--stop"], env=env, stdout=subprocess.DEVNULL)
 
 
-def _turn(folder: Path, env: Mapping[str, str]) -> Iterator[Sample]:
-    # Another folder than that of the jobs that follow.
-    _seconds((*_COMMAND, "--warm", _SCRIPT), folder, env)
-    until_s = time.monotonic() + _LIMIT_S
-    while not any("pid" in each for each in json.loads(_warm("--status", env, "--json") or "[]")):
-        if time.monotonic() > until_s:
-            yield Sample(SECTION, WARM, 1, why="no fork server stayed")
-            return
-        time.sleep(_LOOK_S)
+def _turn(env: Mapping[str, str]) -> Iterator[Sample]:
+    _seconds((*_COMMAND, "--warm", _SCRIPT), SCRIPTS, env)
     for name, command in (
         (WARM, (*_COMMAND, "--warm")),
         (ELAUNCH.name, _COMMAND),
@@ -69,8 +59,3 @@ def _seconds(command: tuple[str, ...], folder: Path, env: Mapping[str, str]) -> 
                 seconds = time.monotonic() - started_s
         is_cold = b"cold start" in job.stderr.read()
     return None if is_cold else seconds
-
-
-def _warm(what: str, env: Mapping[str, str], *more: str) -> str:
-    done = subprocess.run([*_COMMAND, "warm", what, *more], env=env, capture_output=True, text=True)
-    return done.stdout

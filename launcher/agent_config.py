@@ -7,7 +7,6 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
@@ -21,11 +20,9 @@ from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import program_text
 from elaunch.launcher.schedulers.detect import mark_of
+from elaunch.launcher.schedulers.facts import Cluster, line
 from elaunch.launcher.store.locate import Planned
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-
-if TYPE_CHECKING:
-    from elaunch.launcher.schedulers.facts import Cluster
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
@@ -97,7 +94,6 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         preload=preload,
         text=text,
         warm_s=warm_s,
-        shares_cores=threads is not None,
         master_addr=planned.plan.own_addr or "127.0.0.1",
         master_ports=master_ports(options, planned),
         on_hang=options.on_hang,
@@ -307,7 +303,6 @@ def warm_seconds(
     """How long a fork server may stay for the next job, and, if none stays although one was asked for, why."""
     if not options.warm:
         return 0.0, ()
-    paths = environment.get("PYTHONPATH", "")
     if options.no_preload:
         why = "--no-preload imports nothing ahead"
     elif options.kind is ProgramKind.COMMAND:
@@ -316,8 +311,6 @@ def warm_seconds(
         why = "nothing is preloaded for another interpreter"
     elif options.kind is ProgramKind.SCRIPT and options.target == "-":
         why = "the script is read from stdin"
-    elif paths and not all(os.path.isabs(path) for path in paths.split(os.pathsep)):  # noqa: PTH117
-        why = "PYTHONPATH has an entry that depends on the current folder"
     elif cluster:
         why = f"a job of {cluster.scheduler} leaves no process behind"
     elif VARIABLE in environment:
@@ -348,8 +341,6 @@ def _chosen_for_you(options: Options, cluster: Cluster | None, counted: str, thr
     """What a scheduler has filled in, and one sentence for all defaults that differ from torchrun's."""
     facts = []
     if cluster:
-        from elaunch.launcher.schedulers.facts import line
-
         facts = [line(cluster)]
     parts = [counted] if counted else []
     if threads is not None:

@@ -29,6 +29,8 @@ _USES_DYNAMO = re.compile(
     rb"|flex|attention.bias|varlen|sparse|nested|library|debug|composable|prims|dispatch|flop_counter|while_loop"
     rb"|\b(cond|fx|func|jit|ao|hub)\b"
 )
+# torch._dynamo reads such variables when it is imported. A program that names one sets it before its first optimizer.
+_SETS_DYNAMO = re.compile(rb"\b(?:TORCHDYNAMO|TORCHINDUCTOR|TORCH_COMPILE|TORCH_DYNAMO)_[A-Z]")
 # Reading more would itself delay the start.
 _FILES_MAX = 50
 _BYTES_MAX = 200_000
@@ -50,7 +52,7 @@ def program_text(kind: ProgramKind, target: str) -> ProgramText:
             # An installed module, or modules beside the program that are not found there, but elsewhere.
             return ProgramText()
         text = files[0].read_bytes() if kind is ProgramKind.SCRIPT and files[0].is_file() else b""
-        if text and b"\0" not in text and not is_python(text, files[0]):
+        if text and b"\0" not in text and not is_python(text):
             return ProgramText(is_refused=True)
         return _read(files, root)
     except (OSError, ValueError, RecursionError, MemoryError):
@@ -68,7 +70,7 @@ def _program_files(kind: ProgramKind, target: str) -> tuple[list[Path], Path]:
 
 def _read(files: list[Path], root: Path) -> ProgramText:
     """What these files, and those beside them that they import, show."""
-    uses_torch = uses_dynamo = may_set = False
+    uses_torch = uses_dynamo = may_set = sets_dynamo = False
     is_clear = True
     packages: dict[str, None] = {}
     seen: set[Path] = set()
@@ -86,6 +88,7 @@ def _read(files: list[Path], root: Path) -> ProgramText:
         uses_torch = uses_torch or b"torch" in text
         uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
         may_set = may_set or bool(_SETS.search(text))
+        sets_dynamo = sets_dynamo or bool(_SETS_DYNAMO.search(text))
         is_clear = is_clear and b"\0" not in text and not _HIDING.search(text)
         for module, names in _imported(text, file, root):
             own = [each for name in (module, *(f"{module}.{name}" for name in names)) for each in _files(root, name)]
@@ -95,7 +98,7 @@ def _read(files: list[Path], root: Path) -> ProgramText:
                 packages |= dict.fromkeys([f"{module}:{name}" for name in names] or [module])
             is_known = first in _KNOWN or (first in sys.stdlib_module_names and first not in _HIDING_MODULES)
             is_clear = is_clear and (bool(own) or is_known)
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...] = _WITHOUT_DYNAMO if sets_dynamo else ()
     if is_clear and not files and size < _BYTES_MAX and not (uses_torch and uses_dynamo):
         unused = _WITHOUT_DYNAMO if uses_torch else DEFAULT_PRELOAD
     return ProgramText(unused, packages=() if may_set else tuple(packages))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 
-from elaunch.agent.warm import NoPlace, Stayed, all_that_stayed, end
+from elaunch.agent.forkserver.warm_client import Cold, connected, greeting, servers, stop
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.table import HELP
@@ -22,27 +23,28 @@ def _main(ctx: click.Context) -> int:
     if stops and (ctx.params["status"] or is_json):
         raise UsageError("warm takes --status [--json], or --stop")
     try:
-        found = all_that_stayed()
-    except NoPlace as error:
-        raise SiteError(str(error)) from error
-    if stops:
-        return _stop(found)
+        paths = servers()
+        if stops:
+            ended = [path for path in paths if stop(path)]
+            print(f"ended: {len(ended)} fork server{'s' * (len(ended) != 1)}" if ended else _NONE)
+            return 0
+    except Cold as error:
+        if str(error):
+            raise SiteError(str(error)) from error
+        paths = []
+    records = [_record(path) for path in paths]
     if is_json:
-        print(json.dumps([record(each) for each in found], indent=2))
+        print(json.dumps(records, indent=2))
     else:
-        print("\n".join([text(each) for each in found]) or _NONE)
-    return 3 if any(each.trouble and not each.is_gone for each in found) else 0
+        print("\n".join(map(_text, records)) or _NONE)
+    return 3 if any("trouble" in record for record in records) else 0
 
 
 COMMAND = Command(
     "warm",
     _main,
     [
-        own(
-            "status",
-            "",
-            "show this user's fork servers: pid, since when, what is imported, memory, minutes left, and where",
-        ),
+        own("status", "", "show this user's fork servers: pid, since when, what is imported, minutes left, and where"),
         own("json", "", "with --status: as a JSON list"),
         own("stop", "", "end these fork servers; running jobs go on"),
         HELP,
@@ -53,49 +55,27 @@ COMMAND = Command(
 )
 
 
-def _stop(found: Sequence[Stayed]) -> int:
-    troubles = [why for each in found if (why := end(each))]
-    if troubles:
-        raise SiteError("; ".join(troubles))
-    there = [each for each in found if not each.is_gone]
-    ended = [f"the fork server with pid {each.state.pid}" if each.state else str(each.path) for each in there]
-    print(f"ended: {', '.join(ended)}" if ended else _NONE)
-    return 0
-
-
-def record(stayed: Stayed) -> dict[str, object]:
+def _record(path: Path) -> dict[str, Any]:
     """The object of `--json`."""
-    state = stayed.state
-    if state is None:
-        return {"socket": str(stayed.path), "trouble": stayed.trouble}
-    return {
-        "pid": state.pid,
-        "since": state.since,
-        "seconds_left": state.left_s,
-        "jobs": state.jobs,
-        "python": state.python,
-        "program": state.program,
-        "packages": list(state.packages),
-        "pss_bytes": stayed.pss_bytes,
-        "socket": str(stayed.path),
-    }
+    try:
+        with connected(path) as connection:
+            found = greeting(connection)
+    except Cold as error:
+        return {"socket": str(path), "trouble": str(error) or "it has ended"}
+    del found["event"]
+    return {**found, "socket": str(path)}
 
 
-def text(stayed: Stayed) -> str:
+def _text(record: dict[str, Any]) -> str:
     """Some lines for a person."""
-    state = stayed.state
-    if state is None and stayed.is_gone:
-        return f"{stayed.trouble}; elaunch --warm script.py leaves another one"
-    if state is None:
-        return f"{stayed.path}: {stayed.trouble}"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.since))
-    users = f"{state.jobs} job{'s' if state.jobs > 1 else ''} from it run"
-    left = users if state.left_s is None else f"{max(state.left_s, 0) / 60:.1f} min left"
-    memory = "memory not known" if stayed.pss_bytes is None else f"{stayed.pss_bytes / 1e6:.0f} MB of memory"
-    kinds = {"script": "scripts", "module": "modules (-m)"}
+    if "trouble" in record:
+        return str(record["trouble"])
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
+    left, jobs = record["seconds_left"], record["jobs"]
+    use = f"used by {jobs} job{'s' * (jobs != 1)}" if left is None else f"{max(left, 0) / 60:.1f} min left"
     return (
-        f"pid {state.pid}, since {since}, {left}, {memory}\n"
-        f"  imported: {', '.join(state.packages) or 'nothing'}\n"
-        f"  for {kinds.get(state.program, state.program)} with {state.python}\n"
-        f"  socket: {stayed.path}"
+        f"pid {record['pid']}, since {since}, {use}\n"
+        f"  for {record['program']} in {record['folder']}, with {record['python']}\n"
+        f"  imported: {', '.join(record['packages'])}\n"
+        f"  socket: {record['socket']}"
     )

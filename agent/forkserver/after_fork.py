@@ -1,21 +1,39 @@
-"""Renews the state that a forked process has from its parent and that a fresh process would not have."""
+"""What a worker renews that it has from the fork server: right after the fork, and when the program imports modules.
+
+Variables that torch and OpenMP read when they are loaded were read in the fork server. A fixed table applies what the
+program has set since then. Lightning and torchmetrics keep the rank, and Lightning a log handler, from their import.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import io
+import logging
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from elaunch.agent.forkserver.preload import Preloaded
 
+_THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
+# C++ code reads these when torch or numpy is loaded, unseen by Python.
+_IN_CPP = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES")
+# Of the allocator's settings only the backend is read when torch is loaded (CUDACachingAllocator.cpp).
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+# These are read while modules are imported, and again whenever they are needed.
+_READ_AGAIN = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"} | {
+    *("TMPDIR", "TEMP", "TMP", "LOGNAME", "USER", "LNAME", "USERNAME")
+}
+
 
 def refresh(preloaded: Preloaded) -> None:
     """Renew `__main__`, random seeds and keys, and forget values that come from the old environment."""
-    _main_module()
+    _renew_main()
     if threading := sys.modules.get("threading"):
         # Python does not renew the main thread's native id after a fork (CPython, threading._after_fork).
         set_native_id = getattr(threading.main_thread(), "_set_native_id", None)
@@ -34,23 +52,82 @@ def refresh(preloaded: Preloaded) -> None:
         torch.default_generator.seed()
 
 
-def know_threads(preloaded: Preloaded) -> None:
-    """Find out in the fork server what costs a worker 1 ms each: OpenBLAS's libraries, and torch's number of threads.
+def _renew_main() -> None:
+    """Make a `__main__` like the one that Python made at its start, but known to the garbage collector.
 
-    Each worker compares the number with its own CPUs and variables (`set_threads`). Without OMP_NUM_THREADS it would be
-    the number of this process's CPUs, so a worker counts for itself then.
+    The one from before the fork is frozen (`gc.freeze`). Objects that a program leaves in it would never be finalised,
+    and the data of open files would not be written.
     """
-    if preloaded.module("numpy"):
-        _openblas()
-    if (torch := preloaded.module("torch")) and _number("OMP_NUM_THREADS"):
-        torch.get_num_threads()
+    main = ModuleType("__main__")
+    vars(main).update(vars(sys.modules["__main__"]))
+    if "__annotations__" in vars(main):
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
 
 
-def set_threads(changed: Collection[str], modules: Mapping[str, Any]) -> None:
+def renew_streams() -> None:
+    """New sys.stdin, stdout and stderr on fds 0 to 2, as `python -u` makes them (CPython, create_stdio)."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        if old is None:
+            continue
+        binary: Any = open(fd, "rb" if fd == 0 else "wb", -1 if fd == 0 else 0, closefd=False)  # noqa: SIM115
+        text = io.TextIOWrapper(binary, old.encoding, old.errors, newline="\n", write_through=True)
+        (binary.raw if fd == 0 else binary).name = f"<{name}>"
+        text.mode = "r" if fd == 0 else "w"  # type: ignore[misc]
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+
+
+def apply(changed: Collection[str], modules: Mapping[str, Any], looked_up: Collection[str]) -> set[str]:
+    """Apply variables to `modules`, which the program imports now. Returns those that were set too late.
+
+    `changed` have another value than at the modules' imports, `looked_up` are those that Python code read then.
+    """
+    _set_threads(changed, modules)
+    torch = modules.get("torch")
+    read_again = {name for name in changed if torch and _reads_again(torch, name)}
+    read = {name for name in changed if name in looked_up or name.startswith(_IN_CPP) or name in _ALLOCATOR}
+    return read - read_again - _THREADS - _READ_AGAIN
+
+
+def _reads_again(torch: Any, name: str) -> bool:
+    """Have torch read the variable again. Returns whether it has."""
+    if name in _ALLOCATOR:
+        return torch.version.cuda is None or "backend" not in os.environ.get(name, "")
+    read = next((read for prefix, read in _READ_BY_TORCH.items() if name.startswith(prefix)), None)
+    if read is None:
+        return False
+    try:
+        read(torch)
+    except Exception:
+        # Another version of torch may have other internals.
+        return False
+    return True
+
+
+def _set_log_levels(torch: Any) -> None:
+    internal = torch._logging._internal
+    internal.log_state.clear()
+    internal._init_logs()
+
+
+def _set_cpp_log_level(torch: Any) -> None:
+    # c10::initLogging()
+    ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))._ZN3c1011initLoggingEv()
+
+
+_READ_BY_TORCH: Mapping[str, Callable[[Any], None]] = {
+    "TORCH_DISTRIBUTED_DEBUG": lambda torch: torch.distributed.set_debug_level_from_env(),
+    "TORCH_CPP_LOG_LEVEL": _set_cpp_log_level,
+    "TORCH_LOGS": _set_log_levels,
+}
+
+
+def _set_threads(changed: Collection[str], modules: Mapping[str, Any]) -> None:
     """Give torch and numpy's BLAS, if they are in `modules`, the thread counts that a fresh import would give them.
 
     Both were loaded in a process that may use all CPUs, and BLAS with one thread. This process may have fewer CPUs.
-    Both read the variables only when they are loaded. `changed` are the variables with another value since then.
     """
     cpus = len(os.sched_getaffinity(0))
     openmp = _number("OMP_NUM_THREADS") or cpus
@@ -63,7 +140,7 @@ def set_threads(changed: Collection[str], modules: Mapping[str, Any]) -> None:
         if wanted != now:
             torch.set_num_threads(wanted)
     if "numpy" in modules:
-        for set_number in _openblas():
+        for set_number in openblas():
             set_number(_number("OPENBLAS_NUM_THREADS") or openmp)
 
 
@@ -74,10 +151,8 @@ def _number(variable: str) -> int:
 
 
 @cache
-def _openblas() -> list[Any]:
-    """The function of each OpenBLAS in this process that sets the number of its threads."""
-    import ctypes
-
+def openblas() -> list[Any]:
+    """The function of each OpenBLAS in this process that sets the number of its threads. Workers inherit the answer."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123
         paths = {line.rstrip("\n").split(maxsplit=5)[5] for line in maps if "openblas" in line}
     found = []
@@ -92,28 +167,31 @@ def _openblas() -> list[Any]:
     return found
 
 
-def _main_module() -> None:
-    """Make a `__main__` like the one that Python made at its start, but known to the garbage collector.
-
-    The one from before the fork is frozen (`gc.freeze`). Objects that a program leaves in it would never be finalised,
-    and the data of open files would not be written.
-    """
-    main = ModuleType("__main__")
-    vars(main).update(vars(sys.modules["__main__"]))
-    if "__annotations__" in vars(main):
-        main.__annotations__ = {}
-    sys.modules["__main__"] = main
+_RANKS: Mapping[str, Callable[[Any], int]] = {
+    "lightning.fabric.utilities.rank_zero": lambda module: module._get_rank() or 0,
+    "lightning_fabric.utilities.rank_zero": lambda module: module._get_rank() or 0,
+    "torchmetrics.utilities.prints": lambda _: int(os.environ.get("LOCAL_RANK", 0)),
+}
+_LOGGERS = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 
 
-def standard_streams() -> None:
-    """New sys.stdin, stdout and stderr on fds 0 to 2, as `python -u` makes them (CPython, create_stdio)."""
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        old = getattr(sys, name)
-        if old is None:
-            continue
-        binary: Any = open(fd, "rb" if fd == 0 else "wb", -1 if fd == 0 else 0, closefd=False)  # noqa: SIM115
-        text = io.TextIOWrapper(binary, old.encoding, old.errors, newline="\n", write_through=True)
-        (binary.raw if fd == 0 else binary).name = f"<{name}>"
-        text.mode = "r" if fd == 0 else "w"  # type: ignore[misc]
-        setattr(sys, name, text)
-        setattr(sys, f"__{name}__", text)
+def forget_ranks(modules: Mapping[str, ModuleType]) -> None:
+    """In the fork server: no rank is known, as before the import."""
+    for name in _RANKS.keys() & modules.keys():
+        # A version that keeps the rank elsewhere has no such attribute.
+        with suppress(AttributeError):
+            del vars(modules[name])["rank_zero_only"].rank
+
+
+def find_ranks(modules: Mapping[str, ModuleType]) -> None:
+    """In a worker that imports these modules: do what their texts do at an import."""
+    for name in [name for name in _RANKS if name in modules]:
+        function = vars(modules[name]).get("rank_zero_only")
+        if function is not None and not hasattr(function, "rank"):
+            function.rank = _RANKS[name](modules[name])
+    if logging.getLogger().hasHandlers():
+        # The program has set up logging before: they have no handler of their own then.
+        for logger in [logging.getLogger(name) for name in _LOGGERS if name in modules]:
+            for handler in [each for each in logger.handlers if type(each) is logging.StreamHandler]:
+                logger.removeHandler(handler)
+                logger.propagate = True

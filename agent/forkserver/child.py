@@ -1,92 +1,93 @@
-"""A forked process becomes a worker, or the worker store."""
+"""What a process that the fork server has forked becomes: a worker, or the generation's worker store."""
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import resource
+import select
 import signal
+import site
+import socket
 import sys
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from elaunch.agent.environment import arguments
-from elaunch.agent.forkserver.boot import NEEDED, hooked
-from elaunch.agent.forkserver.server import Child
+from elaunch.agent.forkserver import after_fork, collectives, reports, wire
+from elaunch.agent.forkserver.hidden_modules import HiddenModules
+from elaunch.agent.forkserver.preload import Preloaded, restore_environment
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
 from elaunch.rendezvous.job_spec import Program, ProgramKind
-
-if TYPE_CHECKING:
-    from elaunch.agent.forkserver.preload import Preloaded
 
 # The number of the crash file among the descriptors that came with the order.
 _CRASH_FD = 4
 # A program that takes descriptors by number, or closes them in a loop, takes low ones.
 _HIGH_FD = 1023
+# In a worker store: the socket at which it listens, and the one to the agent.
+LISTEN_FD, CONTROL_FD = 3, 4
+# `import torch` takes 2 s of CPU, and many programs never connect. Those that do first import torch themselves, which
+# takes longer than this.
+_IDLE_S = 0.8
 
 
-def settle(agent_pid: int, template_pid: int) -> None:
-    """Right after the fork: have a session and a parent, and not the parent's signals."""
-    die_with_parent(template_pid, signal.SIGKILL)
-    # Its py-spy is this process's cousin.
-    allow_tracer(agent_pid)
+@dataclass(frozen=True)
+class Template:
+    """What a fork server makes of its children. If `preloaded` is None, a worker execs its program.
+
+    `mask` are the signals that a worker blocks from its start.
+    """
+
+    program: Program
+    agent_pid: int
+    pid: int
+    mask: Collection[int]
+    preloaded: Preloaded | None = None
+    hidden: HiddenModules | None = None
+
+
+def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> None:
+    """Become what is ordered, right after the fork. Returns only if Python itself is to start the program now."""
+    die_with_parent(template.pid, signal.SIGKILL)
+    # The agent's py-spy is this process's cousin.
+    allow_tracer(template.agent_pid)
     os.setsid()
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-
-
-def prepare(preloaded: Preloaded) -> None:
-    """Do ahead of the order what does not depend on it."""
-    from elaunch.agent.forkserver import after_fork
-
-    after_fork.refresh(preloaded)
-    _own_cgroups()
-
-
-def become(child: Child) -> None:
-    """Become the process that `child` describes. Returns only if Python itself is to start the program now."""
-    take_fds(child.fds)
-    crash_fd = _put_away(_CRASH_FD) if child.order["op"] == "worker" else -1
-    _enter(child.order["cgroup"])
-    if child.order["op"] == "store":
-        from elaunch.agent.forkserver import worker_store
-
-        # The store's signals stay blocked: it ends when the agent says so, or with its parent.
-        distributed = child.preloaded and child.preloaded.module("torch.distributed")
-        store_class = getattr(distributed, "TCPStore", None)
-        worker_store.serve(child.order["host"], child.order["port"], store_class=store_class)
-    if child.preloaded:
-        from elaunch.agent.forkserver.preload import restore_environment
-
-        restore_environment(child.preloaded.restore)
-    os.environ.update(child.order["env"])
-    if child.order["cpus"]:
-        os.sched_setaffinity(0, child.order["cpus"])
-    program = child.boot.program
-    given = program.args
-    program = replace(program, args=arguments(given, child.order["local_rank"]))
-    if child.preloaded is None:
-        _exec(program, child, crash_fd)
+    take_fds(fds)
+    _enter(order["cgroup"])
+    preloaded = template.preloaded
+    if order["op"] == "store":
+        # The store's signals stay blocked: it ends when the agent orders it, or with its parent.
+        distributed = preloaded and preloaded.module("torch.distributed")
+        serve_store(order["host"], order["port"], store_class=getattr(distributed, "TCPStore", None))
+    crash_fd = _put_away(_CRASH_FD)
+    if preloaded:
+        restore_environment(preloaded.restore)
+    os.environ.update(order["env"])
+    if order["cpus"]:
+        os.sched_setaffinity(0, order["cpus"])
+    given = template.program.args
+    program = replace(template.program, args=arguments(given, order["local_rank"]))
+    if preloaded is None:
+        _exec(program, template.mask, crash_fd)
     set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
     if given:
         sys.argv[-len(given) :] = sys.orig_argv[-len(given) :] = program.args
-    from elaunch.agent.forkserver import after_fork, collectives, crash_stack, exit_report
-
-    if not child.is_prepared:
-        after_fork.refresh(child.preloaded)
-    after_fork.standard_streams()
-    crash_stack.enable(crash_fd)
-    link = exit_report.promise(crash_fd)
-    collectives.prepare(child.preloaded.module(collectives.C10D))
-    if child.gate:
-        child.gate.stand(link)
+    after_fork.refresh(preloaded)
+    after_fork.renew_streams()
+    reports.report_crash(crash_fd)
+    link = reports.report_exit()
+    collectives.prepare(preloaded.module(collectives.C10D))
+    if template.hidden:
+        template.hidden.begin(link)
     if signal.SIGINT in signal.sigpending() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # The pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, template.mask)
 
 
 def _enter(cgroup: str) -> None:
@@ -96,28 +97,18 @@ def _enter(cgroup: str) -> None:
     """
     if cgroup:
         with suppress(OSError):
-            place = Path(cgroup)
+            folder = Path(cgroup)
             # The last line is that of cgroup v2. A move takes 8 to 30 ms, also one to where the process already is.
-            if not _own_cgroups().endswith(f"/{place.parent.name}/{place.name}"):
-                (place / "cgroup.procs").write_text("0")
-
-
-@cache
-def _own_cgroups() -> str:
-    """Where this process was when it first asked; empty if the kernel does not say.
-
-    Not for the fork server, whose forks would believe the same.
-    """
-    with suppress(OSError), open("/proc/self/cgroup", errors="surrogateescape") as file:  # noqa: PTH123
-        return file.read().rstrip("\n")
-    return ""
+            own = Path("/proc/self/cgroup").read_text(errors="surrogateescape").rstrip("\n")
+            if not own.endswith(f"/{folder.parent.name}/{folder.name}"):
+                (folder / "cgroup.procs").write_text("0")
 
 
 def take_fds(fds: tuple[int, ...]) -> None:
     """Make fds[0:3] the standard streams, and the rest of `fds` the fds from 3 on. Close all other descriptors."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in fds]
-    for fd, place in zip(high, range(len(fds)), strict=True):
-        os.dup2(fd, place, inheritable=place < 3)
+    for fd, number in zip(high, range(len(fds)), strict=True):
+        os.dup2(fd, number, inheritable=number < 3)
     os.closerange(len(fds), max(int(name) for name in os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208
 
 
@@ -133,31 +124,76 @@ def _put_away(fd: int) -> int:
 
 
 def _is_shadowed(program: Program) -> bool:
-    """Whether a file beside the program has the name of a module that `fresh` would import before it."""
+    """Whether a file beside the program has the name of a module that a fresh worker's reports need."""
     place = os.getcwd() if program.kind is ProgramKind.MODULE else program.target  # noqa: PTH109
     if not os.path.isdir(place):  # noqa: PTH112
         place = os.path.dirname(os.path.realpath(place))  # noqa: PTH120
     there = os.path.exists
-    return any(there(f"{place}/{name}.py") or there(f"{place}/{name}/__init__.py") for name in NEEDED)
+    return any(there(f"{place}/{name}.py") or there(f"{place}/{name}/__init__.py") for name in reports.NEEDED)
 
 
-def _exec(program: Program, child: Child, crash_fd: int) -> NoReturn:
+def _exec(program: Program, mask: Collection[int], crash_fd: int) -> NoReturn:
     # Python ignores these two signals from its start. A fresh program expects the defaults.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if len(child.fds) > 3:
-        os.set_inheritable(3, True)
+    os.set_inheritable(reports.LINK_FD, True)
+    environment = dict(os.environ)
     if program.kind is not ProgramKind.COMMAND and program.interpreter == sys.executable:
         # Another interpreter may not have elaunch, and a command may be anything.
-        os.environ.update(hooked(os.environ, crash_fd, reports=not _is_shadowed(program)))
+        environment = wire.reporting(environment, crash_fd, reports_exit=not _is_shadowed(program))
         if crash_fd >= 0:
             os.set_inheritable(crash_fd, True)
-    signal.pthread_sigmask(signal.SIG_SETMASK, child.restore_mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        os.execvpe(program.argv[0], program.argv, os.environ)
+        os.execvpe(program.argv[0], program.argv, environment)
     except OSError as error:
         os.write(2, f"elaunch: {program.argv[0]} cannot be started: {error.strerror}\n".encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
+    """Host a TCPStore for one generation, on a socket that was bound before, until the agent asks for its keys' number.
+
+    It has a process of its own, so that the death of rank 0 does not hide the real error. Each generation has a new
+    store, so that no key of an older generation is read again. `store_class` is torch's TCPStore, if this process has
+    it.
+    """
+    set_command_line(("elaunch: worker store",), "elaunch-store")
+    control = socket.socket(fileno=CONTROL_FD)
+    try:
+        if not store_class:
+            _wait_for_a_rank(control)
+        if sys.flags.no_site:
+            # A bare fork server has not looked for installed packages.
+            site.main()
+        made = store_class or _class()
+        store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
+    except Exception as error:
+        wire.send(control, {"error": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    wire.send(control, {"up": True})
+    if wire.receive(control):
+        wire.send(control, {"keys": store.num_keys()})
+    # Python's and C++'s destructors have nothing left to do.
+    os._exit(0)
+
+
+def _wait_for_a_rank(control: socket.socket) -> None:
+    """Stay idle until a rank connects, or for a while. Ends the process if the agent ends the store meanwhile."""
+    wire.send(control, {"idle": True})
+    sockets = select.poll()
+    sockets.register(LISTEN_FD, select.POLLIN)
+    sockets.register(CONTROL_FD, select.POLLIN)
+    ready = [fd for fd, _ in sockets.poll(1000 * _IDLE_S)]
+    if ready == [CONTROL_FD]:
+        if wire.receive(control):
+            wire.send(control, {"keys": 0})
+        os._exit(0)
+    wire.send(control, {"idle": False})
+
+
+def _class() -> Any:
+    return importlib.import_module("torch.distributed").TCPStore

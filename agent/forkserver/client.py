@@ -11,20 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.boot import Boot, bare_command, pausing
+from elaunch.agent.forkserver import warm_client, wire
+from elaunch.agent.forkserver.warm_client import Borrowed, Cold
 from elaunch.agent.linux import is_stopped
 from elaunch.rendezvous.job_spec import Program
 
-if TYPE_CHECKING:
-    from elaunch.agent.forkserver.warm.client import Borrowed, Cold, Origin
-
-    Process = subprocess.Popen[bytes] | Borrowed
-
 _ORDER_WAIT_S = 60.0
 _REAPS_S = 1.0
+_STAYS_S = 5.0
 
 
 Fds = tuple[int, ...]
@@ -41,12 +37,10 @@ class Home:
 class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
-    `packages` as in `Boot`. With `warm_s` it is forked from a fork server that an earlier job has left behind and that
-    has imported `warm_preload`, if that fits; `preload` is that then. `cold` says why it was not, `began_from` which
-    one it was. The one that is left may be idle for so long. `sharers` as in `Boot`. `say` tells the user, while this
-    object is made, what takes its time; `meanwhile` is what can be done in the time that a warm one takes. Make it as
-    early as possible: it imports while the agent does its own work. Orders that come before it is ready wait in the
-    socket. `fileno` is readable when `receive` has news.
+    `packages` as in `Boot`. With `warm_s` it is forked from one that an earlier run has left behind, if that fits, and
+    may be left behind itself (`stay`), idle for so long. `is_warm` says whether it was forked, `how` is a sentence on
+    that. Make it as early as possible: it imports while the agent does its own work. Orders that come before it is
+    ready wait in the socket. `fileno` is readable when `receive` has news.
     """
 
     def __init__(
@@ -57,56 +51,70 @@ class ForkServer:
         ignored: tuple[int, ...] = (),
         *,
         packages: tuple[str, ...] = (),
-        warm_preload: tuple[str, ...] = (),
         warm_s: float = 0.0,
-        sharers: int = 0,
-        say: Callable[[str], None] = lambda _: None,
-        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._program = program
         self._environment = environment
         self._ignored = ignored
-        self.sharers = sharers
         self.preload = preload
-        self.warm_preload = warm_preload
         self.packages = packages
-        self._has_forked = False
-        # Of processes that it has forked ahead, which wait for an order.
-        self._ahead: set[int] = set()
-        self.cold: Cold | None = None
-        self.began_from: Origin | None = None
-        self._socket, self._process = self._borrow(warm_s, say, meanwhile) if warm_s and warm_preload else self._start()
+        self.is_warm, self.how = False, ""
+        self._warm_s = warm_s if preload is not None else 0.0
+        self._has_forked = self._has_imported = self._is_left = False
+        self._socket, self._process = self._borrow() if self._warm_s else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
         self._socket, self._process = self._start()
-        self._ahead, self._has_forked = set(), False
+        self._has_forked = self._has_imported = self.is_warm = False
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
-        self.preload, self.warm_preload, self.packages = None, (), ()
+        self.preload, self.packages = None, ()
 
-    def _borrow(
-        self, warm_s: float, say: Callable[[str], None], meanwhile: Callable[[], None]
-    ) -> tuple[socket.socket, Process]:
-        # Imported here: most jobs have no use for it.
-        from elaunch.agent.forkserver.warm.client import Cold, borrow
-
+    def _borrow(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
         ours, theirs = wire.pair()
         try:
-            process = borrow(self._boot(theirs, self.warm_preload), self._environment, theirs, warm_s, say, meanwhile)
+            process = warm_client.borrow(self._boot(theirs, self.preload), theirs, self._warm_s)
         except Cold as error:
-            self.cold = error
+            self.how = f"cold start: {error}" if str(error) else ""
             ours.close()
             return self._start()
         finally:
             theirs.close()
-        self.began_from, self.preload = process.origin, self.warm_preload
+        clock = time.strftime("%H:%M", time.localtime(float(process.server["since"])))
+        self.how = f"warm start: from the fork server that stayed since {clock} (pid {process.server['pid']})"
+        self.is_warm = True
         ours.setblocking(False)
         return ours, process
 
-    def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> Boot:
-        return Boot(
+    def stay(self, release: Callable[[int], None]) -> str:
+        """After the job: leave it behind for later runs, if that is wanted. Returns a sentence for the log, if any.
+
+        `release` is called with its pid before.
+        """
+        if not self._warm_s or not self.preload or not self._has_imported or self.is_warm:
+            return ""
+        try:
+            path = warm_client.place_for(self._program)
+            release(self.pid)
+            self._socket.settimeout(_STAYS_S)
+            self._send({"op": "stay", "path": os.fspath(path), "idle_s": self._warm_s})
+            while (news := self.receive()) and news["event"] != "left":
+                pass
+            why = news["why"] if news else "it has ended"
+        except (Cold, OSError) as error:
+            why = str(error)
+        if why:
+            return f"no fork server stays: {why}"
+        self._is_left = True
+        self._socket.close()
+        minutes = f"{self._warm_s / 60:g} min"
+        return f"a fork server stays for {minutes}, so that the next start needs no import; elaunch warm --stop ends it"
+
+    def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> wire.Boot:
+        facts = warm_client.facts(self._program, self._ignored) if self._warm_s else {}
+        return wire.Boot(
             os.getpid(),
             control.fileno(),
             self._program,
@@ -114,17 +122,19 @@ class ForkServer:
             self._environment.get("PYTHONPATH"),
             self._ignored,
             packages=self.packages,
-            sharers=self.sharers,
+            facts=tuple(facts.items()),
+            environment=tuple(self._environment.items()) if self._warm_s else (),
         )
 
-    def _start(self) -> tuple[socket.socket, Process]:
-        environment, preload = self._environment, self.preload
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
         ours, theirs = wire.pair()
-        boot_fd = self._boot(theirs, preload).memfd()
+        boot = self._boot(theirs, self.preload)
+        boot_fd = boot.memfd()
+        command, environment = boot.command(self._environment, boot_fd)
         try:
             process = subprocess.Popen(
-                bare_command("server", "bare", str(boot_fd)) if preload is None else self._program.argv,
-                env=dict(environment) if preload is None else pausing(environment, boot_fd),
+                command,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 # A sitecustomize or a preloaded module may print. On stderr no pipeline reads that as data.
                 stdout=2,
@@ -141,11 +151,6 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """With those of processes that it has forked ahead."""
-        return (self.pid, *self._ahead)
-
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -156,10 +161,6 @@ class ForkServer:
     def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
         self._order("store", home, "store", {"host": host, "port": port}, fds)
-
-    def fork_ahead(self, count: int) -> None:
-        """Have so many processes wait for the orders of the next workers, forked one after the other. 0 ends them."""
-        self._send({"op": "ahead", "count": count})
 
     def _order(self, op: str, home: Home, key: int | str, details: dict[str, Any], fds: Fds) -> None:
         order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
@@ -190,15 +191,14 @@ class ForkServer:
         if packet is None:
             return None
         news = packet[0]
-        if news["event"] == "forked" and news["key"] == "ahead":
-            self._ahead.add(news["pid"])
-        elif news["event"] in ("forked", "exited"):
-            self._ahead.discard(news["pid"])
         self._has_forked |= news["event"] == "forked"
+        self._has_imported |= news["event"] == "ready" and not news["reason"]
         return news
 
     def stop(self) -> None:
-        """End the fork server and, by the kernel, all its children."""
+        """End the fork server and, by the kernel, all its children. One that stays goes on."""
+        if self._is_left:
+            return
         if self._has_forked and not is_stopped(self.pid):
             self._let_reap()
         self._process.kill()
@@ -206,7 +206,7 @@ class ForkServer:
         self._socket.close()
 
     def _let_reap(self) -> None:
-        """Let it reap its dead, and what it has forked ahead, and end."""
+        """Let it reap its dead, and end."""
         until_s = time.monotonic() + _REAPS_S
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)

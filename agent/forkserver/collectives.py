@@ -10,13 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
-from elaunch.agent.forkserver.finders import LeavingFinder
-
 # `typing` itself is not imported: a fresh worker imports this before its program.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
 
@@ -83,21 +80,21 @@ def _separate_file_stores_of(generation: str, c10d: ModuleType) -> None:
     handlers["file"] = file_rendezvous
 
 
-class _Finder(LeavingFinder):
-    """Calls `found` with torch's module at the first import after that module's, and goes. It finds nothing itself."""
+class _Finder:
+    """Calls `found` with torch's module at the first import after that module's, and leaves. It finds nothing."""
 
     def __init__(self, found: Callable[[ModuleType], None]) -> None:
         self._found = found
         self._has_found = False
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> None:
         c10d = sys.modules.get(C10D)
-        if c10d is None or not hasattr(c10d, "_update_default_pg"):
-            return None
-        if not self._has_found:
+        # One thread at a time is here: Python asks a finder under its lock of imports.
+        if c10d is not None and hasattr(c10d, "_update_default_pg") and not self._has_found:
             self._has_found = True
+            # A new list: whoever goes through the old one misses no finder.
+            sys.meta_path = [each for each in sys.meta_path if each is not self]
             self._found(c10d)
-        return self._find_behind(name, path, target) if self._leave() else None
 
 
 class _AnsweringThread:

@@ -1,235 +1,148 @@
-"""Hides preloaded modules until the program imports them, and then applies the variables that the program has set.
+"""Hides preloaded modules until the program imports one of them, and then applies the variables that it has set.
 
-Many variables are read when torch is imported. In a forked worker, torch is imported before the script sets them. So
-at the script's own `import torch`, the modules that can read their variables again do so. The log names the variables
-that come too late.
+Many variables are read when torch is imported. In a forked worker torch is imported before the script sets them.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import sys
-import threading
 import warnings
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from elaunch.agent.forkserver import after_fork, exit_report, fixups
-from elaunch.agent.forkserver.finders import ImportLock, LeavingFinder
-from elaunch.agent.forkserver.lookups import FOLDER
-from elaunch.agent.forkserver.preload import Brought, hidden_packages, restore_environment
-from elaunch.agent.forkserver.replay_environment import replay
+from elaunch.agent.forkserver import after_fork, reports
+from elaunch.agent.forkserver.preload import Preloaded, restore_environment
 
-# What a module may have imported that has imported torch.
-_OF_TORCH = ("torch", "torch.distributed")
+# Scripts import it first, and set variables for torch afterwards. So it comes back alone.
+_ALONE = "numpy"
+_OTHERS = "others"
 
 
-class Gate(LeavingFinder):
-    """Hides torch, numpy and the packages that were preloaded by name, and puts each back when it is imported.
+class HiddenModules:
+    """A finder that gives the program the preloaded modules: the first import of any of them puts all back.
 
-    The modules that came with a package come back with it, and so do those that it has imported. Another package, such
-    as numpy, also comes back alone. The gate is made once, before any fork. Its base class is ours: importlib.abc would
-    bring thirty modules.
+    It is made once, before any fork. Importing threads do not run a module again that another thread has put back: it
+    stays a finder until there is one thread. Its base class is not importlib.abc's, which would bring thirty modules.
     """
 
-    def __init__(self, brought: Sequence[Brought]) -> None:
-        packages = hidden_packages([each.name for each in brought])
-        where = {n: each for each in brought for n in each.modules if n.partition(".")[0] in packages}
-        self._hidden = [_Hidden(b, {n: b.modules[n] for n, each in where.items() if each is b}) for b in brought]
-        # What other threads were importing when its package came back: they will put it back.
-        self._awaited: dict[str, ModuleType] = {}
-        # When the program imports one of these packages, all modules that came with its preload come back too.
-        self._named = {each.name.partition(".")[0] for each in brought} | {"torch"}
-        # In the order of their imports: what one of them has imported comes before it.
-        self._packages = [each for each in self._hidden if each.brought.is_package]
-        self._environment = dict(os.environ)
+    def __init__(self, preloaded: Preloaded) -> None:
+        self._preloaded = preloaded
+        self._modules = preloaded.hidden
+        # Not back yet, by group. A group is taken by one `pop`, so by one thread.
+        self._hidden: dict[str, dict[str, ModuleType]] = {}
+        for name, module in self._modules.items():
+            self._hidden.setdefault(_group(name), {})[name] = module
+        self._groups = set(self._hidden)
+        self._back: set[str] = set()
+        self._specs: dict[str, ModuleSpec | None] = {}
+        self._environment: dict[str, str] = {}
         self._link = 0
-        self._is_moved = False
-        self._told: set[str] = set()
-        if not where:
+        self._late: set[str] = set()
+        self._has_registered = False
+        if not self._modules:
             return
-        fixups.forget({name: each.modules[name] for name, each in where.items()})
-        for name, each in where.items():
-            _unbind(name, each.modules[name])
-        for name in where:
+        after_fork.forget_ranks(self._modules)
+        for name in self._modules:
             del sys.modules[name]
-        added = [f for each in brought for f in each.filters]
-        _set_filters([f for f in warnings.filters if f not in added])
+        _set_filters([each for each in warnings.filters if each not in preloaded.filters])
         sys.meta_path.insert(0, self)
 
-    def move(self) -> None:
-        """The fork server is in another folder now than at its imports (see warm/server.py)."""
-        self._is_moved = True
-
-    def stand(self, link: int) -> None:
-        """Begin in a worker that has this link. Only later changes of its environment are applied again."""
+    def begin(self, link: int) -> None:
+        """Begin in a worker that has this link. Only later changes of its environment are applied."""
         self._environment = dict(os.environ)
         self._link = link
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        hidden = self._where(name)
-        module = hidden.modules.get(name) if hidden else self._awaited.get(name)
-        if module is None or module.__spec__ is None:
-            return self._find_behind(name, path, target) if self._is_empty and self._leave() else None
-        known = module.__spec__
-        loader: Any = _Handover(self, module)
+        module = self._modules.get(name)
+        # A module that was put back is found for a thread that has missed it. If the program has removed it, or loads
+        # it again (`target`), it is loaded from its file.
+        is_gone = _group(name) in self._back and sys.modules.get(name) is not module
+        if module is None or module.__spec__ is None or target is not None or is_gone:
+            self._leave_if_done()
+            return None
+        known = self._specs.setdefault(name, module.__spec__)
+        assert known
+        loader: Any = _Handover(self, module, known)
         spec = ModuleSpec(name, loader, origin=known.origin)
         spec.submodule_search_locations = known.submodule_search_locations
         spec.has_location = known.has_location
+        # Python loads by the module's own spec if another thread puts the module back while this one is here.
+        module.__spec__ = spec
         return spec
 
     def open(self, name: str) -> None:
-        """Put the module back, with all that came when its package was imported, and what they have imported."""
-        with ImportLock():
-            hidden = self._where(name)
-            if hidden is None:
-                # Its package came back while this thread was importing the module.
-                self._awaited.pop(name, None)
-                self._leave_if_empty()
-                return
-            opened = [(each.brought, self._put_back(name, each)) for each in self._taken(hidden)]
-            self._leave_if_empty()
-        changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
-        for each, back in opened:
-            if self._comes_whole(name, each):
-                _register(each)
-            self._set_own(each, changed)
-            fixups.find_out_again(back)
-        modules = opened[0][1] if len(opened) == 1 else {n: module for _, back in opened for n, module in back.items()}
-        after_fork.set_threads(changed, modules)
-        for each, back in opened:
-            moved = {FOLDER} & each.readers.keys() if self._is_moved else set()
-            whose = name if each is hidden.brought else each.name
-            self._tell(whose, replay(changed | moved, each.readers, back) - {FOLDER})
-        if hidden.brought.is_package and any(map(_has_torch, modules.values())):
-            # The program may never import it by itself.
-            for of_torch in _OF_TORCH:
-                self.open(of_torch)
-
-    def _where(self, name: str) -> _Hidden | None:
-        return next((each for each in self._hidden if name in each.modules), None)
-
-    def _taken(self, hidden: _Hidden) -> list[_Hidden]:
-        """What comes back with it, which is itself the last one. Of packages each comes back once, and whole."""
-        if not hidden.brought.is_package:
-            return [hidden]
-        count = next(number for number, each in enumerate(self._packages, 1) if each is hidden)
-        taken, self._packages = self._packages[:count], self._packages[count:]
-        return taken
-
-    def _set_own(self, brought: Brought, changed: Collection[str]) -> None:
-        """Set the variables that the import sets in a fresh interpreter too."""
-        own = {n: value for n, value in brought.sets.items() if n not in changed}
-        restore_environment(own)
-        self._environment |= {n: value for n, value in own.items() if value is not None}
-
-    def _comes_whole(self, name: str, brought: Brought) -> bool:
-        return brought.is_package or name.partition(".")[0] in self._named
-
-    def _put_back(self, name: str, hidden: _Hidden) -> dict[str, ModuleType]:
-        if self._comes_whole(name, hidden.brought):
-            # All workers of a restart do this at the same time, so there is no loop over a thousand modules.
-            back, hidden.modules = hidden.modules, {}
-        else:
-            package = name.partition(".")[0]
-            back = {n: module for n, module in hidden.modules.items() if n.partition(".")[0] == package}
-            for known in back:
-                del hidden.modules[known]
-        # A thread that has not found a module in sys.modules would load it from its file if the module were there by
-        # the time that the thread asks the finders.
-        awaited = _imported_by_other_threads() & back.keys()
-        self._awaited |= {n: back[n] for n in awaited}
+        """Put modules back, and do what their imports do in this process."""
+        back: dict[str, ModuleType] = {}
+        groups = (_ALONE,) if _group(name) == _ALONE else tuple(self._groups)
+        for group in groups:
+            back |= self._hidden.pop(group, {})
+        if not back:
+            return
         # An entry that the program has made itself stays: a stand-in, or None, which forbids the import.
-        if left := awaited | (back.keys() & sys.modules.keys()):
-            sys.modules.update({n: module for n, module in back.items() if n not in left})
-        else:
-            sys.modules.update(back)
-        return back
-
-    @property
-    def _is_empty(self) -> bool:
-        return not self._awaited and not any(each.modules for each in self._hidden)
-
-    def _leave_if_empty(self) -> None:
-        if self._is_empty:
-            self._leave()
-
-    def _tell(self, name: str, late: set[str]) -> None:
-        if new := late - self._told:
-            self._told |= new
-            which = " and ".join(sorted(new))
+        own = {known: sys.modules[known] for known in back.keys() & sys.modules.keys()}
+        # In one step: all workers of a restart do this at the same time.
+        sys.modules.update(back)
+        sys.modules.update(own)
+        self._back.update(groups)
+        changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
+        if not self._has_registered:
+            self._has_registered = True
+            self._register()
+        if _OTHERS in groups:
+            restore_environment({n: value for n, value in self._preloaded.sets.items() if n not in changed})
+        after_fork.find_ranks(back)
+        late = after_fork.apply(changed, back, self._preloaded.looked_up) - self._late
+        if late:
+            self._late |= late
+            which = " and ".join(sorted(late))
             text = f"{which}: set by the program when {name} had been imported already, without effect there"
-            exit_report.tell(self._link, {"event": "note", "text": f"{text}; set it in the shell, or use --no-preload"})
+            message = {"event": "note", "text": f"{text}; set it in the shell, or use --no-preload"}
+            reports.send(self._link, message)
+        self._leave_if_done()
 
+    def _register(self) -> None:
+        """Make the warning filters and exit functions of the imports this process's own."""
+        filters = self._preloaded.filters
+        if filters:
+            _set_filters([*filters, *(each for each in warnings.filters if each not in filters)])
+        for call, args, kwargs in self._preloaded.at_exit:
+            atexit.register(call, *args, **kwargs)
 
-@dataclass
-class _Hidden:
-    """What an import has brought, and those of its modules that are still hidden, by name."""
-
-    brought: Brought
-    modules: dict[str, ModuleType]
+    def _leave_if_done(self) -> None:
+        if self._back == self._groups and self in sys.meta_path and len(sys._current_frames()) == 1:
+            for name, spec in self._specs.items():
+                self._modules[name].__spec__ = spec
+            # A new list: whoever goes through the old one misses no finder.
+            sys.meta_path = [each for each in sys.meta_path if each is not self]
 
 
 class _Handover:
     """Loads a module by returning the one that was preloaded."""
 
-    def __init__(self, gate: Gate, module: ModuleType) -> None:
-        self._gate = gate
+    def __init__(self, hidden: HiddenModules, module: ModuleType, spec: ModuleSpec) -> None:
+        self._hidden = hidden
         self._module = module
-        self._spec = module.__spec__
+        self._spec = spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
         try:
-            self._gate.open(module.__name__)
+            self._hidden.open(module.__name__)
         finally:
             # Not before: as long as the module has the import's own spec, other threads wait for the end of the import.
             module.__spec__ = self._spec
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec.loader if self._spec else None, name)
+        return getattr(self._spec.loader, name)
 
 
-def _imported_by_other_threads() -> set[str]:
-    """The modules that other threads are importing: these have the modules' locks, or wait for them."""
-    system: Any = importlib._bootstrap
-    mine = threading.get_ident()
-    locks = [(name, lock()) for name, lock in [*system._module_locks.items()]]
-    return {name for name, lock in locks if lock is not None and lock.owner != mine}
-
-
-def _register(brought: Brought) -> None:
-    """Make the warning filters and exit functions of an import this process's own."""
-    if brought.filters:
-        _set_filters([*brought.filters, *(f for f in warnings.filters if f not in brought.filters)])
-    for call, args, kwargs in brought.at_exit:
-        atexit.register(call, *args, **kwargs)
-
-
-def _has_torch(module: ModuleType) -> bool:
-    return isinstance(vars(module).get("torch"), ModuleType)
-
-
-def _unbind(name: str, module: ModuleType) -> None:
-    """Also delete a module's attribute in its package, if the package imports the module lazily."""
-    package, _, child = name.rpartition(".")
-    parent = sys.modules.get(package)
-    if _imports_lazily(parent, child) and vars(parent).get(child) is module:
-        delattr(parent, child)
-
-
-def _imports_lazily(package: object, child: str) -> bool:
-    """Whether a package has the module on its list of lazy ones, as torch has."""
-    # A package's own __getattr__ may answer anything, or import something.
-    names = vars(package).get("_lazy_modules") if isinstance(package, ModuleType) else None
-    return isinstance(names, Collection) and child in names
+def _group(name: str) -> str:
+    return _ALONE if name.partition(".")[0] == _ALONE else _OTHERS
 
 
 def _set_filters(filters: list[Any]) -> None:

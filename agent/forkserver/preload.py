@@ -1,231 +1,177 @@
-"""Imports what workers need into the process that will fork them, and records what the imports changed."""
+"""Imports what workers need into the process that will fork them, records what that changed, and checks the process."""
 
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
+import importlib.machinery
 import os
+import site
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from elaunch.agent.default_preload import PACKAGES
 from elaunch.agent.environment import RANK_VARIABLES
-from elaunch.agent.forkserver import fixups
-from elaunch.agent.forkserver.boot import Boot
-from elaunch.agent.forkserver.fork_safety import why_not
-from elaunch.agent.forkserver.lookups import FOLDER, EnvironmentCopies, keeper, keeper_of_folder, walks
+from elaunch.agent.forkserver.wire import Boot
+from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
 # would open CUDA to see whether it is there; a process that forks must do neither. The children get the user's values.
 _WHILE_IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# pyarrow's allocator would start a thread when it is imported. A user's own value stays.
+_UNLESS_SET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 _DEFAULT = ("torch", "elaunch")
+# By these variables an OpenMP runtime binds the process that loads it (GNU's) or that first uses it (Intel's).
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
-
-@dataclass
-class Brought:
-    """What the import of `name` added: modules, and warning filters in front of the others.
-
-    `sets` are the variables that it set or removed. `looked_up` are the variables that were looked up, `asked` those of
-    them that were looked up by name, not by a walk through all. `readers` gives, for each that a module has kept, the
-    names of these modules. `at_exit` are the calls that hidden modules wanted at Python's end. They are not registered
-    yet. `is_package` says that it is of PACKAGES, and may have imported what comes before it.
-    """
-
-    name: str
-    modules: dict[str, ModuleType] = field(default_factory=dict)
-    filters: list[Any] = field(default_factory=list)
-    sets: dict[str, str | None] = field(default_factory=dict)
-    looked_up: set[str] = field(default_factory=set)
-    asked: set[str] = field(default_factory=set)
-    readers: dict[str, set[str]] = field(default_factory=dict)
-    at_exit: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    is_package: bool = False
+AtExit = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Preloaded:
-    """The result of the imports. `restore` holds the variables that they changed, with the values from before.
+    """What the imports changed.
 
-    `asked` are the variables that were looked up by name, `customised` those that the user's customisation of Python
-    has set or removed.
+    `hidden` are the modules that a program is not to see before it imports one of them. With them come `filters` of
+    warnings, calls at Python's end (`at_exit`), and the variables that the imports of packages set or removed (`sets`).
+    `restore` are all variables that the imports changed, with the values from before. `looked_up` are those that were
+    read by name.
     """
 
-    restore: dict[str, str | None]
-    brought: tuple[Brought, ...]
-    asked: frozenset[str] = frozenset()
-    customised: Mapping[str, str | None] = field(default_factory=dict)
+    hidden: dict[str, ModuleType]
+    filters: list[Any] = field(default_factory=list)
+    at_exit: list[AtExit] = field(default_factory=list)
+    sets: dict[str, str | None] = field(default_factory=dict)
+    restore: dict[str, str | None] = field(default_factory=dict)
+    looked_up: frozenset[str] = frozenset()
 
     def module(self, name: str) -> Any:
-        """The loaded module of that name, whether it is hidden now or not. None if there is none."""
-        return next((each.modules[name] for each in self.brought if name in each.modules), sys.modules.get(name))
+        """The loaded module of that name, whether it is hidden or not. None if there is none."""
+        return self.hidden.get(name, sys.modules.get(name))
 
 
 class Unfaithful(Exception):
-    """Workers must not be forked from here; its text is the reason.
+    """A worker that is forked from here would differ from a fresh interpreter; the text is the reason."""
 
-    `rest` are the modules that a new process may import nevertheless; None if it may import nothing.
+
+def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int]) -> Preloaded:
+    """Run the user's customisation of Python, then import. Raises Unfaithful.
+
+    `loaded_at_start` are the modules of a bare interpreter, `cpus` those that this process could use before.
     """
-
-    def __init__(self, reason: str, rest: tuple[str, ...] | None = None) -> None:
-        super().__init__(reason)
-        self.rest = rest
-
-
-def hidden_packages(names: Collection[str]) -> set[str]:
-    """The packages that a program is not to see before it imports them, where `names` are preloaded."""
-    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names | {"torch", "numpy"}
-
-
-def preload(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> Preloaded:
-    """Run the user's customisation of Python (`customise`), then import. The garbage collector is off from then on.
-
-    Raises Unfaithful if a forked worker would differ from a fresh interpreter.
-    """
-    assert boot.preload is not None
-    custom = Brought("")
-    given = dict(os.environ)
-    with _recorded(custom, frozenset()):
-        customise()
-    before = dict(os.environ)
+    names = list(_names(boot))
+    packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"}
+    looked_up, at_exit = set[str](), list[AtExit]()
+    with _recorded(looked_up):
+        _customise()
+    before, modules, filters = dict(os.environ), set(sys.modules), list(warnings.filters)
     os.environ.update(_WHILE_IMPORTING)
-    for variable, value in fixups.UNLESS_SET.items():
+    for variable, value in _UNLESS_SET.items():
         os.environ.setdefault(variable, value)
-    # Imported objects stay: a garbage collection would find nothing, and takes a third of the time.
-    gc.disable()
-    with _no_cache_folder():
-        brought = _all_imports(boot, loaded_at_start, custom)
-    # Imports also set variables. After torch._dynamo's import a script's own setdefault would have no effect.
-    asked = frozenset(name for each in (custom, *brought) for name in each.asked)
-    return Preloaded(_others(os.environ, before), brought, asked, _others(given, before))
+    sets: dict[str, str | None] = {}
+    for name in names:
+        then, found = dict(os.environ), set[str]()
+        with _recorded(found, at_exit, packages):
+            _import(name)
+        if _top(name) not in _DEFAULT:
+            sets |= _changes(then, os.environ)
+        # What a listed package keeps of the rank, each worker finds out again (after_fork.py).
+        looked_up |= found - RANK_VARIABLES if _top(name) in PACKAGES else found
+    _check(boot, loaded_at_start, looked_up, cpus)
+    return Preloaded(
+        {n: module for n, module in sys.modules.items() if n not in modules and _top(n) in packages},
+        [each for each in warnings.filters if each not in filters],
+        at_exit,
+        sets,
+        _changes(os.environ, before),
+        frozenset(looked_up),
+    )
 
 
-def _others(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str | None]:
+def default_of(boot: Boot) -> tuple[str, ...] | None:
+    """What of `boot` nobody asked for by name, if it names more: torch, and what of elaunch the program is."""
+    first = tuple(name for name in boot.preload or () if _top(name) in _DEFAULT)
+    return first if first and (boot.packages or first != boot.preload) else None
+
+
+def _names(boot: Boot) -> Iterator[str]:
+    """The modules to import, MODULE or MODULE:NAME, in order."""
+    names = boot.preload or ()
+    first = default_of(boot) or ()
+    # Where there is no torch, nobody has asked for it.
+    yield from (name for name in first if _top(name) != "torch" or find_spec("torch"))
+    yield from (name for name in names if name not in first)
+    yield from (name for name in boot.packages if find_spec(_top(name)))
+
+
+def _top(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
+
+
+def _customise() -> None:
+    """Run the user's own sitecustomize and usercustomize, as Python would have here (Lib/site.py, main)."""
+    python: Any = site
+    python.execsitecustomize()
+    if site.ENABLE_USER_SITE:
+        python.execusercustomize()
+
+
+def _import(name: str) -> None:
+    """Import MODULE or MODULE:NAME. Raises Unfaithful."""
+    module, _, wanted = name.partition(":")
+    try:
+        importlib.import_module(module)
+        if wanted:
+            # The name may be another version's. Of a lazy package it is what brings the modules.
+            with suppress(AttributeError):
+                getattr(sys.modules[module], wanted)
+    except (Exception, SystemExit) as error:
+        raise Unfaithful(f"importing {module} failed: {type(error).__name__}: {error}") from error
+
+
+def _changes(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str | None]:
     """The variables that differ, with their values in `second`; None for one that is not there."""
     return {name: second.get(name) for name in {*first, *second} if first.get(name) != second.get(name)}
 
 
-def _all_imports(boot: Boot, loaded_at_start: Collection[str], custom: Brought) -> tuple[Brought, ...]:
-    """Import the default, then what else `boot` names. After each of the two it is checked what that has done."""
-    names = boot.preload or ()
-    packages = [name for name in boot.packages if find_spec(name.partition(":")[0].partition(".")[0])]
-    hidden = hidden_packages((*names, *(name.partition(":")[0] for name in packages)))
-    first = tuple(name for name in names if name.partition(".")[0] in _DEFAULT)
-    others = [name for name in names if name not in first]
-    if (others or packages) and find_spec("torch") is None:
-        # The default, which nobody asked for: there is no torch to lose.
-        first = tuple(name for name in first if name.partition(".")[0] != "torch")
-    brought = [_import(name, hidden) for name in first]
-    _check(boot, loaded_at_start, (custom, *brought), None)
-    try:
-        brought += [_import(name, hidden) for name in (*others, *packages)]
-        if others or packages:
-            _check(boot, loaded_at_start, (custom, *brought), first)
-    except Unfaithful as error:
-        raise Unfaithful(str(error), first) from error
-    return tuple(brought)
-
-
-def _check(
-    boot: Boot, loaded_at_start: Collection[str], brought: Iterable[Brought], rest: tuple[str, ...] | None
-) -> None:
-    """Raises Unfaithful if a worker that is forked now would differ from a fresh interpreter."""
-    looked_up = {variable for each in brought for variable in each.looked_up}
-    if reason := why_not(boot.program, loaded_at_start, looked_up, boot.control_fd):
-        raise Unfaithful(reason, rest)
-
-
-def _import(name: str, hidden: Collection[str]) -> Brought:
-    """Import MODULE or MODULE:NAME. Raises Unfaithful."""
-    module, _, wanted = name.partition(":")
-    modules, filters, before = dict(sys.modules), list(warnings.filters), dict(os.environ)
-    brought = Brought(module, is_package=module.partition(".")[0] in PACKAGES)
-    try:
-        with _recorded(brought, hidden):
-            importlib.import_module(module)
-            if wanted:
-                # The name may be another version's. Of a lazy package it is what brings the modules.
-                with suppress(AttributeError):
-                    getattr(sys.modules[module], wanted)
-    except (Exception, SystemExit) as error:
-        raise Unfaithful(f"importing {module} failed: {type(error).__name__}: {error}") from error
-    brought.modules = {n: m for n, m in sys.modules.items() if n not in modules}
-    brought.filters = [f for f in warnings.filters if f not in filters]
-    if module.partition(".")[0] not in _DEFAULT:
-        now = dict(os.environ)
-        brought.sets = {n: now.get(n) for n in {*before, *now} if before.get(n) != now.get(n)}
-    return brought
-
-
 @contextmanager
-def _no_cache_folder() -> Iterator[None]:
-    """Keep torch._inductor's import from making its cache folder: a program that never compiles would not have one."""
-    makedirs: Any = os.makedirs
-    is_on = True
+def _recorded(
+    looked_up: set[str], at_exit: list[AtExit] | None = None, packages: Collection[str] = ()
+) -> Iterator[None]:
+    """Note which variables are looked up by name in os.environ, and what `packages` register for Python's end.
 
-    def unless_inductors(name: Any, *args: Any, **kwargs: Any) -> None:
-        if not (is_on and os.path.basename(os.fspath(name)).startswith("torchinductor_")):  # noqa: PTH119
-            makedirs(name, *args, **kwargs)
-
-    os.makedirs = unless_inductors
-    try:
-        yield
-    finally:
-        is_on = False
-        os.makedirs = makedirs
-
-
-@contextmanager
-def _recorded(brought: Brought, hidden: Collection[str]) -> Iterator[None]:
-    """Note who looks up which variable in os.environ, and who asks for the current folder.
-
-    What `hidden` packages register for Python's end is kept.
+    That is not registered yet: the program may never import them.
     """
     environ: Any = type(os.environ)
-    lookup, register, all_names, getcwd = environ.__getitem__, atexit.register, environ.keys, os.getcwd
+    lookup, register = environ.__getitem__, atexit.register
     is_on = True
-    copies = EnvironmentCopies()
 
     def recorded_lookup(self: Any, name: str) -> str:
-        frame = sys._getframe(1)
-        if name in RANK_VARIABLES and brought.is_package:
-            # What it keeps of the rank is found out again (`fixups`).
-            return lookup(self, name)  # type: ignore[no-any-return]
-        brought.looked_up.add(name)
-        if not copies.has(frame):
-            if not walks(frame):
-                brought.asked.add(name)
-            if reader := keeper(name, frame):
-                brought.readers.setdefault(name, set()).add(reader)
+        # Who goes through all variables, as tqdm does when it is imported, looks for names of its own.
+        if sys._getframe(1).f_code.co_name not in ("__iter__", "copy"):
+            looked_up.add(name)
         return lookup(self, name)  # type: ignore[no-any-return]
 
     def recorded_register(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         # A module may keep this function and call it after the recording has ended.
-        if is_on and (getattr(call, "__module__", None) or "").partition(".")[0] in hidden:
-            brought.at_exit.append((call, args, kwargs))
+        if is_on and at_exit is not None and _top(getattr(call, "__module__", None) or "") in packages:
+            at_exit.append((call, args, kwargs))
             return call
         return register(call, *args, **kwargs)
 
-    def recorded_getcwd() -> str:
-        if is_on and (reader := keeper_of_folder(sys._getframe(1))):
-            brought.readers.setdefault(FOLDER, set()).add(reader)
-        return getcwd()
-
-    os.getcwd = recorded_getcwd
     environ.__getitem__, atexit.register = recorded_lookup, recorded_register
-    environ.keys = copies.watched(all_names)
     try:
         yield
     finally:
         is_on = False
-        environ.__getitem__, atexit.register, os.getcwd = lookup, register, getcwd
-        del environ.keys
+        environ.__getitem__, atexit.register = lookup, register
 
 
 def restore_environment(variables: Mapping[str, str | None]) -> None:
@@ -235,3 +181,82 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _check(boot: Boot, loaded_at_start: Collection[str], looked_up: Collection[str], cpus: Collection[int]) -> None:
+    """One thread, no CUDA, no open file, and nothing that depends on the rank. Raises Unfaithful."""
+    if shadow := next(shadows(boot.program, loaded_at_start), None):
+        raise Unfaithful(f"{shadow[1]} has the name of a module that was preloaded")
+    custom = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
+    what = " or ".join([*custom, "a preloaded module"])
+    if own := sorted(RANK_VARIABLES & set(looked_up)):
+        raise Unfaithful(f"{what} looks up {own[0]}, which is another one in each worker")
+    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
+        raise Unfaithful(f"{what} started a thread")
+    # A worker closes all descriptors from 4 on, so a preloaded module would lose its open file or GPU.
+    if held := next((path for fd, path in open_files().items() if fd not in {0, 1, 2, boot.control_fd}), None):
+        raise Unfaithful(f"{what} keeps {held} open")
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        raise Unfaithful(f"{what} started CUDA")
+    # A fresh interpreter has all CPUs until its own import, and so have the processes that it starts before.
+    if (now := os.sched_getaffinity(0)) != cpus:
+        named = {name: os.environ[name] for name in _BINDING if name in os.environ}
+        by = ", ".join(f"{name}={value}" for name, value in named.items())
+        done = f"the imports have bound the fork server to {len(now)} of {len(cpus)} CPUs{by and f' ({by})'}"
+        faster = f", and without {' and '.join(named)} the start is fast" if named else ""
+        raise Unfaithful(f"{done}; --no-preload avoids this warning{faster}")
+
+
+def open_files() -> dict[int, str]:
+    """This process's open descriptors and what they refer to."""
+    files: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        # The descriptor that listed the folder is closed by now.
+        with suppress(OSError):
+            files[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
+    return files
+
+
+def shadows(
+    program: Program, loaded_at_start: Collection[str], modules: Mapping[str, ModuleType] | None = None
+) -> Iterator[tuple[str, Path]]:
+    """The modules in place of which a fresh interpreter would import a file beside the program, and these files.
+
+    `modules` are all that are loaded, if some are hidden now.
+    """
+    modules = sys.modules if modules is None else modules
+    loaded = {name for name in modules if "." not in name} - set(loaded_at_start) - set(sys.builtin_module_names)
+    suffixes = ["/", *importlib.machinery.all_suffixes()]
+    place = _programs_place(program)
+    for entry in _entries(place) if place else ():
+        # A folder without __init__.py does not count: Python prefers a module elsewhere.
+        suffix = next((s for s in suffixes if entry.endswith(s)), None)
+        if suffix and (name := entry.removesuffix(suffix)) in loaded:
+            ours = getattr(modules[name], "__file__", None)
+            # Installed packages may be below the program's folder.
+            if ours is None or Path(os.path.realpath(ours)).parent not in (Path(place), Path(place, name)):
+                yield name, Path(place, entry)
+
+
+def _programs_place(program: Program) -> str:
+    """The folder or zip file that Python will put first on `sys.path` for the program, or the empty string."""
+    is_safe = getattr(sys.flags, "safe_path", False)
+    if program.kind is ProgramKind.SCRIPT and not program.is_on_stdin:
+        if os.path.isdir(program.target) or zipfile.is_zipfile(program.target):  # noqa: PTH112
+            return os.path.abspath(program.target)  # noqa: PTH100
+        return "" if is_safe else os.path.dirname(os.path.realpath(program.target))  # noqa: PTH120
+    return "" if is_safe else os.getcwd()  # noqa: PTH109
+
+
+def _entries(place: str) -> Iterator[str]:
+    """The names of the module files in a folder or zip file. A package's name ends in a slash."""
+    with suppress(OSError, zipfile.BadZipFile):
+        if os.path.isfile(place):  # noqa: PTH113
+            with zipfile.ZipFile(place) as archive:
+                names = archive.namelist()
+            yield from (name for name in names if "/" not in name)
+            yield from (name.removesuffix("__init__.py") for name in names if name.count("/") == 1)
+            return
+        for entry in os.scandir(place):
+            is_package = entry.is_dir() and Path(entry.path, "__init__.py").exists()
+            yield f"{entry.name}/" if is_package else entry.name

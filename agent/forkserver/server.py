@@ -1,186 +1,364 @@
 """The fork server: a single-threaded process that has imported what workers need and forks them from itself.
 
-`client.ForkServer` starts it with the environment that the workers will have. It is the workers' parent: it reaps them
-and tells the agent. It is a paused interpreter (`pause.py`). If workers forked from it would differ from fresh
-interpreters, it starts anew without imports. It then forks a small process for each worker, which execs a fresh
-interpreter.
+It is the workers' own interpreter, paused just before it would run the program (`hook/sitecustomize.py`). So Python
+itself makes what a worker is (command line, options, flags, `sys.path`) and what its program sees when it starts
+(`__main__`, its stack, tracebacks, exit codes).
+
+`client.ForkServer` starts it with the environment that the workers will have. It imports, checks itself once, and then
+forks. If workers forked from it would differ from fresh interpreters, it starts again without imports, and forks a
+small process for each worker, which execs a fresh interpreter. It is the workers' parent, which reaps them.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from elaunch.agent.forkserver.boot import PROCESS_NAME, Boot, bare_command, pausing
-from elaunch.agent.forkserver.fork_loop import ForkLoop
-from elaunch.agent.linux import die_with_parent, set_command_line
+from elaunch.agent.forkserver import after_fork, child, warm, wire
+from elaunch.agent.forkserver.hidden_modules import HiddenModules
+from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
+from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, Boot
+from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.agent.linux import die_with_parent, parent, read_signal, set_command_line, signal_fd, stat_fields
 
-if TYPE_CHECKING:
-    from elaunch.agent.forkserver.hidden_modules import Gate
-    from elaunch.agent.forkserver.preload import Preloaded
-    from elaunch.agent.forkserver.warm.opened import Opened
-    from elaunch.agent.forkserver.warm.server import WarmServer
+# What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
+_FROM_PROGRAMS = frozenset(
+    (
+        *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT),
+        *(signal.SIGUSR1, signal.SIGUSR2),
+    )
+)
+_GROUP_POLL_S = 0.02
+_NO_RANK = -1
+# One that waits for a disk exits later.
+_KILLED_S = 1.0
 
-# Jobs that ask at the same time.
-_BACKLOG = 64
-
-
-@dataclass(frozen=True)
-class Child:
-    """What a freshly forked process is to become. If `preloaded` is None, the process execs its program."""
-
-    boot: Boot
-    order: dict[str, Any]
-    fds: tuple[int, ...]
-    template_pid: int
-    is_prepared: bool
-    restore_mask: frozenset[int]
-    preloaded: Preloaded | None = None
-    loaded_at_start: Collection[str] = ()
-    gate: Gate | None = None
+# A generation, and a local rank or "store".
+Name = tuple[int, int | str]
+Order = tuple[dict[str, Any], tuple[int, ...]]
 
 
-def main(boot: Boot, loaded_at_start: Collection[str], customise: Callable[[], None]) -> None:
-    """Import and serve until the agent is gone. Returns only in a forked worker, so that Python runs its program."""
-    # A bare fork server is ready sooner without them.
-    from elaunch.agent.forkserver import after_fork
-    from elaunch.agent.forkserver.fork_safety import bound_by
-    from elaunch.agent.forkserver.preload import Unfaithful, preload
+def main(loaded_at_start: Collection[str]) -> None:
+    """Be the fork server until the agent is gone. Returns only in a forked worker, so that Python runs its program.
 
-    environment, began_ns, cpus = dict(os.environ), time.time_ns(), os.sched_getaffinity(0)
+    `loaded_at_start` are the modules of a bare interpreter.
+    """
+    boot = Boot.read(int(os.environ.pop(BOOT_VARIABLE)))
+    sys.path.remove(HOOK_DIR)
+    sys.path_importer_cache.pop(HOOK_DIR, None)
+    del sys.modules["sitecustomize"]
+    if boot.pythonpath is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = boot.pythonpath
+    environment, cpus = dict(os.environ), os.sched_getaffinity(0)
     mask, control = _settle(boot)
-    opened = _opened() if boot.warm_s else None
+    imports = warm.Imports(boot.program.target) if boot.facts else None
     try:
-        preloaded = preload(boot, loaded_at_start, customise)
-        after_fork.know_threads(preloaded)
-        if bound := bound_by(cpus):
-            raise Unfaithful(bound)
+        preloaded = preload(boot, loaded_at_start, cpus)
     except Unfaithful as error:
-        bound = bound_by(cpus)
-        why, rest = (bound, None) if bound else (str(error), error.rest)
-        if bound:
-            os.sched_setaffinity(0, cpus)
-        if boot.warm_s and not rest:
-            _cannot_stay(control, why)
-        told = (f"only {', '.join(rest)} can be preloaded: {why}",) if rest else ()
-        fallback = "" if rest else why
-        _start_anew(
-            replace(
-                boot,
-                preload=rest or None,
-                packages=(),
-                fallback=fallback,
-                left_out=(*boot.left_out, *told),
-                mask=tuple(mask),
-            ),
-            environment,
-        )
-    # Before any fork: otherwise each worker would have to import and make the same itself, or have other modules than
-    # the next ones.
-    from elaunch.agent.forkserver import child, exit_report
-    from elaunch.agent.forkserver.hidden_modules import Gate
-
-    exit_report.load()
-    files = opened.end() if opened else ()
-    server = _warm(boot, control, preloaded, environment, loaded_at_start, files, began_ns) if boot.warm_s else None
-    gate = Gate(preloaded.brought)
+        _start_again(boot, str(error), environment, mask, cpus)
+    # Before any fork: otherwise each worker would have to find the same.
+    if preloaded.module("numpy"):
+        after_fork.openblas()
+    if imports:
+        imports.finish()
+    hidden = HiddenModules(preloaded)
     gc.freeze()
     gc.enable()
-    if server:
-        # The server keeps what it needs of it.
-        environment.clear()
-        taken = server.serve()
-        gate.move()
-        boot, control, mask, preloaded = taken.boot, taken.control, taken.mask, taken.preloaded
-    settle, prepare = partial(child.settle, boot.agent_pid), partial(child.prepare, preloaded)
-    asked = ForkLoop(boot, control, settle, prepare).serve()
-    child.become(Child(boot, *asked, mask, preloaded, loaded_at_start, gate))
-
-
-def _opened() -> Opened:
-    from elaunch.agent.forkserver.warm.opened import Opened
-
-    return Opened()
-
-
-def _warm(
-    boot: Boot,
-    listener: socket.socket,
-    preloaded: Preloaded,
-    environment: dict[str, str],
-    loaded_at_start: Collection[str],
-    opened: Collection[str],
-    began_ns: int,
-) -> WarmServer:
-    """The warm fork server in this process, before modules are hidden. Ends the process if there can be none."""
-    from elaunch.agent.forkserver.warm import interpreter, server
-
-    try:
-        modules = dict(sys.modules)
-        return server.WarmServer(boot, listener, preloaded, environment, modules, loaded_at_start, opened, began_ns)
-    except interpreter.Unknown as error:
-        _cannot_stay(listener, f"{sys.executable} cannot be given another program: {error}")
-    except server.ChangedMeanwhile as error:
-        _cannot_stay(listener, f"{error} was written while it was imported")
-
-
-def _cannot_stay(listener: socket.socket, why: str) -> NoReturn:
-    from elaunch.agent.forkserver.warm.place import cannot_stay
-
-    cannot_stay(Path(listener.getsockname()), why)
-    os._exit(1)
+    while True:
+        template = child.Template(boot.program, boot.agent_pid, os.getpid(), mask, preloaded, hidden)
+        order, fds = Server(boot, control).serve()
+        if not imports or order["op"] != "stay":
+            break
+        server = warm.WarmServer(boot, imports, loaded_at_start)
+        server.stay(order, control)
+        boot, control = server.serve()
+        # In a fork, for another run.
+        given = dict(boot.environment)
+        preloaded = replace(preloaded, restore={name: given.get(name) for name in preloaded.restore})
+    child.become(template, order, fds)
 
 
 def bare(boot_fd: str) -> None:
     """Serve without having imported anything: every worker execs a fresh interpreter. Does not return."""
-    from elaunch.agent.forkserver import child
-
     boot = Boot.read(int(boot_fd))
     mask, control = _settle(boot)
-    child.become(Child(boot, *ForkLoop(boot, control, partial(child.settle, boot.agent_pid)).serve(), mask))
+    template = child.Template(boot.program, boot.agent_pid, os.getpid(), mask)
+    child.become(template, *Server(boot, control).serve())
 
 
-def _settle(boot: Boot) -> tuple[frozenset[int], socket.socket]:
+def _settle(boot: Boot) -> tuple[Collection[int], socket.socket]:
     """Set the fork server's signals, parent and name. Returns the earlier signal mask, and the socket to the agent."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    mask = frozenset(int(s) for s in before) if boot.mask is None else frozenset(boot.mask)
+    mask = tuple(int(s) for s in before) if boot.mask is None else boot.mask
     # A scheduler signals every process of a job. Signals are blocked, not ignored: a child must inherit the defaults.
     # Real-time signals too, of which `signal.Signals` has only the first and the last.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - {signal.SIGCHLD})
     for signum in boot.ignored:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=boot.control_fd)
-    if boot.warm_s:
-        set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
-        # The peer of a connection sees the pid of the process that called listen.
-        control.listen(_BACKLOG)
-    else:
-        die_with_parent(boot.agent_pid, signal.SIGKILL)
-        set_command_line(("elaunch: fork server",), "elaunch-fork")
+    die_with_parent(boot.agent_pid, signal.SIGKILL)
+    set_command_line(("elaunch: fork server",), "elaunch-fork")
     control.set_inheritable(False)
     return mask, control
 
 
-def _start_anew(boot: Boot, environment: dict[str, str]) -> NoReturn:
-    """Exec a fork server that imports what `boot` names, or a bare one. The signals stay blocked meanwhile."""
-    os.set_inheritable(boot.control_fd, True)
-    boot_fd = boot.memfd()
-    if boot.preload is None:
-        command = bare_command("server", "bare", str(boot_fd))
-    else:
-        from elaunch.agent.forkserver.fork_safety import open_files
-
-        command, environment = list(boot.program.argv), pausing(environment, boot_fd)
-        # What a module has left open would be blamed on the modules that the next process imports.
-        for fd in open_files().keys() - {0, 1, 2, boot.control_fd, boot_fd}:
-            os.set_inheritable(fd, False)
+def _start_again(
+    boot: Boot, why: str, environment: dict[str, str], mask: Collection[int], cpus: Collection[int]
+) -> NoReturn:
+    """Exec a fork server that imports torch alone, or one that imports nothing. The signals stay blocked meanwhile."""
+    rest = default_of(boot)
+    # The imports may have bound this process to fewer.
+    os.sched_setaffinity(0, cpus)
+    left_out = (f"only {', '.join(rest)} can be preloaded: {why}",) if rest else ()
+    boot = replace(
+        boot,
+        preload=rest,
+        packages=(),
+        fallback="" if rest else why,
+        left_out=(*boot.left_out, *left_out),
+        mask=tuple(mask),
+    )
+    # What a module has left open would be blamed on the modules that the next process imports.
+    for fd in open_files().keys() - {0, 1, 2}:
+        os.set_inheritable(fd, fd == boot.control_fd)
+    command, environment = boot.command(environment, boot.memfd())
     os.execvpe(command[0], command, environment)
+
+
+class Server:
+    """Forks, signals and reaps for the agent at the other end of `control`."""
+
+    def __init__(self, boot: Boot, control: socket.socket) -> None:
+        self._boot = boot
+        self._control = control
+        self._children = Children()
+        self._accepted = _FROM_PROGRAMS
+        self._signals = -1
+        # Where the system has none (a sandbox), a signal to this process is ignored.
+        with suppress(OSError):
+            self._signals = signal_fd(_FROM_PROGRAMS)
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self) -> Order:
+        """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it.
+
+        In this process it returns with the order "stay", which comes when the job is over.
+        """
+        self._report({"event": "ready", "reason": self._boot.fallback, "left_out": self._boot.left_out})
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        for fd in (self._control.fileno(), self._wake_r, self._signals):
+            if fd >= 0:
+                self._selector.register(fd, selectors.EVENT_READ)
+        while True:
+            if order := self._turn():
+                return order
+
+    def _turn(self) -> Order | None:
+        """Wait for something to do, and do it. Returns an order in a forked process only."""
+        ready = {key.fd for key, _ in self._selector.select(_GROUP_POLL_S if self._children.waits_for_groups else None)}
+        if self._wake_r in ready:
+            os.read(self._wake_r, 4096)
+        if self._signals in ready:
+            # Its sender may have ended since then, and has a name until it is reaped.
+            self._report_signal()
+        if self._wake_r in ready or self._children.waits_for_groups:
+            for exited in self._children.reap():
+                # An agent that uses another fork server now has closed the socket, perhaps before this report.
+                self._report(exited)
+        if self._control.fileno() not in ready:
+            return None
+        packet = wire.receive(self._control)
+        if packet is None:
+            # The kernel ends the children. In a container there may be nobody else to reap those that are dead.
+            list(self._children.reap())
+            os._exit(0)
+        order, fds = packet
+        match order["op"]:
+            case "ask":
+                self._report({"event": "here"})
+            case "signal":
+                names = {(order["generation"], key) for key in order["keys"]}
+                self._children.signal(names, order["signum"], order["group"])
+            case "stay":
+                self._children.kill()
+                self._release()
+                return order, fds
+            case _:
+                return self._fork(order, fds)
+        return None
+
+    def _report(self, event: dict[str, Any]) -> None:
+        """Send an event to the agent. If the agent is gone, this process and its children end too."""
+        try:
+            wire.send(self._control, event)
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(1)
+
+    def _report_signal(self) -> None:
+        signum, sender = read_signal(self._signals)
+        is_user = signum in (signal.SIGUSR1, signal.SIGUSR2)
+        if name := self._children.whose(sender) or (None if is_user else self._children.whose_orphan(sender)):
+            self._report({"event": "asked", "generation": name[0], "key": name[1], "pid": sender, "signum": signum})
+        elif is_user:
+            # A scheduler's, to all processes: it stays pending, by which the agent knows (`Spawner.signal`).
+            self._accepted -= {signum}
+            signal_fd(self._accepted, self._signals)
+            os.kill(os.getpid(), signum)
+
+    def _fork(self, order: dict[str, Any], fds: tuple[int, ...]) -> Order | None:
+        """Make a process for the order. Returns the order in that process."""
+        name = {"generation": order["generation"], "key": order["key"]}
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._report({**name, "event": "unstarted", "why": error.strerror})
+        else:
+            if pid == 0:
+                # The program may use this fd again. If the socket object closed it, it would close the program's file.
+                os.close(self._control.detach())
+                self._release()
+                return order, fds
+            self._children.add(pid, (order["generation"], order["key"]))
+            self._report({**name, "event": "forked", "pid": pid})
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _release(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        for fd in (self._wake_r, self._wake_w, self._signals):
+            if fd >= 0:
+                os.close(fd)
+
+
+class Children:
+    """The children of this process by pid. Each has a name: its generation, and its local rank or "store".
+
+    Only this process reaps them, so a pid belongs to its child until then. A child makes a process group of its own
+    when it starts.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, Name] = {}
+        # `_asked` are leaders of process groups that were asked to end as a whole. `_held` are exits of leaders that
+        # ended before their groups: a shell ends at once, while the program that it started may be saving.
+        self._asked: set[int] = set()
+        self._held: dict[int, dict[str, Any]] = {}
+
+    @property
+    def waits_for_groups(self) -> bool:
+        """Whether `reap` must be called again although no child ends."""
+        return bool(self._held)
+
+    def add(self, pid: int, name: Name) -> None:
+        self._names[pid] = name
+
+    def reap(self) -> Iterator[dict[str, Any]]:
+        """The exits since the last call, in the order of the children's starts."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                pid, status = ended
+                # Others are processes that a preloaded module has started.
+                if name := self._names.pop(pid, None):
+                    code = os.waitstatus_to_exitcode(status)
+                    exited = {"event": "exited", "generation": name[0], "key": name[1], "pid": pid, "code": code}
+                    if pid in self._asked:
+                        self._held[pid] = exited
+                    else:
+                        yield exited
+        if self._held:
+            for pid in self._held.keys() - (_living_groups() & self._asked):
+                self._asked.discard(pid)
+                yield self._held.pop(pid)
+
+    def signal(self, names: Collection[Name], signum: int, group: bool) -> None:
+        """Signal the children of these names, or their process groups. After SIGKILL nothing waits for a group."""
+        living = [pid for pid, name in self._names.items() if name in names]
+        held = [pid for pid, exited in self._held.items() if (exited["generation"], exited["key"]) in names]
+        if signum == signal.SIGKILL:
+            self._asked.difference_update(living, held)
+        elif group:
+            self._asked.update(living)
+        for pid in living:
+            # A child that has not come to its setsid has no group yet.
+            with suppress(PermissionError):
+                if not group or not _signal_group(pid, signum):
+                    os.kill(pid, signum)
+        for pid in held:
+            # The pid remains the group's number as long as the group has members.
+            with suppress(PermissionError):
+                _signal_group(pid, signum)
+
+    def kill(self) -> None:
+        """Kill and reap all children that are left."""
+        until_s = time.monotonic() + _KILLED_S
+        for pid in self._names:
+            os.kill(pid, signal.SIGKILL)
+        while self._names and time.monotonic() < until_s:
+            list(self.reap())
+            time.sleep(0.001)
+
+    def whose(self, pid: int) -> Name | None:
+        """The name of the child which that process is or descends from; None if there is none, or it is gone."""
+        while pid and pid not in self._names:
+            pid = parent(pid)
+        return self._names.get(pid)
+
+    def whose_orphan(self, pid: int) -> Name | None:
+        """A name of the newest generation for a process which may have come from any of its ranks, local rank -1.
+
+        It has ended, or init has adopted it; None for others, and for a sender outside of this pid namespace (0).
+        """
+        generations = [generation for generation, key in self._names.values() if isinstance(key, int)]
+        if pid <= 0 or not generations or not _may_be_of_this_job(pid):
+            return None
+        return max(generations), _NO_RANK
+
+
+def _may_be_of_this_job(pid: int) -> bool:
+    """Whether that process has this job's marker, or had one that cannot be seen any more."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    marker = f"{VARIABLE}={os.environ.get(VARIABLE)}".encode()
+    # The kernel takes a process's memory before it is a zombie.
+    return marker in variables or (variables == [b""] and parent(pid) <= 1)
+
+
+def _signal_group(leader: int, signum: int) -> bool:
+    """Signal a process group. Returns whether it exists. Raises PermissionError if it is all another user's (sudo)."""
+    try:
+        os.killpg(leader, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _living_groups() -> set[int]:
+    """The process groups that have a member which is no zombie."""
+    groups: set[int] = set()
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit():
+            with suppress(OSError):
+                fields = stat_fields(name)
+                if fields[0] not in (b"Z", b"X"):
+                    groups.add(int(fields[2]))
+    return groups

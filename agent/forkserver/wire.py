@@ -1,4 +1,4 @@
-"""Messages between the agent and its fork server: one JSON object per packet, with file descriptors beside it."""
+"""What passes between the agent and its fork server: the first message, and packets with file descriptors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,97 @@ import array
 import json
 import os
 import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from elaunch.agent.linux import descriptors
+from elaunch.agent.linux import descriptors, memory_file
+from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.job_spec import Program
 from elaunch.strict_json import parse_json
 
+# By this variable and by this folder on PYTHONPATH an interpreter runs elaunch's sitecustomize.
+BOOT_VARIABLE = "ELAUNCH_BOOT"
+HOOK_DIR = str(Path(__file__).with_name("hook"))
+# The first word of the variable in a fresh worker, which is not to pause.
+FRESH = "fresh"
+# The name of a fork server that stays, as `ps -o comm` shows it.
+PROCESS_NAME = "elaunch-warm"
 _PACKET_BYTES_MAX = 128 << 10
 _FDS_MAX = 8
+
+
+@dataclass(frozen=True)
+class Boot:
+    """The agent's first message to its fork server.
+
+    `preload` names the modules to import. None means that each worker execs a fresh interpreter; `fallback` is then the
+    reason, unless the user asked for it. `left_out` has sentences on what of `preload` workers import themselves, for
+    the log. `packages` are what else the program's text imports (`ProgramText.packages`). `pythonpath` is the user's
+    PYTHONPATH. `ignored` are signals that workers ignore from their start. `mask` is set in a fork server that has
+    started again: the signals that were blocked when the agent started it. `facts` and `environment` are set if the
+    fork server may stay for later runs (see warm.py): what must be equal in these, as names and values.
+    """
+
+    agent_pid: int
+    control_fd: int
+    program: Program
+    preload: tuple[str, ...] | None
+    pythonpath: str | None
+    ignored: tuple[int, ...] = ()
+    fallback: str = ""
+    left_out: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    mask: tuple[int, ...] | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def memfd(self) -> int:
+        """A new descriptor from which this process, or one that inherits it, can `read` the message."""
+        return memory_file("elaunch-boot", encode(self), outlives_exec=True)
+
+    @classmethod
+    def read(cls, fd: int) -> Boot:
+        """Read the message from `fd`, and close `fd`."""
+        with open(fd) as file:
+            return decode(cls, file.read())
+
+    def command(self, environment: Mapping[str, str], boot_fd: int) -> tuple[list[str], dict[str, str]]:
+        """The command line and environment of a fork server that reads this message from `boot_fd`."""
+        if self.preload is None:
+            return _bare_command(boot_fd), dict(environment)
+        return list(self.program.argv), pausing(environment, boot_fd)
+
+
+def pausing(environment: Mapping[str, str], boot_fd: int) -> dict[str, str]:
+    """`environment` with the variables that make an interpreter stop in elaunch's sitecustomize (see server.py)."""
+    return {**environment, "PYTHONPATH": _behind_hook(environment.get("PYTHONPATH")), BOOT_VARIABLE: str(boot_fd)}
+
+
+def reporting(environment: Mapping[str, str], crash_fd: int, *, reports_exit: bool) -> dict[str, str]:
+    """`environment` with the variables by which a fresh worker prepares its reports (see reports.py)."""
+    path = environment.get("PYTHONPATH")
+    words = f"{FRESH} {crash_fd} {'unset' if path is None else 'set'} {int(reports_exit)}"
+    return {**environment, "PYTHONPATH": _behind_hook(path), BOOT_VARIABLE: words}
+
+
+def _behind_hook(path: str | None) -> str:
+    return f"{HOOK_DIR}{os.pathsep}{path}" if path else HOOK_DIR
+
+
+def _bare_command(boot_fd: int) -> list[str]:
+    """The command line of a fork server that imports nothing.
+
+    It starts without site: .pth files and customisations may run any code, and a process that only execs does not need
+    them.
+    """
+    code = (
+        "import sys; there = [p for p in sys.path if p]; sys.path = [*there, sys.argv[1]]; "
+        f"from {__package__}.server import bare; sys.path = there; bare(sys.argv[2])"
+    )
+    return [sys.executable, "-S", "-c", code, str(Path(__file__).parents[3]), str(boot_fd)]
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -94,6 +94,13 @@ class JobCgroup:
             self._moving = moving
         return True
 
+    def release(self, pid: int) -> None:
+        """Move a process out, which outlives the job."""
+        if self.path:
+            if self._moving:
+                self._moving.join(_MOVE_S_MAX)
+            _move([pid], str(Path(self.path).parent))
+
     def end(self, generation: int, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
         """End all processes of a generation. Those in `spare` move to the next; `meanwhile` as in `kill_cgroup`.
 

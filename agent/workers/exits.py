@@ -153,7 +153,6 @@ class ExitReader:
             kernel=kernel,
             crash=crash_file.read() if crash_file else "",
             returned=link is not None and link.has_returned,
-            own_code=crash_file.exit_code() if crash_file else None,
             progressed=_progressed(link),
             raised=link is not None and link.raised,
             lost=link.lost_at_end if link else None,

@@ -17,7 +17,6 @@ from elaunch.agent.core.timeline import NO_GENERATION
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import Home
-from elaunch.agent.forkserver.crash_stack import EXIT_CODE
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
@@ -44,14 +43,6 @@ class CrashFile:
             size = os.fstat(self._fd).st_size
             return os.pread(self._fd, _BYTES_MAX, max(size - _BYTES_MAX, 0)).decode(errors="replace")
         return ""
-
-    def exit_code(self) -> int | None:
-        """The code with which the program ended, if the process crashed after that; None if that is not known."""
-        with suppress(OSError):
-            size = os.fstat(self._fd).st_size
-            end = os.pread(self._fd, len(EXIT_CODE) + 1, max(size - len(EXIT_CODE) - 1, 0))
-            return end[-1] if end[:-1] == EXIT_CODE else None
-        return None
 
     def close(self) -> None:
         os.close(self._fd)

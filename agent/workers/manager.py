@@ -5,7 +5,6 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -29,7 +28,7 @@ from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_fil
 from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
 from elaunch.agent.workers.exits import ExitReader, signal_name
-from elaunch.agent.workers.fork_server_monitor import ForksAhead, ForkServerMonitor
+from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.observers import Observers
@@ -62,8 +61,8 @@ class Workers:
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
         self._exits = ExitReader(node_host(socket.gethostname()), oom, keeps_files=run_dir.logs is not None)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
-        is_wanted = config.spec.max_restarts > 0
-        self._ahead = ForksAhead(fork_server, self._guardian, is_wanted=is_wanted)
+        # The generation whose workers are being forked.
+        self._begun: WorkerGroup | None = None
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
@@ -80,7 +79,7 @@ class Workers:
         # A look at the processes waits for the look at the links, which is due once a second.
         looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
         left_s = self._leftovers.due_s if self._leftovers else None
-        timers_s = (looks_s, self._monitor.due_s, self._ahead.due_s, left_s)
+        timers_s = (looks_s, self._monitor.due_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float, *, is_quiet: bool) -> None:
@@ -88,7 +87,11 @@ class Workers:
         self._links.tick(now_s)
         self._observers.tick(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
-        self._ahead.tick(now_s)
+        if self._begun and len(self._begun.pids) >= self._begun.slots:
+            group, self._begun = self._begun, None
+            self._guardian.note(generation=group.generation, workers=group.slots)
+            # What it forks from now on is born in the next generation's cgroup: a move takes 8 to 30 ms.
+            self._guardian.cgroup.move((self._fork_server.pid,), group.generation + 1)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
@@ -153,7 +156,7 @@ class Workers:
         finally:
             self._port.release()
         self._timeline.stamp(generation, "ordered")
-        self._ahead.begin(group, time.monotonic())
+        self._begun = group
         self._links.begin(group)
         self._observers.begin(has_store=self._spawner.has_store)
         self._monitor.watch_store(group)
@@ -168,7 +171,7 @@ class Workers:
             return
         if order.signum == signal.SIGINT:
             self._current.group.is_interrupted = True
-        self._guardian.note_folders(self._fork_server.pids)
+        self._guardian.note_folders((self._fork_server.pid,))
         # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
         signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
         try:
@@ -239,7 +242,7 @@ class Workers:
             self._timeline.stamp(generation, "cleared")
             self._reporter.post(Cleared(generation, {}, reached, progressed))
             return
-        self._guardian.end_generation(generation, self._fork_server.pids, meanwhile)
+        self._guardian.end_generation(generation, (self._fork_server.pid,), meanwhile)
 
         def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
             self._timeline.stamp(generation, "cleared")
@@ -268,7 +271,7 @@ class Workers:
         return self._spares_leftovers
 
     def _find_leftovers(self, generation: int) -> list[int]:
-        fork_servers = self._fork_server.pids
+        fork_servers = (self._fork_server.pid,)
         if not (found := self._guardian.left_of(generation, fork_servers)):
             return []
         return of_workers(found, fork_servers)
@@ -294,7 +297,7 @@ class Workers:
         group = self._current.group
         self._name_leftovers(self._find_leftovers(group.generation), why)
         self._spares_leftovers, self._leftovers = False, None
-        self._guardian.end_generation(group.generation, self._fork_server.pids, meanwhile)
+        self._guardian.end_generation(group.generation, (self._fork_server.pid,), meanwhile)
 
         def drained(_: dict[int, str], folded: dict[int, int]) -> None:
             if hidden := _said_of_folded(group, folded):

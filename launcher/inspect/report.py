@@ -6,9 +6,7 @@ import json
 import math
 import os
 import secrets
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,14 +19,13 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.inspect import run_folder
 from elaunch.launcher.inspect.curves import StepMetrics
 from elaunch.launcher.inspect.goodput import goodput
-from elaunch.launcher.inspect.history import Fault, PastGeneration, Present, Warned, history
+from elaunch.launcher.inspect.history import Fault, PastGeneration, Warned, history
 from elaunch.launcher.inspect.node_log import NodeFolder
 from elaunch.launcher.inspect.page import LogLink, Report, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.table import HELP
-from elaunch.launcher.watch.local import local_agents
-from elaunch.rendezvous.texts import node_host, plain
+from elaunch.rendezvous.texts import plain
 
 PAGE = "report.html"
 _STDOUT = Path("-")
@@ -86,7 +83,7 @@ def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Pa
     metrics = StepMetrics(run_folder.lines_of(found, run_folder.METRICS_BYTES_MAX)) if found else None
     if metrics_path and not (metrics and metrics.steps):
         raise UsageError(f"report: --metrics {metrics_path} has no line with a step; give lines of JSON")
-    past = history(job, _present(job))
+    past = history(job)
     links: dict[tuple[str, int, int], tuple[LogLink, ...]] = {}
     tails = {}
     nodes = [(node, Path(node.folder)) for node in past.nodes]
@@ -125,15 +122,6 @@ def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Pa
     )
 
 
-def _present(job: Sequence[NodeFolder]) -> Present:
-    """The time, and the agents of this host, which are asked only if one of the job may still run here."""
-    host = node_host(socket.gethostname())
-    if all(folder.has_ended or folder.host != host for folder in job):
-        return Present(time.time())
-    agents = frozenset((agent.job.run_id, agent.pid) for agent in local_agents().agents)
-    return Present(time.time(), host, agents)
-
-
 def _links(paths: Sequence[Path], beside: Path) -> tuple[LogLink, ...]:
     """Links to files. Any byte may be in a path, so each that has a meaning in an address is quoted."""
     return tuple(LogLink(path.name, quote(os.path.relpath(path, beside), errors="surrogateescape")) for path in paths)
@@ -159,7 +147,7 @@ def summary(report: Report) -> dict[str, object]:
     return {
         "run_id": past.run_id,
         "headline": report.headline,
-        "state": end.life.value,
+        "state": "ended" if end.outcome else "unknown",
         "outcome": end.outcome or None,
         "exit_code": _known(end.code),
         "reason": end.reason,

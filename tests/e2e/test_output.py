@@ -670,7 +670,7 @@ while True:
 
 
 class TestReaderGone:
-    """`elaunch train.py | head`: decision 030."""
+    """`elaunch train.py | head`: decision 048."""
 
     @pytest.mark.parametrize(
         ("together", "workers"), [(False, "2"), (True, "1"), slow(False, "1"), slow(True, "2")], ids=str

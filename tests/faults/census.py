@@ -18,8 +18,6 @@ from tests.harness import wait_for
 
 # A closing pipe gets this long to disappear.
 SETTLE_S = 20.0
-# The title of a process that is forked ahead.
-NEXT = "elaunch: next worker"
 # What the agent has open of each worker once a generation has run for some seconds, by kind. On a busy machine some
 # generations of a storm do, and others do not.
 OF_LONG_GENERATIONS = ("/proc//stat", "/proc//schedstat")
@@ -78,11 +76,6 @@ def command(pid: int) -> str:
         return ""
 
 
-def is_ahead(pid: int) -> bool:
-    """Whether this process waits for the next generation, or has just been forked and has no title of its own."""
-    return command(pid) in (NEXT, "elaunch: fork server")
-
-
 def _state(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -107,8 +100,6 @@ class Census:
     def count(self, workers: int, when: str) -> None:
         """Count, and fail if anything has grown. The job must be in the same state each time: all `workers` train."""
         assert self._job.fork_server().pid == self._pids["fork server"], "the fork server is another one"
-        # The next generation's workers and their store.
-        wait_for(lambda: self._ahead() == workers + 1, "the processes that are forked ahead")
         # It takes what its workers have sent about once a second.
         wait_for(lambda: self._recorders() == workers, "the agent's connections to the workers' recorders")
         if not self._first:
@@ -125,7 +116,7 @@ class Census:
         assert files == self._files, f"{when}: {files} temporary files and folders, {self._files} at first"
         # The guardian, the fork server, the worker store.
         expected = workers + 3
-        found = [process for process in self._job.processes() if command(process.pid) != NEXT]
+        found = self._job.processes()
         assert len(found) == expected, f"{when}: {len(found)} processes, not {expected}: {_names(found)}"
         self.memory_kib.append((anonymous_kib(self._pids["agent"]), anonymous_kib(self._pids["fork server"])))
 
@@ -134,9 +125,6 @@ class Census:
         held = [(name, each) for name, pid in self._pids.items() for each in sockets_of(pid)]
         self._known = {each.inode: self._known.get(each.inode, when) for _, each in held}
         return [f"  {name}: {each} {command(each.maker)}; since {self._known[each.inode]}" for name, each in held]
-
-    def _ahead(self) -> int:
-        return sum(command(pid) == NEXT for pid in children(self._pids["fork server"]))
 
     def _temporary_files(self) -> int:
         return len(list(self._job.tmp.rglob("*")))

@@ -13,7 +13,7 @@ from tests.faults.keeper_runs import Calm
 from tests.faults.trainings import CalmTrainings
 from tests.ranks import RankForker, forker
 from tests.s3 import FSSPEC
-from tests.warm import SharedStart, shared_start
+from tests.warm import SharedStart
 
 # The modules that their ranks import.
 _MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train", "parallel.divided")
@@ -41,17 +41,15 @@ def calm_training(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def torch_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStart]:
-    """A start with torch, without what its optimizers import, and with any temporary folder."""
-    with shared_start(shared(tmp_path_factory) / "torch", "torch", "torch.distributed") as start:
-        yield start
+def torch_start() -> SharedStart:
+    """A start with torch, without what its optimizers import."""
+    return SharedStart.of("torch", "torch.distributed")
 
 
 @pytest.fixture(scope="session")
-def keeper_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStart]:
-    """A start with the Keeper and all of torch that it and the optimizers import, which reads TMPDIR."""
-    with shared_start(shared(tmp_path_factory) / "keeper", *DEFAULT_PRELOAD, "elaunch.trainer.keeper.keeper") as start:
-        yield start
+def keeper_start() -> SharedStart:
+    """A start with the Keeper and all of torch that it and the optimizers import."""
+    return SharedStart.of(*DEFAULT_PRELOAD, "elaunch.trainer.keeper.keeper")
 
 
 def shared(factory: pytest.TempPathFactory) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from tests.faults.census import NEXT, Census, children, command, is_ahead
+from tests.faults.census import Census, children, command
 from tests.faults.processes import Watched, is_alive
 from tests.harness import wait_for
 
@@ -112,7 +112,7 @@ class Storm:
                 pid = self._victim(moment)
             except AssertionError as error:
                 raise AssertionError(f"generation {generation}: {error}\n{self._job.output[-8000:]}") from None
-            self.seen.update(pid for pid in children(self._server) if not is_ahead(pid))
+            self.seen.update(children(self._server))
             # A worker that had already ended does not count as a kill.
             if _kill(pid):
                 self.kills.append(Kill(generation, moment, pid))
@@ -135,8 +135,7 @@ class Storm:
 
     def _newborn(self) -> list[int]:
         """The workers, also those that do not have their name yet. The store is forked before them."""
-        forked = [pid for pid in children(self._server) if command(pid) != NEXT]
-        return [pid for pid in forked[1:] if "worker store" not in command(pid)]
+        return [pid for pid in children(self._server)[1:] if "worker store" not in command(pid)]
 
     def _named(self) -> list[int]:
         return [pid for pid in children(self._server) if "elaunch.trainer" in command(pid)]

@@ -11,18 +11,18 @@ import sys
 _loaded = frozenset(sys.modules)
 try:
     if os.environ.get("ELAUNCH_BOOT", "").startswith("fresh "):
-        from elaunch.agent.forkserver.fresh import prepare
+        from elaunch.agent.forkserver.reports import prepare_fresh
 
-        prepare(_loaded)
+        prepare_fresh(_loaded)
     else:
         import gc
 
         # Until all is imported. There is no garbage yet, and to look for it takes time.
         gc.disable()
 
-        from elaunch.agent.forkserver.pause import pause
+        from elaunch.agent.forkserver.server import main
 
-        pause(_loaded)
+        main(_loaded)
 except BaseException:
     # Python would print one line for this error, and then run the program in this process.
     import traceback

@@ -60,7 +60,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 WORK = [name for name in _marked("fact") if name.startswith("threads_that_work")]
-KNOWN = ("import_hooks", "torch_loggers")
+KNOWN = ("torch_loggers", "warning_filters")
 FACTS = [n for n in (*probe_process.FACTS, *probe.FACTS, *_marked("fact")) if n not in (*WORK, *KNOWN)]
 
 
@@ -72,12 +72,6 @@ def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, name: str, threads: str
         ours = without_launchers(worker[name]) if name.startswith(("environ", "torch_var")) else worker[name]
 
         assert ours == with_crash_stack(name, seen.fresh(threads)[name])
-
-
-def test_the_gate_stays_as_long_as_something_is_hidden_behind_it(seen: Seen) -> None:
-    finders, path_hooks = seen.fresh("by default")["import_hooks"]
-    for worker in seen.worker(FORKED, "by default"):
-        assert worker["import_hooks"] == [["Gate", *finders], path_hooks]
 
 
 def test_the_loggers_of_what_is_not_imported_yet_are_there_and_no_other_differs(seen: Seen) -> None:

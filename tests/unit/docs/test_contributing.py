@@ -19,7 +19,7 @@ def section(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
 
 
-CHANGES = [row for row in section("Where do I change X?") if not row[0].startswith("**")]
+CHANGES = [row for row in section("Ten changes") if not row[0].startswith("**")]
 
 
 def paths(text: str) -> list[str]:
@@ -42,7 +42,7 @@ def test_the_folders_of_the_four_rooms_are_the_table() -> None:
 def test_each_change_names_its_file_and_what_guards_it() -> None:
     targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
-    assert len(CHANGES) >= 40
+    assert len(CHANGES) >= 10
     for change, files, guards in CHANGES:
         assert [path for path in paths(files) if (REPOSITORY / path).exists()], change
         tests = [path for path in paths(guards) if path.startswith("tests/") and path.endswith(".py")]
@@ -53,11 +53,3 @@ def test_each_change_names_its_file_and_what_guards_it() -> None:
 @pytest.mark.parametrize("path", sorted({path for path in paths(PAGE) if "/" in path and path[:5] != ".venv"}))
 def test_each_path_is_there(path: str) -> None:
     assert (REPOSITORY / path).exists()
-
-
-def test_each_word_in_brackets_behind_a_file_is_in_that_file() -> None:
-    named = [found for row in CHANGES for found in re.findall(r"`([\w/]+\.py)` \(`(\w+)(?:\.\w+)?`\)", row[1])]
-
-    assert len(named) >= 4
-    for path, word in named:
-        assert re.search(rf"\b{word}\b", (REPOSITORY / path).read_text()), (path, word)

@@ -86,7 +86,7 @@ def _files() -> set[str]:
 
 
 def test_a_name_that_is_gone_would_be_found() -> None:
-    assert not _is_there("elaunch.agent.forkserver.gate")
+    assert not _is_there("elaunch.agent.forkserver.boot")
     assert not _is_there("elaunch.trainer.Keeper.no_such_thing")
     assert _is_there("elaunch.trainer.Keeper")
     assert not _exists("rendezvous/rules/exchange.py")

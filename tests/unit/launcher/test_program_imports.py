@@ -75,6 +75,8 @@ def test_a_program_that_may_use_all(tmp_path: Path, text: str) -> None:
         "from helper import thing",
         "import package.deep",
         "import pydoc\npydoc.locate('torch.nn')",
+        # torch._dynamo reads it at its import.
+        "import os\nos.environ['TORCHDYNAMO_DISABLE'] = '1'\nimport torch\ntorch.optim.SGD",
     ],
 )
 def test_a_program_of_torch_without_an_optimizer(tmp_path: Path, text: str) -> None:

@@ -1,64 +1,233 @@
-"""Which hidden modules come back when the program imports one of them."""
+"""Which hidden modules come back when the program imports one, also if threads import at the same time."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
 
-from elaunch.agent.forkserver.hidden_modules import Gate
-from elaunch.agent.forkserver.preload import Brought
+from elaunch.agent.forkserver import collectives
+from elaunch.agent.forkserver.hidden_modules import HiddenModules
+from elaunch.agent.forkserver.preload import Preloaded
+from tests.harness import DEADLINE_S, wait_for
 
-NAMES = ("base_of_it", "user_of_it", "after_it")
+PACKAGE, PART = "imported_by_two", "imported_by_two.part"
+TEXT = f"import {PACKAGE}\n{PACKAGE}.runs = getattr({PACKAGE}, 'runs', 0) + 1\n"
+
+# Whether a thread is to stop at an event of a frame, as `sys.settrace` tells it.
+Place = Callable[[FrameType, str], bool]
 
 
-def brought(name: str) -> Brought:
-    module = ModuleType(name)
+class Importing:
+    """A thread that imports the module `name`. With a `place`, it stops there until it is released."""
+
+    def __init__(self, name: str, place: Place | None = None) -> None:
+        self.module: ModuleType | None = None
+        self.error: BaseException | None = None
+        self._name, self._place = name, place
+        self._there, self._released = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        if place:
+            assert self._there.wait(DEADLINE_S), "the thread has not come to the place"
+
+    def release(self) -> Importing:
+        """Let the thread go on to its end."""
+        self._released.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+        return self
+
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def waits_for_module(self) -> bool:
+        """Whether the thread waits for another one's import."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        while frame and (frame.f_code.co_name, frame.f_globals["__name__"]) != ("acquire", "importlib._bootstrap"):
+            frame = frame.f_back
+        return frame is not None
+
+    def _run(self) -> None:
+        sys.settrace(self._trace if self._place else None)
+        try:
+            self.module = importlib.import_module(self._name)
+        except BaseException as error:
+            self.error = error
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if self._place and self._place(frame, event):
+            self._place = None
+            self._there.set()
+            self._released.wait(DEADLINE_S)
+        return self._trace
+
+
+def called(function: str) -> Place:
+    return lambda frame, event: event == "call" and frame.f_code.co_name == function
+
+
+def before_finders(frame: FrameType, event: str) -> bool:
+    """Python has not found PART in sys.modules, and is going to ask the finders."""
+    return called("_find_spec")(frame, event) and frame.f_locals["name"] == PART
+
+
+def after_the_answer(frame: FrameType, event: str) -> bool:
+    """The finder has answered, and another thread may have Python's lock of imports again."""
+    asks = frame.f_back
+    is_unlocked = event == "return" and frame.f_code.co_name == "__exit__"
+    return is_unlocked and asks is not None and isinstance(asks.f_locals.get("finder"), HiddenModules)
+
+
+def module(name: str) -> ModuleType:
+    made = ModuleType(name)
     loader: Any = None
-    module.__spec__ = ModuleSpec(name, loader)
-    sys.modules[name] = module
-    return Brought(name, {name: module}, is_package=True)
+    made.__spec__ = ModuleSpec(name, loader)
+    sys.modules[name] = made
+    return made
+
+
+def test_the_first_import_puts_all_modules_back_but_numpys_come_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_current_frames", lambda: {1: None})
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    names = ("numpy", "numpy.part", "heavy", "heavy.part", "other")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    finders, modules = [*sys.meta_path], {name: module(name) for name in names}
+    monkeypatch.setattr(modules["heavy"], "__getattr__", lambda _: 7, raising=False)
+
+    HiddenModules(Preloaded(modules))
+    seen = [{*names} & sys.modules.keys()]
+    for name in ("numpy.part", "heavy.part"):
+        assert importlib.import_module(name) is modules[name]
+        seen.append({*names} & sys.modules.keys())
+
+    assert seen == [set(), {"numpy", "numpy.part"}, {*names}]
+    assert sys.meta_path == finders
 
 
 @pytest.fixture
-def packages() -> Iterator[None]:
-    """A gate that hides three packages that were imported in this order."""
-    finders = [*sys.meta_path]
-    Gate([brought(name) for name in NAMES])
-    yield
-    sys.meta_path[:] = finders
-    for name in NAMES:
+def finders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """`sys.meta_path`, which is as before after the test."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    return sys.meta_path
+
+
+@pytest.fixture
+def hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finders: list[Any]) -> Iterator[dict[str, ModuleType]]:
+    """A package with a module, imported and hidden. The package counts how often the module has run."""
+    folder = tmp_path / PACKAGE
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "part.py").write_text(TEXT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    modules = {name: importlib.import_module(name) for name in (PACKAGE, PART)}
+    HiddenModules(Preloaded(modules))
+    yield modules
+    for name in modules:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.usefixtures("packages")
-def test_what_a_package_has_imported_comes_back_with_it_and_what_came_later_does_not() -> None:
-    """`typing.get_type_hints` looks into sys.modules for the module of each base class."""
-    assert not {*NAMES} & sys.modules.keys()
-
-    importlib.import_module("user_of_it")
-
-    assert {*NAMES} & sys.modules.keys() == {"base_of_it", "user_of_it"}
-
-
-@pytest.mark.parametrize("answer", [None, 7])
-def test_a_package_that_answers_each_name_is_hidden_and_comes_back(
-    monkeypatch: pytest.MonkeyPatch, answer: object
+@pytest.mark.parametrize("place", [before_finders, after_the_answer])
+def test_a_module_that_one_thread_imports_while_another_one_puts_its_package_back_does_not_run_again(
+    hidden: dict[str, ModuleType], place: Place
 ) -> None:
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    package, child = ModuleType("answers"), ModuleType("answers.child")
-    package.__path__ = []
-    package.__dict__["__getattr__"] = lambda _: answer
-    loader: Any = None
-    for module in (package, child):
-        module.__spec__ = ModuleSpec(module.__name__, loader)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    Gate([Brought("answers", {"answers": package, "answers.child": child}, is_package=True)])
-    assert "answers.child" not in sys.modules
+    specs = {name: module.__spec__ for name, module in hidden.items()}
+    package = Importing(PACKAGE, called("exec_module"))
+    part = Importing(PART, place)
 
-    assert importlib.import_module("answers.child") is child
+    package.release()
+    part.release()
+
+    assert (package.error, part.error) == (None, None)
+    assert (package.module, part.module) == tuple(hidden.values())
+    assert vars(hidden[PACKAGE])["runs"] == 1
+    assert {name: sys.modules[name] for name in hidden} == hidden
+    assert {name: module.__spec__ for name, module in hidden.items()} == specs
+
+
+def test_a_thread_has_a_package_only_once_its_variables_are_applied(hidden: dict[str, ModuleType]) -> None:
+    first = Importing(PACKAGE, called("apply"))
+    second = Importing(PACKAGE)
+
+    wait_for(lambda: second.is_over() or second.waits_for_module(), "the second thread has the package, or waits")
+    has_package = second.is_over()
+    first.release()
+    second.release()
+
+    assert not has_package
+    assert first.module is second.module is hidden[PACKAGE]
+
+
+class Own:
+    """A finder, and loader, of modules that no other finder has."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        loader: Any = self
+        return ModuleSpec(name, loader) if name.startswith("of_a_finder") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module is empty."""
+
+
+@pytest.fixture
+def of_a_finder() -> Iterator[None]:
+    yield
+    sys.modules.pop("of_a_finder", None)
+
+
+@pytest.mark.usefixtures("hidden", "of_a_finder")
+def test_a_thread_that_asks_the_finders_misses_none_when_all_modules_are_back(
+    finders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hides = finders[0]
+    finders.insert(1, Own())
+    other = Importing("of_a_finder", after_the_answer)
+
+    importlib.import_module(PACKAGE)
+    other.release()
+
+    assert other.error is None
+    assert hides in sys.meta_path
+    monkeypatch.setattr(sys, "_current_frames", lambda: {1: None})
+    found = importlib.util.find_spec("of_a_finder_too")
+    assert found is not None
+    assert isinstance(found.loader, Own)
+    assert hides not in sys.meta_path
+
+
+@pytest.mark.usefixtures("of_a_finder")
+def test_a_thread_that_asks_the_finders_misses_none_when_torchs_module_was_found(
+    monkeypatch: pytest.MonkeyPatch, finders: list[Any]
+) -> None:
+    c10d = ModuleType(collectives.C10D)
+    vars(c10d)["_update_default_pg"] = print
+    found: list[ModuleType] = []
+    finder = collectives._Finder(found.append)
+    finders[:] = [finder, Own(), *finders]
+
+    def before_its_answer(frame: FrameType, event: str) -> bool:
+        asks = frame.f_back
+        return called("__enter__")(frame, event) and asks is not None and asks.f_locals.get("finder") is finder
+
+    other = Importing("of_a_finder", before_its_answer)
+    monkeypatch.setitem(sys.modules, collectives.C10D, c10d)
+
+    assert importlib.util.find_spec("not_there_at_all") is None
+    other.release()
+
+    assert other.error is None
+    assert finder not in sys.meta_path
+    assert found == [c10d]

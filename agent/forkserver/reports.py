@@ -1,0 +1,198 @@
+"""What a worker's interpreter reports to its agent: that its program has ended, how, and the stack of a crash.
+
+After Python prints an exception, it still joins threads, runs atexit calls and destroys objects. It can hang there.
+A fresh worker imports this before its program, so it imports as little as it can.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import site
+import sys
+import time
+
+# `typing` itself is not imported.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from typing import Any
+
+LINK_FD = 3
+_VARIABLE = "ELAUNCH_BOOT"
+_NAMES_MAX, _NAME_MAX = 16, 100
+# The modules of the standard library that these reports need, and that a bare Python has not loaded. A program that is
+# a fresh interpreter and has a module of such a name beside it must get its own: it reports no end.
+NEEDED = (
+    *("collections", "contextlib", "copyreg", "enum", "faulthandler", "functools", "json", "keyword", "linecache"),
+    *("operator", "re", "reprlib", "textwrap", "threading", "token", "tokenize", "traceback", "types", "_weakrefset"),
+)
+
+
+def prepare_fresh(loaded_at_start: Collection[str]) -> None:
+    """In a worker that is a fresh interpreter: undo what brought it here, have it report, and customise it.
+
+    The program then finds what it would find without elaunch, but for a few modules of the standard library that are
+    imported already, and for what docs/fidelity.md lists.
+    """
+    _, crash_fd, pythonpath, reports_exit = os.environ.pop(_VARIABLE).split()
+    hook_dir = sys.path.pop(0)
+    sys.path_importer_cache.pop(hook_dir, None)
+    del sys.modules["sitecustomize"]
+    rest = os.environ["PYTHONPATH"].removeprefix(hook_dir).removeprefix(os.pathsep)
+    if pythonpath == "unset":
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = rest
+
+    from elaunch.agent.forkserver import collectives
+
+    try:
+        report_crash(int(crash_fd))
+        if reports_exit == "1":
+            report_exit()
+        collectives.prepare(None)
+    except Exception:
+        # The program runs all the same; only the report of its end has less in it.
+        pass
+    for name in [name for name in sys.modules if name not in loaded_at_start and name.startswith("elaunch")]:
+        del sys.modules[name]
+    python: Any = site
+    python.execsitecustomize()
+
+
+def report_crash(fd: int) -> None:
+    """Have the stack written to `fd` at SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT; the signal then has its effect.
+
+    If the user has enabled faulthandler (PYTHONFAULTHANDLER, -X), it goes on writing to stderr. Nothing is done if `fd`
+    is negative.
+    """
+    if fd < 0:
+        return
+    os.set_inheritable(fd, False)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(fd)
+
+
+def report_exit() -> int:
+    """Send a report when the program has ended, before Python joins its threads. Returns the link, for `send`."""
+    # Imported here: a fresh worker beside whose program is a module of such a name does not call this.
+    import threading
+
+    pid = os.getpid()
+    # The program may reuse the fd for another file. The inode identifies the socket.
+    link = os.fstat(LINK_FD).st_ino
+
+    def report() -> None:
+        # A child that the program forked runs this too, but its end is not the worker's.
+        if os.getpid() == pid:
+            try:
+                _report(link)
+            except Exception:
+                # The program may have broken anything in this interpreter. Its end is still its own.
+                return
+
+    # These calls run before Python joins its threads, atexit's only afterwards. concurrent.futures uses them too.
+    register: Any = getattr(threading, "_register_atexit", None)
+    if register is None:
+        import atexit
+
+        register = atexit.register
+    register(report)
+    return link
+
+
+def _report(link: int) -> None:
+    error = fatal()
+    # An import may run code by eval, after which Python has forgotten that it is to die of SIGINT (exit_sigint).
+    if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
+        _record(error)
+    message = {"event": "ended", "raised": error is not None, "reached_store": _reached_store()}
+    threads = _threads()
+    send(link, {**message, "monotonic_s": time.monotonic(), **({"threads": threads} if threads else {})}, is_last=True)
+
+
+def _threads() -> list[str]:
+    """The threads that Python will wait for."""
+    threading = sys.modules["threading"]
+    try:
+        found = [each.name for each in threading.enumerate() if not each.daemon]
+        main = threading.main_thread().name
+    except Exception:
+        # gevent and others put classes of their own there.
+        return []
+    return [name[:_NAME_MAX] for name in found if name != main][:_NAMES_MAX]
+
+
+def send(link: int, message: dict[str, Any], *, is_last: bool = False) -> None:
+    """Send a message on the link, the socket with that inode, if fd 3 is still that socket.
+
+    The agent reads the link from time to time; the last message wakes it.
+    """
+    import json
+    from _socket import MSG_DONTWAIT, SHUT_WR, socket
+
+    try:
+        if os.fstat(LINK_FD).st_ino != link:
+            return
+        end = socket(fileno=os.dup(LINK_FD))
+    except OSError:
+        return
+    try:
+        # The program must not wait for an agent that does not read.
+        end.send(f"\n{json.dumps(message)}\n".encode(), MSG_DONTWAIT)
+    except OSError:
+        pass
+    finally:
+        if is_last:
+            end.shutdown(SHUT_WR)
+        end.close()
+
+
+def fatal() -> BaseException | None:
+    """The exception that ended the program, if one did.
+
+    Python leaves it in `sys.last_value`. Consoles, debuggers and pytest also leave exceptions there that they have
+    handled. The outermost frame of an exception that ended the program is in `__main__`, or in runpy above it.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None or error.__traceback__ is None:
+        return None
+    outermost = error.__traceback__.tb_frame
+    file = outermost.f_code.co_filename
+    # Code that was typed into a console also runs in `__main__`, but has no file.
+    is_main = outermost.f_globals is vars(sys.modules["__main__"]) and (file == "<stdin>" or file[:1] != "<")
+    return error if is_main or file == "<frozen runpy>" or file.endswith(f"{os.sep}runpy.py") else None
+
+
+def _record(error: BaseException) -> None:
+    """Write the exception to TORCHELASTIC_ERROR_FILE in the form of torch's `@record`, if `@record` has not done so."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import json
+    import traceback
+
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    message = {
+        "message": f"{type(error).__name__}: {_message(error)}",
+        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+    }
+    try:
+        with open(path, "x") as file:  # noqa: PTH123
+            json.dump({"message": message}, file)
+    except OSError:
+        return
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
+def _reached_store() -> bool:
+    """Whether this process ever made its default process group, for which it must have reached the worker store."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return c10d is not None and (c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None)

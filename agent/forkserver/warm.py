@@ -1,0 +1,319 @@
+"""A fork server that stays when its job has ended: it forks a fork server for each later run of the same program.
+
+It is used for nothing else meanwhile, and forks only for a run that would have the same from its start: see `_unfit`.
+At the first run that does not fit it exits, and the fork server of that run may stay in its place.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import io
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from elaunch.agent.environment import RANK_VARIABLES
+from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.child import take_fds
+from elaunch.agent.forkserver.preload import restore_environment, shadows
+from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot
+from elaunch.agent.guardian.guardian import VARIABLE
+from elaunch.agent.linux import credentials, outlive_parent, set_command_line, signal_fd, stat_fields
+
+# A client that connects and does not send its request holds the server no longer than this.
+_REQUEST_S = 2.0
+_BACKLOG = 64
+_POLL_S = 30.0
+# The kernel's stamps of files lag behind its clock by a tick, and a few modules come before the recording.
+_MARGIN_NS = 100_000_000
+# What installers add to a folder of packages.
+_RECORDS = (".dist-info", ".egg-info", ".egg-link", ".pth")
+_NO_FILES = ("/proc/", "/sys/", "/dev/")
+# Variables that may differ: the shell's own, those that each worker gets, and those that are read when they are used.
+_FREE = RANK_VARIABLES | {VARIABLE, "_", "OLDPWD", "PWD", "SHLVL", "CUDA_VISIBLE_DEVICES"}
+_FREE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+
+
+class Imports:
+    """The files that the imports of this process depend on. Make it before the imports, call `finish` after them.
+
+    Python reads the program's own file, `target`, only in a worker.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = os.path.abspath(target)  # noqa: PTH100
+        self._began_ns = time.time_ns() - _MARGIN_NS
+        self._opened: set[str] = set()
+        self._open: Any = builtins.open
+        self.modules: Mapping[str, ModuleType] = {}
+        self._is_on = True
+
+        def recorded(file: Any, *args: Any, **kwargs: Any) -> Any:
+            # A module may keep this function for later.
+            if self._is_on and not isinstance(file, int):
+                self._opened.add(os.path.abspath(os.fsdecode(file)))  # noqa: PTH100
+            return self._open(file, *args, **kwargs)
+
+        builtins.open = io.open = recorded
+
+    def finish(self) -> None:
+        """Take the state of all files: of modules, libraries and other files that were opened."""
+        builtins.open = io.open = self._open
+        self._is_on = False
+        self.modules = dict(sys.modules)
+        self._names = {name.partition(".")[0] for name in self.modules}
+        # A lazy module may import more if it is asked for an attribute that it lacks.
+        files = {getattr(module, "__dict__", {}).get("__file__") for module in self.modules.values()}
+        paths = {*self._opened, *_libraries(), *sys.path, *(file for file in files if isinstance(file, str))}
+        paths |= {os.path.join(sys.prefix, "pyvenv.cfg"), *_pth_files()}  # noqa: PTH118
+        self._known = {path: self._state(path) for path in paths - {self._target} if not path.startswith(_NO_FILES)}
+
+    def change(self) -> str:
+        """A sentence on a file that has changed since the imports began, or was added or removed; empty without one."""
+        for path, known in self._known.items():
+            state = self._state(path)
+            if state != known:
+                return f"{path} has changed"
+            if isinstance(state, tuple) and state[-1] >= self._began_ns:
+                return f"{path} was written while it was imported"
+        return ""
+
+    def _state(self, path: str) -> tuple[int, ...] | list[str] | None:
+        """Of a folder, the entries that count for the imports; of a file, its stamps, the last of them its ctime."""
+        with suppress(OSError, ValueError):
+            if os.path.isdir(path):  # noqa: PTH112
+                # Not its time: editors and Python's caches change that.
+                entries = os.listdir(path)  # noqa: PTH208
+                return sorted(e for e in entries if e.endswith(_RECORDS) or e.partition(".")[0] in self._names)
+            status = os.stat(path)  # noqa: PTH116
+            return status.st_mtime_ns, status.st_size, status.st_ino, status.st_ctime_ns
+        return None
+
+
+def _libraries() -> set[str]:
+    """The files that are mapped into this process as code."""
+    with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123
+        lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
+    return {words[5] for words in lines if len(words) == 6 and words[5].startswith("/") and "x" in words[1]}
+
+
+def _pth_files() -> set[str]:
+    return {os.fspath(file) for folder in sys.path for file in Path(folder).glob("*.pth")}
+
+
+class WarmServer:
+    """The fork server in this process, whose job is over. `boot` is that job's, `restore` as in `Preloaded`."""
+
+    def __init__(self, boot: Boot, imports: Imports, loaded_at_start: Collection[str]) -> None:
+        self._boot = boot
+        self._imports = imports
+        self._loaded_at_start = loaded_at_start
+        self._since = time.time()
+        self._jobs: dict[int, tuple[int, socket.socket]] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def stay(self, order: Mapping[str, Any], control: socket.socket) -> None:
+        """Let go of the job, and listen where the agent has said; it gets an answer. Exits if that cannot be."""
+        try:
+            if why := self._imports.change():
+                raise OSError(0, why)
+            outlive_parent()
+            null = os.open(os.devnull, os.O_RDWR)
+            for fd in (0, 1, 2):
+                os.dup2(null, fd)
+            os.close(null)
+            # The job's guardian ends what has the marker.
+            _mark("-" * len(dict(self._boot.environment)[VARIABLE]))
+            set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
+            # The first to go where memory is short.
+            Path("/proc/self/oom_score_adj").write_text("1000")
+            self._listen(Path(order["path"]), order["idle_s"])
+        except OSError as error:
+            wire.send(control, {"event": "left", "why": error.strerror})
+            os._exit(1)
+        with control:
+            wire.send(control, {"event": "left", "why": ""})
+
+    def _listen(self, path: Path, idle_s: float) -> None:
+        own = path.with_suffix(f".{os.getpid()}")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(os.fspath(own))
+            own.chmod(0o600)
+            self._listener.listen(_BACKLOG)
+            own.rename(path)
+        except OSError:
+            own.unlink(missing_ok=True)
+            raise
+        self._path, self._inode = path, path.stat().st_ino
+        self._keep(idle_s)
+        self._signals = signal_fd((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+        for each in (self._listener, self._signals):
+            self._selector.register(each, selectors.EVENT_READ)
+
+    def _keep(self, idle_s: float) -> None:
+        self._idle_s, self._until_s = idle_s, time.monotonic() + idle_s
+
+    def serve(self) -> tuple[Boot, socket.socket]:
+        """Serve until it is time to exit. Returns in a fork only: its job, and the socket to that job's agent."""
+        while True:
+            left_s = max(self._until_s - time.monotonic(), 0.0)
+            for key, _ in self._selector.select(_POLL_S if self._jobs else min(_POLL_S, left_s)):
+                if key.fileobj is self._listener:
+                    if job := self._accept():
+                        return job
+                elif key.fileobj == self._signals:
+                    self._exit()
+                else:
+                    self._reap(key.fd)
+            if (not self._jobs and time.monotonic() >= self._until_s) or not self._has_socket():
+                self._exit()
+
+    def _accept(self) -> tuple[Boot, socket.socket] | None:
+        """Answer a client. Returns in a fork for its job only."""
+        forked = None
+        # A client that goes away, or no process can be made: the end of the connection is the answer.
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            with connection:
+                forked = self._answer(connection)
+        return self._become(*forked) if forked else None
+
+    def _answer(self, connection: socket.socket) -> tuple[Boot, tuple[int, ...]] | None:
+        if credentials(connection)[1] != os.geteuid():
+            wire.send(connection, {"event": "cold", "why": "it is another user's"})
+            return None
+        connection.settimeout(_REQUEST_S)
+        wire.send(connection, self._greeting())
+        request, fds = wire.receive(connection) or ({}, ())
+        try:
+            if request.get("op") != "fork" or len(fds) != 3:
+                return None
+            job = self._fitting(connection, fds[0])
+            self._keep(float(request["idle_s"]))
+            if (pid := os.fork()) == 0:
+                forked, fds = fds, ()
+                return job, forked
+            pidfd = os.pidfd_open(pid)
+            self._jobs[pidfd] = pid, connection.dup()
+            self._selector.register(pidfd, selectors.EVENT_READ)
+            wire.send(connection, {"event": "forked", "pid": pid}, (pidfd,))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return None
+
+    def _greeting(self) -> dict[str, Any]:
+        return {
+            "event": "ready",
+            "pid": os.getpid(),
+            "since": self._since,
+            "seconds_left": None if self._jobs else round(self._until_s - time.monotonic(), 1),
+            "jobs": len(self._jobs),
+            "python": sys.executable,
+            "program": self._boot.program.target,
+            "folder": os.getcwd(),  # noqa: PTH109
+            "packages": [*(self._boot.preload or ()), *self._boot.packages],
+        }
+
+    def _fitting(self, connection: socket.socket, boot_fd: int) -> Boot:
+        """The job, if it may be forked from here. Else this process exits: the next run is like that one."""
+        try:
+            job = Boot.read(os.dup(boot_fd))
+            why = self._unfit(job)
+        except ValueError as error:
+            why = str(error)
+        if why:
+            wire.send(connection, {"event": "cold", "why": why})
+            self._exit()
+        return job
+
+    def _unfit(self, job: Boot) -> str:
+        """Why that job must not be forked from here; empty if it may."""
+        then, now = dict(self._boot.facts), dict(job.facts)
+        for what in [what for what in now if now[what] != then.get(what)]:
+            return f"{what} is {_shown(now[what])}, and was {_shown(then.get(what, ''))}"
+        then, now = dict(self._boot.environment), dict(job.environment)
+        for name in sorted({*then, *now} - _FREE):
+            if then.get(name) != now.get(name) and not name.startswith(_FREE_PREFIXES):
+                # Its value may be a secret.
+                return f"the variable {name} {'is another one' if name in now else 'is not set any more'}"
+        if why := self._imports.change():
+            return why
+        if shadow := next(shadows(job.program, self._loaded_at_start, self._imports.modules), None):
+            return f"{shadow[1]} has the name of a module that is loaded"
+        has = {*(self._boot.preload or ()), *self._boot.packages}
+        missing = [name for name in (*(job.preload or ()), *job.packages) if name not in has]
+        # What cannot be preloaded is no reason.
+        if missing and not self._boot.left_out:
+            return f"{job.program.target} imports {missing[0].replace(':', '.')}, which is not loaded"
+        return ""
+
+    def _become(self, job: Boot, fds: tuple[int, ...]) -> tuple[Boot, socket.socket]:
+        """In the fork: take over what the job has of its own."""
+        self._selector.close()
+        for each in (self._listener, *(connection for _, connection in self._jobs.values())):
+            # A socket object would close a descriptor that is another file's by then.
+            each.detach()
+        _, stderr, control = fds
+        take_fds((os.open(os.devnull, os.O_RDONLY), stderr, stderr, control))
+        os.setsid()
+        then, now = dict(self._boot.environment), dict(job.environment)
+        Path("/proc/self/oom_score_adj").write_text(dict(job.facts)["oom_score_adj"])
+        restore_environment({name: now.get(name) for name in {*then, *now} if then.get(name) != now.get(name)})
+        _mark(now[VARIABLE])
+        set_command_line(("elaunch: fork server",), "elaunch-fork")
+        sys.argv[1:] = job.program.args
+        sys.orig_argv[:] = job.program.argv
+        agent = socket.socket(fileno=3)
+        agent.set_inheritable(False)
+        boot = replace(self._boot, agent_pid=job.agent_pid, program=job.program, environment=job.environment)
+        return boot, agent
+
+    def _reap(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        pid, connection = self._jobs.pop(pidfd)
+        _, status = os.waitpid(pid, 0)
+        with connection, suppress(OSError):
+            wire.send(connection, {"event": "exited", "code": os.waitstatus_to_exitcode(status)})
+        self._keep(self._idle_s)
+
+    def _has_socket(self) -> bool:
+        """Whether the socket has not been removed, and no other fork server has taken its place."""
+        with suppress(OSError):
+            return self._path.stat().st_ino == self._inode
+        return False
+
+    def _exit(self) -> NoReturn:
+        if self._has_socket():
+            self._path.unlink(missing_ok=True)
+        os._exit(0)
+
+
+def _shown(value: str) -> str:
+    text = " ".join(value.split())
+    return (text if len(text) <= 60 else f"{text[:60]}…") or "not set"
+
+
+def _mark(marker: str) -> None:
+    """Write the marker over the one in the environment that the process began with, by which a guardian finds it.
+
+    Raises OSError where it has another length.
+    """
+    start, end = (int(field) for field in stat_fields("self")[47:49])
+    before, found, _ = ctypes.string_at(start, end - start).partition(f"{VARIABLE}=".encode())
+    at = start + len(before) + len(found)
+    if not found or len(ctypes.string_at(at)) != len(marker):
+        raise OSError(0, "there is no room for the job's marker")
+    ctypes.memmove(at, marker.encode(), len(marker))

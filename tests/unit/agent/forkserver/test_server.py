@@ -1,0 +1,123 @@
+"""When the fork server reports the exits of its children, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from elaunch.agent.forkserver.server import Children
+from elaunch.agent.linux import state
+from tests.harness import wait_for
+
+# A shell that ends at SIGTERM. The program that it starts saves, and ends when its stdin says so.
+SAVES = "(trap '' TERM; echo $$ ready; read end) & trap 'exit 0' TERM; wait"
+
+
+class Worker:
+    """A child process with its own process group, like a worker that is a command."""
+
+    def __init__(self, children: Children, local_rank: int) -> None:
+        self.name = (0, local_rank)
+        self.process = subprocess.Popen(
+            ["sh", "-c", f"exec 3<&0; {SAVES.replace('read end', 'read end <&3')}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout
+        assert self.process.stdout.readline().endswith(b" ready\n")
+        children.add(self.process.pid, self.name)
+
+    def save(self) -> None:
+        """Let it come to the end of its work."""
+        assert self.process.stdin
+        self.process.stdin.write(b"end\n")
+        self.process.stdin.close()
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                with suppress(OSError):
+                    pipe.close()
+        # The test's `Children` has reaped it.
+        self.process.returncode = 0
+
+
+@pytest.fixture
+def children() -> Children:
+    return Children()
+
+
+@pytest.fixture
+def two(children: Children) -> Iterator[tuple[Worker, Worker]]:
+    workers = Worker(children, 0), Worker(children, 1)
+    yield workers
+    for worker in workers:
+        worker.close()
+
+
+def told(children: Children) -> list[int | str]:
+    """The local ranks whose ends are reported now."""
+    return [news["key"] for news in children.reap()]
+
+
+def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> None:
+    """Send SIGTERM to all groups. The shells end, and the programs that they started go on."""
+    for worker in workers:
+        children.signal({worker.name}, signal.SIGTERM, group=True)
+        os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    assert told(children) == []
+    assert children.waits_for_groups
+
+
+def test_a_worker_that_is_killed_does_not_hurry_the_one_that_still_saves(
+    children: Children, two: tuple[Worker, Worker]
+) -> None:
+    killed, saves = two
+    asked_and_leaders_gone(children, two)
+
+    children.signal({killed.name}, signal.SIGKILL, group=True)
+    after_kill = wait_for(lambda: told(children), "the killed one's end")
+    assert (after_kill, told(children)) == ([0], [])
+
+    saves.save()
+    assert wait_for(lambda: told(children), "the end of the one that saved") == [1]
+
+
+def test_a_killed_workers_group_is_not_waited_for(children: Children, two: tuple[Worker, Worker]) -> None:
+    first, second = two
+    children.signal({first.name}, signal.SIGTERM, group=False)
+    children.signal({first.name}, signal.SIGKILL, group=False)
+    os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)
+
+    assert told(children) == [0]
+    asked_and_leaders_gone(children, (second,))
+
+
+def dead(*command: str) -> int:
+    """The pid of a child that has ended, and that nobody has reaped."""
+    process = subprocess.Popen(command)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    # This test's `Children` reaps it.
+    process.returncode = 0
+    return process.pid
+
+
+@pytest.mark.parametrize(("program", "code"), [("exit 3", 3), ("kill -9 $$", -9)], ids=["by itself", "killed"])
+def test_an_exit_is_reported_and_reaped_with_those_of_processes_that_have_no_name(
+    children: Children, program: str, code: int
+) -> None:
+    pid, of_a_module = dead("sh", "-c", program), dead("true")
+    children.add(pid, (0, 5))
+
+    (exited,) = children.reap()
+
+    assert (exited["key"], exited["pid"], exited["code"]) == (5, pid, code)
+    assert [state(each) for each in (pid, of_a_module)] == ["", ""]
