@@ -14,7 +14,6 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from elaunch.agent.diagnosis.causes.cause import TEMPORARY_MAX
 from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.options.shell_words import quoted
@@ -63,7 +62,7 @@ def check_folder() -> None:
 def temporary_folder_warning(environ: Mapping[str, str]) -> str:
     """About a TMPDIR whose path is too long for the sockets that multiprocessing makes there; "" for another one."""
     folder = environ.get("TMPDIR", "")
-    if (length := len(os.fsencode(folder))) <= TEMPORARY_MAX:
+    if (length := len(os.fsencode(folder))) <= _TEMPORARY_MAX:
         return ""
     return (
         f"TMPDIR has {length} characters, and a DataLoader with worker processes fails or hangs with more than "
