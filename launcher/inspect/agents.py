@@ -28,7 +28,6 @@ from elaunch.strict_json import parse_json
 
 # An agent that clears a generation away may be busy for a moment.
 ANSWER_S = 3.0
-_RETRY_S = 0.05
 _ANSWER_BYTES_MAX = 4 << 20
 _FOLDER = re.compile(r"elaunch_[0-9a-f]{16}_socket")
 _ROOT = 0
@@ -179,8 +178,9 @@ def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, 
         connection.settimeout(wait_s)
         try:
             owner = path.parent.lstat().st_uid
-            _connect(connection, str(path), end_s)
-        except TimeoutError:
+            connection.connect(str(path))
+        except (TimeoutError, BlockingIOError):
+            # The kernel's backlog for it is full.
             raise NoAnswer(f"too many others query the elaunch at {path}, or it hangs") from None
         except FileNotFoundError:
             raise AgentGone(f"the elaunch of {path.parent} has ended") from None
@@ -209,18 +209,6 @@ def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, 
     if "error" in answer:
         raise NoAnswer(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
     return answer, pid, uid
-
-
-def _connect(connection: socket.socket, path: str, end_s: float) -> None:
-    while True:
-        try:
-            connection.connect(path)
-            return
-        except BlockingIOError:
-            # The kernel's backlog for it is full.
-            if time.monotonic() > end_s:
-                raise TimeoutError from None
-        time.sleep(_RETRY_S)
 
 
 def _line(connection: socket.socket, end_s: float) -> bytes:

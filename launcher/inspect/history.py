@@ -20,12 +20,10 @@ from elaunch.launcher.inspect.node_log import (
     latest,
     node_log,
     real,
-    text,
 )
 
 # Of two hosts' clocks.
 _SKEW_S = 2.0
-_CAUSES_MAX = 8
 # Kinds of failures that another failure explains.
 _SECONDARY = ("peer lost", "ended early")
 # Of several nodes the first of these counts. Two are of the whole job, the others may be of a node that left.
@@ -74,7 +72,7 @@ class Fault:
 class Warned:
     """A hang that became no failure, or a slow rank (`kind`, as in `--json`); `rank` is -1 if none is named.
 
-    A hang began at `at_s` and ended at `until_s`, NaN if no event says so. A rank had been slow since `since_s`.
+    A hang began at `at_s` and ended at `until_s`, NaN if no event says so.
     """
 
     kind: str
@@ -85,9 +83,7 @@ class Warned:
     local_rank: int
     folder: str
     sentence: str
-    since_s: float = math.nan
     until_s: float = math.nan
-    causes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -328,8 +324,6 @@ def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Warned]:
             _home(homes, node.host, event.generation, rank)[1],
             node.folder,
             event.text("text") or f"rank {rank} was slower than the other ranks of {node.host}",
-            since_s=max(at_s - event.number("lasted_s", 0), 0.0),
-            causes=tuple(text(each) for each in event.items("causes") if isinstance(each, str))[:_CAUSES_MAX],
         )
 
 

@@ -13,7 +13,7 @@ import jinja2
 from elaunch.launcher.inspect.curves import StepMetrics, charts
 from elaunch.launcher.inspect.goodput import Goodput, Stage, StagePart
 from elaunch.launcher.inspect.history import KILLED, Fault, History, PastGeneration, Warned
-from elaunch.launcher.inspect.node_log import NodeLog, Visit, known_or, text
+from elaunch.launcher.inspect.node_log import NodeLog, Visit, known_or
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, plural, sentence
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.texts import plain
@@ -47,15 +47,15 @@ class LogLink:
 class Report:
     """All that is known of a run.
 
-    `links` are the logs by folder, generation and rank, `tails` the ends of stderr by the number of the failure,
-    `stacks` by generation.
+    `links` are the failed ranks' logs, `tails` the ends of their stderr, by the number of the failure; `stacks` are by
+    generation.
     """
 
     history: History
     goodput: Goodput
     metrics: StepMetrics | None = None
     metrics_path: str = ""
-    links: Mapping[tuple[str, int, int], tuple[LogLink, ...]] = field(default_factory=dict)
+    links: Mapping[int, tuple[LogLink, ...]] = field(default_factory=dict)
     tails: Mapping[int, str] = field(default_factory=dict)
     stacks: Mapping[int, tuple[LogLink, ...]] = field(default_factory=dict)
 
@@ -81,24 +81,18 @@ class Report:
 
     @property
     def reason(self) -> str:
-        """Why the job did not succeed; first its first failure, if that was of another kind than the last."""
+        """Why the job did not succeed: the failure that decided it, and the verdict."""
         end = self.history.end
         cause = next((fault for fault in reversed(self.history.faults) if fault.is_cause), None)
         if end.outcome != "failed" or cause is None:
             return sentence(end.reason) if end.outcome != "succeeded" else ""
         given_up = f" The job was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
-        events = (event for node in self.history.nodes for _, event in node.events if event.event == "gave_up")
-        first = next(filter(None, (event.record("first_failure") for event in events)), {})
-        where = f" in generation {first.get('generation')}"
-        before = text(first.get("sentence")).partition("\n")[0].removesuffix(where)
-        first_of = f"Failed first{where}: {cut(before, 400)}. " if first else ""
-        return f"{first_of}{sentence(cut(cause.sentence, 400))}{given_up}"
+        return f"{sentence(cut(cause.sentence, 400))}{given_up}"
 
     @property
     def causes(self) -> list[tuple[int, Fault]]:
-        """The failures that are shown with all they have, with their numbers: all, or the first and last of many."""
-        causes = [(number, fault) for number, fault in enumerate(self.history.faults) if fault.is_cause]
-        return causes if len(causes) <= CARDS_MAX else causes[: CARDS_MAX // 2] + causes[-CARDS_MAX // 2 :]
+        """The newest failures that ended a generation, with their numbers among all failures."""
+        return [(number, fault) for number, fault in enumerate(self.history.faults) if fault.is_cause][-CARDS_MAX:]
 
     def after(self, shown: Fault | Warned) -> str:
         """What came after a failure or a warning."""
@@ -111,9 +105,6 @@ class Report:
             lost = next((each.steps_lost for each in history.generations if each.generation == shown.generation), 0)
             steps = f"; {plural(lost, 'step')} lost" if history.knows_steps else ""
             return f"{'Training' if history.knows_steps else 'The job'} resumed {duration(recovery_s)} later{steps}."
-        if not math.isnan(shown.since_s):
-            causes = f" The cause may be: {', '.join(shown.causes)}." if shown.causes else ""
-            return f"The rank had been slow since {offset(shown.since_s)} at least.{causes}"
         if not math.isnan(shown.until_s):
             return f"The job resumed by itself {duration(shown.until_s - shown.at_s)} later."
         return ""
@@ -271,7 +262,6 @@ def render(report: Report, template: str) -> str:
         generations=ran[-_GENERATIONS_MAX:],
         generations_left_out=max(len(ran) - _GENERATIONS_MAX, 0),
         hosts=list(dict.fromkeys(node.host for node in history.nodes)),
-        node_names={node.folder: node.name for node in history.nodes},
         clock=lambda at_s: moment(history.began_at + at_s, history.utc_offset_s),
         zone=f"UTC{history.utc_offset_s / 3600:+g}",
         is_known=lambda value: not math.isnan(value),

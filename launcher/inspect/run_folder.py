@@ -127,22 +127,6 @@ def metrics_path(started: PastEvent) -> Path | None:
     return path if out and "\0" not in str(path) and _is_file(path) else None
 
 
-def ranks_with_logs(folder: Path, limit: int) -> list[tuple[int, int]]:
-    """The generations and ranks with log folders below a run's folder; of more than `limit` the newest."""
-    found = [
-        (attempt, rank)
-        for attempt in sorted(_numbered(folder, "attempt_"))[-limit:]
-        for rank in sorted(_numbered(folder / f"attempt_{attempt}", ""))
-    ]
-    return found[-limit:]
-
-
-def rank_files(folder: Path, generation: int, rank: int) -> list[Path]:
-    """The files of one rank in one generation that are there and hold something."""
-    place = folder / f"attempt_{generation}" / str(rank)
-    return [path for name in ("stderr.log", "stdout.log", "error.json") if has_content(path := place / name)]
-
-
 def has_content(path: Path) -> bool:
     """Whether it is a regular file, no link, that is not empty."""
     try:
@@ -150,14 +134,6 @@ def has_content(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size > 0
-
-
-def _numbered(folder: Path, prefix: str) -> list[int]:
-    try:
-        names = [entry.name.removeprefix(prefix) for entry in os.scandir(folder) if entry.name.startswith(prefix)]
-    except OSError:
-        return []
-    return [int(name) for name in names if re.fullmatch(r"[0-9]{1,9}", name)]
 
 
 def _runs(folder: Path) -> list[Path]:

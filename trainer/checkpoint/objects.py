@@ -148,11 +148,8 @@ class ObjectFolder:
     def open(self, name: str) -> Iterator[IO[bytes]]:
         with self._storage.errors():
             self._storage.system.invalidate_cache()
-            file = self._storage.system.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
-        try:
-            yield cast(IO[bytes], _Told(file, self._storage))
-        finally:
-            file.close()
+            with self._storage.system.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES) as file:
+                yield file
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
@@ -161,15 +158,14 @@ class ObjectFolder:
         with self._storage.errors():
             self._storage.make_folder(self._name)
             file = self._storage.system.open(path, "wb")
-        try:
-            yield cast(IO[bytes], _Told(file, self._storage))
-        except BaseException:
-            # Closing it would make an object of what there is.
-            with contextlib.suppress(Exception):
-                file.discard()
-                file.closed = True
-            raise
-        with self._storage.errors():
+            try:
+                yield file
+            except BaseException:
+                # Closing it would make an object of what there is.
+                with contextlib.suppress(Exception):
+                    file.discard()
+                    file.closed = True
+                raise
             file.close()
 
     def write(self, name: str, content: bytes) -> None:
@@ -334,34 +330,6 @@ class ObjectStorage:
             if mark is not None:
                 begun.append((mark, self.folder(name)))
         return sorted(begun, key=lambda each: (each[0], each[1].name))
-
-
-class _Told:
-    """fsspec's file, whose errors are the storage's."""
-
-    def __init__(self, file: Any, storage: ObjectStorage) -> None:
-        self._file, self._storage = file, storage
-
-    def write(self, content: bytes | memoryview) -> int:
-        with self._storage.errors():
-            return int(self._file.write(content))
-
-    def read(self, size: int = -1) -> bytes:
-        with self._storage.errors():
-            return bytes(self._file.read(size))
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def flush(self) -> None:
-        with self._storage.errors():
-            self._file.flush()
-
-    def fileno(self) -> int:
-        return int(self._file.fileno())
 
 
 def connect(url: Url) -> tuple[Any, str]:

@@ -76,16 +76,13 @@ def test_the_headline_is_one_sentence_with_the_end_the_time_the_restarts_and_the
     ]
 
 
-def test_below_the_headline_the_jobs_first_failure_comes_first() -> None:
-    first = {"generation": 0, "sentence": "rank 1 raised ValueError: loss is nan in generation 0"}
+def test_below_the_headline_is_the_failure_that_decided_it() -> None:
     last = {"kind": "exception", "sentence": "rank 0 raised FileExistsError in generation 2", "rank": 0, "host": "a"}
-    job = Timeline().opens(0, 0).add(9, 2, "gave_up", reason="it exists", first_failure=first, failure=last)
+    job = Timeline().opens(0, 0).add(9, 2, "gave_up", reason="it exists", failure=last)
     job.add(9, 2, "ended", outcome="failed", code=1, reason="it exists", restarts=2, max_restarts=3)
 
-    assert report_of(job).reason == (
-        "Failed first in generation 0: rank 1 raised ValueError: loss is nan."
-        " Rank 0 raised FileExistsError in generation 2. The job was given up: it exists."
-    )
+    expected = "Rank 0 raised FileExistsError in generation 2. The job was given up: it exists."
+    assert report_of(job).reason == expected
 
 
 def test_a_page_has_a_lane_for_each_rank_and_a_card_for_each_cause() -> None:
@@ -109,9 +106,7 @@ def test_the_text_and_the_json_have_what_failed_and_what_was_warned_of() -> None
     assert printed(report_of(restarted()))[1:] == ["  +0:20.0  Rank 1 died. Training resumed 5 s later; 3 steps lost."]
     assert lines[1].startswith("  +1:10  The job seemed to hang: rank 3 on node-b runs in wait")
     assert lines[1].endswith("for 61 s. The job resumed by itself 20 s later.")
-    assert lines[2] == (
-        "  +3:20  Rank 1 is slow. The rank had been slow since +1:20 at least. The cause may be: nice value."
-    )
+    assert lines[2] == ("  +3:20  Rank 1 is slow.")
     anchors = {attrs.get("id") for _, attrs in shown.tags}
     assert {"#warning-0", "#warning-1"} <= {attrs.get("href") for tag, attrs in shown.tags if tag == "a"}
     assert {"warning-0", "warning-1"} <= anchors
@@ -220,7 +215,10 @@ def many_warnings(generations: int) -> list[Timeline]:
 @pytest.mark.parametrize(
     ("shape", "left_out"),
     [
-        (crash_loop, ("300 generations left out", "the newest 50 of 700 generations", "640 failures between")),
+        (
+            crash_loop,
+            ("300 generations left out", "the newest 50 of 700 generations", "640 earlier failures are left out"),
+        ),
         (many_nodes, ("1336 more ranks have no lane here", "elaunch report --json has all")),
         (many_warnings, ("And 640 more; elaunch report --json has all",)),
     ],

@@ -32,7 +32,7 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint import storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import NOTE
-from elaunch.trainer.checkpoint.storage import Folder
+from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.keeper import disk_copies
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable
