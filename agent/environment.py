@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.rendezvous.rules.roles import role_place
-from elaunch.rendezvous.types import RankTable
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.types import RankTable
 
 # As `string.Template.safe_substitute`, whose module a worker would import before its program.
 _PLACES = re.compile(r"\$(\$|local_rank(?![_a-zA-Z0-9])|\{local_rank\})")

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from elaunch import __version__
-from elaunch.agent.answers.local_socket import Asked, LocalSocket
 from elaunch.agent.config import OnHang
 from elaunch.agent.core.actions import (
     Action,
@@ -41,6 +40,8 @@ from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.linux import end_of
 from elaunch.agent.output.timeline import NAME as TIMELINE
 from elaunch.agent.output.timeline import Timeline
+from elaunch.agent.serve.event_hook import EventHook
+from elaunch.agent.serve.status_server import LocalSocket, StatusServer
 from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
@@ -55,7 +56,6 @@ from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
 
 if TYPE_CHECKING:
-    from elaunch.agent.answers.answers import Answers
     from elaunch.agent.core.timeline import Announcement
 
 _GUARDIANS_MAX = 20
@@ -71,17 +71,26 @@ _WAIT_MAX_S = 86_400.0
 class Loop:
     """One agent's life, from joining to its outcome.
 
-    `served_pid` is the process by which this agent serves the job's store, if it does. `way` as in `Answers`.
+    `served_pid` is the process by which this agent serves the job's store, if it does. `way` as in `StatusServer`.
+    `hook` runs the user's command for events. Scrapers of the metrics may connect to `metrics`.
     """
 
-    def __init__(self, services: Services, job_store: JobStore, served_pid: int | None = None, way: str = "") -> None:
+    def __init__(
+        self,
+        services: Services,
+        job_store: JobStore,
+        served_pid: int | None = None,
+        way: str = "",
+        hook: EventHook | None = None,
+        metrics: socket.socket | None = None,
+    ) -> None:
         config, run_dir, pump = services.config, services.run_dir, services.pump
         self._config = config
         self._served_pid = served_pid
         self._guardian = services.guardian
         self._fork_server = services.fork_server
         self._pump = pump
-        self._hook = services.hook
+        self._hook = hook
         self._inbox = Inbox()
         pump.when_stdout_closed(lambda: self._inbox.post(Signalled(signal.SIGPIPE, "SIGPIPE")))
         self._timeline = Timeline(run_dir.logs, run_dir.warn, pump.do)
@@ -102,26 +111,15 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector)
-        self._way, self._begun_s = way, time.monotonic()
-        self._is_asked = False
+        post, offer = self._inbox.post, self._session.offer
+        self._status = StatusServer(lambda: self._agent, self._workers.seen, offer, way, time.monotonic(), post)
         self._run_dir = run_dir
-        if services.metrics:
-            self._serve_metrics(services.metrics)
-
-    @cached_property
-    def _answers(self) -> Answers:
-        # Imported at the first question: see needed_later.py.
-        from elaunch.agent.answers.answers import Answers
-
-        post = self._inbox.post
-        return Answers(lambda: self._agent, self._workers.seen, self._session.offer, self._way, self._begun_s, post)
+        if metrics:
+            self._serve_metrics(metrics)
 
     def _serve_metrics(self, listener: socket.socket) -> None:
-        # Imported here: only a job with metrics pays for the library.
-        from elaunch.agent.metrics.collector import NodeState
-        from elaunch.agent.metrics.counters import RunCounters
-        from elaunch.agent.metrics.listener import url
-        from elaunch.agent.metrics.server import serve
+        # prometheus_client is optional.
+        from elaunch.agent.serve.metrics import NodeState, RunCounters, serve, url
 
         counters, started_at = RunCounters(time.monotonic()), time.time()
         self._timeline.count = counters.count
@@ -149,7 +147,7 @@ class Loop:
         if self._served_pid is not None:
             self._watch_store_process(self._served_pid)
         self._session.open()
-        door = LocalSocket(self._run_dir.socket_folders(), self._selector, self._asked)
+        listening = LocalSocket(self._run_dir.socket_folders(), self._selector, self._status.handle)
         try:
             outcome = self._live()
             self._take_leave(outcome)
@@ -157,7 +155,7 @@ class Loop:
             if line := self._fork_server.stay(self._guardian.cgroup.release):
                 self._pump.say(line)
         finally:
-            door.close()
+            listening.close()
             self._fork_server.stop()
             self._session.close(_FAREWELL_S, _OUTLAST_S if self._served_pid is not None else 0.0)
         self._inbox.release()
@@ -216,19 +214,9 @@ class Loop:
 
             for announcement in announcements(before, self._agent):
                 self._hook.tell(self._message(announcement))
-        self._note_question()
+        self._status.note(self._agent.snapshot.question)
         for action in actions:
             self._act(action)
-
-    def _asked(self, asked: Asked) -> None:
-        self._answers.asked(asked)
-
-    def _note_question(self) -> None:
-        """Hear what the store's key asks now, or that it asks nothing any more."""
-        question = self._agent.snapshot.question
-        self._is_asked = self._is_asked or question is not None
-        if self._is_asked:
-            self._answers.note(question)
 
     def _note(self, entry: Entry) -> None:
         if entry.event == "opened":
@@ -271,8 +259,7 @@ class Loop:
 
     def _wait(self) -> None:
         due_s = deadline_s(self._agent)
-        answer_s = self._answers.due_s if self._is_asked else None
-        timers_s = (due_s, self._workers.due_s, self._session.due_s, answer_s)
+        timers_s = (due_s, self._workers.due_s, self._session.due_s, self._status.due_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(min(wanted_s) - time.monotonic(), _WAIT_MAX_S)) if wanted_s else None
         ready = self._selector.select(timeout_s)
@@ -281,8 +268,7 @@ class Loop:
                 key.data()
         now_s = time.monotonic()
         self._session.tick(now_s)
-        if self._is_asked:
-            self._answers.tick(now_s)
+        self._status.tick(now_s)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
         self._workers.tick(now_s, is_quiet=not ready)

@@ -23,8 +23,8 @@ from elaunch.rendezvous.texts import node_host
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
-    from elaunch.agent.output.event_hook import EventHook
     from elaunch.agent.output.pump import Pump
+    from elaunch.agent.serve.event_hook import EventHook
     from elaunch.agent.services import Services
     from elaunch.rendezvous.store import Store
     from elaunch.rendezvous.types import Failure, Outcome
@@ -71,7 +71,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         pump.start()
         warn = partial(pump.say, level="warning")
         hook = _hook(config, guardian, pump)
-        agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir, hook, metrics))
+        agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir), hook, metrics)
         try:
             for detail in config.details:
                 pump.say(detail, "debug")
@@ -98,8 +98,8 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
 class AgentRun:
     """An agent that has begun: its fork server imports."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, services: Services, hook: EventHook | None, metrics: socket.socket | None) -> None:
+        self._services, self._hook, self._metrics = services, hook, metrics
 
     @property
     def logs(self) -> Path | None:
@@ -139,7 +139,7 @@ class AgentRun:
 
         job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)
         try:
-            loop = Loop(replace(self._services, config=config), job_store, served_pid, way)
+            loop = Loop(replace(self._services, config=config), job_store, served_pid, way, self._hook, self._metrics)
             # The objects that are there now stay: the agent may run for weeks from here on.
             gc.freeze()
             gc.enable()
@@ -166,8 +166,8 @@ class AgentRun:
         """Wait until all is told and written; after an interruption not for long, since the user wants the prompt."""
         from elaunch.rendezvous.types import OutcomeKind
 
-        if self._services.hook:
-            self._services.hook.close()
+        if self._hook:
+            self._hook.close()
         if not self._services.pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
             os.set_blocking(2, False)
             with suppress(OSError):
@@ -177,7 +177,7 @@ class AgentRun:
 def _metrics_listener(config: AgentConfig) -> socket.socket | None:
     if not config.metrics:
         return None
-    from elaunch.agent.metrics.listener import listen
+    from elaunch.agent.serve.metrics import listen
 
     host, port = config.metrics
     try:
@@ -194,7 +194,7 @@ def _metrics_listener(config: AgentConfig) -> socket.socket | None:
 def _hook(config: AgentConfig, guardian: GuardianClient, pump: Pump) -> EventHook | None:
     if not config.on_event:
         return None
-    from elaunch.agent.output.event_hook import EventHook
+    from elaunch.agent.serve.event_hook import EventHook
 
     return EventHook(config.on_event, guardian.command_environment(config.environment), pump.say)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.forkserver.client import ForkServer
@@ -11,20 +10,13 @@ from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 
-if TYPE_CHECKING:
-    from socket import socket
-
-    from elaunch.agent.output.event_hook import EventHook
-
 
 @dataclass(frozen=True)
 class Services:
-    """One agent's services; `run.begin` starts and ends them. `metrics` is where scrapers may connect."""
+    """One agent's services; `run.begin` starts and ends them."""
 
     config: AgentConfig
     guardian: GuardianClient
     fork_server: ForkServer
     pump: Pump
     run_dir: RunDir
-    hook: EventHook | None = None
-    metrics: socket | None = None

@@ -21,8 +21,6 @@ REPOSITORY = DOCS.parent
 INDEX = "decisions/index.md"
 # Files of the repository that are pages of the site.
 COPIES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-# Pages that a room of the code makes, and that are left out where it has not made them.
-OPTIONAL = "phases.md"
 INDEX_HEAD = """\
 # Decisions
 
@@ -45,13 +43,10 @@ def index() -> str:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the decisions into the navigation, and leave out what is not there."""
+    """Put the decisions into the navigation."""
     for entry in config.nav or []:
         if "Decisions" in entry:
             entry["Decisions"] = [INDEX, *(f"decisions/{path.name}" for path in decisions())]
-        for pages in entry.values():
-            if isinstance(pages, list) and not (DOCS / OPTIONAL).exists():
-                pages[:] = [page for page in pages if not (isinstance(page, dict) and OPTIONAL in page.values())]
     return config
 
 

@@ -7,7 +7,6 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
@@ -21,11 +20,9 @@ from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import program_text
 from elaunch.launcher.schedulers.detect import mark_of
+from elaunch.launcher.schedulers.facts import Cluster, line
 from elaunch.launcher.store.locate import Planned
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-
-if TYPE_CHECKING:
-    from elaunch.launcher.schedulers.facts import Cluster
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
@@ -344,8 +341,6 @@ def _chosen_for_you(options: Options, cluster: Cluster | None, counted: str, thr
     """What a scheduler has filled in, and one sentence for all defaults that differ from torchrun's."""
     facts = []
     if cluster:
-        from elaunch.launcher.schedulers.facts import line
-
         facts = [line(cluster)]
     parts = [counted] if counted else []
     if threads is not None:

@@ -1,31 +1,55 @@
 """The command `elaunch`: parse, begin the agent, reach the store, run the agent, report, exit.
 
-The order is for speed: the agent begins as soon as the options are known, since its fork server's import of torch is
-what the user waits for. All that is needed later is imported meanwhile.
+The agent begins as soon as the options are known, since its fork server's import of torch is what the user waits for.
+What is needed after that is imported meanwhile.
 """
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+import click
+from click.shell_completion import shell_complete
+
+from elaunch.agent.config import AgentConfig, LogFormat
+from elaunch.agent.own_lines import OwnLines
 from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
+from elaunch.launcher.agent_config import agent_config, with_network
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.host import as_started, detect
+from elaunch.launcher.options import job_file
+from elaunch.launcher.options.command_line import HelpRequested, Reading
+from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
+from elaunch.launcher.options.options import RUN, Options
+from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.pid1 import stand_in
+from elaunch.launcher.preflight import (
+    check_hook,
+    check_log_dir,
+    check_metrics,
+    check_open_files,
+    check_program,
+    take_program_from_stdin,
+    temporary_folder_warning,
+)
+from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
+from elaunch.launcher.schedulers.facts import Cluster
+from elaunch.launcher.schedulers.other_tasks import seen_by_others, wait_for_agent
+from elaunch.launcher.store.locate import Planned, plan
+from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.shortage import shortage
 
 if TYPE_CHECKING:
-    from elaunch.agent.config import AgentConfig, LogFormat
     from elaunch.agent.run import AgentRun
     from elaunch.launcher.doctor.health import HealthCheck
-    from elaunch.launcher.options.options import Options
-    from elaunch.launcher.schedulers.facts import Cluster
-    from elaunch.launcher.store.locate import Planned
     from elaunch.rendezvous.types import Outcome
-
 
 # What a full disk or quota, or a limit of a file's size says.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -41,8 +65,6 @@ def main() -> NoReturn:
 
     Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address was not to be had, 128 + n ended by signal n.
     """
-    # Python would look for garbage a hundred times while elaunch imports, and there is none. The agent has it on again.
-    gc.disable()
     as_command(_main)
 
 
@@ -55,8 +77,6 @@ def as_command(work: Callable[[], int]) -> NoReturn:
             # Started with a closed standard stream: a pipe of ours must not get its number.
             os.open(os.devnull, os.O_RDWR)
     if os.getpid() == 1:
-        from elaunch.launcher.pid1 import stand_in
-
         stand_in()
     try:
         raise_at_ctrl_c()
@@ -105,18 +125,6 @@ def _unwritten(trouble: str) -> int:
 
 
 def _main() -> int:
-    import click
-    from click.shell_completion import shell_complete
-
-    from elaunch.launcher.errors import SiteError, UsageError
-    from elaunch.launcher.options import job_file
-    from elaunch.launcher.options.command_line import HelpRequested, Reading
-    from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
-    from elaunch.rendezvous.shortage import shortage
-
-    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        # Some of them run for long (`elaunch top`, `elaunch store`).
-        gc.enable()
     try:
         if asked := os.environ.get(_COMPLETE):
             if shell_complete(ELAUNCH, {"obj": Reading()}, "elaunch", _COMPLETE, asked):
@@ -145,8 +153,6 @@ def _main() -> int:
 
 def _start(options: Options) -> int:
     """Run the job of a command line; its exit code. Raises UsageError."""
-    from elaunch.launcher.host import as_started
-
     if _asks_for_help_of_trainer(options):
         # A job would import torch first, on behalf of workers that print a text.
         os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
@@ -179,16 +185,11 @@ def run(
 
     `tell` is called once with the job's end. Whatever is raised, no process and no folder of ours is left.
     """
-    from elaunch.launcher.schedulers.defaults import cluster_of
-
     cluster = cluster_of(options, environ)
     if cluster is None or cluster.tasks == 1:
         return _run_agent(options, environ, cluster, tell)
-    from elaunch.launcher.schedulers.other_tasks import seen_by_others, wait_for_agent
-
     say = partial(_say_in, options.log_format)
     if cluster.task > 0:
-        gc.enable()
         return wait_for_agent(cluster, say)
     with seen_by_others(cluster, say):
         return _run_agent(options, environ, cluster, tell)
@@ -201,10 +202,8 @@ def _run_agent(
     tell: Callable[[Outcome, AgentConfig, AgentRun], None],
 ) -> int:
     options, planned, config = _prepared(options, environ, cluster)
-
+    # Imported here, as all that a job alone needs: other commands do without.
     from elaunch.agent.run import CannotRun, begin
-    from elaunch.launcher.errors import UsageError
-    from elaunch.launcher.preflight import temporary_folder_warning
 
     health = _health(options, environ, config)
     try:
@@ -244,29 +243,11 @@ def _prepared(
     options: Options, environ: Mapping[str, str], cluster: Cluster | None
 ) -> tuple[Options, Planned, AgentConfig]:
     """All that is decided before anything is started; the job has a name then. Raises UsageError."""
-    from dataclasses import replace
-
-    from elaunch.launcher.agent_config import agent_config
-    from elaunch.launcher.host import detect
-    from elaunch.launcher.options.secret_file import read_secret
-    from elaunch.launcher.preflight import (
-        check_hook,
-        check_log_dir,
-        check_metrics,
-        check_open_files,
-        check_program,
-        take_program_from_stdin,
-    )
-    from elaunch.launcher.store.locate import plan
-    from elaunch.rendezvous.job_spec import UNNAMED
-
     check_program(options, environ)
     check_hook(options)
     check_metrics(options)
     check_log_dir(options)
     if cluster:
-        from elaunch.launcher.schedulers.defaults import concerning, settle
-
         cluster = concerning(options, cluster, environ)
         options = settle(options, cluster)
     planned = plan(options, environ, read_secret, cluster)
@@ -280,8 +261,6 @@ def _prepared(
 
 
 def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
-    from elaunch.agent.own_lines import OwnLines
-
     # Not `sys.stderr`: it is None where the command was started with stderr closed.
     with suppress(OSError):
         os.write(2, OwnLines.of_stderr(form).line(line, level))
@@ -289,11 +268,6 @@ def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
 
 def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:
     """The form of lines that a command line asks for which may be wrong. Commands that end at once have no times."""
-    from elaunch.agent.config import LogFormat
-    from elaunch.launcher.options.command_line import Reading
-    from elaunch.launcher.options.commands import COMMANDS
-    from elaunch.launcher.options.options import RUN
-
     if argv[:1] == ["submit"]:
         return LogFormat.PLAIN
     words = [*(argv[1:] if argv and argv[0] in COMMANDS else argv)]
@@ -304,9 +278,6 @@ def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:
 
 def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: AgentRun) -> Outcome:
     """Take part in the job until its outcome is known. Raises UsageError, SiteError and CannotRun."""
-    from dataclasses import replace
-
-    from elaunch.launcher.agent_config import with_network
     from elaunch.launcher.store.connect import reach
 
     try:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Set
 from contextlib import suppress
 
+from elaunch.agent.linux import set_command_line
+
 # After the agent's end, its guardian has this long to end what is left. Then the kernel kills the rest.
 _LAST_S = 10.0
 
@@ -35,8 +37,6 @@ def stand_in() -> None:
     if agent == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return
-    from elaunch.agent.linux import set_command_line
-
     # The image's health check reads the pid (deploy/docker). A pid of 7 digits just fits into the name.
     set_command_line(("elaunch: init",), f"init-of-{agent}")
     code = _serve_agent(agent, waited)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import _ast
+import ast
 import os
+import pkgutil
 import resource
+import shutil
 import sys
 import warnings
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError, nearest, tidy
@@ -19,6 +22,10 @@ from elaunch.rendezvous.job_spec import ProgramKind
 _SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
 _JOB_FILE_SUFFIXES = {".yaml", ".yml"}
 _ELF = b"\x7fELF"
+
+
+# The path of a Unix socket has at most 107 bytes. multiprocessing appends /pymp-xxxxxxxx/listener-xxxxxxxx to TMPDIR.
+_TEMPORARY_MAX = 107 - 32
 
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
@@ -55,16 +62,11 @@ def check_folder() -> None:
 def temporary_folder_warning(environ: Mapping[str, str]) -> str:
     """About a TMPDIR whose path is too long for the sockets that multiprocessing makes there; "" for another one."""
     folder = environ.get("TMPDIR", "")
-    if not folder:
-        return ""
-    # Imported here: most environments have no TMPDIR.
-    from elaunch.agent.diagnosis.causes.cause import TEMPORARY_MAX
-
-    if (length := len(os.fsencode(folder))) <= TEMPORARY_MAX:
+    if (length := len(os.fsencode(folder))) <= _TEMPORARY_MAX:
         return ""
     return (
         f"TMPDIR has {length} characters, and a DataLoader with worker processes fails or hangs with more than "
-        f"{TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
+        f"{_TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
     )
 
 
@@ -72,9 +74,6 @@ def check_metrics(options: Options) -> None:
     """Raises UsageError if metrics are asked for, and the library for them is not installed."""
     if options.metrics_port is None:
         return
-    # Imported here: most jobs have no such port.
-    from importlib.util import find_spec
-
     if find_spec("prometheus_client") is None:
         raise UsageError(
             "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"
@@ -90,20 +89,17 @@ def check_hook(options: Options) -> None:
 
 def _no_command(name: str) -> str:
     """Why `name` cannot be run as a command, and the way out."""
-    path = tidy(name)
-    start = path if os.sep in path else f"./{path}"
+    path, is_path = tidy(name), os.sep in name
     if not Path(name).is_file():
-        near = _nearest_file(Path(name), is_executable=True)
-        here = "" if Path(name).is_absolute() else f" in {Path.cwd()}" if os.sep in name else " on PATH"
-        place = " but a directory" if Path(name).is_dir() else here
+        near = _nearest_file(Path(name), Path(name).suffix, ".sh")
+        place = "" if Path(name).is_absolute() else f" in {Path.cwd()}" if is_path else " on PATH"
         way_out = f"did you mean {near if os.sep in near else f'./{near}'}?" if near else "give its path"
-    elif Path(name).stat().st_mode & 0o111 == 0:
-        place, way_out = "", f"chmod +x {quoted(path)}" + ("" if os.sep in name else f", and write {start}")
-    elif os.access(name, os.X_OK):
-        place, way_out = " on PATH", f"write {start}"
-    else:
-        place, way_out = "", f"user {os.geteuid()} may not execute it, or its disk is mounted with noexec"
-    return f"{path} is not an executable file{place}; {way_out}"
+        return f"{path} is not an executable file{place}; {way_out}"
+    if Path(name).stat().st_mode & 0o111 == 0:
+        return f"{path} is not an executable file; chmod +x {quoted(path)}{'' if is_path else f', and write ./{path}'}"
+    if os.access(name, os.X_OK):
+        return f"{path} is not an executable file on PATH; write ./{path}"
+    return f"{path} cannot be executed by user {os.geteuid()}; change its permissions, or those of its disk (noexec)"
 
 
 def _check_program(options: Options) -> None:
@@ -147,8 +143,6 @@ def _check_preload(option: str, names: tuple[str, ...]) -> None:
         first, dot, rest = name.partition(".")
         if _is_found(first, sys.path):
             continue
-        import pkgutil  # Imported only for an error.
-
         installed = (module.name for module in pkgutil.iter_modules() if module.name not in sys.stdlib_module_names)
         near = nearest(first, installed) or nearest(first, sys.stdlib_module_names)
         hint = f"did you mean {near}{dot}{rest}?" if near else "install it, or set PYTHONPATH"
@@ -168,18 +162,12 @@ def _check_interpreter(interpreter: str | None) -> None:
 
 
 def _is_command(name: str) -> bool:
-    # Imported here: most jobs run a script.
-    from shutil import which
-
-    return which(name) is not None
+    return shutil.which(name) is not None
 
 
 def take_program_from_stdin() -> None:
     """Read all of stdin, and replace it by a file with the same text, which every worker can read."""
     fd = os.memfd_create("stdin")
-    # Imported here: most programs are files.
-    import shutil
-
     with open(fd, "wb", closefd=False) as text, open(0, "rb", closefd=False) as stdin:
         shutil.copyfileobj(stdin, text)
     os.dup2(fd, 0)
@@ -262,7 +250,7 @@ def _check_is_python(script: Path) -> None:
         first = file.readline(256)
         is_shell = script.suffix in _SHELL_SUFFIXES or (first.startswith(b"#!") and b"python" not in first)
         text = first + file.read() if is_shell else first
-    if not first.startswith(_ELF) and not (is_shell and not is_python(text, script)):
+    if not first.startswith(_ELF) and not (is_shell and not is_python(text)):
         return
     path = tidy(str(script))
     start = path if os.sep in path else f"./{path}"
@@ -270,40 +258,27 @@ def _check_is_python(script: Path) -> None:
     raise UsageError(f"{path} is a command and no Python script; start it with --no-python {command}")
 
 
-def is_python(text: bytes, script: Path) -> bool:
-    """Whether Python reads the text of `script`, or it is an application of `zipapp`."""
+def is_python(text: bytes) -> bool:
+    """Whether Python reads that text, or it is an application of `zipapp`."""
     with warnings.catch_warnings():
         # Python says these when it runs the program.
         warnings.simplefilter("ignore")
         try:
-            compile(text, "", "exec", _ast.PyCF_ONLY_AST)
+            ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            from zipfile import is_zipfile  # Imported only for an error.
-
             # An application of `zipapp` begins with any interpreter's name.
-            return is_zipfile(script)
+            return b"PK\x03\x04" in text
     return True
 
 
-def _nearest_file(wanted: Path, *, is_executable: bool = False) -> str:
-    """The path of a file or folder beside `wanted` with a similar name, empty if there is none.
+def _nearest_file(wanted: Path, *suffixes: str) -> str:
+    """The path of the file beside `wanted` with the most similar name and one of these suffixes; else empty.
 
     A common suffix is no likeness: only what is before it is compared.
     """
     if not wanted.parent.is_dir():
         return ""
-    # Neither a log nor a folder of the script's name is the script.
-    suffixes = (wanted.suffix, ".py", ".pyz", "")
-
-    def fits(entry: Path) -> bool:
-        if is_executable:
-            return entry.is_file() and os.access(entry, os.X_OK)
-        return (entry / "__main__.py").is_file() if entry.is_dir() else entry.suffix in suffixes
-
-    beside = [entry for entry in wanted.parent.iterdir() if fits(entry)]
-    # Of two with one stem the one with the same suffix, or a Python script.
-    beside.sort(key=lambda entry: (entry.suffix == wanted.suffix, entry.suffix == ".py"))
-    by_stem = {entry.stem: entry for entry in beside}
+    by_stem = {each.stem: each for each in wanted.parent.iterdir() if each.suffix in suffixes and each.is_file()}
     near = nearest(wanted.stem, by_stem)
     return tidy(str(by_stem[near])) if near else ""
 
@@ -312,11 +287,5 @@ def _hint(typed: str) -> str:
     script = Path(typed)
     if not script.parent.is_dir():
         return f" (there is no directory {tidy(str(script.parent))})"
-    near = _nearest_file(script)
-    meant = [near] if near else []
-    if os.sep not in typed and not script.suffix:
-        from elaunch.launcher.options.commands import COMMANDS
-
-        command = nearest(script.name, COMMANDS)
-        meant = [*([f"elaunch {command}"] if command else []), *meant]
-    return f"; did you mean {' or '.join(meant)}?" if meant else "; give the path of the script"
+    near = _nearest_file(script, script.suffix, ".py")
+    return f"; did you mean {near}?" if near else "; give the path of the script"

@@ -52,7 +52,7 @@ def program_text(kind: ProgramKind, target: str) -> ProgramText:
             # An installed module, or modules beside the program that are not found there, but elsewhere.
             return ProgramText()
         text = files[0].read_bytes() if kind is ProgramKind.SCRIPT and files[0].is_file() else b""
-        if text and b"\0" not in text and not is_python(text, files[0]):
+        if text and b"\0" not in text and not is_python(text):
             return ProgramText(is_refused=True)
         return _read(files, root)
     except (OSError, ValueError, RecursionError, MemoryError):

@@ -71,8 +71,8 @@ def _text(record: dict[str, Any]) -> str:
     if "trouble" in record:
         return str(record["trouble"])
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
-    left, jobs = record["seconds_left"], record["jobs"]
-    use = f"used by {jobs} job{'s' * (jobs != 1)}" if left is None else f"{max(left, 0) / 60:.1f} min left"
+    left = record["seconds_left"]
+    use = "in use" if left is None else f"{max(left, 0) / 60:.1f} min left"
     return (
         f"pid {record['pid']}, since {since}, {use}\n"
         f"  for {record['program']} in {record['folder']}, with {record['python']}\n"

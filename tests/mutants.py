@@ -46,7 +46,7 @@ UNITS = [
     "tests/unit/agent/core",
     "tests/unit/agent/diagnosis",
     "tests/unit/rendezvous/rules",
-    "tests/unit/launcher/watch/test_reports.py",
+    "tests/unit/launcher/inspect/test_reports.py",
 ]
 TESTS = (UNITS, ["tests/sim"])
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not servers and not thorough")

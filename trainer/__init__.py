@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elaunch.trainer.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from elaunch.trainer.checkpoint.plain_file import load_plain as load_plain
-    from elaunch.trainer.data.accumulation import accumulate as accumulate
     from elaunch.trainer.data.batches import Batches as Batches
     from elaunch.trainer.data.order import Micro as Micro
     from elaunch.trainer.data.order import Order as Order
     from elaunch.trainer.data.sampling import Seeded as Seeded
-    from elaunch.trainer.data.sampling import Stream as Stream
+    from elaunch.trainer.data.sampling import accumulate as accumulate
+    from elaunch.trainer.keeper.disk_copies import NotDurable as NotDurable
     from elaunch.trainer.keeper.keeper import Keeper as Keeper
-    from elaunch.trainer.keeper.last_checkpoint import NotDurable as NotDurable
     from elaunch.trainer.keeper.verification import Differs as Differs
     from elaunch.trainer.ledger.ledger import Ledger as Ledger
     from elaunch.trainer.memory.sharded import ShardedMemory as ShardedMemory
@@ -42,9 +40,7 @@ _HOMES = {
     "Profiler": "profiling.profiler",
     "Seeded": "data.sampling",
     "ShardedMemory": "memory.sharded",
-    "Stream": "data.sampling",
-    "accumulate": "data.accumulation",
-    "load_plain": "checkpoint.plain_file",
+    "accumulate": "data.sampling",
     "profiled": "profiling.profiler",
     "restore": "state.model_state",
     "state_of": "state.model_state",

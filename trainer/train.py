@@ -68,7 +68,9 @@ def train_in_group(
 ) -> None:
     """All that happens between joining the group and leaving it."""
     progress = Progress(sys.stderr, steps=config.steps, speaks=place.leads)
-    corpus.require_same(process_group.from_rank_0(corpus.summary.encode(), device).decode())
+    summary = [corpus.summary]
+    dist.broadcast_object_list(summary, device=device)
+    corpus.require_same(summary[0])
     if any(process_group.sum_over_ranks([place.leads and run.is_complete], device)):
         progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return

@@ -12,15 +12,11 @@ from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_ke
 from elaunch.agent.core.state import (
     Agent,
     Clearing,
-    Exited,
     Finished,
-    Running,
     Step,
-    Unsaid,
     WorkersDone,
     WorkersStopped,
     exit_with,
-    say_after_cause,
 )
 from elaunch.agent.core.store_outage import end_if_store_is_gone, last_if_store_is_gone, note_idle, say_waits
 from elaunch.agent.diagnosis.causes.table import explained
@@ -40,57 +36,6 @@ def report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tup
     if not ends or newest is None or newest.kind is not OpenKind.FAIL or newest.number != generation + 1:
         return ()
     return tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, ends[0])))
-
-
-# A worker that raised an exception needs about half a second until it is gone.
-WAIT_S = 2.0
-
-
-def hold(agent: Agent, generation: int, said: Say, now_s: float) -> Agent:
-    """Let `said`, about a failure in `generation` that another one may explain, wait for that one."""
-    return replace(agent, unsaid=Unsaid(generation, (said,), now_s + WAIT_S))
-
-
-def in_order(agent: Agent, actions: tuple[Action, ...], now_s: float) -> Step:
-    """Say the lines that wait, if they have waited long enough; if the cause is said now, only --verbose shows them."""
-    unsaid = agent.unsaid
-    if unsaid is None:
-        return agent, actions
-    if cause := _cause_elsewhere(agent, unsaid.generation):
-        agent, actions = replace(agent, named=cause), (Say(cause, "error"), *_details(unsaid.lines), *actions)
-    elif any(isinstance(action, Say) and action.level == "error" for action in actions):
-        actions = (*actions, *_details(unsaid.lines))
-    elif now_s >= unsaid.until_s or isinstance(agent.phase, (Running, Exited)):
-        actions = (*unsaid.lines, *actions)
-    else:
-        return agent, actions
-    return replace(agent, unsaid=None), actions
-
-
-def _details(lines: tuple[Say, ...]) -> tuple[Say, ...]:
-    return tuple(replace(line, level="debug") for line in lines)
-
-
-def name_cause(agent: Agent, failure: Failure) -> tuple[Action, ...]:
-    """Tell the other nodes of this node's failure, if they know only of a rank that lost a peer."""
-    opened = agent.snapshot.generation
-    is_missed = opened and opened.is_secondary and opened.number == failure.generation + 1
-    if not is_missed or failure.kind.is_secondary or agent.spec.nodes_max == 1:
-        return ()
-    return (Commit(transactions.name_cause(agent.snapshot, failure)),)
-
-
-def _cause_elsewhere(agent: Agent, generation: int) -> str:
-    """The failure on another node that explains those of ranks that lost a peer, as far as the store shows one."""
-    snapshot, me = agent.snapshot, agent.me.node_id
-    ended, opened = snapshot.ended.failure if snapshot.ended else None, snapshot.generation
-    named = (snapshot.causes.get(generation), *snapshot.failures.get(generation, ()), ended)
-    others = (each for each in named if each and each.generation == generation and each.node_id != me)
-    if cause := next((each for each in others if not each.kind.is_secondary), None):
-        return cause.sentence
-    is_next = opened and opened.number == generation + 1 and opened.node_id != me
-    is_cause = opened and opened.kind is OpenKind.FAIL and not opened.is_secondary
-    return opened.cause if opened and is_next and is_cause else ""
 
 
 # After the last worker of a stop has ended, the reader of its output has this time.
@@ -150,8 +95,7 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
         opened = agent.snapshot.generation
         is_over = (opened and opened.number > number) or (ended and ended.failure)
         level: Level = "debug" if is_over or (own and own.generation == number) else "info"
-        agent, said = say_after_cause(agent, Say(event.hidden, level))
-        actions = (*said, *actions)
+        actions = (Say(event.hidden, level), *actions)
     if then:
         agent, more = exit_with(agent, then)
     else:
@@ -222,10 +166,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     if asked.rank != cause.rank and not cause.asks_to_end:
         # It ends the job; what it may have asked for comes with it.
         cause = replace(asked, message=f"{asked.message} after rank {cause.rank} {cause.message}")
-    actions: tuple[Action, ...] = (
-        *map(Commit, transactions.complete(agent.snapshot, agent.me, cause)),
-        *name_cause(agent, cause),
-    )
+    actions: tuple[Action, ...] = tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, cause)))
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
         actions = (*actions, Say(f"the cause: {cause.sentence}", "error"))

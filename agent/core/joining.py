@@ -74,18 +74,14 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     name = _name_of_job(agent) if running.is_first else ""
     logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""
     reason, _, cause = table.reason.partition(CAUSE)
-    reason = reason if _has_named(agent, cause) else table.reason
+    if agent.last_failure is None or cause.partition(")")[0] != agent.last_failure.sentence.partition(")")[0]:
+        # Else the log has a line about the failure of that worker, which may since have been explained further.
+        reason = table.reason
     started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{reason}{name}){logs}")
     crowded = _crowded(agent.me.host, table) if running.is_first else ()
     differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
     return agent, (started, *crowded, *differ, Spawn(table, group_rank))
-
-
-def _has_named(agent: Agent, cause: str) -> bool:
-    """Whether the log has a line about the failure of that worker, which may since have been explained further."""
-    own = agent.last_failure
-    return cause.partition(")")[0] in [each.partition(")")[0] for each in (agent.named, own.sentence if own else "")]
 
 
 def _roles(table: RankTable) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from elaunch.agent.core import hangs
 from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason, TakeStacks
-from elaunch.agent.core.clearing import hold
 from elaunch.agent.core.events import (
     SIGABRT,
     SIGHUP,
@@ -339,9 +338,8 @@ def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
     generation = agent.snapshot.generation
     assert generation
     said = _why_stopping(running, generation)
-    agent, actions = _say(agent, running, said, now_s, is_secondary=generation.is_secondary)
     # The exit status of a rank of this node may be the cause.
-    return stop_broken(agent, Stopping.of(running, now_s, _grace_s(agent, running, now_s)), actions)
+    return stop_broken(agent, Stopping.of(running, now_s, _grace_s(agent, running, now_s)), (said,))
 
 
 def _grace_s(agent: Agent, running: Running, now_s: float) -> float:
@@ -437,9 +435,8 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float, told: 
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
     said = Say(_once(running, failure.headline) + stopped, "error")
-    agent, actions = _say(agent, running, said, now_s, is_secondary=failure.kind.is_secondary)
     stopping = replace(Stopping.of(running, now_s, _grace_s(agent, running, now_s)), failures=failures)
-    return stop_broken(agent, stopping, (failed, *actions))
+    return stop_broken(agent, stopping, (failed, said))
 
 
 def _in_order(running: Running, failure: Failure) -> tuple[Failure, ...]:
@@ -453,13 +450,6 @@ def _once(running: Running, sentence: str) -> str:
     """The sentence; a shorter one if it is that of a hang, which the log has."""
     hang = running.standstill.said
     return "the hang counts as a failure (--on-hang restart)" if hang and hang in sentence else sentence
-
-
-def _say(agent: Agent, running: Running, said: Say, now_s: float, *, is_secondary: bool) -> Step:
-    """Say it now, or after the cause: if it `is_secondary`, a rank of another node may be that."""
-    if not is_secondary or len(running.table.seats) == 1:
-        return agent, (said,)
-    return hold(agent, running.table.generation, said, now_s), ()
 
 
 def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from elaunch.agent.core.actions import Action, Exit, Say
+from elaunch.agent.core.actions import Action, Exit
 from elaunch.agent.core.events import Signalled, Tag
 from elaunch.agent.diagnosis.hang import Quiet, Standstill
 from elaunch.rendezvous.job_spec import JobSpec
@@ -420,15 +420,6 @@ class Waiting:
     invite_s: float | None = None
 
 
-@dataclass(frozen=True)
-class Unsaid:
-    """Lines for the log about ranks that lost a peer in `generation`: they wait for the cause, until `until_s`."""
-
-    generation: int
-    lines: tuple[Say, ...]
-    until_s: float
-
-
 NOT_YET = Membership()
 UNTRIED = Reach()
 FRESH_LEADER_STATE = LeaderState()
@@ -446,8 +437,7 @@ class Agent:
     `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `called` is what a user of this host types
     for the job. `store_gone` says how the store that this host served has ended, for good. By `last_failure` this
     node's last failed generation is judged; it has all of its output. `logs` is the run's folder in the user's log
-    folder, if there is one. `mismatch` is the last table's, which the log has; `unsaid` are lines that the log has not
-    yet; `named` is the last failure on another node that it has instead of such lines. `invitation` and `only_here` are
+    folder, if there is one. `mismatch` is the last table's, which the log has. `invitation` and `only_here` are
     as in `AgentConfig`. All times are of this host's monotonic clock.
     """
 
@@ -472,8 +462,6 @@ class Agent:
     last_failure: Failure | None = None
     logs: str = ""
     mismatch: str = ""
-    unsaid: Unsaid | None = None
-    named: str = ""
     invitation: str = ""
     only_here: str = ""
 
@@ -505,10 +493,3 @@ Step = tuple[Agent, tuple[Action, ...]]
 
 def exit_with(agent: Agent, outcome: Outcome) -> Step:
     return replace(agent, phase=Exited(outcome)), (Exit(outcome),)
-
-
-def say_after_cause(agent: Agent, said: Say) -> Step:
-    """Say it, or after the lines that wait for a cause, if there are any."""
-    if agent.unsaid is None:
-        return agent, (said,)
-    return replace(agent, unsaid=replace(agent.unsaid, lines=(*agent.unsaid.lines, said))), ()

@@ -1,19 +1,13 @@
-"""The agent's decisions: `step(agent, event, now_s) -> (agent, actions)`, without I/O, by one row for each event.
-
-`python -m elaunch.agent.core.step` prints the page docs/phases.md, which shows the table in words.
-"""
+"""The agent's decisions: `step(agent, event, now_s) -> (agent, actions)`, without I/O, by one row for each event."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 from elaunch.agent.core import clearing, joining, leaving, membership, running, stopping, store_outage
-from elaunch.agent.core import store_outage as outage
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.clearing import in_order
 from elaunch.agent.core.events import (
     Cleared,
     Committed,
@@ -30,7 +24,6 @@ from elaunch.agent.core.events import (
     StacksTaken,
     StoreAway,
     StoreBack,
-    StoreEvent,
     StoreLost,
     StoreRefuses,
     Tick,
@@ -47,7 +40,7 @@ from elaunch.agent.core.events import (
     WorkerStopped,
 )
 from elaunch.agent.core.membership import attend
-from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Mode, Phase, Running, Step, Stopping
+from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Step, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
 
 P = TypeVar("P")
@@ -98,18 +91,19 @@ def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
 
 
 # fmt: off
-# Each row: the event; then joining, running, stopping, clearing, finished.
+# Each row: the event; then joining, running, stopping, clearing, finished. An event about workers names their
+# generation, and changes nothing in another one.
 ROWS: tuple[Row[Any], ...] = (
     Row(Looked, joining.looked, running.looked, stopping.looked, clearing.looked, clearing.finished_looked),
     _alike(Committed, membership.committed),
     Row(Leased, joining.begin_with_lease, membership.leased, membership.leased, membership.leased, membership.leased),
     Row(LeaseLost, joining.lose_lease,
         membership.lease_lost, membership.lease_lost, membership.lease_lost, membership.lease_lost),
-    _alike(StoreAway, outage.store_failed),
+    _alike(StoreAway, store_outage.store_failed),
     Row(StoreRefuses, joining.store_refuses,
-        outage.store_failed, outage.store_failed, outage.store_failed, outage.store_failed),
-    _alike(WatchRefused, outage.watch_refused),
-    _alike(StoreBack, outage.store_back),
+        store_outage.store_failed, store_outage.store_failed, store_outage.store_failed, store_outage.store_failed),
+    _alike(WatchRefused, store_outage.watch_refused),
+    _alike(StoreBack, store_outage.store_back),
     Row(StoreLost,
         joining.store_lost, running.store_lost, stopping.store_lost, clearing.store_lost, clearing.finished_store_lost),
     Row(OwnStoreLost, store_outage.lost_without_workers, store_outage.lost_with_workers, store_outage.lost_with_workers,
@@ -131,7 +125,7 @@ ROWS: tuple[Row[Any], ...] = (
     Row(Signalled,
         leaving.signalled, running.signalled, stopping.signalled, clearing.signalled, leaving.signalled),
     Row(RestartOrdered, leaving.restart, leaving.restart, FORMING, FORMING, leaving.restart),
-    Row(Tick, outage.tick, running.tick, stopping.tick, clearing.tick, outage.tick),
+    Row(Tick, store_outage.tick, running.tick, stopping.tick, clearing.tick, store_outage.tick),
 )
 # fmt: on
 TABLE: Mapping[type[Phase], Mapping[type[Event], Handler[Any, Any]]] = {
@@ -143,92 +137,9 @@ TABLE: Mapping[type[Phase], Mapping[type[Event], Handler[Any, Any]]] = {
     Exited: {row.event: row.exited for row in ROWS},
 }
 
-_PAGE_HEAD = """\
-# What an agent does: phases and events
-
-<!-- Made by `python -m elaunch.agent.core.step > docs/phases.md`. -->
-
-An agent is a state machine. Everything that happens to it is an event. This page says what it does with each event in
-each phase. The page is made from the table by which the program itself decides, `agent/core/step.py`. Each phase has a
-module with its rules in full: `agent/core/joining.py`, `running.py`, `stopping.py`, `clearing.py`.
-[protocol.md](protocol.md) says what the agents write to the store.
-
-Two rules hold in every phase:
-
-- An event about workers names their generation. If this node does not run that generation, the event changes nothing.
-- After `Looked`, `Leased`, `Committed` and `Cleared`, and when a time of its own is over, the agent looks at what the
-  store's keys say now. It does what stands in the row `Looked`. Then it writes what is this node's to write: it joins a
-  generation, or it leads (`agent/core/membership.py`).
-
-"""
-# The column of the last phase would say the same in each row.
-_SHOWN = tuple(phase for phase in TABLE if phase is not Exited)
-_MODES = """
-A stop has one of four modes:
-"""
-_LEGEND = """
-In the tables below a dash marks an event that changes nothing in that phase, and the words behind it say why. The phase
-`Exited` has no column, since every event is ignored there."""
-_PARTS: tuple[tuple[str, tuple[type[Event], ...]], ...] = (
-    ("What the store says", (*get_args(StoreEvent), OwnStoreLost)),
-    ("What becomes of the workers", get_args(WorkerEvent)),
-    ("Signals, orders and time", (Signalled, RestartOrdered, Tick)),
-)
-
-
-def text_of(cell: Handler[Any, Any]) -> str:
-    """The cell in words."""
-    return f"– {cell.reason}" if isinstance(cell, Ignored) else _summary(cell)
-
-
-def markdown() -> str:
-    """The page docs/phases.md."""
-    lines = [_PAGE_HEAD + "| phase | |", "|---|---|"]
-    lines += [f"| `{phase.__name__}` | {_summary(phase)} |" for phase in TABLE]
-    lines += [_MODES, "| mode | |", "|---|---|"]
-    lines += [f"| `{mode.__name__}` | {_summary(mode)} |" for mode in get_args(Mode)]
-    lines.append(_LEGEND)
-    for title, events in _PARTS:
-        apart = [event for event in events if len(set(_texts(event))) > 1]
-        lines += ["", f"## {title}", "", *_table(apart, [phase.__name__ for phase in _SHOWN], _texts)]
-    alike = [row.event for row in ROWS if len(set(_texts(row.event))) == 1]
-    lines += ["", "## Alike in every phase", "", *_table(alike, ["in every phase"], lambda event: _texts(event)[:1])]
-    return "\n".join(lines) + "\n"
-
-
-def _texts(event: type[Event]) -> list[str]:
-    return [text_of(TABLE[phase][event]) for phase in _SHOWN]
-
-
-def _table(events: Sequence[type[Event]], phases: list[str], texts: Callable[[type[Event]], list[str]]) -> list[str]:
-    head = ["event", *phases]
-    rows = [[f"`{event.__name__}`: {_summary(event)}", *texts(event)] for event in events]
-    return [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _summary(item: object) -> str:
-    """The first sentence of its docstring."""
-    first, _, _ = (inspect.getdoc(item) or "").partition("\n")
-    return first.partition(". ")[0].removesuffix(".")
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
-
 
 def step(agent: Agent, event: Event, now_s: float) -> Step:
     """What the agent becomes and does when `event` happens at `now_s` (monotonic)."""
-    agent, actions = _step(agent, event, now_s)
-    if agent.unsaid is None:
-        return agent, actions
-    return in_order(agent, actions, now_s)
-
-
-def _step(agent: Agent, event: Event, now_s: float) -> Step:
     phase = agent.phase
     if isinstance(phase, Exited) or _is_of_another_generation(phase, event):
         return agent, ()
@@ -252,7 +163,6 @@ def deadline_s(agent: Agent) -> float | None:
         agent.lead_at_s,
         agent.waiting.due_s,
         agent.waiting.invite_s,
-        agent.unsaid.until_s if agent.unsaid else None,
         agent.reach.unsaid_until_s,
         gives_up_at_s(agent),
     )

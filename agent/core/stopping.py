@@ -18,7 +18,7 @@ from elaunch.agent.core.actions import (
     StopReason,
     TellWorkers,
 )
-from elaunch.agent.core.clearing import LAST_WORDS_S, name_cause
+from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import (
     SHELL_BASE,
     SIGINT,
@@ -253,7 +253,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
-    actions: tuple[Action, ...] = (failed, *name_cause(agent, failure), Say(failure.sentence, "error"))
+    actions: tuple[Action, ...] = (failed, Say(failure.sentence, "error"))
     if is_killing or generation.kind.is_urgent:
         # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)

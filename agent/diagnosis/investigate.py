@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,17 +17,14 @@ from typing import Any
 from elaunch.agent.diagnosis.causes.cause import (
     NO_FACTS,
     Facts,
-    FolderOf,
     FullDisks,
     GpuErrors,
     IsThere,
-    KernelKills,
     KillCounters,
     MemoryLimits,
     Question,
     Space,
     SpaceOf,
-    TemporaryFolder,
 )
 from elaunch.agent.diagnosis.causes.table import questions_about
 from elaunch.agent.diagnosis.oom import KernelLog, are_counted, limit_text
@@ -59,7 +55,7 @@ def opened_nvml() -> Iterator[Any]:
 
 _LIMIT_S = 2.0
 # What needs no disk and no driver.
-_OF_KERNEL = (KernelKills, KillCounters, MemoryLimits, TemporaryFolder)
+_OF_KERNEL = (KillCounters, MemoryLimits)
 # How /proc/mounts writes spaces and the like.
 _OCTAL = re.compile(r"\\(\d{3})")
 # File systems that are on no device of their own, and that programs fill. Network ones have a colon: host:/path.
@@ -108,17 +104,10 @@ class Investigator:
                 return replace(facts, full=_full_disks())
             case IsThere(path):
                 return replace(facts, there=facts.there | {path}) if os.path.isfile(path) else facts  # noqa: PTH113
-            case FolderOf(name, files):
-                return replace(facts, folder=_folder_of(name, files))
-            case TemporaryFolder():
-                given = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
-                return replace(facts, temporary=next(filter(None, given), ""))
             case GpuErrors():
                 return replace(facts, gpu_errors=(*self._log.xids(), *_counted_errors()))
             case MemoryLimits():
                 return replace(facts, memory_limit=limit_text().partition(",")[0])
-            case KernelKills(pids):
-                return replace(facts, oom_killed=any(self._log.kill_of(pid) for pid in pids))
             case KillCounters():
                 return replace(facts, kills_are_counted=are_counted(self._counters))
 
@@ -135,30 +124,6 @@ def _space(path: str) -> Space:
     # A file system without a fixed number of files says 0 of 0.
     files_free = said.f_favail if said.f_files else 1
     return Space(mount, said.f_blocks * said.f_frsize, said.f_bavail * said.f_frsize, files_free)
-
-
-def _folder_of(name: str, files: Sequence[str]) -> str:
-    """The answer to `FolderOf`; empty if no folder has it."""
-    here = Path.cwd()
-    folders = (here, *(folder for file in files for folder in (here / file).resolve().parents))
-    for folder in dict.fromkeys(folders):
-        # The root's folders are the system's, as /lib. A folder without Python code is data, as wandb's.
-        patterns = (f"{name}.py", f"{name}/*.py", f"{name}/*/*.py")
-        if folder.parent == folder or not _is_safe(folder):
-            continue
-        if any(_is_safe(path) for pattern in patterns for path in folder.glob(pattern)):
-            return str(folder)
-    return ""
-
-
-def _is_safe(path: Path) -> bool:
-    """Whether only this user or root can have put it there: nobody else's code is advised for import."""
-    try:
-        found = path.stat()
-    except OSError:
-        return False
-    is_shared = stat.S_ISDIR(found.st_mode) and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return found.st_uid in (os.geteuid(), 0) and not is_shared
 
 
 def _full_disks() -> tuple[Space, ...]:

@@ -75,7 +75,7 @@ class ForkServer:
     def _borrow(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
         ours, theirs = wire.pair()
         try:
-            process = warm_client.borrow(self._boot(theirs, self.preload), theirs, self._warm_s)
+            process = warm_client.borrow(self._boot(theirs, self.preload), theirs)
         except Cold as error:
             self.how = f"cold start: {error}" if str(error) else ""
             ours.close()

@@ -42,7 +42,7 @@ class Preloaded:
     `hidden` are the modules that a program is not to see before it imports one of them. With them come `filters` of
     warnings, calls at Python's end (`at_exit`), and the variables that the imports of packages set or removed (`sets`).
     `restore` are all variables that the imports changed, with the values from before. `looked_up` are those that were
-    read by name, `customised` those that the user's customisation of Python set or removed.
+    read by name.
     """
 
     hidden: dict[str, ModuleType]
@@ -51,7 +51,6 @@ class Preloaded:
     sets: dict[str, str | None] = field(default_factory=dict)
     restore: dict[str, str | None] = field(default_factory=dict)
     looked_up: frozenset[str] = frozenset()
-    customised: dict[str, str | None] = field(default_factory=dict)
 
     def module(self, name: str) -> Any:
         """The loaded module of that name, whether it is hidden or not. None if there is none."""
@@ -69,7 +68,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
     """
     names = list(_names(boot))
     packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"}
-    given, looked_up, at_exit = dict(os.environ), set[str](), list[AtExit]()
+    looked_up, at_exit = set[str](), list[AtExit]()
     with _recorded(looked_up):
         _customise()
     before, modules, filters = dict(os.environ), set(sys.modules), list(warnings.filters)
@@ -93,7 +92,6 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
         sets,
         _changes(os.environ, before),
         frozenset(looked_up),
-        _changes(before, given),
     )
 
 
@@ -235,7 +233,8 @@ def shadows(
         suffix = next((s for s in suffixes if entry.endswith(s)), None)
         if suffix and (name := entry.removesuffix(suffix)) in loaded:
             ours = getattr(modules[name], "__file__", None)
-            if ours is None or not Path(ours).is_relative_to(place):
+            # Installed packages may be below the program's folder.
+            if ours is None or Path(os.path.realpath(ours)).parent not in (Path(place), Path(place, name)):
                 yield name, Path(place, entry)
 
 

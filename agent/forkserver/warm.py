@@ -75,7 +75,8 @@ class Imports:
         # A lazy module may import more if it is asked for an attribute that it lacks.
         files = {getattr(module, "__dict__", {}).get("__file__") for module in self.modules.values()}
         paths = {*self._opened, *_libraries(), *sys.path, *(file for file in files if isinstance(file, str))}
-        paths |= {os.path.join(sys.prefix, "pyvenv.cfg"), *_pth_files()}  # noqa: PTH118
+        paths |= {os.fspath(file) for folder in sys.path for file in Path(folder).glob("*.pth")}
+        paths.add(os.path.join(sys.prefix, "pyvenv.cfg"))  # noqa: PTH118
         self._known = {path: self._state(path) for path in paths - {self._target} if not path.startswith(_NO_FILES)}
 
     def change(self) -> str:
@@ -105,10 +106,6 @@ def _libraries() -> set[str]:
     with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123
         lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
     return {words[5] for words in lines if len(words) == 6 and words[5].startswith("/") and "x" in words[1]}
-
-
-def _pth_files() -> set[str]:
-    return {os.fspath(file) for folder in sys.path for file in Path(folder).glob("*.pth")}
 
 
 class WarmServer:
@@ -156,13 +153,10 @@ class WarmServer:
             own.unlink(missing_ok=True)
             raise
         self._path, self._inode = path, path.stat().st_ino
-        self._keep(idle_s)
+        self._idle_s, self._until_s = idle_s, time.monotonic() + idle_s
         self._signals = signal_fd((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         for each in (self._listener, self._signals):
             self._selector.register(each, selectors.EVENT_READ)
-
-    def _keep(self, idle_s: float) -> None:
-        self._idle_s, self._until_s = idle_s, time.monotonic() + idle_s
 
     def serve(self) -> tuple[Boot, socket.socket]:
         """Serve until it is time to exit. Returns in a fork only: its job, and the socket to that job's agent."""
@@ -182,8 +176,8 @@ class WarmServer:
     def _accept(self) -> tuple[Boot, socket.socket] | None:
         """Answer a client. Returns in a fork for its job only."""
         forked = None
-        # A client that goes away, or no process can be made: the end of the connection is the answer.
-        with suppress(OSError):
+        # Where no process can be made, or the client has another version, the end of the connection is the answer.
+        with suppress(OSError, ValueError):
             connection, _ = self._listener.accept()
             with connection:
                 forked = self._answer(connection)
@@ -195,12 +189,15 @@ class WarmServer:
             return None
         connection.settimeout(_REQUEST_S)
         wire.send(connection, self._greeting())
-        request, fds = wire.receive(connection) or ({}, ())
+        _, fds = wire.receive(connection) or ({}, ())
         try:
-            if request.get("op") != "fork" or len(fds) != 3:
+            if len(fds) != 3:
                 return None
-            job = self._fitting(connection, fds[0])
-            self._keep(float(request["idle_s"]))
+            job = Boot.read(os.dup(fds[0]))
+            if why := self._unfit(job):
+                # The next run is like that one.
+                wire.send(connection, {"event": "cold", "why": why})
+                self._exit()
             if (pid := os.fork()) == 0:
                 forked, fds = fds, ()
                 return job, forked
@@ -219,30 +216,17 @@ class WarmServer:
             "pid": os.getpid(),
             "since": self._since,
             "seconds_left": None if self._jobs else round(self._until_s - time.monotonic(), 1),
-            "jobs": len(self._jobs),
             "python": sys.executable,
             "program": self._boot.program.target,
             "folder": os.getcwd(),  # noqa: PTH109
             "packages": [*(self._boot.preload or ()), *self._boot.packages],
         }
 
-    def _fitting(self, connection: socket.socket, boot_fd: int) -> Boot:
-        """The job, if it may be forked from here. Else this process exits: the next run is like that one."""
-        try:
-            job = Boot.read(os.dup(boot_fd))
-            why = self._unfit(job)
-        except ValueError as error:
-            why = str(error)
-        if why:
-            wire.send(connection, {"event": "cold", "why": why})
-            self._exit()
-        return job
-
     def _unfit(self, job: Boot) -> str:
         """Why that job must not be forked from here; empty if it may."""
         then, now = dict(self._boot.facts), dict(job.facts)
         for what in [what for what in now if now[what] != then.get(what)]:
-            return f"{what} is {_shown(now[what])}, and was {_shown(then.get(what, ''))}"
+            return f"{what} is {now[what]!r:.60}, and was {then.get(what)!r:.60}"
         then, now = dict(self._boot.environment), dict(job.environment)
         for name in sorted({*then, *now} - _FREE):
             if then.get(name) != now.get(name) and not name.startswith(_FREE_PREFIXES):
@@ -287,7 +271,7 @@ class WarmServer:
         _, status = os.waitpid(pid, 0)
         with connection, suppress(OSError):
             wire.send(connection, {"event": "exited", "code": os.waitstatus_to_exitcode(status)})
-        self._keep(self._idle_s)
+        self._until_s = time.monotonic() + self._idle_s
 
     def _has_socket(self) -> bool:
         """Whether the socket has not been removed, and no other fork server has taken its place."""
@@ -299,11 +283,6 @@ class WarmServer:
         if self._has_socket():
             self._path.unlink(missing_ok=True)
         os._exit(0)
-
-
-def _shown(value: str) -> str:
-    text = " ".join(value.split())
-    return (text if len(text) <= 60 else f"{text[:60]}…") or "not set"
 
 
 def _mark(marker: str) -> None:

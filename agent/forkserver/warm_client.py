@@ -42,17 +42,15 @@ class Cold(Exception):
 def facts(program: Program, ignored: tuple[int, ...]) -> dict[str, str]:
     """What this process's children have from it and cannot take over from another one, by its name."""
     fields = dict(line.partition(":")[::2] for line in _text("status").splitlines())
-    limits = {line[:26].strip(): line[26:] for line in _text("limits").splitlines()[1:]}
+    limits = {line[:26].strip(): " ".join(line[26:].split()) for line in _text("limits").splitlines()[1:]}
     here, root = os.stat("."), os.stat("/")  # noqa: PTH116
     return {
-        "the program": " ".join(
-            (program.interpreter, *program.interpreter_options, program.kind.value, program.target)
-        ),
+        "the program": " ".join(program.argv[: len(program.argv) - len(program.args)]),
         "elaunch": __file__,
         "the current folder": f"{here.st_dev}:{here.st_ino}",
         "the root folder": f"{root.st_dev}:{root.st_ino}",
         "the ignored signals": " ".join(map(str, ignored)),
-        **{f"{field} in /proc/self/status": fields.get(field, "") for field in _STATUS},
+        **{f"{field} in /proc/self/status": fields.get(field, "").strip() for field in _STATUS},
         **{f"the limit {limit}": value for limit, value in limits.items()},
         **{f"the {kind} namespace": os.readlink(f"/proc/self/ns/{kind}") for kind in os.listdir("/proc/self/ns")},  # noqa: PTH115, PTH208
         "the nice value": str(os.getpriority(os.PRIO_PROCESS, 0)),
@@ -82,16 +80,12 @@ def checked(place: Path) -> Path:
     """`place`, if nobody else can enter it. Raises Cold, with a reason unless it is not there."""
     try:
         found = place.lstat()
-    except FileNotFoundError:
+    except OSError:
         raise Cold("") from None
-    except OSError as error:
-        raise Cold(f"{place} cannot be looked at ({error.strerror})") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise Cold(f"{place} is no folder; remove it")
     if found.st_uid != os.geteuid():
         raise Cold(f"{place} belongs to the user with id {found.st_uid}; have it removed, or set XDG_RUNTIME_DIR")
-    if found.st_mode & 0o077:
-        raise Cold(f"others may enter {place} (mode {found.st_mode & 0o777:o}); remove it, or chmod 700 {place}")
+    if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise Cold(f"{place} is no folder that only you can enter; remove it, or chmod 700 {place}")
     return place
 
 
@@ -128,11 +122,8 @@ def connected(path: Path) -> Iterator[socket.socket]:
             raise Cold(f"the fork server that stayed at {path} was killed") from None
         except OSError as error:
             raise Cold(f"{path} cannot be reached ({error.strerror})") from error
-        pid, uid = credentials(connection)
-        if uid != os.geteuid():
+        if (uid := credentials(connection)[1]) != os.geteuid():
             raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
-        if pid == 0:
-            raise Cold(f"{path} is a socket of another container, which shares this folder; end its fork server there")
         yield connection
 
 
@@ -189,7 +180,7 @@ class Borrowed:
         return self._code
 
 
-def borrow(boot: Boot, control: socket.socket, idle_s: float) -> Borrowed:
+def borrow(boot: Boot, control: socket.socket) -> Borrowed:
     """A fork for `boot`, whose end of the socket is `control`. Raises Cold."""
     path = socket_path(boot.program)
     checked(path.parent)
@@ -198,7 +189,7 @@ def borrow(boot: Boot, control: socket.socket, idle_s: float) -> Borrowed:
         server = greeting(connection)
         boot_fd = boot.memfd()
         try:
-            wire.send(connection, {"op": "fork", "idle_s": idle_s}, (boot_fd, 2, control.fileno()))
+            wire.send(connection, {"op": "fork"}, (boot_fd, 2, control.fileno()))
         except OSError as error:
             raise Cold("the fork server that stayed has ended") from error
         finally:

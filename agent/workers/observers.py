@@ -13,7 +13,7 @@ from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import hang, stacks
-from elaunch.agent.diagnosis.collectives import WaitShares, evidence, slow_rank, slow_text
+from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, evidence, slow_rank, slow_text
 from elaunch.agent.diagnosis.flight_recorder import all_entries
 from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
 from elaunch.agent.diagnosis.proc_stats import Vitals
@@ -189,9 +189,8 @@ class Observers:
         if self._suspect >= 0 and self._suspect == before and rank not in self._named:
             self._named.add(rank)
             text, wait = slow_text(rank, self._suspect, shares)
-            self._reporter.timeline.stamp(
-                group.generation, "slow", rank=rank, wait_percent=round(100 * wait), text=text
-            )
+            fields = {"rank": rank, "wait_percent": round(100 * wait), "lasted_s": 2 * LOOKS, "text": text}
+            self._reporter.timeline.stamp(group.generation, "slow", **fields)
             self._reporter.warn(text)
 
     def _try_master(self, group: WorkerGroup) -> None:

@@ -108,7 +108,7 @@ def main(count: int, compute: str, parts: int) -> None:
     found: dict[str, Any] = {"mbit": link_mbit(peers), "megabytes": sum(p.numel() for p in net.parameters()) * 4 / 1e6}
     contenders = {"DDP's defaults": CommSettings()}
     for name, lossy in (("tuned", False), ("tuned, lossy", True)):
-        tuned = tune(model, warm_up=backward, lossy=lossy, say=said.append)
+        tuned = tune(model, backward, lossy=lossy, say=said.append)
         assert tuned.result is not None, said
         contenders[name] = tuned.settings
         found[name] = {"words": str(tuned.settings), "passes": tuned.result.passes, "spent_s": tuned.result.spent_s}

@@ -246,14 +246,13 @@ def hooks() -> str:
     rows = [
         ("none", (1.0,), "float32: the sum of all ranks' gradients"),
         ("fp16, bf16", (0.5,), "half as many bytes for each number"),
-        ("quantised", (0.125, 0.125), "8 bits: each rank's share to its rank, which sums; then its mean to all"),
         ("powersgd", (0.012, 0.012), "two thin factors of each matrix; what they lack waits for the next step"),
         ("top-k (an example)", (0.08,), "the largest gradients and where they are; the others wait"),
         ("post-local SGD", (), "nothing in most steps, and all weights every H steps"),
         ("gossip", (0.5, 0.5), "weights, to each of two neighbours; no gradients"),
         ("noop", (), "nothing: each rank trains for itself"),
     ]
-    picture = Picture("What a rank sends for a bucket with each hook", 960, 350)
+    picture = Picture("What a rank sends for a bucket with each hook", 960, 314)
     for number, (name, messages, text) in enumerate(rows):
         top = 50 + number * 36
         picture.text(20, top + 17, name)

@@ -1,7 +1,6 @@
 """A communication hook of your own: each rank sends a hundredth of its gradient, and keeps the rest for later.
 
     elaunch --nproc-per-node 2 examples/ddp/own_hook.py
-    PYTHONPATH=examples/ddp elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook own_hook:TopK
 
 What a rank has not sent is a state of that rank alone (error feedback; Stich et al., "Sparsified SGD with memory",
 2018). The Keeper keeps it as `hook_state`: kill a worker, and the job goes on as if nothing had happened.

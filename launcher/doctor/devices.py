@@ -27,8 +27,8 @@ _QUERY = (
     *("index", "uuid", "name", "driver_version", "temperature.gpu", "memory.used", "memory.total"),
     *("ecc.errors.uncorrected.volatile.total", "retired_pages.pending"),
 )
-# An older driver or GPU does not know these, and refuses a whole query that has them.
-_MORE = ("uuid", "remapped_rows.pending", "remapped_rows.failure", "clocks_throttle_reasons.hw_slowdown")
+# A driver may not know these, and then it refuses a whole query that has them.
+_FLAGS = ("remapped_rows.pending", "remapped_rows.failure", "clocks_throttle_reasons.hw_slowdown")
 _RESET = "drain the node and reset the GPU (nvidia-smi --gpu-reset -i {}), or reboot"
 
 # Run by the workers' interpreter. CUDA starts as in a worker: that finds a driver that is too old.
@@ -109,17 +109,14 @@ def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool 
             ),
         )
     try:
-        rows = _smi(f"--query-gpu={','.join(_QUERY)}")
+        rows = _query()
         used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory") if has_processes else []
-        more: list[list[str]] = []
-        with suppress(subprocess.CalledProcessError):
-            more = _smi(f"--query-gpu={','.join(_MORE)}")
-        found = judge_gpus(rows, used, more, len(devices))
+        found = judge_gpus(rows, used, len(devices))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stdout", None) or str(error)
+        said = error.stdout.strip() if isinstance(error, subprocess.CalledProcessError) else ""
         return (
             bad(
-                f"{len(devices)} NVIDIA GPU(s), but the driver does not answer: {said.strip().splitlines()[0]}",
+                f"{len(devices)} NVIDIA GPU(s), but the driver does not answer: {(said or str(error)).splitlines()[0]}",
                 "reboot, or reload the driver; after an update of the driver both parts must be of one version",
             ),
         )
@@ -127,6 +124,18 @@ def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool 
         way_out = "NCCL refuses two ranks on one GPU: use --nproc-per-node gpu"
         found = (*found, warn(f"{needs.workers} workers share {seen} GPU(s)", way_out))
     return found
+
+
+def _query() -> list[list[str]]:
+    """A row for each GPU: of `_QUERY` and `_FLAGS`. A flag that the driver does not know is empty.
+
+    Without persistence mode each call takes seconds for each GPU, so that there is one, if all is known.
+    """
+    for known in (len(_FLAGS), 2):
+        with suppress(subprocess.CalledProcessError):
+            rows = _smi(f"--query-gpu={','.join((*_QUERY, *_FLAGS[:known]))}")
+            return [[*row, *[""] * (len(_FLAGS) - known)] for row in rows]
+    return [[*row, *[""] * len(_FLAGS)] for row in _smi(f"--query-gpu={','.join(_QUERY)}")]
 
 
 def _smi(query: str) -> list[list[str]]:
@@ -141,14 +150,11 @@ def _smi(query: str) -> list[list[str]]:
     return [[word.strip() for word in row] for row in csv.reader(ended.stdout.splitlines()) if row]
 
 
-def judge_gpus(
-    rows: list[list[str]], used: list[list[str]], more: list[list[str]], devices: int
-) -> tuple[Finding, ...]:
-    """The findings about nvidia-smi's tables: of `_QUERY`, of processes, and of `_MORE`. Raises ValueError.
+def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> tuple[Finding, ...]:
+    """The findings about nvidia-smi's tables: of GPUs, and of processes. Raises ValueError.
 
     `devices` is the number of device files of GPUs.
     """
-    more_of = {row[0]: row[1:] for row in more if len(row) == len(_MORE)}
     models = dict.fromkeys(row[2] for row in rows)
     kinds = ", ".join(f"{sum(row[2] == model for row in rows)} × {model}" for model in models)
     found = [ok(f"{kinds}, driver {rows[0][3]}" if rows else "nvidia-smi lists no GPU")]
@@ -162,8 +168,7 @@ def judge_gpus(
                 "a GPU may have fallen off the bus: look for Xid 79 in dmesg, and reboot",
             )
         )
-    for index, uuid, _, _, temperature, memory, total, uncorrected, retired in rows:
-        remapping, failed, slowed = more_of.get(uuid, ("", "", ""))
+    for index, uuid, _, _, temperature, memory, total, uncorrected, retired, remapping, failed, slowed in rows:
         who, reset = f"GPU {index}", _RESET.format(index)
         if _is_set(failed):
             way_out = "have the vendor replace it (RMA)"

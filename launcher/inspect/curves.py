@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elaunch.launcher.inspect.node_log import real
@@ -12,8 +12,8 @@ from elaunch.launcher.inspect.text import duration
 
 # A curve has at most twice as many points.
 POINTS = 500
-WIDTH, HEIGHT = 720, 220
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 30
+# The plot's size in the template's units, with room for labels on the left.
+WIDTH, HEIGHT, LEFT = 720, 180, 62
 # Points above the plot are drawn at its upper edge, if so few are so much higher than all others.
 _OUTLIERS, _FAR = 0.01, 4.0
 
@@ -86,32 +86,25 @@ class StepMetrics:
 
 
 @dataclass(frozen=True)
-class AxisTick:
-    """A place on an axis, in the plot's units, with its text."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True)
 class Chart:
-    """One plot: `path` goes around the lowest and highest values."""
+    """One plot: `path` goes around the lowest and highest values; the axes' ends have labels."""
 
     title: str
     path: str
-    x_ticks: tuple[AxisTick, ...]
-    y_ticks: tuple[AxisTick, ...]
-    restarts: tuple[AxisTick, ...]
+    low: str
+    high: str
+    first: str
+    last: str
     remark: str
 
 
-def charts(metrics: StepMetrics, starts: Sequence[tuple[int, int]]) -> list[Chart]:
-    """The plots of the curves with two points or more; `starts` are generations and their first steps."""
-    curves = [("Loss", metrics.loss, False), ("Step time (s)", metrics.seconds, True)]
-    return [_chart(title, curve, starts, is_time) for title, curve, is_time in curves if len(curve.points) > 1]
+def charts(metrics: StepMetrics) -> list[Chart]:
+    """The plots of the curves with two points or more."""
+    curves = (("Loss", metrics.loss, False), ("Step time (s)", metrics.seconds, True))
+    return [_chart(title, curve, is_time) for title, curve, is_time in curves if len(curve.points) > 1]
 
 
-def _chart(title: str, curve: Curve, starts: Sequence[tuple[int, int]], is_time: bool) -> Chart:
+def _chart(title: str, curve: Curve, is_time: bool) -> Chart:
     points, remarks = curve.points, []
     if curve.not_finite:
         remarks.append(f"not a number from step {curve.not_finite_step:,} on, in {curve.not_finite:,} steps")
@@ -122,34 +115,14 @@ def _chart(title: str, curve: Curve, starts: Sequence[tuple[int, int]], is_time:
         slowest = max(points, key=lambda point: point.high)
         remarks.append(f"the slowest step, near step {slowest.step:,}, took {duration(slowest.high)}")
         high = 1.5 * usual
-    y_values = nice_ticks(low, max(high, low + 1e-9), 4)
-    low, high = y_values[0], y_values[-1]
     first, last = points[0].step, max(curve.last_step, points[0].step + 1)
 
-    def x(step: float) -> float:
-        return round(LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT), 2)
+    def at(step: int, value: float) -> str:
+        x = LEFT + (step - first) / (last - first) * (WIDTH - LEFT)
+        share = (min(value, high) - low) / (high - low) if high > low else 0.5
+        return f"{x:.2f},{(1 - share) * HEIGHT:.2f}"
 
-    def y(value: float) -> float:
-        share = (min(max(value, low), high) - low) / (high - low)
-        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 2)
-
-    upper = [f"{x(point.step)},{y(point.high)}" for point in points]
-    lower = [f"{x(point.step)},{y(point.low)}" for point in reversed(points)]
-    steps = [step for step in nice_ticks(first, last, 7) if first <= step <= last]
-    return Chart(
-        title,
-        path=f"M{'L'.join([*upper, *lower])}Z",
-        x_ticks=tuple(AxisTick(x(step), f"{step:,.0f}") for step in steps),
-        y_ticks=tuple(AxisTick(y(value), f"{value:.10g}") for value in y_values),
-        restarts=tuple(AxisTick(x(step), f"generation {number}") for number, step in starts if first < step <= last),
-        remark="; ".join(remarks),
-    )
-
-
-def nice_ticks(low: float, high: float, number: int) -> list[float]:
-    """About `number` round values that cover `low` … `high`."""
-    length = max(high - low, abs(high) * 1e-9, 1e-12)
-    power = 10.0 ** math.floor(math.log10(length / number))
-    step = next(power * times for times in (1, 2, 5, 10) if power * times >= length / number)
-    first = math.floor(low / step)
-    return [round((first + i) * step, 12) for i in range(max(math.ceil(high / step) - first, 1) + 1)]
+    outline = [at(point.step, point.high) for point in points]
+    outline += [at(point.step, point.low) for point in reversed(points)]
+    ends = (f"{low:.5g}", f"{high:.5g}", f"step {first:,}", f"step {last:,}")
+    return Chart(title, f"M{'L'.join(outline)}Z", *ends, "; ".join(remarks))

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from statistics import median
 
 from elaunch.launcher.inspect.history import History, PastGeneration
 from elaunch.launcher.inspect.node_log import known_or
@@ -65,11 +64,6 @@ class Goodput:
     seconds: Mapping[Stage, float]
     ettr: float
     recoveries_s: Mapping[int, float]
-
-    @property
-    def recovery_s(self) -> float:
-        """The median recovery, NaN if there is none."""
-        return median(self.recoveries_s.values()) if self.recoveries_s else math.nan
 
 
 def goodput(history: History) -> Goodput:

@@ -7,8 +7,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from statistics import median
 
 from elaunch.launcher.inspect.node_log import (
     SCHEMA_KNOWN,
@@ -22,15 +20,10 @@ from elaunch.launcher.inspect.node_log import (
     latest,
     node_log,
     real,
-    text,
 )
-from elaunch.launcher.inspect.text import duration
 
-# Clocks of two hosts that differ by less are taken as they are: a table reaches all nodes within a second or so.
+# Of two hosts' clocks.
 _SKEW_S = 2.0
-# All nodes report one hang within this time.
-_SAME_HANG_S = 10.0
-_CAUSES_MAX = 8
 # Kinds of failures that another failure explains.
 _SECONDARY = ("peer lost", "ended early")
 # Of several nodes the first of these counts. Two are of the whole job, the others may be of a node that left.
@@ -40,41 +33,16 @@ _OF_THE_JOB = _OUTCOMES[:2]
 KILLED = "killed"
 
 
-class Life(Enum):
-    """Whether the job runs. The value is its name in `--json`."""
-
-    ENDED = "ended"
-    RUNS = "running"  # An agent of it answers.
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class Present:
-    """What this host shows of a job whose log has no end: the wall clock, and the agents that answer here.
-
-    `agents` are their jobs' names and their pids.
-    """
-
-    at: float
-    host: str = ""
-    agents: frozenset[tuple[str, int]] = frozenset()
-
-
 @dataclass(frozen=True)
 class End:
-    """How the job ended. `outcome` is empty if it runs, or if no node recorded it.
+    """How the job ended at `at_s`. `outcome` is empty if no node recorded it: the newest event is at `at_s` then."""
 
-    `at_s` is the end, now for a job that runs, else the newest event, which is `silent_s` old.
-    """
-
-    life: Life
     at_s: float
     outcome: str = ""
     code: int = -1
     reason: str = ""
     restarts: int = 0
     max_restarts: int = -1
-    silent_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +72,7 @@ class Fault:
 class Warned:
     """A hang that became no failure, or a slow rank (`kind`, as in `--json`); `rank` is -1 if none is named.
 
-    A hang began at `at_s` and ended at `until_s`, NaN if no event says so. A rank had been slow since `since_s`.
+    A hang began at `at_s` and ended at `until_s`, NaN if no event says so.
     """
 
     kind: str
@@ -115,9 +83,7 @@ class Warned:
     local_rank: int
     folder: str
     sentence: str
-    since_s: float = math.nan
     until_s: float = math.nan
-    causes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,14 +160,13 @@ class History:
         return max(ran, default=-1)
 
 
-def history(folders: Sequence[NodeFolder], present: Present | None = None) -> History:
+def history(folders: Sequence[NodeFolder]) -> History:
     """The history in these folders of one job; at least one has an event."""
     folders = sorted((f for f in folders if f.events), key=lambda f: (_first_rank(f), f.events[0].at_s))
-    shifts = [_shift(folders[0], folder) for folder in folders]
-    origin = min(folder.events[0].at_s + shift for folder, shift in zip(folders, shifts, strict=True))
-    nodes = _named([node_log(folder, origin, shift) for folder, shift in zip(folders, shifts, strict=True)])
+    origin = min(folder.events[0].at_s for folder in folders)
+    nodes = _named([node_log(folder, origin) for folder in folders])
     faults = _faults(nodes)
-    end = _end(nodes, present, [present.at + shift - origin for shift in shifts] if present else [])
+    end = _end(nodes)
     started = folders[0].started
     offset_s = started.number("utc_offset_s", 0)
     return History(
@@ -215,25 +180,14 @@ def history(folders: Sequence[NodeFolder], present: Present | None = None) -> Hi
         faults=faults,
         warned=tuple(sorted([*_hangs(nodes, faults), *_slow_ranks(nodes)], key=lambda warned: warned.at_s)),
         end=end,
-        remarks=tuple(_remarks(folders, shifts, end)),
+        remarks=tuple(_remarks(folders, end)),
     )
 
 
 def _first_rank(folder: NodeFolder) -> int:
-    """The node's first rank: the node of rank 0 comes first, and its clock counts."""
+    """The node's first rank: the node of rank 0 comes first."""
     ranks = (event.number("rank") for event in folder.events if event.event == "forked")
     return next((rank for rank in ranks if rank >= 0), 1 << 62)
-
-
-def _shift(reference: NodeFolder, folder: NodeFolder) -> float:
-    """Seconds to add to a host's clock to get the reference's: they seal the same generations at the same moments."""
-    sealed = [
-        {event.generation: event.at_s for event in each.events if event.event == "sealed"}
-        for each in (reference, folder)
-    ]
-    apart = [sealed[0][number] - sealed[1][number] for number in sealed[0].keys() & sealed[1].keys()]
-    shift = median(apart) if apart else 0.0
-    return shift if abs(shift) > _SKEW_S else 0.0
 
 
 def _named(nodes: Sequence[NodeLog]) -> tuple[NodeLog, ...]:
@@ -340,32 +294,21 @@ def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> Iterator[Warned
     """The hangs that became no failure, each once, although each node reports it."""
     homes = _homes(nodes)
     failed = {fault.generation for fault in faults if fault.kind == "hang"}
-    resumed: dict[int, list[float]] = {}
-    for at_s, _, event in _events(nodes, "goes_on"):
-        resumed.setdefault(event.generation, []).append(at_s)
-    reported_s: dict[tuple[int, str], float] = {}
-    for at_s, _, event in _events(nodes, "seems_hung"):
-        rank, message, host = event.number("rank"), event.text("message"), event.text("host")
-        before_s = reported_s.get((event.generation, message), -math.inf)
-        reported_s[event.generation, message] = at_s
-        later = resumed.get(event.generation, [])
-        at = bisect_left(later, at_s)
-        until_s = later[at] if at < len(later) else math.nan
-        if at_s - before_s <= _SAME_HANG_S or (event.generation in failed and math.isnan(until_s)):
-            continue
-        folder, local_rank = _home(homes, host, event.generation, rank)
-        who = f"rank {rank} on {host} {message.removeprefix('it ')}" if rank >= 0 else message
-        yield Warned(
-            "hang",
-            event.generation,
-            at_s,
-            host,
-            rank,
-            local_rank,
-            folder,
-            f"the job seemed to hang: {who}",
-            until_s=until_s,
-        )
+    open_: dict[int, Warned] = {}
+    for at_s, _, event in _events(nodes, "seems_hung", "goes_on"):
+        known = open_.pop(event.generation, None)
+        if event.event == "goes_on":
+            if known:
+                yield replace(known, until_s=at_s)
+        elif known:
+            open_[event.generation] = known
+        else:
+            rank, message, host = event.number("rank"), event.text("message"), event.text("host")
+            folder, local_rank = _home(homes, host, event.generation, rank)
+            who = f"rank {rank} on {host} {message.removeprefix('it ')}" if rank >= 0 else message
+            sentence = f"the job seemed to hang: {who}"
+            open_[event.generation] = Warned("hang", event.generation, at_s, host, rank, local_rank, folder, sentence)
+    yield from (warned for generation, warned in open_.items() if generation not in failed)
 
 
 def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Warned]:
@@ -381,43 +324,30 @@ def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Warned]:
             _home(homes, node.host, event.generation, rank)[1],
             node.folder,
             event.text("text") or f"rank {rank} was slower than the other ranks of {node.host}",
-            since_s=max(at_s - event.number("lasted_s", 0), 0.0),
-            causes=tuple(text(each) for each in event.items("causes") if isinstance(each, str))[:_CAUSES_MAX],
         )
 
 
-def _end(nodes: Sequence[NodeLog], present: Present | None, nows_s: Sequence[float]) -> End:
-    """The end that the nodes recorded. `nows_s` is the present on each node's clock."""
+def _end(nodes: Sequence[NodeLog]) -> End:
+    """The end that the nodes recorded; of a node that left only if no other one continued."""
     last_s = max(node.end_s for node in nodes)
     recorded = sorted(_events(nodes, "ended"), key=lambda each: _outcome_rank(each[2]))
     ended = recorded[0][2] if recorded else PastEvent(-1, "", 0.0, 0.0, {})
     outcome = _OUTCOMES[_outcome_rank(ended)]
     end = End(
-        Life.UNKNOWN,
         last_s,
         restarts=_known(nodes, ended, "restarts", "sealed"),
         max_restarts=_known(nodes, ended, "max_restarts", "started", -1),
     )
-    open_ = [node for node in nodes if not node.has_ended]
-    open_s = max((node.end_s for node in open_), default=-math.inf)
+    open_s = max((node.end_s for node in nodes if not node.has_ended), default=-math.inf)
     ended_s = max((at_s for at_s, *_ in recorded), default=math.inf)
-    answering_s = [
-        now_s
-        for node, now_s in zip(nodes, nows_s, strict=present is not None)
-        if present and node in open_ and node.host == present.host and (node.run_id, node.pid) in present.agents
-    ]
-    is_over = outcome in _OF_THE_JOB or not (
-        answering_s or open_s > ended_s + _SKEW_S or (open_ and outcome == "unknown")
-    )
-    if recorded and is_over:
-        found = replace(end, life=Life.ENDED, outcome=ended.text("outcome") or outcome)
-        return replace(found, code=ended.number("code"), reason=ended.text("reason"))
-    if answering_s:
-        return replace(end, life=Life.RUNS, at_s=max(last_s, *answering_s))
+    is_over = open_s <= ended_s + _SKEW_S and (outcome != "unknown" or open_s == -math.inf)
+    if recorded and (outcome in _OF_THE_JOB or is_over):
+        code, reason = ended.number("code"), ended.text("reason")
+        return replace(end, outcome=ended.text("outcome") or outcome, code=code, reason=reason)
     died = _events(nodes, "agent_died")
     if died and died[-1][0] > open_s - _SKEW_S and len(nodes) >= _seats(nodes):
-        return replace(end, life=Life.ENDED, outcome=KILLED, reason=died[-1][2].text("reason"))
-    return replace(end, silent_s=max(max(nows_s, default=last_s) - last_s, 0.0))
+        return replace(end, outcome=KILLED, reason=died[-1][2].text("reason"))
+    return end
 
 
 def _outcome_rank(ended: PastEvent) -> int:
@@ -486,11 +416,8 @@ def _generation(number: int, visits: Sequence[Visit], cause: Fault | None, next_
     )
 
 
-def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -> Iterator[str]:
-    for folder, shift in zip(folders, shifts, strict=True):
-        if shift:
-            how = f"{abs(shift):.1f} s {'behind' if shift > 0 else 'ahead of'}"
-            yield f"{folder.host}'s clock was {how} {folders[0].host}'s; its times are corrected here"
+def _remarks(folders: Sequence[NodeFolder], end: End) -> Iterator[str]:
+    for folder in folders:
         if folder.is_cut:
             yield f"{folder.host}'s timeline is too long; only the beginning is shown"
         if folder.unreadable:
@@ -498,10 +425,8 @@ def _remarks(folders: Sequence[NodeFolder], shifts: Sequence[float], end: End) -
         yield from (event.text("reason") for event in folder.events if event.event == "agent_died")
         if (schema := folder.started.number("schema")) > SCHEMA_KNOWN:
             yield f"{folder.host}'s timeline is of a newer elaunch (schema {schema}); some of it may be missing here"
-    if end.life is Life.RUNS:
-        yield "The job still runs: its agent answers. Everything is shown up to the time at which this report was made"
-    elif end.life is Life.UNKNOWN:
+    if not end.outcome:
         yield (
             "No node recorded how the job ended: it still runs (see elaunch status), or elaunch itself was killed."
-            f" The newest event was {duration(end.silent_s)} old when this report was made"
+            " Everything is shown up to the newest event"
         )

@@ -80,11 +80,6 @@ class NodeFolder:
     def host(self) -> str:
         return self.started.text("host") or "this node"
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the node's agent recorded the end of the job."""
-        return any(event.event == "ended" for event in self.events)
-
 
 @dataclass(frozen=True)
 class Worker:
@@ -98,7 +93,7 @@ class Worker:
     code: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Visit:
     """One generation on one node. `times` has the first time of each event, `workers` are by local rank.
 
@@ -107,13 +102,12 @@ class Visit:
     """
 
     generation: int
-    times: Mapping[str, float]
-    workers: tuple[Worker, ...] = ()
+    times: dict[str, float] = field(default_factory=dict)
+    by_rank: dict[int, Worker] = field(default_factory=dict)
     kind: str = ""
     reason: str = ""
     world_size: int = 0
     quiet_s: float = 0.0
-    is_spare: bool = False
     restoring_s: float = math.nan
     restored_s: float = math.nan
     stepped_s: float = math.nan
@@ -121,17 +115,60 @@ class Visit:
     last_step: int = -1
     seen_s: float = math.nan
 
-    def at(self, event: str) -> float:
-        """When the event happened, NaN if it did not."""
-        return self.times.get(event, math.nan)
+    @property
+    def workers(self) -> list[Worker]:
+        return [self.by_rank[local_rank] for local_rank in sorted(self.by_rank)]
+
+    @property
+    def is_spare(self) -> bool:
+        return "spare" in self.times and "sealed" not in self.times
 
     @property
     def first_step_began_s(self) -> float:
         """One step before the first worker had completed one, but not before it was forked; NaN without a step."""
         steps, took_s = self.last_step - self.first_step, self.seen_s - self.stepped_s
         step_s = took_s / steps if steps > 0 and took_s > 0 else math.inf
-        began_s = known_or(latest(worker.forked_s for worker in self.workers), known_or(self.at("sealed"), 0.0))
+        began_s = known_or(latest(worker.forked_s for worker in self.by_rank.values()), self.times.get("sealed", 0.0))
         return max(self.stepped_s - step_s, began_s) if self.last_step >= 0 else math.nan
+
+    def at(self, event: str) -> float:
+        """When the event happened, NaN if it did not."""
+        return self.times.get(event, math.nan)
+
+    def add(self, at_s: float, event: PastEvent) -> None:
+        """Take the next event into account."""
+        self.times.setdefault(event.event, at_s)
+        local_rank = event.number("local_rank")
+        match event.event:
+            case "opened":
+                self.kind, self.reason = event.text("kind"), self.reason or event.text("cause")
+            case "sealed":
+                self.reason, self.world_size = event.text("reason") or self.reason, event.number("world_size", 0)
+            case "hung":
+                self.quiet_s = event.real("quiet_s", 0.0)
+            case "forked" if local_rank >= 0:
+                self.by_rank[local_rank] = Worker(event.number("rank"), local_rank, event.number("pid"), at_s)
+            case "exited" if known := self.by_rank.get(local_rank):
+                self.by_rank[local_rank] = replace(known, exited_s=at_s, code=event.number("code", 0))
+            case "marked":
+                # The agent reads a mark up to a second later, so the worker reports when.
+                late_s = event.monotonic_s - event.real("said_s", event.monotonic_s)
+                self._mark(event.text("name"), at_s - min(max(late_s, 0.0), _LATE_S))
+            case "progress":
+                first, newest = min(event.numbers("first_steps"), default=-1), max(event.numbers("steps"), default=-1)
+                self.first_step = first if self.first_step < 0 else self.first_step
+                if newest > self.last_step:
+                    self.last_step, self.seen_s = newest, at_s
+                    self.stepped_s = known_or(self.stepped_s, at_s)
+
+    def _mark(self, name: str, at_s: float) -> None:
+        match name:
+            case "restoring":
+                self.restoring_s = latest((self.restoring_s, at_s))
+            case "restored":
+                self.restored_s = latest((self.restored_s, at_s))
+            case "stepped":
+                self.stepped_s = earliest((self.stepped_s, at_s))
 
 
 @dataclass(frozen=True)
@@ -141,13 +178,18 @@ class NodeLog:
     folder: str
     host: str
     name: str
-    run_id: str
-    pid: int
     events: tuple[tuple[float, PastEvent], ...]
     visits: tuple[Visit, ...]
-    begin_s: float
     end_s: float
-    has_ended: bool
+
+    @property
+    def begin_s(self) -> float:
+        return self.events[0][0]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the node's agent recorded the end of the job."""
+        return any(event.event == "ended" for _, event in self.events)
 
 
 def real(value: object, default: float = math.nan) -> float:
@@ -211,80 +253,17 @@ def _event(line: bytes) -> PastEvent | None:
     return PastEvent(generation, text(event)[:100], at_s, monotonic_s, fields)
 
 
-def node_log(folder: NodeFolder, origin: float, shift_s: float) -> NodeLog:
-    """The node's log with `origin` (wall clock) as the job's second 0, and this host's clock moved by `shift_s`.
+def node_log(folder: NodeFolder, origin: float) -> NodeLog:
+    """The node's log with `origin` (wall clock) as the job's second 0.
 
     Between events the monotonic clock counts, which nobody sets.
     """
-    first, started = folder.events[0], folder.started
-    began_s = first.at_s + shift_s - origin
+    first = folder.events[0]
+    began_s = first.at_s - origin
     timed = tuple((began_s + event.monotonic_s - first.monotonic_s, event) for event in folder.events)
-    by_generation: dict[int, list[tuple[float, PastEvent]]] = {}
+    visits: dict[int, Visit] = {}
     for at_s, event in timed:
         if event.generation >= 0:
-            by_generation.setdefault(event.generation, []).append((at_s, event))
-    return NodeLog(
-        folder.path,
-        folder.host,
-        folder.host,
-        started.text("run_id"),
-        started.number("pid"),
-        timed,
-        tuple(_visit(number, by_generation[number]) for number in sorted(by_generation)),
-        timed[0][0],
-        max(at_s for at_s, _ in timed),
-        folder.has_ended,
-    )
-
-
-@dataclass
-class _Draft:
-    """A visit while its events are read."""
-
-    times: dict[str, float] = field(default_factory=dict)
-    workers: dict[int, Worker] = field(default_factory=dict)
-    marks: dict[str, list[float]] = field(default_factory=dict)
-    first_steps: list[int] = field(default_factory=list)
-    seen: list[tuple[int, float]] = field(default_factory=list)
-
-
-def _visit(generation: int, events: Sequence[tuple[float, PastEvent]]) -> Visit:
-    draft = _Draft()
-    named = {event.event: event for _, event in reversed(events)}
-    for at_s, event in events:
-        draft.times.setdefault(event.event, at_s)
-        local_rank = event.number("local_rank")
-        match event.event:
-            case "forked" if local_rank >= 0:
-                draft.workers[local_rank] = Worker(event.number("rank"), local_rank, event.number("pid"), at_s)
-            case "exited" if local_rank in draft.workers:
-                known = draft.workers[local_rank]
-                draft.workers[local_rank] = replace(known, exited_s=at_s, code=event.number("code", 0))
-            case "marked":
-                # The agent reads a mark up to a second later, so the worker reports when.
-                late_s = event.monotonic_s - event.real("said_s", event.monotonic_s)
-                draft.marks.setdefault(event.text("name"), []).append(at_s - min(max(late_s, 0.0), _LATE_S))
-            case "progress":
-                draft.first_steps += event.numbers("first_steps")
-                if steps := event.numbers("steps"):
-                    draft.seen.append((max(steps), at_s))
-    nothing = PastEvent(generation, "", 0.0, 0.0, {})
-    opened, sealed, hung = (named.get(name, nothing) for name in ("opened", "sealed", "hung"))
-    last_step, seen_s = max(draft.seen, key=lambda each: each[0], default=(-1, math.nan))
-    stepped_s = min(draft.marks.get("stepped", ()), default=draft.seen[0][1] if draft.seen else math.nan)
-    return Visit(
-        generation,
-        draft.times,
-        tuple(draft.workers[local_rank] for local_rank in sorted(draft.workers)),
-        kind=opened.text("kind"),
-        reason=sealed.text("reason") or opened.text("cause"),
-        world_size=sealed.number("world_size", 0),
-        quiet_s=hung.real("quiet_s", 0.0),
-        is_spare="spare" in named and "sealed" not in named,
-        restoring_s=max(draft.marks.get("restoring", ()), default=math.nan),
-        restored_s=max(draft.marks.get("restored", ()), default=math.nan),
-        stepped_s=stepped_s,
-        first_step=min(draft.first_steps, default=-1),
-        last_step=last_step,
-        seen_s=seen_s,
-    )
+            visits.setdefault(event.generation, Visit(event.generation)).add(at_s, event)
+    ordered = tuple(visits[number] for number in sorted(visits))
+    return NodeLog(folder.path, folder.host, folder.host, timed, ordered, max(at_s for at_s, _ in timed))

@@ -12,18 +12,16 @@ import jinja2
 
 from elaunch.launcher.inspect.curves import StepMetrics, charts
 from elaunch.launcher.inspect.goodput import Goodput, Stage, StagePart
-from elaunch.launcher.inspect.history import KILLED, Fault, History, Life, PastGeneration, Warned
-from elaunch.launcher.inspect.node_log import NodeLog, Visit, Worker, known_or, text
+from elaunch.launcher.inspect.history import KILLED, Fault, History, PastGeneration, Warned
+from elaunch.launcher.inspect.node_log import NodeLog, Visit, known_or
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, plural, sentence
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.texts import plain
 
-# With more workers than this on the page, a node has one lane for all of them.
+# The timeline has lanes for so many ranks.
 LANES_MAX = 64
-# Of nodes, of causes and warnings, and of generations in the table the page shows so many.
-_NODES_MAX, CARDS_MAX, _GENERATIONS_MAX = 100, 60, 400
-# The timeline has about so many bars: of a job with more, the newest generations.
-_BARS_MAX, _BARS_OF_GENERATION, _GENERATIONS_MIN = 5000, 5, 5
+# Of causes and warnings, and of generations in the table and in the timeline the page shows so many.
+CARDS_MAX, _GENERATIONS_MAX, _GENERATIONS_DRAWN = 60, 400, 50
 _PARTS_MAX = 1000
 _LANE_LABELS = {
     "waits": "waits for its start",
@@ -49,15 +47,15 @@ class LogLink:
 class Report:
     """All that is known of a run.
 
-    `links` are the logs by folder, generation and rank, `tails` the ends of stderr by the number of the failure,
-    `stacks` by generation.
+    `links` are the failed ranks' logs, `tails` the ends of their stderr, by the number of the failure; `stacks` are by
+    generation.
     """
 
     history: History
     goodput: Goodput
     metrics: StepMetrics | None = None
     metrics_path: str = ""
-    links: Mapping[tuple[str, int, int], tuple[LogLink, ...]] = field(default_factory=dict)
+    links: Mapping[int, tuple[LogLink, ...]] = field(default_factory=dict)
     tails: Mapping[int, str] = field(default_factory=dict)
     stacks: Mapping[int, tuple[LogLink, ...]] = field(default_factory=dict)
 
@@ -73,11 +71,8 @@ class Report:
             "interrupted": f"was stopped after {length}",
             "refused": f"was refused after {length}",
             KILLED: f"ended after {length}, since {end.reason.partition(',')[0]}",
+            "": f"has no end in its log, which stops {length} after the start",
         }.get(end.outcome, f"ended in an unknown way after {length}")
-        if end.life is Life.RUNS:
-            how = f"has been running for {length}"
-        elif end.life is Life.UNKNOWN:
-            how = f"has no end in its log, which stops {length} after the start"
         restarts = plural(end.restarts, "restart") if end.restarts else "no restart"
         if end.outcome == "failed" and end.max_restarts >= 0:
             restarts = f"{end.restarts} of {plural(end.max_restarts, 'restart')} used"
@@ -86,24 +81,18 @@ class Report:
 
     @property
     def reason(self) -> str:
-        """Why the job did not succeed; first its first failure, if that was of another kind than the last."""
+        """Why the job did not succeed: the failure that decided it, and the verdict."""
         end = self.history.end
         cause = next((fault for fault in reversed(self.history.faults) if fault.is_cause), None)
         if end.outcome != "failed" or cause is None:
             return sentence(end.reason) if end.outcome != "succeeded" else ""
         given_up = f" The job was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
-        events = (event for node in self.history.nodes for _, event in node.events if event.event == "gave_up")
-        first = next(filter(None, (event.record("first_failure") for event in events)), {})
-        where = f" in generation {first.get('generation')}"
-        before = text(first.get("sentence")).partition("\n")[0].removesuffix(where)
-        first_of = f"Failed first{where}: {cut(before, 400)}. " if first else ""
-        return f"{first_of}{sentence(cut(cause.sentence, 400))}{given_up}"
+        return f"{sentence(cut(cause.sentence, 400))}{given_up}"
 
     @property
     def causes(self) -> list[tuple[int, Fault]]:
-        """The failures that are shown with all they have, with their numbers: all, or the first and last of many."""
-        causes = [(number, fault) for number, fault in enumerate(self.history.faults) if fault.is_cause]
-        return causes if len(causes) <= CARDS_MAX else causes[: CARDS_MAX // 2] + causes[-CARDS_MAX // 2 :]
+        """The newest failures that ended a generation, with their numbers among all failures."""
+        return [(number, fault) for number, fault in enumerate(self.history.faults) if fault.is_cause][-CARDS_MAX:]
 
     def after(self, shown: Fault | Warned) -> str:
         """What came after a failure or a warning."""
@@ -116,13 +105,8 @@ class Report:
             lost = next((each.steps_lost for each in history.generations if each.generation == shown.generation), 0)
             steps = f"; {plural(lost, 'step')} lost" if history.knows_steps else ""
             return f"{'Training' if history.knows_steps else 'The job'} resumed {duration(recovery_s)} later{steps}."
-        if not math.isnan(shown.since_s):
-            causes = f" The cause may be: {', '.join(shown.causes)}." if shown.causes else ""
-            return f"The rank had been slow since {offset(shown.since_s)} at least.{causes}"
         if not math.isnan(shown.until_s):
             return f"The job resumed by itself {duration(shown.until_s - shown.at_s)} later."
-        if shown.generation == history.last_that_ran and history.end.life is Life.RUNS:
-            return f"The job has not resumed since: {duration(history.wall_s - shown.at_s)}."
         return ""
 
 
@@ -148,10 +132,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of the timeline: a local rank, or all workers of a node (`local_rank` is -1)."""
+    """One row of the timeline: a local rank of a node."""
 
     node: NodeLog
-    local_rank: int
     name: str
     bars: tuple[Bar, ...]
     marks: tuple[Mark, ...]
@@ -164,45 +147,32 @@ class Timeline:
     lanes: tuple[Lane, ...]
     begin_s: float
     generations: int
-    nodes_left_out: int
+    left_out: int
 
 
 def timeline(report: Report) -> Timeline:
-    """The lanes that a page has room for."""
+    """The lanes that a page has room for: of very many ranks those with a failure or a warning first."""
     history, marks = report.history, _marks(report)
-    nodes = [*history.nodes]
-    if len(nodes) > _NODES_MAX:
-        # Those with a failure or a warning rather than the others.
-        marked = {folder for folder, _ in marks}
-        chosen = {node.folder for node in sorted(nodes, key=lambda node: node.folder not in marked)[:_NODES_MAX]}
-        nodes = [node for node in nodes if node.folder in chosen]
-    places = [(node, rank) for node in nodes for rank in _local_ranks(node) or [-1]]
-    if len(places) > LANES_MAX:
-        places = [(node, -1) for node in nodes]
-    count = min(len(history.generations), max(_BARS_MAX // (_BARS_OF_GENERATION * len(places)), _GENERATIONS_MIN))
-    shown = {each.generation: each for each in history.generations[-count:]} if count else {}
-    is_cut = count < len(history.generations)
-    begin_s = known_or(history.generations[-count].opened_s, 0.0) if is_cut else 0.0
+    places = [(node, rank) for node in history.nodes for rank in _local_ranks(node)]
+    order = sorted(range(len(places)), key=lambda at: (places[at][0].folder, places[at][1]) not in marks)
+    newest = history.generations[-_GENERATIONS_DRAWN:]
+    shown = {each.generation: each for each in newest}
+    begin_s = known_or(newest[0].opened_s, 0.0) if len(newest) < len(history.generations) else 0.0
     lost_s = {part.generation: part.begin_s for part in report.goodput.parts if part.stage is Stage.LOST}
     lanes = []
-    for node, rank in places:
+    for node, rank in (places[at] for at in sorted(order[:LANES_MAX])):
         # What no worker caused is shown with the node's first lane.
         mine = marks.pop((node.folder, -1), []) + marks.get((node.folder, rank), [])
-        bars = tuple(_bars(report, node, rank, shown, lost_s, begin_s))
-        lanes.append(Lane(node, rank, _lane_name(node, rank), bars, tuple(m for m in mine if m.at_s >= begin_s)))
-    return Timeline(tuple(lanes), begin_s, count, len(history.nodes) - len(nodes))
+        bars = tuple(_bars(node, rank, shown, lost_s, begin_s))
+        ranks = dict.fromkeys(w.rank for visit in node.visits for w in visit.workers if w.local_rank == rank)
+        name = f"rank {', '.join(map(str, [*ranks][:3]))}" if ranks else "no worker"
+        lanes.append(Lane(node, name, bars, tuple(mark for mark in mine if mark.at_s >= begin_s)))
+    return Timeline(tuple(lanes), begin_s, len(newest), max(len(places) - LANES_MAX, 0))
 
 
 def _local_ranks(node: NodeLog) -> list[int]:
-    return sorted({worker.local_rank for visit in node.visits for worker in visit.workers})
-
-
-def _lane_name(node: NodeLog, local_rank: int) -> str:
-    workers = [worker for visit in node.visits for worker in visit.workers if local_rank in (-1, worker.local_rank)]
-    if local_rank < 0:
-        return plural(len({worker.local_rank for worker in workers}), "rank")
-    ranks = list(dict.fromkeys(str(worker.rank) for worker in workers))
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:3])}{', …' * (len(ranks) > 3)}"
+    """The node's local ranks; -1 for one that never had a worker."""
+    return sorted({rank for visit in node.visits for rank in visit.by_rank}) or [-1]
 
 
 def _marks(report: Report) -> dict[tuple[str, int], list[Mark]]:
@@ -221,7 +191,6 @@ def _marks(report: Report) -> dict[tuple[str, int], list[Mark]]:
 
 
 def _bars(
-    report: Report,
     node: NodeLog,
     local_rank: int,
     generations: Mapping[int, PastGeneration],
@@ -230,12 +199,9 @@ def _bars(
 ) -> Iterator[Bar]:
     """The bars of a lane, without gaps and overlaps."""
     free_s = max(begin_s, 0.0 if node.visits and node.visits[0].generation == 0 else node.begin_s)
-    running = report.history.last_that_ran if report.history.end.life is Life.RUNS else -1
     for visit in node.visits:
         if generation := generations.get(visit.generation):
-            open_s = report.history.wall_s if visit.generation == running else node.end_s
-            workers = [worker for worker in visit.workers if local_rank in (-1, worker.local_rank)]
-            for doing, until_s, what in _stretches(visit, workers, generation, lost_s, open_s):
+            for doing, until_s, what in _stretches(visit, local_rank, generation, lost_s, node.end_s):
                 if until_s > free_s:
                     note = f"generation {visit.generation}{what}: {_LANE_LABELS[doing]} ({duration(until_s - free_s)})"
                     yield Bar(doing, free_s, until_s, note)
@@ -243,19 +209,18 @@ def _bars(
 
 
 def _stretches(
-    visit: Visit, workers: Sequence[Worker], generation: PastGeneration, lost_s: Mapping[int, float], open_s: float
+    visit: Visit, local_rank: int, generation: PastGeneration, lost_s: Mapping[int, float], open_s: float
 ) -> Iterator[tuple[str, float, str]]:
-    """What workers did in a generation: each until a moment, with who they were, or the steps."""
-    if not workers:
+    """What a worker did in a generation: each until a moment, with who it was, or the steps."""
+    worker = visit.by_rank.get(local_rank)
+    if worker is None:
         if visit.is_spare:
             yield "spare", known_or(visit.at("cleared"), open_s), ""
         return
-    exited_s = max(known_or(worker.exited_s, open_s) for worker in workers)
+    exited_s = known_or(worker.exited_s, open_s)
     ends_s = min(known_or(generation.ends_s, exited_s), exited_s)
-    who = f", rank {workers[0].rank}, pid {workers[0].pid}" if len(workers) == 1 else ""
-    codes = {worker.code for worker in workers}
-    how = f"{who}, exit code {codes.pop()}" if len(codes) == 1 and None not in codes else who
-    yield "waits", min(worker.forked_s for worker in workers), who
+    who = f", rank {worker.rank}, pid {worker.pid}"
+    yield "waits", worker.forked_s, who
     if math.isnan(generation.trains_s):
         yield "runs", ends_s, who
     else:
@@ -263,7 +228,7 @@ def _stretches(
         yield "starts", min(generation.trains_s, ends_s), who
         yield "trains", min(lost_s.get(visit.generation, ends_s), ends_s), steps
         yield "loses", ends_s, f"{who}, {plural(generation.steps_lost, 'step')}"
-    yield "ends", exited_s, how
+    yield "ends", exited_s, f"{who}, exit code {worker.code}"
 
 
 def render(report: Report, template: str) -> str:
@@ -276,7 +241,6 @@ def render(report: Report, template: str) -> str:
         if not fault.is_cause:
             followers.setdefault(fault.generation, []).append(fault)
     used = {bar.doing for lane in lanes.lanes for bar in lane.bars}
-    starts = [(each.generation, each.first_step) for each in history.generations if each.first_step >= 0]
     return _compiled(template).render(
         report=report,
         history=history,
@@ -294,11 +258,10 @@ def render(report: Report, template: str) -> str:
         causes_left_out=sum(fault.is_cause for fault in history.faults) - len(report.causes),
         followers=followers,
         warnings=list(enumerate(history.warned))[:CARDS_MAX],
-        charts=charts(report.metrics, starts) if report.metrics else [],
+        charts=charts(report.metrics) if report.metrics else [],
         generations=ran[-_GENERATIONS_MAX:],
         generations_left_out=max(len(ran) - _GENERATIONS_MAX, 0),
         hosts=list(dict.fromkeys(node.host for node in history.nodes)),
-        node_names={node.folder: node.name for node in history.nodes},
         clock=lambda at_s: moment(history.began_at + at_s, history.utc_offset_s),
         zone=f"UTC{history.utc_offset_s / 3600:+g}",
         is_known=lambda value: not math.isnan(value),

@@ -6,12 +6,10 @@ import json
 import math
 import os
 import secrets
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -21,19 +19,18 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.inspect import run_folder
 from elaunch.launcher.inspect.curves import StepMetrics
 from elaunch.launcher.inspect.goodput import goodput
-from elaunch.launcher.inspect.history import Fault, PastGeneration, Present, Warned, history
+from elaunch.launcher.inspect.history import Fault, PastGeneration, Warned, history
 from elaunch.launcher.inspect.node_log import NodeFolder
 from elaunch.launcher.inspect.page import LogLink, Report, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.table import HELP
-from elaunch.launcher.watch.local import local_agents
-from elaunch.rendezvous.texts import node_host, plain
+from elaunch.rendezvous.texts import plain
 
 PAGE = "report.html"
 _STDOUT = Path("-")
-# Ranks of generations whose logs the page links to; links to the stacks of one generation.
-_LOGS_MAX, _STACKS_MAX = 1000, 8
+# Links to the stacks of one generation.
+_STACKS_MAX = 8
 # The newest failures and warnings are printed.
 PRINTED_MAX = 10
 
@@ -76,7 +73,7 @@ COMMAND = Command(
 DIR is the run's folder, or the --log-dir itself for its newest run; folders of the job's other nodes
 are found beside it, or given too.""",
     ending="""The page needs no network and no other file. It shows what failed and why, each rank's timeline,
-where the time went (ETTR), curves of loss and step time, and links to the logs.""",
+where the time went (ETTR), and curves of loss and step time.""",
 )
 
 
@@ -86,23 +83,17 @@ def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Pa
     metrics = StepMetrics(run_folder.lines_of(found, run_folder.METRICS_BYTES_MAX)) if found else None
     if metrics_path and not (metrics and metrics.steps):
         raise UsageError(f"report: --metrics {metrics_path} has no line with a step; give lines of JSON")
-    past = history(job, _present(job))
-    links: dict[tuple[str, int, int], tuple[LogLink, ...]] = {}
-    tails = {}
-    nodes = [(node, Path(node.folder)) for node in past.nodes]
-    for node, folder in nodes:
-        for generation, rank in run_folder.ranks_with_logs(folder, _LOGS_MAX // len(nodes)):
-            links[node.folder, generation, rank] = _links(run_folder.rank_files(folder, generation, rank), beside)
+    past = history(job)
     report = Report(past, goodput(past), metrics, str(found or ""))
+    nodes = [(node, Path(node.folder)) for node in past.nodes]
+    links, tails, stacks = {}, {}, {}
     for number, fault in report.causes:
         if fault.folder and fault.rank >= 0:
-            # Of a large job not all ranks are in the list above; those that failed are needed.
-            files = run_folder.rank_files(Path(fault.folder), fault.generation, fault.rank)
-            links[fault.folder, fault.generation, fault.rank] = _links(files, beside)
-            log = Path(fault.folder, f"attempt_{fault.generation}", str(fault.rank), "stderr.log")
-            if (tail := run_folder.tail(log)) is not None:
+            place = Path(fault.folder, f"attempt_{fault.generation}", str(fault.rank))
+            files = (place / name for name in ("stderr.log", "stdout.log", "error.json"))
+            links[number] = _links([path for path in files if run_folder.has_content(path)], beside)
+            if (tail := run_folder.tail(place / "stderr.log")) is not None:
                 tails[number] = tail
-    stacks = {}
     explained: list[Fault | Warned] = [*past.warned, *(fault for _, fault in report.causes)]
     for shown in explained:
         # The named rank's node first.
@@ -113,25 +104,7 @@ def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Pa
             for name, path in places
             if run_folder.has_content(path)
         )[:_STACKS_MAX]
-    present = {key: files for key, files in sorted(links.items(), key=lambda each: each[0][1:]) if files}
-    return Report(
-        past,
-        report.goodput,
-        metrics,
-        report.metrics_path,
-        present,
-        tails,
-        stacks,
-    )
-
-
-def _present(job: Sequence[NodeFolder]) -> Present:
-    """The time, and the agents of this host, which are asked only if one of the job may still run here."""
-    host = node_host(socket.gethostname())
-    if all(folder.has_ended or folder.host != host for folder in job):
-        return Present(time.time())
-    agents = frozenset((agent.job.run_id, agent.pid) for agent in local_agents().agents)
-    return Present(time.time(), host, agents)
+    return replace(report, links=links, tails=tails, stacks=stacks)
 
 
 def _links(paths: Sequence[Path], beside: Path) -> tuple[LogLink, ...]:
@@ -159,7 +132,7 @@ def summary(report: Report) -> dict[str, object]:
     return {
         "run_id": past.run_id,
         "headline": report.headline,
-        "state": end.life.value,
+        "state": "ended" if end.outcome else "unknown",
         "outcome": end.outcome or None,
         "exit_code": _known(end.code),
         "reason": end.reason,
@@ -167,7 +140,6 @@ def summary(report: Report) -> dict[str, object]:
         "began_at": past.began_at,
         "wall_s": _known(past.wall_s),
         "ettr": _known(found.ettr),
-        "recovery_s_median": _known(found.recovery_s),
         "restarts": end.restarts,
         "max_restarts": _known(end.max_restarts),
         "steps_lost": _known(past.steps_lost),

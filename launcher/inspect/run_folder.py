@@ -26,8 +26,6 @@ _LINE_BYTES_MAX = 1 << 20
 TAIL_BYTES = 16 << 10
 # Folders of one log folder that are looked into.
 _FOLDERS_MAX = 2000
-# Two agents of one job run at the same time, or one replaces the other within this.
-_GAP_S = 300.0
 # `2026-11-23_11-32-27_<run id>_<8 digits>`; several nodes have their host in it.
 _NAME = re.compile(r"(?:\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_)?(?P<run>.+)_[0-9a-f]{8}")
 
@@ -129,22 +127,6 @@ def metrics_path(started: PastEvent) -> Path | None:
     return path if out and "\0" not in str(path) and _is_file(path) else None
 
 
-def ranks_with_logs(folder: Path, limit: int) -> list[tuple[int, int]]:
-    """The generations and ranks with log folders below a run's folder; of more than `limit` the newest."""
-    found = [
-        (attempt, rank)
-        for attempt in sorted(_numbered(folder, "attempt_"))[-limit:]
-        for rank in sorted(_numbered(folder / f"attempt_{attempt}", ""))
-    ]
-    return found[-limit:]
-
-
-def rank_files(folder: Path, generation: int, rank: int) -> list[Path]:
-    """The files of one rank in one generation that are there and hold something."""
-    place = folder / f"attempt_{generation}" / str(rank)
-    return [path for name in ("stderr.log", "stdout.log", "error.json") if has_content(path := place / name)]
-
-
 def has_content(path: Path) -> bool:
     """Whether it is a regular file, no link, that is not empty."""
     try:
@@ -152,14 +134,6 @@ def has_content(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size > 0
-
-
-def _numbered(folder: Path, prefix: str) -> list[int]:
-    try:
-        names = [entry.name.removeprefix(prefix) for entry in os.scandir(folder) if entry.name.startswith(prefix)]
-    except OSError:
-        return []
-    return [int(name) for name in names if re.fullmatch(r"[0-9]{1,9}", name)]
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -179,20 +153,11 @@ def _may_belong(path: Path, job: Sequence[NodeFolder]) -> bool:
 
 
 def _is_one_job(one: NodeFolder, other: NodeFolder) -> bool:
-    """Whether two folders are of one job: one run id, and in one table. A name may be used again later.
-
-    Where no table names its nodes, they ran at the same time.
-    """
+    """Whether two folders are of one job: one run id, and one's node in a table of the other. Names are used again."""
     run_id = one.started.text("run_id")
     if not other.events or not run_id or other.started.text("run_id") != run_id:
         return False
-    seats = [_seats(folder) for folder in (one, other)]
-    if any(seats):
-        return bool(_own_ids(other) & seats[0] or _own_ids(one) & seats[1])
-    first, second = sorted((one, other), key=lambda folder: folder.events[0].at_s)
-    gap_s = second.events[0].at_s - first.events[-1].at_s
-    # After the end for good it is the same command, typed again.
-    return gap_s <= (0.0 if first.has_ended else _GAP_S)
+    return bool(_own_ids(other) & _seats(one) or _own_ids(one) & _seats(other))
 
 
 def _own_ids(folder: NodeFolder) -> set[str]:

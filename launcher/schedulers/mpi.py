@@ -4,41 +4,43 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from elaunch.launcher.schedulers.facts import Cluster, number, port_of_name, used
-from elaunch.launcher.schedulers.hostlist import of_lines, of_lsf, of_slurm
+from elaunch.launcher.schedulers.facts import Cluster, number, of_lines, of_lsf, of_slurm, port_of_name, used
 
-
-@dataclass(frozen=True)
-class _Launcher:
-    """One launcher's names for these four variables, which it always sets together."""
-
-    name: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
-_LAUNCHERS = (
-    _Launcher(
-        "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Launcher("MPI (PALS)", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-    _Launcher("MPI (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)  # fmt: skip
+_OMPI = "OMPI_COMM_WORLD_"
+# Each launcher's variables of rank, size, local rank and local size, which it always sets together.
+_LAUNCHERS = {
+    "Open MPI": (f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
+    "MPI (PALS)": ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    "MPI (Hydra)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
 
 
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
     """The facts that mpirun gives its processes. On each node one process is the agent, and the others wait for it."""
-    for launcher in _LAUNCHERS:
-        names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
-        found = [number(environ, name) for name in names]
-        if None not in found:
-            rank, size, task, tasks = (value or 0 for value in found)
-            return _cluster(launcher.name, environ, read, rank, size, task, max(tasks, 1), used(environ, *names))
+    for name, names in _LAUNCHERS.items():
+        found = [number(environ, each) for each in names]
+        if None in found:
+            continue
+        rank, size, task, tasks = (value or 0 for value in found)
+        tasks = max(tasks, 1)
+        nodes = number(environ, "OMPI_MCA_orte_num_nodes") or _of_equal_nodes(name, size, tasks)
+        head, run_id = _head(environ, read) if nodes > 1 else None, _run_id(environ)
+        is_lost = nodes > 1 and not head
+        return Cluster(
+            name,
+            nodes=(nodes, nodes),
+            # With several processes on a node, the mapping (by slot or node) decides the node. Rank 0 is on node 0.
+            node_index=rank if tasks == 1 or rank == 0 else None,
+            head=head,
+            head_port=port_of_name(run_id) if run_id else None,
+            workers=tasks if tasks > 1 else None,
+            run_id=run_id,
+            task=task,
+            tasks=tasks,
+            sources=used(environ, *names),
+            note=f"{name} does not say where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)" if is_lost else "",
+        )
     return _of_pmix(environ)
 
 
@@ -53,36 +55,6 @@ def _of_pmix(environ: Mapping[str, str]) -> Cluster | None:
             " --scheduler none, --nnodes and --rdzv-endpoint HOST:PORT"
         )
     return Cluster("PMIx", run_id=_run_id(environ), sources=used(environ, "PMIX_RANK", "PMIX_NAMESPACE"))
-
-
-def _cluster(
-    name: str,
-    environ: Mapping[str, str],
-    read: Callable[[str], str],
-    rank: int,
-    size: int,
-    task: int,
-    tasks: int,
-    sources: tuple[str, ...],
-) -> Cluster:
-    nodes = number(environ, "OMPI_MCA_orte_num_nodes") or _of_equal_nodes(name, size, tasks)
-    head = _head(environ, read) if nodes > 1 else None
-    note = "" if head or nodes == 1 else f"{name} does not say where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)"
-    run_id = _run_id(environ)
-    return Cluster(
-        name,
-        nodes=(nodes, nodes),
-        # With several processes on a node, the mapping (by slot or by node) decides the node. Rank 0 is on node 0.
-        node_index=rank if tasks == 1 or rank == 0 else None,
-        head=head,
-        head_port=port_of_name(run_id) if run_id else None,
-        workers=tasks if tasks > 1 else None,
-        run_id=run_id,
-        task=task,
-        tasks=tasks,
-        sources=sources,
-        note=note,
-    )
 
 
 def _of_equal_nodes(name: str, size: int, tasks: int) -> int:

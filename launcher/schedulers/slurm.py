@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from elaunch.launcher.schedulers.facts import Cluster, HeadQuery, number, port_of, used
-from elaunch.launcher.schedulers.hostlist import of_slurm
+from elaunch.launcher.schedulers.facts import Cluster, HeadQuery, number, of_slurm, port_of, used
 
 # Larger numbers stand for a batch script or an interactive shell, which are not real steps.
 _STEP_MAX = 0xFFFF_FFF0
@@ -35,7 +34,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
     if index >= nodes:
         raise ValueError(f"SLURM_NODEID={index} is no node of {nodes}")
     tasks = _tasks_here(environ, index)
-    gpus = gpus_here(environ, nodes, tasks)
+    gpus = _gpus_here(environ)
     hosts = of_slurm(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     head = next(iter(hosts), None) if nodes > 1 else None
     return replace(
@@ -105,23 +104,12 @@ def _tasks_here(environ: Mapping[str, str], index: int) -> int:
     return 1
 
 
-def gpus_here(environ: Mapping[str, str], nodes: int, tasks: int) -> int | None:
-    """How many GPUs this node was given; None if the job asked for none.
-
-    Slurm's own count for the node comes first. Older versions of Slurm show only the job's request, in several forms.
-    """
+def _gpus_here(environ: Mapping[str, str]) -> int | None:
+    """How many GPUs this node was given; None if the job asked for none, or Slurm does not tell."""
     # 0 is an answer too: a step may have no GPUs in a job that has some.
     if (on_node := number(environ, "SLURM_GPUS_ON_NODE")) is not None:
         return on_node
-    if listed := _listed(environ, "SLURM_STEP_GPUS"):
-        return listed
-    if per_node := _counted(environ.get("SLURM_GPUS_PER_NODE", "")):
-        return per_node
-    of_task = re.findall(r"gres[/:]gpu(?::[^=,:]+)?[=:]([0-9]{1,9})(?![0-9])", environ.get("SLURM_TRES_PER_TASK", ""))
-    if per_task := _counted(environ.get("SLURM_GPUS_PER_TASK", "")) or sum(int(count) for count in of_task):
-        return per_task * tasks
-    everywhere = _counted(environ.get("SLURM_GPUS", ""))
-    return everywhere // nodes if everywhere and everywhere % nodes == 0 else None
+    return _listed(environ, "SLURM_STEP_GPUS") or _counted(environ.get("SLURM_GPUS_PER_NODE", "")) or None
 
 
 def _counted(text: str) -> int:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import select
 import socket
+import ssl
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from elaunch.rendezvous.endpoint import Endpoint, Tls
 from elaunch.rendezvous.http.dial import dial
+from elaunch.rendezvous.http.errors import connection_error
 from elaunch.rendezvous.http.resolve import resolve
 from elaunch.rendezvous.http.response import Garbled, ResponseReader, request
 from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
-
-if TYPE_CHECKING:
-    import ssl
 
 # The keys of a job with 4096 failed nodes are 24 MB. To parse a hostile answer takes 25 times its bytes of memory.
 ANSWER_BYTES_MAX = 1 << 25
@@ -141,9 +139,6 @@ class ClientConnection:
         try:
             yield
         except (OSError, Garbled) as error:
-            # This module imports ssl, which costs time; without TLS only an error needs it.
-            from elaunch.rendezvous.http.errors import connection_error
-
             raise connection_error(error, self._endpoint, str(deadline or ""), self._trust.hint) from error
 
 
@@ -199,8 +194,6 @@ class HttpClient:
                 plain.ask("GET", "/version", {}, b"", deadline)
                 return "http"
             return ""
-        import ssl
-
         try:
             with closing(_connect(endpoint, ssl._create_unverified_context(), deadline)):
                 return "https"
@@ -219,8 +212,6 @@ class HttpClient:
 
 def context(tls: Tls) -> ssl.SSLContext:
     """A client's TLS context. Raises Denied if a file is missing or wrong."""
-    import ssl
-
     try:
         made = ssl.create_default_context(cafile=tls.ca)
         if tls.certificate:

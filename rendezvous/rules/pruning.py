@@ -28,8 +28,6 @@ def outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
         Delete(keys.done(0), keys.done(sealed)),
         Delete(keys.detailed(0), keys.detailed(sealed)),
         Delete(keys.still(0), keys.still(sealed)),
-        # A node may see the cause only with the table.
-        Delete(keys.cause(0), keys.cause(max(sealed - 1, 0))),
         Delete(keys.hang),
     ]
     recorded = sorted(number for number in snapshot.failures if number < sealed)
@@ -51,7 +49,6 @@ def ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
     ops: list[Op] = [
         snapshot.put(keys.ended, encode(outcome)),
         *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in _ENDED_PARTS),
-        Delete(keys.cause(0), f"{keys.control}cause0"),
         Delete(keys.hang),
     ]
     if snapshot.tables:

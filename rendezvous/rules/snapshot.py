@@ -108,10 +108,6 @@ class Keys:
         """The leader's verdict that the job hangs."""
         return f"{self.control}hang"
 
-    def cause(self, generation: int) -> str:
-        """The failure that explains the one by which the generation after this one was opened."""
-        return f"{self.control}cause/{generation:010}"
-
     def table(self, generation: int) -> str:
         return f"{self.control}table/{generation:010}"
 
@@ -121,11 +117,10 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded), done and still. `causes` are failures that explain an earlier one of the
-    same generation. `starter` has claimed the start of the first run. `question` is what somebody asks the nodes;
-    nothing is decided from it, nor from `causes`. `unreadable` holds sentences about records that could not be read,
-    each once. `mends` is how the leader gets rid of these: the guard that one is still there, and the operation that
-    restores the last readable record, or deletes it.
+    order in which they were recorded), done and still. `starter` has claimed the start of the first run. `question`
+    is what somebody asks the nodes; nothing is decided from it. `unreadable` holds sentences about records that
+    could not be read, each once. `mends` is how the leader gets rid of these: the guard that one is still there,
+    and the operation that restores the last readable record, or deletes it.
     """
 
     keys: Keys
@@ -145,7 +140,6 @@ class Snapshot:
     done: Mapping[int, frozenset[str]] = field(default_factory=dict)
     still: Mapping[int, Mapping[str, StillNode]] = field(default_factory=dict)
     tables: Mapping[int, RankTable] = field(default_factory=dict)
-    causes: Mapping[int, Failure] = field(default_factory=dict)
     question: Question | None = None
     hang: Hang | None = None
     unreadable: tuple[str, ...] = ()
@@ -217,7 +211,6 @@ class SnapshotReader:
         done: dict[int, set[str]] = {}
         still: dict[int, dict[str, StillNode]] = {}
         tables: dict[int, RankTable] = {}
-        causes: dict[int, Failure] = {}
         for key, entry in view.entries.items():
             before = self._known.get(key)
             # The leader of many nodes reads often, and few entries have changed.
@@ -250,8 +243,6 @@ class SnapshotReader:
                     fields |= {"hang": record}
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
-                case ["ctl", "cause", generation]:
-                    causes[int(generation)] = record
                 case ["ctl", "spec"]:
                     # Whoever wrote over it did not do so on the run's lease.
                     fields |= {"terms": record, "lease": good.lease if good else 0}
@@ -278,7 +269,6 @@ class SnapshotReader:
             done={g: frozenset(nodes) for g, nodes in done.items()},
             still=still,
             tables=tables,
-            causes=causes,
             unreadable=tuple(unreadable[:_SENTENCES_MAX]),
             mends=tuple(mends),
             **fields,
@@ -340,7 +330,7 @@ def _check_number(parts: list[str]) -> None:
     match parts:
         case ["joined" | "failures" | "detailed" | "done" | "still", number, _]:
             check_generation_of_key(number)
-        case ["ctl", "table" | "cause", number]:
+        case ["ctl", "table", number]:
             check_generation_of_key(number)
 
 
@@ -350,7 +340,7 @@ def _decoder(parts: list[str]) -> Callable[[str], Any]:
             return lambda text: _of_node(node_id, _credible(Node, text))
         case ["joined", _, node_id]:
             return lambda text: _of_node(node_id, _credible(Joined, text))
-        case ["failures", _, _] | ["ctl", "cause", _]:
+        case ["failures", _, _]:
             return lambda text: _credible(Failure, text)
         case ["ctl", "table", generation]:
             return lambda text: _of_generation(int(generation), decode_table(text))

@@ -59,7 +59,6 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
             Delete(keys.ended),
             Delete(keys.starter),
             Delete(keys.hang),
-            Delete(keys.cause(0), keys.cause(number)),
             Put(keys.spec, encode(terms), run),
             Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),
             Put(keys.leader, me.node_id, lease),
@@ -156,16 +155,6 @@ def claim_full_record(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     keys, number = snapshot.keys, failure.generation
     guards = (snapshot.live_guard, Present(keys.table(number)), Empty(keys.detailed(number)))
     return Txn(guards, (snapshot.put(keys.detailed(number, me.node_id), ""),))
-
-
-def name_cause(snapshot: Snapshot, failure: Failure) -> Txn:
-    """Tell all nodes which failure was the cause of a generation that another one, a lost peer, has opened.
-
-    Followers see no failure records. The first cause stands.
-    """
-    key = snapshot.keys.cause(failure.generation)
-    guards = (snapshot.live_guard, Present(snapshot.keys.table(failure.generation)), Absent(key))
-    return Txn(guards, (snapshot.put(key, encode(failure.opening)),))
 
 
 def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:

@@ -133,21 +133,17 @@ def test_types_and_memory_formats_are_kept_on_the_gpu() -> None:
 
 PEAK = """
 import torch
-from elaunch.trainer.parallel.worker_memory import PeakMeter, worker_room
+from elaunch.trainer.parallel import trial
 
 device = torch.device("cuda", 0)
 freed = torch.empty(512 << 20, dtype=torch.uint8, device=device)
 del freed
-meter = PeakMeter(device)
-meter.start()
-meter.begin()
+trial.collect(device)
+before = trial._memory_now(device)
+trial._forget_peak(device)
 taken = torch.empty(64 << 20, dtype=torch.uint8, device=device)
-assert 64 << 20 <= meter.peak() < 128 << 20, meter.peak()
-freed = torch.empty(512 << 20, dtype=torch.uint8, device=device)
-del freed
-before = worker_room(device, 1).taken
-torch.cuda.empty_cache()
-assert worker_room(device, 1).taken == before
+peak = trial._memory_peak(device) - before
+assert 64 << 20 <= peak < 128 << 20, peak
 """
 
 

@@ -178,19 +178,19 @@ ELSEWHERE = {
         "test_a_restart_with_the_keeper_loses_nothing_and_has_all_stages"
     ),
     "elaunch --nproc-per-node 2 --log-dir logs -m elaunch.trainer --out runs/seen --profile 10-12": (
-        "test_the_traces_of_all_ranks_are_joined_and_the_summary_names_the_all_reduces"
+        "test_the_traces_of_all_ranks_are_joined_and_the_table_has_each_rank"
     ),
     "python -m elaunch.trainer.profiling node-a/profile node-b/profile -o trace.json.gz": (
-        "test_the_command_joins_the_folders_of_several_nodes_with_the_records_clocks"
+        "test_each_rank_is_a_process_of_the_joined_file_and_so_is_each_of_its_gpus"
+    ),
+    "elaunch --nproc-per-node 4 -m elaunch.trainer --parallel fsdp2": (
+        "test_a_plan_has_the_losses_and_the_weights_of_one_process"
     ),
     "elaunch --nproc-per-node 2 -m elaunch.trainer --bucket-mb 1 --out runs/ddp": (
         "test_a_killed_worker_changes_nothing_in_the_result"
     ),
     "elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook powersgd --powersgd-rank 2 --out runs/powersgd": (
         "test_a_killed_worker_changes_nothing_in_the_result"
-    ),
-    "PYTHONPATH=examples/ddp elaunch --nproc-per-node 2 -m elaunch.trainer --comm-hook own_hook:TopK": (
-        "test_a_hook_of_the_users_own_trains_the_bundled_model"
     ),
     "elaunch --nproc-per-node 2 -m elaunch.trainer --parallel auto --out runs/auto": (
         "test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step_cost_no_step"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import elaunch
 from elaunch.launcher.errors import UsageError
 from tests.e2e import called
 from tests.faults.processes import is_alive
-from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, joined, script, wait_for
+from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, joined, script, slow, wait_for
 from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -140,12 +139,6 @@ def test_each_rank_gets_the_arguments_and_what_it_returns_comes_back_by_rank() -
     assert len({pid for _, _, pid, _ in found.values()} | {os.getpid()}) == 3
 
 
-def test_large_values_come_back() -> None:
-    found = elaunch.launch(config(), called.larger_than_a_pipe)()
-
-    assert found == {0: b"\0" * (8 << 20), 1: b"\1" * (8 << 20)}
-
-
 def test_an_exception_comes_back_with_its_traceback_and_the_report(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(elaunch.ChildFailedError) as raised:
         elaunch.launch(config(), called.raise_on_rank_1)("thanks")
@@ -165,15 +158,6 @@ def test_an_exception_comes_back_with_its_traceback_and_the_report(capfd: pytest
 
 def test_a_killed_worker_is_restarted_and_the_values_are_those_of_the_last_generation() -> None:
     assert elaunch.launch(config(max_restarts=2), called.die_once)() == {0: "1", 1: "1"}
-
-
-def test_a_value_that_cannot_be_pickled_is_an_error_and_no_reason_to_start_again(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(pickle.PicklingError, match="lock_of_rank_1 returned on rank 1 a lock, which cannot be pickled"):
-        elaunch.launch(config(max_restarts=3), called.lock_of_rank_1)()
-
-    assert "restart" not in capfd.readouterr().err
 
 
 def test_a_rank_may_end_by_sys_exit_and_not_by_os_exit() -> None:
@@ -232,7 +216,7 @@ def all_gone(processes: Sequence[psutil.Process]) -> bool:
     return not any(map(is_alive, processes))
 
 
-@pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.parametrize("thread", ["main", slow("another")])
 def test_ctrl_c_ends_the_job_and_is_a_keyboard_interrupt(tmp_path: Path, thread: str) -> None:
     with waiting(tmp_path, thread) as (process, below):
         # A terminal signals the whole process group.
@@ -280,14 +264,6 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "if __name__ == '__main__':" in done.stderr
     assert "found" not in done.stdout
-
-
-def test_a_program_on_stdin_without_cloudpickle_is_told_what_to_do() -> None:
-    done = finished("-", input="import sys; sys.modules['cloudpickle'] = None\n" + WITHOUT_GUARD)
-
-    assert done.returncode == 1
-    assert "PicklingError: train with its arguments cannot be sent to the workers: it is defined in a" in done.stderr
-    assert "pip install cloudpickle, or define it at the top level of a module" in done.stderr
 
 
 def test_several_nodes_meet_and_each_has_the_values_of_its_own_ranks(tmp_path: Path) -> None:

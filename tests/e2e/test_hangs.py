@@ -201,16 +201,15 @@ if os.environ["RANK"] == "2": atexit.register(clean_up)
 """
 
 
-def test_ranks_whose_programs_have_ended_are_named_with_what_keeps_their_processes(tmp_path: Path) -> None:
+def test_ranks_whose_programs_have_ended_while_their_processes_live_on_are_named(tmp_path: Path) -> None:
     script(tmp_path, ENDS)
     with Job(tmp_path, "--preload-only", "json", *OPTIONS[:4], "--run-id", "night", "train.py") as job:
-        job.wait_for_output(r"to end the job now: elaunch stop night")
+        job.wait_for_output(r"elaunch stop night ends the job")
         job.process.send_signal(signal.SIGTERM)
         job.wait()
 
-    which = r"^elaunch: the program of rank {} \(pid \d+ on \S+\)"
-    ended = rf"{which} ended at least \d+ s ago, but its process has not exited: {{}}"
-    thread = r"Python waits for its thread 'Thread-1 \(watch_forever\)', which sleeps \(watch_forever, train\.py:\d+\);"
-    assert re.search(ended.format(1, thread), job.stderr, re.MULTILINE), job.stderr
-    assert re.search(ended.format(2, r"it sleeps \(clean_up, train\.py:\d+\)$"), job.stderr, re.MULTILINE), job.stderr
+    ended = (
+        r"^elaunch: the program of local rank [12].* ended \d+ s ago, but its process has not exited: elaunch stacks"
+    )
+    assert re.search(ended, job.stderr, re.MULTILINE), job.stderr
     assert "seems to hang" not in job.stderr

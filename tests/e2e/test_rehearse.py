@@ -85,7 +85,7 @@ def test_a_generator_that_nobody_keeps_is_named_with_the_first_step(tmp_path: Pa
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "rank 1, after a backward pass of step 6: first after step 7 (rank 0, 1): the loss" in ended.stdout
     warning, reason = (
-        "the Keeper's warning: the steps draw from the generator `noise`",
+        "the Keeper's warning: the program draws from the generator `noise`",
         "likely reason: the Keeper does",
     )
     assert 0 < ended.stdout.find(warning) < ended.stdout.find(f"{reason} not keep generator `noise`"), ended.stdout

@@ -67,29 +67,24 @@ def test_a_job_that_lost_two_steps_says_so_in_its_report(tmp_path: Path) -> None
     assert all((tmp_path / link).is_file() for link in links)
 
 
-def test_a_job_that_runs_is_told_from_one_whose_agent_was_killed(tmp_path: Path) -> None:
+def test_a_job_whose_agent_was_killed_ended_so(tmp_path: Path) -> None:
     script(tmp_path, "print('ready', flush=True)\nimport time\ntime.sleep(600)")
     with Job(tmp_path, "--no-preload", "--run-id", "night", "--log-dir", "logs", "train.py") as job:
         job.wait_for_output("ready")
         (timeline,) = (tmp_path / "logs").glob("*_night_*/timeline.jsonl")
-        events = [json.loads(line) for line in timeline.read_text().splitlines()]
+        pid = json.loads(timeline.read_text().splitlines()[0])["pid"]
 
         runs = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
-        os.kill(events[0]["pid"], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         job.process.wait(DEADLINE_S)
         # The guardian's event is the last.
         wait_for(lambda: "agent_died" in timeline.read_text(), "the guardian's event")
         killed = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
 
-    assert events[0]["event"] == "started"
-    assert runs["state"] == "running"
-    assert re.fullmatch(r"Job night has been running for [0-9.]+ m?s: no restart\.", runs["headline"])
-    # Up to now, and not to its newest event.
-    assert runs["wall_s"] > events[-1]["monotonic_s"] - events[0]["monotonic_s"]
+    assert runs["state"] == "unknown"
+    assert runs["headline"].startswith("Job night has no end in its log, which stops ")
     assert killed["state"] == "ended"
-    assert re.match(
-        rf"Job night ended after .*, since elaunch itself \(pid {events[0]['pid']}\) died", killed["headline"]
-    )
+    assert re.match(rf"Job night ended after .*, since elaunch itself \(pid {pid}\) died", killed["headline"])
 
 
 def test_the_end_of_a_job_says_how_to_make_the_page_and_that_command_works(tmp_path: Path) -> None:

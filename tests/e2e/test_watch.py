@@ -72,7 +72,7 @@ def asked(
 
 def patient(seconds: float) -> tuple[str, ...]:
     """The command, in which a node that is well has time for its answer however busy the host is."""
-    module = "elaunch.launcher.watch.asking"
+    module = "elaunch.launcher.inspect.job_source"
     settings = f"import {module}\n{module}.patience_s.__defaults__ = ({seconds},)"
     return (sys.executable, "-c", f"{settings}\nfrom elaunch.launcher.cli import main\nmain()")
 
@@ -379,11 +379,11 @@ def test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_t
         trains(run_id, 2)
         screen = Screen("top", run_id)
         try:
-            first = wait_for(lambda: re.search(r"^step +(\d+)", screen.text(), re.MULTILINE), "a screen with steps")
+            first = wait_for(lambda: re.search(r"^ *step +(\d+)", screen.text(), re.MULTILINE), "a screen with steps")
             step = int(first[1])
             wait_for(
                 lambda: (
-                    (found := re.search(r"^step +(\d+)", screen.text(), re.MULTILINE)) and int(found[1]) >= step + 15
+                    (found := re.search(r"^ *step +(\d+)", screen.text(), re.MULTILINE)) and int(found[1]) >= step + 15
                 ),
                 "the steps go on",
             )
@@ -411,33 +411,6 @@ def test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_t
     assert re.search(r"^ ?rank +host +pid +state +step +step time +last report", text, re.MULTILINE)
     assert len(re.findall(r"^ ?[01] .* running ", text, re.MULTILINE)) == 2
     assert "q ends this" in text
-
-
-def test_top_says_one_line_a_second_where_nobody_looks_at_a_screen_and_ends_with_its_reader_and_with_the_job(
-    tmp_path: Path,
-) -> None:
-    run_id = name_of(tmp_path)
-    shell = f"{sys.executable} -m elaunch top {run_id} | head -n 1"
-    with running(tmp_path, "--run-id", run_id) as job:
-        trains(run_id, 2)
-        read = subprocess.run(shell, shell=True, capture_output=True, text=True, timeout=DEADLINE_S, env=environment())
-        piped = subprocess.Popen([*COMMAND, "top", run_id], stdout=subprocess.PIPE, text=True, env=environment())
-        assert piped.stdout
-        try:
-            lines = [piped.stdout.readline() for _ in range(2)]
-            (tmp_path / "hold").unlink()
-            assert job.wait() == 0
-            rest = piped.communicate(timeout=DEADLINE_S)[0]
-        finally:
-            piped.kill()
-
-    assert read.stdout.startswith(f"job {run_id}: running")
-    assert read.stderr == ""
-    assert all(
-        re.match(rf"job {run_id}: running, generation 0 for (\d+ min )?\d+ s; step \d+, ", line) for line in lines
-    ), lines
-    assert piped.returncode == 0
-    assert rest.endswith(f"job {run_id}: its elaunch on this host has ended\n")
 
 
 def test_stacks_groups_ranks_by_where_they_are(tmp_path: Path) -> None:
@@ -497,6 +470,7 @@ def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_pat
     there: dict[str, Any] = {"env": {"ELAUNCH_TOKEN": TOKEN}, "patience_s": DEADLINE_S}
     with two_nodes(tmp_path, run_id) as (one, two, place):
         trains(run_id, 2)
+        unnamed = asked("stop")
         here = asked("restart", run_id)
         for job in (one, two):
             job.wait_for_output(r"generation 1: 2 workers on 2 nodes \(elaunch restart was received")
@@ -510,6 +484,9 @@ def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_pat
         codes = [job.wait() for job in (one, two)]
         again = asked("stop", run_id)
 
+    needed = "elaunch: stop needs the job's name or the pid of its elaunch; these run here: "
+    assert unnamed.returncode == 2
+    assert re.search(rf"{needed}.*{run_id}", unnamed.stderr), unnamed.stderr
     restarted = f"elaunch: job {run_id}: all workers stop, and start again as generation {{}}\n"
     for number, ended in enumerate((here, elsewhere), 1):
         assert (ended.returncode, ended.stdout) == (0, restarted.format(number)), ended.stderr
@@ -519,17 +496,3 @@ def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_pat
     assert codes == [130, 130]
     assert again.returncode == 3
     assert f"no job {run_id} runs on this host" in again.stderr
-
-
-def test_an_order_without_a_name_names_the_jobs_that_run(tmp_path: Path) -> None:
-    run_id = name_of(tmp_path)
-    with running(tmp_path, "--run-id", run_id):
-        wait_for(lambda: status_of(run_id), "the job")
-        orders = [asked(name) for name in ("stop", "restart")]
-        is_running = status_of(run_id)["state"] == "running"
-
-    for name, ended in zip(("stop", "restart"), orders, strict=True):
-        assert (ended.returncode, ended.stdout) == (2, "")
-        needed = f"elaunch: {name} needs the job's name or the pid of its elaunch; these run here: "
-        assert re.search(rf"{needed}.*{run_id}", ended.stderr), ended.stderr
-    assert is_running

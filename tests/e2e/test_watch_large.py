@@ -9,8 +9,8 @@ import zlib
 import psutil
 import pytest
 
-from elaunch.agent.answers.limits import Docket
-from elaunch.launcher.watch.asking import ask_nodes, patience_s, read_job
+from elaunch.agent.serve.status_server import QueryQueue
+from elaunch.launcher.inspect.job_source import patience_s, query_nodes, read_job
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
@@ -38,7 +38,7 @@ def report_of(number: int) -> NodeReport:
 
 
 class Agents:
-    """All nodes of the job: each of them answers when its own docket says so."""
+    """All nodes of the job: each of them answers when its own queue says so."""
 
     def __init__(self, store: FoundStore) -> None:
         self._store = store
@@ -53,10 +53,10 @@ class Agents:
     def _answer(self, question: Question) -> None:
         now_s = time.monotonic()
         shares = {number: zlib.crc32(IDS[number].encode()) / (1 << 32) for number in range(NODES)}
-        dockets = {number: Docket().after(question, now_s, NODES, share) for number, share in shares.items()}
-        for number, docket in sorted(dockets.items(), key=lambda item: item[1].due_s or 0.0):
-            assert docket.due_s is not None
-            time.sleep(max(0.0, docket.due_s - time.monotonic()))
+        queues = {number: QueryQueue().after(question, now_s, NODES, share) for number, share in shares.items()}
+        for number, queue in sorted(queues.items(), key=lambda item: item[1].due_s or 0.0):
+            assert queue.due_s is not None
+            time.sleep(max(0.0, queue.due_s - time.monotonic()))
             self._store.commit(answer(KEYS, question, IDS[number], encode(report_of(number))))
 
 
@@ -74,7 +74,7 @@ def test_a_thousand_nodes_answer_within_the_patience_and_leave_nothing() -> None
         before = psutil.Process(server.process.pid).cpu_times()
 
         began_s = time.monotonic()
-        answers = ask_nodes(asker, KEYS, Topic.STATUS, read_job(asker, KEYS).members, patience_s(NODES))
+        answers = query_nodes(asker, KEYS, Topic.STATUS, read_job(asker, KEYS).members, patience_s(NODES))
         took_s = time.monotonic() - began_s
 
         after = psutil.Process(server.process.pid).cpu_times()

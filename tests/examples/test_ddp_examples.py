@@ -21,7 +21,7 @@ SHOWN = {
     "own_hook.py": (("12",), r"a step sends 1,\d+ bytes from each rank, of 67,588 bytes of gradient"),
     "local_sgd.py": (("4",), r"round 2: whole gradients, .* apart 0\n"),
     "gossip.py": (("20",), r"step 20: loss .*, ranks apart by 0\.\d+"),
-    "hooks.py": (("6",), r"batched-powersgd +\d+\.\d\d ms"),
+    "hooks.py": (("6",), r"powersgd +\d+\.\d\d ms"),
     "data_parallel.py": ((), r"no GPU: DataParallel is the module itself"),
 }
 # The lines at which rank 1 is killed, of the examples that keep no state.

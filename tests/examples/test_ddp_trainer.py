@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.running import EXAMPLES, launched
-from tests.faults.trainings import SHAPE, CalmTrainings, Forked
+from tests.faults.trainings import CalmTrainings, Forked
 from tests.harness import slow
 from tests.ranks import RankForker
 
@@ -30,8 +29,6 @@ POWERSGD = ("--powersgd-rank", "2")
         # Every survivor has all of the state.
         slow(("--comm-hook", "fp16", *BUCKETS), 3, 0),
         slow(("--comm-hook", "bf16", *BUCKETS), 3, 0),
-        slow(("--comm-hook", "quantised", *BUCKETS), 3, 0),
-        slow(("--comm-hook", "batched-powersgd", *POWERSGD, *BUCKETS), 3, LOST_MAX),
         slow(("--comm-hook", "powersgd", *POWERSGD, "--parallel", "zero1"), 2, LOST_MAX),
         slow(BUCKETS, 3, 0),
     ],
@@ -57,24 +54,3 @@ def test_a_killed_worker_changes_nothing_in_the_result(
     assert 0 <= lost <= lost_max
     run.assert_complete(lost=lost, steps=STEPS)
     run.assert_same(calm)
-
-
-@pytest.mark.slow
-def test_a_hook_compresses_and_the_training_still_learns(forker: RankForker, calm_training: CalmTrainings) -> None:
-    whole = calm_training(2, *SHORT, steps=STEPS)
-    for options in (("quantised",), ("powersgd", *POWERSGD)):
-        hooked = calm_training(2, *SHORT, "--comm-hook", *options, steps=STEPS)
-
-        assert hooked.losses != whole.losses
-        assert hooked.losses[STEPS] == pytest.approx(whole.losses[STEPS], rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_hook_of_the_users_own_trains_the_bundled_model(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
-    words = ["--out", str(tmp_path / "out"), "--data", str(tmp_path / "text.txt"), *SHAPE, "--steps", "10"]
-    env = {"PYTHONPATH": str(EXAMPLES / "ddp")}
-
-    output = launched(tmp_path, "-m", "elaunch.trainer", *words, "--comm-hook", "own_hook:TopK", env=env)
-
-    assert (tmp_path / "out" / "result.json").exists(), output

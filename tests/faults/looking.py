@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer.checkpoint.storage import marks
-from elaunch.trainer.keeper import look_around
+from elaunch.trainer.keeper import boundary
 from elaunch.trainer.keeper.boundary import Agreed, Boundary, Wants
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
@@ -73,7 +73,7 @@ def main() -> None:
                 part.snapshots.append(version.step)
         snapshot(copies, version)
 
-    look_around.time = SimpleNamespace(monotonic=lambda: now_s)  # type: ignore[assignment]
+    boundary.time = SimpleNamespace(monotonic=lambda: now_s)  # type: ignore[assignment]
     Boundary.agreed, Copies.snapshot = looked, copied  # type: ignore[method-assign]
     try:
         with first.keeper:

@@ -229,55 +229,6 @@ def test_a_rank_killed_while_an_old_checkpoint_is_deleted_leaves_the_newest(grou
     assert group.hidden == []
 
 
-@pytest.mark.parametrize("kind", ["ddp", slow("fsdp2")])
-def test_a_corrupt_newest_is_named_and_set_aside_and_the_one_before_loaded(group: Group, kind: str) -> None:
-    (before,) = group.run(2, kind, "train", "2", "save", "note", "train", "1", "save")[0]["notes"]
-    newest = group.checkpoints / Mark(0, 3).folder_name
-    file = sorted(newest.glob("__*.distcp"))[-1]
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-    loaded = group.run(2, kind, "load", generation=1)
-
-    assert (loaded[0]["loaded"], loaded[0]["digest"]) == ([0, 2], before["digest"])
-    assert [len(answer["said"]) for answer in loaded] == [1, 0]
-    assert f"skipping {newest}: it is torn or corrupt ({file.name} has the CRC-32" in loaded[0]["said"][0]
-    assert newest.with_name(newest.name + ".corrupt").is_dir()
-    assert marks(group.checkpoints) == [Mark(0, 2)]
-
-
-@pytest.mark.parametrize(
-    ("group", "kind"), [("folder", "ddp"), slow("folder", "fsdp2"), slow("s3", "fsdp2")], indirect=["group"]
-)
-def test_what_a_stale_group_still_writes_is_never_the_newest(group: Group, kind: str) -> None:
-    actions = ["train", "1", "save", "train", "5", "touch", "ready", "await", "go", "save"]
-    with group.begin(2, kind, *actions, generation=1) as stale:
-        wait_for((group.folder / "ready").exists, "the stale group to be about to save")
-        group.run(2, kind, "load", "train", "1", "save", generation=2)
-        (group.folder / "go").touch()
-        stale.answers()
-
-    assert group.run(2, kind, "load", generation=3)[0]["loaded"] == [2, 2]
-    assert group.marks == [Mark(1, 6), Mark(2, 2)]
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(group: Group) -> None:
-    actions = ["train", "2", "note", "hold", "begin", "train", "3", "touch", "trained", "await", "go"]
-    with group.begin(2, "ddp", *actions) as ranks:
-        # The disk takes nothing until the three steps are done. If steps waited for the write, the file would not come.
-        wait_for((group.folder / "trained").exists, "three steps during the write")
-        assert marks(group.checkpoints) == []
-        (group.folder / "held").touch()
-        (group.folder / "go").touch()
-        answer = ranks.answers()[0]
-
-    assert answer["step"] == 5
-    (at_two,) = answer["notes"]
-    loaded = group.run(2, "ddp", "load", generation=1)[0]
-    assert (loaded["loaded"], loaded["digest"]) == ([0, 2], at_two["digest"])
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for two checkpoints."""
@@ -290,29 +241,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=RUN_LIMIT_S)
-
-
-@pytest.mark.parametrize("kind", ["ddp", slow("fsdp2")])
-def test_a_full_disk_costs_a_checkpoint_and_a_sentence(forker: RankForker, small_disk: Path, kind: str) -> None:
-    group = Group(forker, small_disk)
-    actions = ["train", "1", "save", "touch", "saved", "await", "full", "train", "1", "save", "touch", "failed"]
-    with group.begin(2, kind, *actions, "await", "room", "train", "1", "save") as ranks:
-        wait_for((small_disk / "saved").exists, "a checkpoint")
-        # A file without content has room on a full disk.
-        fill(small_disk / "filler")
-        (small_disk / "full").touch()
-        wait_for((small_disk / "failed").exists, "the next one")
-        assert marks(group.checkpoints) == [Mark(0, 1)]
-        assert group.hidden == []
-        (small_disk / "filler").unlink()
-        (small_disk / "room").touch()
-        said = ranks.answers()[0]["said"]
-
-    assert said[1:] == ["the checkpoint of step 3 is written"]
-    assert said[0].startswith("the checkpoint of step 2 could not be written: ")
-    assert "No space left on device" in said[0]
-    assert marks(group.checkpoints) == [Mark(0, 1), Mark(0, 3)]
-    assert group.run(2, kind, "load", generation=1)[0]["loaded"] == [0, 3]
 
 
 @pytest.mark.parametrize("cut", ["0", slow("1")])
@@ -362,13 +290,6 @@ def test_a_sharded_state_in_a_directory_that_a_rank_does_not_see_is_refused(grou
         assert "rank 1 does not see" in rank.err
     # The checkpoint is not to blame, and stays.
     assert marks(group.checkpoints) == [Mark(0, 1)]
-
-
-def test_the_newest_that_are_to_be_kept_are_kept(group: Group) -> None:
-    group.run(2, "ddp", *("train", "1", "save") * 5)
-
-    assert marks(group.checkpoints) == [Mark(0, 4), Mark(0, 5)]
-    assert sorted(path.name for path in group.checkpoints.iterdir()) == [Mark(0, 4).folder_name, Mark(0, 5).folder_name]
 
 
 # 19 MB in twelve tensors, the second time only most of them.

@@ -47,13 +47,6 @@ def test_flux_run_elaunch_needs_no_flag_and_ranks_follow_the_nodes(flux: Flux) -
     assert not SECRET.search(output)
 
 
-def test_a_job_on_other_nodes_than_the_first_has_its_own_head(flux: Flux) -> None:
-    output = flux.call("flux", "run", "-N2", "--requires=host:node[2-3]", *COMMAND, *PLAIN)
-
-    assert places(output) == [(0, 2, 0, "node2"), (1, 2, 0, "node3")]
-    assert "the head is node2" in output
-
-
 def test_of_several_tasks_on_a_node_one_is_the_agent_and_the_others_wait(flux: Flux) -> None:
     output = flux.call("flux", "run", "-N2", "--tasks-per-node=2", *COMMAND, *PLAIN)
 
@@ -70,12 +63,6 @@ def test_a_job_within_a_batch_job_has_the_names_of_both(flux: Flux) -> None:
     output = (flux.home / "batch.out").read_text()
     assert places(output) == [(0, 2, 0, "node0"), (1, 2, 0, "node1")]
     assert re.search(r"Flux says: job flux-\w+-\w+, 2 nodes", output)
-
-
-def test_tasks_that_do_not_find_flux_say_so(flux: Flux) -> None:
-    output = flux.call("flux", "run", "-N2", "--env=PATH=/usr/bin:/bin", *COMMAND, *PLAIN, code=2)
-
-    assert "flux must be on the PATH of the job's tasks" in output
 
 
 def test_its_notice_reaches_workers_that_have_a_handler(flux: Flux) -> None:

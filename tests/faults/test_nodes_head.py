@@ -43,21 +43,6 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["memory", "etcd"])
-def test_workers_of_nodes_that_know_the_token_meet_and_restart(tmp_path: Path, store: str) -> None:
-    with LightCluster(tmp_path, 2, head=True) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--store", store), env=TOKEN)
-        first = cluster.meeting(2)
-
-        os.kill(first.pid(1), signal.SIGKILL)
-
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert second.restarts == 1
-        cluster.end()
-
-
-@pytest.mark.slow
 def test_a_node_without_the_token_is_refused_and_the_job_is_untouched(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3, head=True) as cluster:
         cluster.start(0, 1, nnodes="2:3", env=TOKEN)

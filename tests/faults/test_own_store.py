@@ -196,23 +196,6 @@ def test_a_killed_heads_token_is_gone_with_it(killed: Two) -> None:
     wait_for(lambda: not list((killed.folder / "home-of-both").iterdir()), "the end of the token's file")
 
 
-def test_the_store_ends_with_the_heads_agent_however_that_ends(killed: Two) -> None:
-    wait_for(lambda: not servers(killed.nodes[0]), "the end of the store")
-
-
-@pytest.mark.slow
-def test_the_other_node_may_come_first(two: Two) -> None:
-    token = "a token known beforehand"
-    other = two.type(1, *RECIPE, *two.program, token=token)
-    other.wait_for_output("the store is away|waiting for")
-
-    head = two.type(0, *RECIPE, *two.program, token=token)
-
-    wait_for(lambda: "met" in head.output and "met" in other.output, "both to meet")
-    assert_both_succeed(two, head, other)
-    assert token not in head.output
-
-
 @needs_etcd
 def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path: Path) -> None:
     head = two.type(0, *RECIPE, "-v", "--store", "etcd", *two.program)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -162,25 +161,6 @@ def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_pa
         pods.ask("kill", generation=third.generation, rank=1)
         assert pods.meeting(*others, again, after=third).restarts == 1
         pods.end(*others, again)
-
-
-@pytest.mark.slow
-def test_the_pods_of_a_cluster_with_ipv6_alone_meet_over_the_etcd_and_at_the_first_pods_store(tmp_path: Path) -> None:
-    members = the("StatefulSet", rendered("etcd"))
-    elastic, plain = (the("Job", rendered(folder)) for folder in ("overlays/elastic", "base"))
-    # The workers only meet at MASTER_ADDR: what they compute does not matter here.
-    program = (*LIGHT, "--nproc-per-node", "1", str(script(tmp_path, MEET)), str(tmp_path / "end"))
-    with Pods(tmp_path, 7, {**etcd_secrets(tmp_path / "tls"), **TOKEN}, family="ipv6") as pods:
-        etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]
-        for each in etcds:
-            pods.etcd_is_ready(each)
-        for job in (elastic, plain):
-            both = [pods.run(job, ordinal, *program, env=WITHOUT_TORCH) for ordinal in (0, 1)]
-
-            for pod in both:
-                pod.process.wait_for_output(rf"met at {re.escape(both[0].address)} \d+ of 2$")
-            (tmp_path / "end").touch()
-            assert [pod.process.wait(DEADLINE_S) for pod in both] == [0, 0], pods.story()
 
 
 def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_reaches_nobody(tmp_path: Path) -> None:

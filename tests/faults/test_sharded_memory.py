@@ -136,18 +136,6 @@ def test_a_smaller_group_and_a_larger_one_after_it_cut_the_state_anew(nodes: Nod
         assert loaded["digest"] == answer["digest"]
 
 
-@pytest.mark.parametrize("nodes", [3], indirect=True)
-def test_nodes_of_different_sizes_mirror_each_other(nodes: Nodes) -> None:
-    # Two ranks on the first node, one on each of the others.
-    saved = nodes.run(4, LIGHT, "train", "2", "save")[0]
-    assert [len(nodes.pieces(node)) for node in range(3)] == [3, 3, 2]
-    nodes.lose(0)
-
-    loaded = nodes.run(3, LIGHT, "load", generation=1)[0]
-
-    assert (loaded["loaded"], loaded["digest"]) == ([0, 2], saved["digest"])
-
-
 def test_two_lost_neighbours_are_too_many(nodes: Nodes, saved: Saved) -> None:
     before, first = saved(LIGHT)
     nodes.take_over(before)
@@ -187,28 +175,6 @@ def test_a_rank_killed_inside_a_snapshot_leaves_the_version_before(nodes: Nodes,
 
     assert (loaded["loaded"], loaded["digest"]) == ([0, 3], at_three["digest"])
     assert loaded["digest"] != at_two["digest"]
-
-
-@one_node
-@pytest.mark.parametrize("where", [slow("head"), "data"])
-def test_a_changed_byte_is_seen_and_the_version_before_is_used(nodes: Nodes, where: str) -> None:
-    nodes.run(3, LIGHT, "train", "1", "save", "train", "1", "save")
-    newest = [path for path in nodes.pieces(0) if path.name == "piece-2-1"]
-    content = bytearray(newest[0].read_bytes())
-    content[32 if where == "head" else -64] ^= 1
-    newest[0].write_bytes(content)
-
-    assert nodes.run(3, LIGHT, "load", generation=1)[0]["loaded"] == [0, 1]
-
-
-@one_node
-def test_the_folder_holds_two_versions_at_most_over_restarts_and_resizes(nodes: Nodes) -> None:
-    sizes = []
-    for generation, world_size in enumerate((3, 2, 3)):
-        nodes.run(world_size, LIGHT, "load", *("train", "1", "save") * 3, generation=generation)
-        sizes.append(len(nodes.pieces(0)))
-
-    assert sizes == [6, 4, 6]
 
 
 @pytest.fixture
@@ -261,19 +227,6 @@ def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_second_copie
     assert nodes.run(2, LIGHT, "load", generation=1)[0]["loaded"] == [0, 2]
 
 
-def test_a_third_snapshot_waits_until_the_second_is_on_both_nodes(nodes: Nodes) -> None:
-    actions = ["train", "1", "save", "hold", "train", "1", "begin", "touch", "second", "train", "1", "begin"]
-    with nodes.begin(2, LIGHT, *actions, "touch", "third") as ranks:
-        wait_for((nodes.folder / "second").exists, "the second snapshot to be begun")
-        # Only waiting can show that the third snapshot does not begin.
-        with pytest.raises(AssertionError):
-            wait_for((nodes.folder / "third").exists, "the third", deadline_s=0.5)
-        ranks.kill(range(2))
-    nodes.lose(1)
-
-    assert nodes.run(2, LIGHT, "load", generation=1)[0]["loaded"] == [0, 1]
-
-
 def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nodes(nodes: Nodes) -> None:
     saved = nodes.run(2, LIGHT, "train", "2", "save")[0]
     # Rank 1 is killed before it has sent its part of the next snapshot to the other node.
@@ -307,17 +260,6 @@ def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_sa
         "rank 0's part of the snapshot is on its own node only: it arrived damaged at rank 1: its checksum is wrong"
         in said[1][0]
     )
-
-
-def test_a_part_that_a_node_lacks_and_that_arrives_garbled_is_not_loaded(nodes: Nodes) -> None:
-    nodes.run(2, LIGHT, "train", "1", "save")
-    nodes.lose(1)
-
-    with nodes.begin(2, LIGHT, "garble", "1", "load", generation=1) as ranks:
-        ended = ranks.end_of(1)
-
-    assert ended.code == 1
-    assert "rank 1's part of the snapshot arrived damaged from rank 0" in ended.err
 
 
 def test_a_rank_without_room_for_its_record_keeps_step_with_the_others(tmp_path: Path, forker: RankForker) -> None:

@@ -147,23 +147,6 @@ def test_without_munge_the_secret_goes_through_a_shared_home_and_tasks_beside_th
     assert (slurm.home / ".elaunch").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.slow
-def test_two_jobs_of_an_array_share_a_head(slurm: Slurm) -> None:
-    (slurm.home / "meet.sh").write_text(
-        f"{PLACE}touch here.$SLURM_ARRAY_TASK_ID\nuntil [ -e here.0 ] && [ -e here.1 ]; do sleep 0.1; done\n"
-    )
-
-    array = batch_of(
-        slurm, *COMMAND, "-v", "--no-python", "sh", "meet.sh", options=(*TWO, "--array=0-1", "-wnode0,node1")
-    )
-
-    outputs = [Batch(slurm, f"{array.number}_{i}").wait() for i in range(2)]
-    for i, output in enumerate(outputs):
-        assert places(output) == [(0, 2, 0, "node0"), (1, 2, 0, "node1")]
-        assert f"Slurm says: job test-{array.number}_{i}.0" in output
-    assert len({re.findall(r"job's store at (\S+)", output)[0] for output in outputs}) == 2
-
-
 def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
     words = ("--nodes", "2:3", "--gpus", "1", "--cpus", "2", "--time", "5", "--sbatch=--comment=test", *PLAIN)
     submit = (*COMMAND, "submit", "slurm")
@@ -176,26 +159,6 @@ def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
     assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=sh\n#SBATCH --nodes=2-3\n")
     assert [rank for rank, *_ in places(output)] in ([0, 1], [0, 1, 2])
     assert slurm.call(*submit, "--partition", "none", *PLAIN, code=3).startswith("elaunch: sbatch refused the job: ")
-
-
-@pytest.mark.slow
-def test_each_node_of_a_submitted_job_has_all_of_its_roles(slurm: Slurm) -> None:
-    (slurm.home / "role.sh").write_text('echo "role $RANK $ROLE_NAME $ROLE_RANK $ROLE_WORLD_SIZE"\n')
-    words = ("--nodes", "2", "--cpus", "2", "--time", "5", "--roles", "ps=1,trainer=2", "--no-python", "sh", "role.sh")
-
-    told = slurm.call(*COMMAND, "submit", "slurm", *words)
-
-    number = re.findall(r"^submitted as job (\d+)", told, re.MULTILINE)[0]
-    output = Batch(slurm, number).wait()
-    assert sorted(re.findall(r"role (\d) (\w+) (\d) (\d)", output)) == [
-        ("0", "ps", "0", "2"),
-        ("1", "trainer", "0", "4"),
-        ("2", "trainer", "1", "4"),
-        ("3", "ps", "1", "2"),
-        ("4", "trainer", "2", "4"),
-        ("5", "trainer", "3", "4"),
-    ]
-    assert "6 workers on 2 nodes (2 ps, 4 trainer; the job starts" in output
 
 
 @pytest.mark.parametrize("how", ["sbatch", "elaunch submit"])
@@ -351,7 +314,7 @@ def test_a_step_that_is_cancelled_is_killed_and_the_next_one_of_its_job_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["scontrol requeue", "--signal=USR1@20", "--signal=USR2@20"])
+@pytest.mark.parametrize("how", ["scontrol requeue", "--signal=USR1@20"])
 def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how: str) -> None:
     run = Training(slurm.home / how.split()[-1], asks=["hold:forward-0-3-0"])
     program = slurm.home / "train.py"

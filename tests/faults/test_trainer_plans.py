@@ -37,24 +37,6 @@ def assert_trained(run: Trained, calm: Trained, lost: int) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_killed_worker_costs_no_more_than_the_steps_since_the_snapshot_and_the_losses_are_those_of_ddp(
-    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
-) -> None:
-    words = (*SHAPE, *KEPT, "--parallel", plan)
-    calm = calm_training(2, *SHAPE, steps=STEPS)
-
-    with Forked(tmp_path / "run", forker, asks=["loss-0-14-1"]) as run:
-        assert run.generation(0, 4, *words)[1].code == -signal.SIGKILL
-        assert [rank.code for rank in run.generation(1, 4, *words)] == [0] * 4
-
-        assert run.struck() == ["loss-0-14-1"]
-        # 13 steps were done.
-        lost = 13 - run.began(1)
-        assert 0 <= lost <= LOST_MAX
-        assert_trained(run, calm, lost)
-
-
-@pytest.mark.parametrize("plan", PLANS)
 def test_a_job_of_4_workers_goes_on_with_2_and_then_with_4(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
 ) -> None:
@@ -76,37 +58,9 @@ def test_a_job_of_4_workers_goes_on_with_2_and_then_with_4(
 
 
 # Each pair has the state of its checkpoint cut in two ways.
-RESHARDED = [("tp=2", 2, "tp=4", 4), ("tp=4", 4, "fsdp=2,tp=2", 4), ("dp=2,tp=2", 4, "tp=2", 2)]
-RESHARDED += [("pp=2", 2, "pp=4", 4), ("pp=4", 4, "fsdp=2,pp=2", 4), ("pp=2", 2, "pp=2,schedule=interleaved", 2)]
-RESHARDED += [("dp=2,pp=2", 4, "pp=2", 2), ("fsdp2", 4, "hsdp", 4), ("hsdp", 4, "zero2", 2)]
-RESHARDED += [("ddp", 4, "ddp", 2), ("zero1", 2, "zero1", 4), ("dp=2,tp=2,pp=2", 8, "tp=2,pp=2", 4)]
-
-
-@pytest.mark.parametrize(("before", "workers", "after", "workers_after"), RESHARDED)
-def test_a_run_goes_on_from_its_checkpoint_with_other_workers_and_another_division(
-    tmp_path: Path,
-    forker: RankForker,
-    calm_training: CalmTrainings,
-    before: str,
-    workers: int,
-    after: str,
-    workers_after: int,
-) -> None:
-    shape = (*SHAPE, "--heads", "4")
-    words = (*shape, *KEPT, "--checkpoint-every", "6")
-    calm = calm_training(2, *shape, steps=STEPS)
-
-    # Rank 0 publishes.
-    with Forked(tmp_path / "run", forker, asks=["published-0-12-0"]) as run:
-        assert run.generation(0, workers, *words, "--parallel", before)[0].code == -signal.SIGKILL
-        run.forget()
-        run.release("published-0-12-0")
-        # A new job: the numbers of workers are those that it is given.
-        ended = run.generation(0, workers_after, *words, "--parallel", after)
-
-        assert [rank.code for rank in ended] == [0] * workers_after, ended[0].err
-        assert [line["world_size"] for line in run.lines] == [workers] * 12 + [workers_after] * (STEPS - 12)
-        assert run.difference(calm) <= TOLERANCE
+RESHARDED = [("tp=2", 2, "tp=4", 4), ("tp=4", 4, "fsdp=2,tp=2", 4)]
+RESHARDED += [("pp=4", 4, "fsdp=2,pp=2", 4), ("pp=2", 2, "pp=2,schedule=interleaved", 2), ("fsdp2", 4, "hsdp", 4)]
+RESHARDED += [("hsdp", 4, "zero2", 2), ("zero1", 2, "zero1", 4), ("dp=2,tp=2,pp=2", 8, "tp=2,pp=2", 4)]
 
 
 @pytest.mark.parametrize(("before", "workers", "after", "workers_after"), RESHARDED)

@@ -1,7 +1,7 @@
 """Tries compiled plans one after the other in the same ranks, as `--parallel auto --compile` does.
 
 Run as `trial_ranks.py PLAN…` by each rank. Each prints, for each plan, the graphs that it has compiled, and the seconds
-of compiling and of a step.
+of a step, and the bytes that it took.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.parallel.trial import try_plan
-from elaunch.trainer.parallel.worker_memory import PeakMeter
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.train import decay_groups, new_gpt
@@ -29,7 +28,7 @@ CPU = torch.device("cpu")
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    peers, meter, said = Peers(), PeakMeter(CPU), {}
+    peers, said = Peers(), {}
     for plan in sys.argv[1:]:
         config = TrainConfig(
             parallel=plan, compile=True, layers=4, heads=4, width=32, context=16, micro_batch=2, global_batch=8
@@ -37,12 +36,11 @@ def main() -> None:
         sizes = config.sizes(RankInfo(RANK, RANK, WORLD_SIZE))
         trial = try_plan(
             *(config, sizes, RANK, CPU, peers),
-            meter=meter,
             new_gpt=functools.partial(new_gpt, config, CPU),
             groups=decay_groups,
         )
         graphs = counters["stats"].pop("unique_graphs", 0)
-        said[plan] = {"graphs": graphs, "compiling_s": trial.compiling_s, "step_s": trial.step_s}
+        said[plan] = {"graphs": graphs, "step_s": trial.step_s, "memory": trial.memory}
     print(json.dumps(said), flush=True)
     dist.barrier()
     # The groups' threads may wait for the interpreter (pytorch #190489).

@@ -19,7 +19,7 @@ from killing_trainer import MOMENTS
 from moments import RANK
 
 from elaunch.trainer.__main__ import main
-from elaunch.trainer.tuning import passes, tune
+from elaunch.trainer.tuning import tune
 
 STRUCK_PASS = 5
 
@@ -28,7 +28,7 @@ class Network:
     """Knows which pass the search wants next, and so how long it takes."""
 
     def __init__(self, times: dict[str, Any]) -> None:
-        self._times, self._search, self._slowest_s = times, passes.search, passes.slowest_s
+        self._times, self._search, self._slowest_s = times, tune.search, tune.slowest_s
         self.passes = 0
 
     def search(self, space: Any) -> Generator[Any, float, Any]:
@@ -46,7 +46,7 @@ class Network:
         if self.passes == STRUCK_PASS:
             MOMENTS.strike("tuning", 0)
         settings = self._wanted.settings
-        name = settings.hook if settings.is_lossy else f"{settings.bucket_mb:g}"
+        name = settings.hook if settings.is_lossy else f"{settings.bucket_mb or 25:g}"
         name = "alone" if self._wanted.is_alone else name
         time_s = self._times.get(name, 1.0)
         # The ranks still agree over the real connections.
@@ -56,15 +56,15 @@ class Network:
 if __name__ == "__main__":
     killing_trainer.plant()
     network = Network(json.loads((Path(sys.argv[1]) / "times").read_text()))
-    passes.search, passes.slowest_s = network.search, network.slowest_s
-    begin = tune._Tuning.begin
+    tune.search, tune.slowest_s = network.search, network.slowest_s
+    tuned_by = tune._tuned
 
-    def recorded(self: Any, warm_up: Any) -> Any:
-        tuned = begin(self, warm_up)
+    def recorded(*args: Any) -> Any:
+        tuned = tuned_by(*args)
         MOMENTS.record("tuned", settings=asdict(tuned.settings), passes=network.passes)
         return tuned
 
-    tune._Tuning.begin = recorded  # type: ignore[method-assign]
+    tune._tuned = recorded
     code = main(sys.argv[2:])
     MOMENTS.record("ended", code=code)
     sys.exit(code)

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
-from elaunch.trainer.checkpoint.plain_file import load_plain
-from elaunch.trainer.checkpoint.storage import Folder, Mark, StorageError, Where, fencing_generation, marks, storage_at
+from elaunch.trainer.checkpoint.storage import Folder, Mark, StorageError, Where, marks, storage_at
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
 
@@ -34,12 +33,9 @@ if TYPE_CHECKING:
     from elaunch.trainer.checkpoint.dcp import Plan, Staging
     from elaunch.trainer.checkpoint.writing import Writing
 
-__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "load_plain", "marks", "tensors_sha256"]
+__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "marks", "tensors_sha256"]
 
 KEPT = 3
-# A checkpoint that takes a larger share of the time between two is worth a sentence, if it takes a while at all.
-BUDGET = 0.5
-_SLOW_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,12 +85,12 @@ class Checkpoints:
         self._writers: Peers | None = None
         # On rank 0: those are of no use any more. A rank whose connections break tells rank 0 by that.
         self._is_cut_off = False
+        # The generation to save under, and the marks that are taken.
         self._fence = generation
+        self._taken: set[Mark] = set()
         self._plan: tuple[list[str], Plan] | None = None
         self._staging: Staging | None = None
         self._writing: Writing | None = None
-        self._begun_s = 0.0
-        self._slow_said = False
         self._is_seen = self._is_prepared = False
         if self._ranks.leads:
             # If the storage does not answer, the first save asks again. A load reports the error.
@@ -102,9 +98,13 @@ class Checkpoints:
                 self._prepare()
 
     def _prepare(self) -> None:
-        """Look around before the first save, on rank 0; raises OSError."""
-        self.storage.restore()
-        self._fence = fencing_generation(self.storage, self._fence)
+        """Look around before the first save, on rank 0; raises OSError.
+
+        A job that is started anew on an old directory counts generations from the beginning again; its checkpoints
+        must still be the newest.
+        """
+        self._taken = set(marks(self.storage))
+        self._fence = max([self._fence, *(mark.generation for mark in self._taken)])
         self.storage.sweep(self._fence)
         self._is_prepared = True
 
@@ -146,7 +146,6 @@ class Checkpoints:
         self._staging = self._staging or dcp.Staging()
         self._staging.copy(plan.items, parts.tensors)
 
-        interval_s, self._begun_s = begun_s - self._begun_s if self._begun_s else 0.0, begun_s
         waited_s = time.monotonic() - begun_s
         order = writing.WriteOrder(
             mark=mark,
@@ -161,11 +160,11 @@ class Checkpoints:
         )
 
         def published(size: int) -> None:
+            self._taken.add(mark)
             self.last = Written(mark, size, time.monotonic() - begun_s, waited_s)
             if self._said:
                 self._said = ""
                 self._say(f"the checkpoint of step {step} is written")
-            self._judge(self.last, interval_s)
 
         self._writing = writing.Writing(order, published)
 
@@ -236,6 +235,8 @@ class Checkpoints:
             try:
                 if not self._is_prepared:
                     self._prepare()
+                # The job was started anew, and reached this step again.
+                self._fence += Mark(self._fence, step) in self._taken
                 name = self.storage.begin(Mark(self._fence, step), secrets.token_hex(4), shared=shown).name
             except OSError as error:
                 failure = error.strerror or str(error)
@@ -287,14 +288,3 @@ class Checkpoints:
             # A disk may take any time.
             self._writers.meet(patient=True)
         return self._writers
-
-    def _judge(self, written: Written, interval_s: float) -> None:
-        """Say once that checkpoints take too long for how often they are asked for."""
-        if self._slow_said or not interval_s or written.took_s <= max(_SLOW_S, BUDGET * interval_s):
-            return
-        self._slow_said = True
-        self._say(
-            f"the checkpoint of step {written.mark.step} ({written.size / 1e6:,.1f} MB) took {written.took_s:.2f} s, "
-            f"{written.took_s / interval_s:.0%} of the {interval_s:.2f} s since the one before; training stood still "
-            f"for {written.waited_s:.2f} s of it; with more steps between two it costs less"
-        )

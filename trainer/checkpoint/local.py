@@ -20,9 +20,8 @@ from elaunch.trainer.checkpoint.storage import MANIFEST, NOTE_BYTES_MAX, Folder,
 from elaunch.trainer.files import open_regular, read_regular, sync_directory, write_durably
 
 CORRUPT_SUFFIX = ".corrupt"
-_HIDDEN = re.compile(r"\.(generation-(\d+)-step-\d+)\.\w+\.(?:writing|old|replaced)")
+_HIDDEN = re.compile(r"\.generation-(\d+)-step-\d+\.")
 _OLD = ".old"
-_REPLACED = ".replaced"
 # After the rename a rank can add only the one file that it is just opening: it no longer finds the folder.
 _TRIES_MAX = 5
 
@@ -130,20 +129,10 @@ class LocalStorage:
         path.rename(old)
         shutil.rmtree(old)
 
-    def restore(self) -> None:
-        # The writer was killed before the one in their place had the name.
-        for path in self.directory.glob(f".generation-*{_REPLACED}"):
-            if (match := _HIDDEN.fullmatch(path.name)) and not path.with_name(match[1]).exists():
-                with contextlib.suppress(OSError):
-                    path.rename(path.with_name(match[1]))
-
     def sweep(self, generation: int) -> None:
         for path in self.directory.glob(".generation-*"):
-            match = _HIDDEN.fullmatch(path.name)
-            if match is None or int(match[2]) > generation:
-                continue
-            # One that could not have its name back is a checkpoint still.
-            if not path.name.endswith(_REPLACED) or path.with_name(match[1]).exists():
+            match = _HIDDEN.match(path.name)
+            if match is not None and int(match[1]) <= generation:
                 shutil.rmtree(path, ignore_errors=True)
 
     def require_writable(self) -> None:
@@ -175,24 +164,10 @@ def hidden(directory: Path, mark: Mark, nonce: str) -> Path:
     return directory / f".{mark.folder_name}.{nonce}.writing"
 
 
-def publish(folder: Path, mark: Mark) -> Path:
-    """Give the sealed `folder` its final name, durably, in place of what may have it; raises OSError."""
-    final = folder.with_name(mark.folder_name)
-    replaced = None
-    if final.exists():
-        # The same generation and step: the job was started anew, and reached this step again.
-        replaced = final.rename(final.with_name(f".{final.name}.{os.getpid()}{_REPLACED}"))
-    try:
-        folder.rename(final)
-    except OSError:
-        if replaced is not None:
-            with contextlib.suppress(OSError):
-                replaced.rename(final)
-        raise
-    sync_directory(final.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
-    return final
+def publish(folder: Path, mark: Mark) -> None:
+    """Give the sealed `folder` its final name, durably; raises OSError, also where there is one of that name."""
+    folder.rename(folder.with_name(mark.folder_name))
+    sync_directory(folder.parent)
 
 
 def _path(folder: Folder) -> Path:

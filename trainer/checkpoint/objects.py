@@ -1,8 +1,8 @@
 """Checkpoints in an object store, or whatever else fsspec reaches: published without a rename.
 
-A checkpoint is all objects below `generation-GGGG-step-SSSSSSSS.AAAA-NNNNNNNN/`. AAAA counts the attempts to write
-below this URL, and N is random: no two writers ever name the same object. `manifest.json` is written last, when all
-that it lists has been seen to be there, and it is deleted first. Objects without it are no checkpoint.
+A checkpoint is all objects below `generation-GGGG-step-SSSSSSSS.NNNNNNNN/`. N is random: no two writers ever name the
+same object. `manifest.json` is written last, when all that it lists has been seen to be there, and it is deleted first.
+Objects without it are no checkpoint.
 
 One thing is taken for granted: the store finds an object by its name as soon as it has been written (S3, GCS, Azure and
 MinIO do). A listing may lag. fsspec, which is optional, and a file system's own package are imported for a URL alone.
@@ -39,7 +39,7 @@ from elaunch.trainer.files import require_size
 _SET_ASIDE = "manifest.corrupt.json"
 # There while several ranks make sure that all see the same store.
 _BEGUN = "begun"
-_ATTEMPT = re.compile(r"(generation-\d+-step-\d+)\.(\d+)-[0-9a-f]+")
+_ATTEMPT = re.compile(r"(generation-\d+-step-\d+)\.[0-9a-f]+")
 # In these a folder is a part of a name; making one may even make a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
 _READ_AHEAD_BYTES = 8 << 20
@@ -124,11 +124,6 @@ class ObjectFolder:
     def name(self) -> str:
         return self._name
 
-    @property
-    def attempt(self) -> int:
-        match = _ATTEMPT.fullmatch(self._name)
-        return int(match[2]) if match else 0
-
     def is_there(self) -> bool:
         return self.has(MANIFEST) or self.has(_BEGUN)
 
@@ -153,11 +148,8 @@ class ObjectFolder:
     def open(self, name: str) -> Iterator[IO[bytes]]:
         with self._storage.errors():
             self._storage.system.invalidate_cache()
-            file = self._storage.system.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
-        try:
-            yield cast(IO[bytes], _Told(file, self._storage))
-        finally:
-            file.close()
+            with self._storage.system.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES) as file:
+                yield file
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
@@ -166,15 +158,14 @@ class ObjectFolder:
         with self._storage.errors():
             self._storage.make_folder(self._name)
             file = self._storage.system.open(path, "wb")
-        try:
-            yield cast(IO[bytes], _Told(file, self._storage))
-        except BaseException:
-            # Closing it would make an object of what there is.
-            with contextlib.suppress(Exception):
-                file.discard()
-                file.closed = True
-            raise
-        with self._storage.errors():
+            try:
+                yield file
+            except BaseException:
+                # Closing it would make an object of what there is.
+                with contextlib.suppress(Exception):
+                    file.discard()
+                    file.closed = True
+                raise
             file.close()
 
     def write(self, name: str, content: bytes) -> None:
@@ -199,7 +190,6 @@ class ObjectStorage:
 
     def __init__(self, url: Url) -> None:
         self._url = url
-        self._attempt = 0
         self._recalled: list[tuple[Mark, Folder]] | None = None
 
     def __str__(self) -> str:
@@ -220,8 +210,7 @@ class ObjectStorage:
         return ObjectFolder(self, name)
 
     def begin(self, mark: Mark, nonce: str, *, shared: bool) -> ObjectFolder:
-        self._attempt += 1
-        folder = self.folder(f"{mark.folder_name}.{self._attempt:04d}-{nonce}")
+        folder = self.folder(f"{mark.folder_name}.{nonce}")
         if shared:
             folder.write(_BEGUN, b"")
         return folder
@@ -234,11 +223,6 @@ class ObjectStorage:
                 why = f"{name} {there} after {length} were written; another start may have cleaned it up"
                 raise StorageError(None, why, str(self))
         mine.write(MANIFEST, manifest.to_bytes())
-        # The same step, computed again by a job that was started anew. What cannot be listed now goes with its step.
-        with contextlib.suppress(OSError):
-            for mark, each in self._attempts():
-                if mark == manifest.mark and each.attempt < mine.attempt:
-                    self.abandon(each)
 
     def abandon(self, folder: Folder) -> None:
         with contextlib.suppress(OSError):
@@ -258,9 +242,6 @@ class ObjectStorage:
         with self.errors(), contextlib.suppress(FileNotFoundError):
             self.system.invalidate_cache()
             self.system.rm(f"{self.root}/{folder.name}", recursive=True)
-
-    def restore(self) -> None:
-        """Nothing is ever without its name."""
 
     def sweep(self, generation: int) -> None:
         for mark, folder in self._attempts():
@@ -348,36 +329,7 @@ class ObjectStorage:
             mark = Mark.of(PurePath(match[1])) if match else None
             if mark is not None:
                 begun.append((mark, self.folder(name)))
-        self._attempt = max([self._attempt, *(folder.attempt for _, folder in begun)])
-        return sorted(begun, key=lambda each: (each[0], each[1].attempt, each[1].name))
-
-
-class _Told:
-    """fsspec's file, whose errors are the storage's."""
-
-    def __init__(self, file: Any, storage: ObjectStorage) -> None:
-        self._file, self._storage = file, storage
-
-    def write(self, content: bytes | memoryview) -> int:
-        with self._storage.errors():
-            return int(self._file.write(content))
-
-    def read(self, size: int = -1) -> bytes:
-        with self._storage.errors():
-            return bytes(self._file.read(size))
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def flush(self) -> None:
-        with self._storage.errors():
-            self._file.flush()
-
-    def fileno(self) -> int:
-        return int(self._file.fileno())
+        return sorted(begun, key=lambda each: (each[0], each[1].name))
 
 
 def connect(url: Url) -> tuple[Any, str]:

@@ -155,7 +155,7 @@ class Storage(Protocol):
         """A place for the files of `mark` that no other writer has; not published. `shared`: other ranks write too."""
 
     def publish(self, folder: Folder, manifest: Manifest) -> None:
-        """Make it one of the checkpoints in one moment, in place of another one of the same mark."""
+        """Make it one of the checkpoints in one moment; no other one has that mark."""
 
     def abandon(self, folder: Folder) -> None:
         """Delete what `begin` began; nothing is raised."""
@@ -165,9 +165,6 @@ class Storage(Protocol):
 
     def discard(self, folder: Folder) -> None:
         """Delete a checkpoint; killed in between, it leaves none that looks whole."""
-
-    def restore(self) -> None:
-        """Publish again what a killed writer was about to replace."""
 
     def sweep(self, generation: int) -> None:
         """Delete what killed writers of this and earlier generations left; a newer group's may be in the making."""
@@ -220,15 +217,6 @@ def marks(where: Where) -> list[Mark]:
     return [mark for mark, _ in found(where)]
 
 
-def fencing_generation(storage: Storage, generation: int) -> int:
-    """The generation to save under: this group's, but never below one already there.
-
-    A job that is started anew on an old directory counts generations from the beginning again; its checkpoints must
-    still be the newest.
-    """
-    return max([generation, *(mark.generation for mark in marks(storage))])
-
-
 def read_manifest(folder: Folder) -> Manifest:
     """The manifest in `folder`.
 
@@ -238,7 +226,7 @@ def read_manifest(folder: Folder) -> Manifest:
         manifest = Manifest.from_bytes(folder.read(MANIFEST, MANIFEST_BYTES_MAX))
     except FileNotFoundError as error:
         raise Corrupt(f"its {MANIFEST} is missing or torn") from error
-    # An object store has the attempt behind the mark.
+    # In an object store a random number is behind the mark.
     if folder.name.partition(".")[0] != manifest.mark.folder_name:
         raise Corrupt(f"its {MANIFEST} is that of {manifest.mark.folder_name}")
     return manifest

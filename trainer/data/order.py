@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 _ROUNDS = 4
 _MASK_64 = 2**64 - 1
 
-Tail: TypeAlias = Literal["carry", "drop", "short"]
+Tail: TypeAlias = Literal["carry", "drop"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Micro:
     """A micro-batch as one rank computes it.
 
     `number` is its index in the step, 0…M-1, or -1 for a filler (`Order.even`). `samples` are the ids in order; empty
-    for a filler, and in a short last step with fewer samples than micro-batches. Multiply its mean loss by `weight`.
+    for a filler. Multiply its mean loss by `weight`.
     `key` seeds everything random in it. `is_last` marks the rank's last micro-batch of the step: only its backward sums
     gradients over the ranks.
     """
@@ -42,25 +42,23 @@ class Micro:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of a job's data: `size` samples per epoch, or None for a stream that does not end.
+    """The order of a job's data: `size` samples per epoch.
 
     Steps count from 1, and each trains on `global_batch` samples in M = `global_batch / micro_batch` micro-batches.
-    Every sample is drawn once per epoch. `shuffle` mixes the whole epoch or, with `block`, each `block` consecutive
-    samples: for streams, and for files that are read faster in their own order. `tail` says what happens if
-    `global_batch` does not divide `size`. "carry": the step continues into the next epoch, so every step has
-    `global_batch` samples. "drop": the rest is left out, another rest in each epoch. "short": the last step is smaller.
-    `even` gives all ranks the same number of forward passes, the surplus ones with weight 0. Models with a collective
-    forward pass (FSDP, SyncBatchNorm) need it if the world size does not divide M. An object takes a few hundred bytes,
-    and any step is computed at once. Raises ValueError with one sentence for values that contradict each other.
+    Every sample is drawn once per epoch, mixed unless `shuffle` is False. `tail` says what happens if `global_batch`
+    does not divide `size`. "carry": the step continues into the next epoch. "drop": the rest is left out, another rest
+    in each epoch. `even` gives all ranks the same number of forward passes, the surplus ones with weight 0. Models with
+    a collective forward pass (FSDP, SyncBatchNorm) need it if the world size does not divide M. An object takes a few
+    hundred bytes, and any step is computed at once. Raises ValueError with one sentence for values that contradict each
+    other.
     """
 
-    size: int | None
+    size: int
     _: KW_ONLY
     global_batch: int
     micro_batch: int
     seed: int = 0
     shuffle: bool = True
-    block: int | None = None
     tail: Tail = "carry"
     even: bool = False
 
@@ -77,25 +75,17 @@ class Order:
 
         Position p is sample number `p % size`, in drawing order, of epoch `p // size`.
         """
-        first, count = self._first(step), self._count(step)
+        first = self._first(step)
         if micro is None:
-            return range(first, first + count)
+            return range(first, first + self.global_batch)
         if not 0 <= micro < self.micro_batches:
             raise ValueError(f"micro-batch {micro} is not one of a step's {self.micro_batches}, which count from 0")
-        # Exactly `micro_batch` samples each, except in a short last step, which spreads its samples evenly.
-        return range(*(first + count * number // self.micro_batches for number in (micro, micro + 1)))
+        return range(first + self.micro_batch * micro, first + self.micro_batch * (micro + 1))
 
     def sample(self, position: int) -> int:
-        """The id of the sample at that position: an index into the dataset, or into the stream."""
-        epoch, index = (0, position) if self.size is None else divmod(position, self.size)
-        if not self.shuffle:
-            return index
-        if self.block is None:
-            assert self.size is not None
-            return permuted(index, self.size, key_of(self.seed, epoch))
-        number, within = divmod(index, self.block)
-        length = self.block if self.size is None else min(self.block, self.size - number * self.block)
-        return number * self.block + permuted(within, length, key_of(key_of(self.seed, epoch), number))
+        """The id of the sample at that position: an index into the dataset."""
+        epoch, index = divmod(position, self.size)
+        return permuted(index, self.size, key_of(self.seed, epoch)) if self.shuffle else index
 
     def samples(self, step: int, micro: int) -> tuple[int, ...]:
         """The ids of one micro-batch of step 1, 2, …"""
@@ -122,18 +112,13 @@ class Order:
             raise ValueError(f"rank {rank} is not one of {world_size}, which count from 0")
         return range(many * rank // world_size, many * (rank + 1) // world_size)
 
-    def weight(self, world_size: int, *, step: int | None = None, micro: int | None = None) -> float:
+    def weight(self, world_size: int) -> float:
         """The factor for a micro-batch's mean loss before backward.
 
         Every rank sums the gradients of its share, and DDP and FSDP take the mean over ranks. With these weights the
-        result is the gradient of the mean loss over all samples of the step. With tail "short" the weight depends on
-        step and micro-batch.
+        result is the gradient of the mean loss over all samples of the step.
         """
-        if self.tail != "short":
-            return world_size / self.micro_batches
-        if step is None or micro is None:
-            raise ValueError('with tail="short" micro-batches differ in weight; say which one, or use parts()')
-        return world_size * len(self.span(step, micro)) / self._count(step)
+        return world_size / self.micro_batches
 
     def key(self, step: int, micro: int) -> int:
         """64 bits that seed everything random in a micro-batch (dropout), the same at any world size."""
@@ -146,7 +131,7 @@ class Order:
             Micro(
                 number=micro,
                 samples=() if micro < 0 else self.samples(step, micro),
-                weight=0.0 if micro < 0 else self.weight(world_size, step=step, micro=micro),
+                weight=0.0 if micro < 0 else self.weight(world_size),
                 key=self.key(step, micro),
                 is_last=index == len(places) - 1,
             )
@@ -158,22 +143,21 @@ class Order:
         return BatchSampler(self, self._places(rank, world_size), after, until)
 
     def loaded(self, step: int, micro: int) -> range:
-        """The positions that are loaded for a micro-batch: its own, or one of the step's last if it has none.
+        """The positions that are loaded for a micro-batch: its own, or one of the step's last for a filler.
 
         Every rank must compute something to meet the others in their collectives; the weight 0 removes its effect.
         """
-        own = self.span(step, micro) if micro >= 0 else range(0)
-        return own or self.span(step, self.micro_batches - 1)[:1]
+        return self.span(step, micro) if micro >= 0 else self.span(step, self.micro_batches - 1)[:1]
 
     def steps(self, epochs: int) -> int:
         """The step that completes so many epochs."""
-        size = self._finite("epochs")
-        per_epoch = self._steps_per_epoch(size)
-        return -(-epochs * size // self.global_batch) if per_epoch is None else epochs * per_epoch
+        if self.tail == "drop":
+            return epochs * (self.size // self.global_batch)
+        return -(-epochs * self.size // self.global_batch)
 
     def epoch(self, step: int) -> int:
         """The epoch, from 0, of the first sample of `step`."""
-        return self._first(step) // self._finite("epochs")
+        return self._first(step) // self.size
 
     def _places(self, rank: int, world_size: int) -> tuple[int, ...]:
         """The numbers of the micro-batches that `rank` computes, with -1 for each filler."""
@@ -184,27 +168,10 @@ class Order:
     def _first(self, step: int) -> int:
         if step < 1:
             raise ValueError(f"step {step} does not exist; steps count from 1")
-        per_epoch = None if self.size is None else self._steps_per_epoch(self.size)
-        if self.size is None or per_epoch is None:
-            return (step - 1) * self.global_batch
-        epoch, before = divmod(step - 1, per_epoch)
-        return epoch * self.size + before * self.global_batch
-
-    def _count(self, step: int) -> int:
-        if self.size is None or self.tail != "short":
-            return self.global_batch
-        return min(self.global_batch, self.size - self._first(step) % self.size)
-
-    def _steps_per_epoch(self, size: int) -> int | None:
-        """Steps of one epoch; None if epochs do not begin with a step."""
         if self.tail == "carry":
-            return None
-        return size // self.global_batch if self.tail == "drop" else -(-size // self.global_batch)
-
-    def _finite(self, what: str) -> int:
-        if self.size is None:
-            raise ValueError(f"a stream without a size has no {what}; give Order its size")
-        return self.size
+            return (step - 1) * self.global_batch
+        epoch, before = divmod(step - 1, self.size // self.global_batch)
+        return epoch * self.size + before * self.global_batch
 
 
 class Samples(list[int]):
@@ -279,24 +246,18 @@ def _mix(word: int) -> int:
 
 
 def _check(order: Order) -> None:
-    size, batch, micro, block = order.size, order.global_batch, order.micro_batch, order.block
-    for name, number in (("size", size), ("global_batch", batch), ("micro_batch", micro), ("block", block)):
-        if number is not None and number < 1:
+    size, batch, micro = order.size, order.global_batch, order.micro_batch
+    for name, number in (("size", size), ("global_batch", batch), ("micro_batch", micro)):
+        if number < 1:
             raise ValueError(f"{name} ({number}) must be at least 1")
     if batch % micro:
         raise ValueError(
             f"global_batch ({batch}) is not a multiple of micro_batch ({micro}); use micro_batch "
             f"{fitting_micro_batch(batch, micro)} or global_batch {-(-batch // micro) * micro}"
         )
-    if order.tail not in ("carry", "drop", "short"):
-        raise ValueError(f'tail ({order.tail!r}) must be "carry", "drop" or "short"')
-    if size is None and order.tail != "carry":
-        raise ValueError(f'a stream without a size has no tail to treat as "{order.tail}"; give its size')
-    if size is None and order.shuffle and block is None:
-        raise ValueError("a stream without a size cannot be shuffled as a whole; give block=N, or shuffle=False")
-    if block is not None and not order.shuffle:
-        raise ValueError(f"block ({block}) says how to shuffle, but shuffle is False; leave one out")
-    if size is not None and order.tail == "drop" and size < batch:
+    if order.tail not in ("carry", "drop"):
+        raise ValueError(f'tail ({order.tail!r}) must be "carry" or "drop"')
+    if order.tail == "drop" and size < batch:
         raise ValueError(f'with tail="drop" a size of {size} has no step of {batch} samples; use a smaller one')
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from elaunch.trainer.data.batches import (
     changed_by_program,
     first_iterator,
     generator_states,
-    own_of,
     own_states_of,
     require_drawable_again,
     require_skippable,
@@ -80,11 +79,8 @@ class EpochOrder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over another process's states."""
-        now = state["now"]
-        self._loader, self._began, self._changed = None, state["began"], state.get("changed", {})
-        self._epoch = state.get("epoch", 0)
-        # An earlier release kept the loader's generator alone.
-        self._now = own_of({"loader": now}) if isinstance(now, Tensor) else now
+        self._loader, self._began, self._changed = None, state["began"], state["changed"]
+        self._epoch, self._now = state["epoch"], state["now"]
 
 
 class KeptEpochs:

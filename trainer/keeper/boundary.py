@@ -1,14 +1,135 @@
-"""Requests to stop: noted when they arrive, and obeyed by all ranks after the same step."""
+"""Between two steps all ranks obey requests to stop, after the same step, and make the copies that are due."""
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import FrameType, TracebackType
+from typing import Any
 
-from elaunch.trainer.keeper.stop import StopRequest
+from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.guarded_state import GuardedState
+from elaunch.trainer.keeper.sync_schedule import Looks, Pace
+from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A scheduler signals every process of a job, and the agent forwards its own signal: one request may arrive twice.
+_SAME_WISH_S = 1.0
+
+
+class StopRequest:
+    """Within the `with` block the first signal is only noted, in `signum` (0 until then).
+
+    Each rank may get the signal in another step, so no rank acts alone: the ranks combine their notes and stop
+    together, by SystemExit. If the block ends in another way, the signal is raised again for the handler that is active
+    then. After an exception it is raised only if a Python handler gets it: otherwise it would end the process before
+    the exception is reported. With several blocks in one program each notes the signal: any of them may have the loop
+    that runs. `clock_s` is the time (monotonic); `end` is how a later signal ends the process.
+    """
+
+    def __init__(
+        self,
+        clock_s: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] | None = None,
+        signals: Sequence[signal.Signals] = SIGNALS,
+    ) -> None:
+        self.signum = 0
+        self._pid = os.getpid()
+        self._signals = signals
+        self._before: dict[int, Any] = {}
+        self._noted_s = 0.0
+        self._is_over = False
+        self._clock_s = clock_s
+        self._end = end or self._end_at_once
+
+    def __enter__(self) -> StopRequest:
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        if self._before:
+            _entered().append(self)
+        return self
+
+    def install(self) -> None:
+        """Take the signals again, if a library has put its own handlers in place since the block was entered."""
+        for number in self._before:
+            if _request_of(signal.getsignal(number)) is None:
+                signal.signal(number, self._note)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._is_over = True
+        if self._before:
+            _entered().remove(self)
+        for number in self._before:
+            # If another request has this signal, it gives it back when it is left.
+            if _request_of(signal.getsignal(number)) in (self, None):
+                self._give_back(number)
+        if not self.signum or isinstance(error, SystemExit) or self._is_noted_elsewhere():
+            return
+        if error is None or callable(signal.getsignal(self.signum)):
+            signal.raise_signal(self.signum)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked child has inherited this handler, and the signal asks the child to end.
+            self._end_at_once(signum)
+            return
+        if self._is_over:
+            # A library has put back what it found when it began.
+            self._give_back(signum)
+            signal.raise_signal(signum)
+            return
+        now_s = self._clock_s()
+        if self.signum and now_s - self._noted_s > _SAME_WISH_S:
+            self._end(signum)
+        for request in (self, *_entered()):
+            if not request.signum:
+                request.signum, request._noted_s = signum, now_s
+
+    def _is_noted_elsewhere(self) -> bool:
+        """Whether another request of this process has the signal now, and has noted it already."""
+        other = _request_of(signal.getsignal(self.signum))
+        return other is not None and not other._is_over and bool(other.signum)
+
+    def _give_back(self, signum: int) -> None:
+        handler = self._before.get(signum)
+        while (request := _request_of(handler)) is not None and request._is_over:
+            handler = request._before.get(signum)
+        # None: the handler was not installed by Python.
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+    def _end_at_once(self, signum: int) -> None:
+        for number in self._signals:
+            signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+
+@functools.cache
+def _entered() -> list[StopRequest]:
+    """Those of this process that have signals, and whose blocks are not left."""
+    return []
+
+
+def _request_of(handler: object) -> StopRequest | None:
+    """The request whose handler this is; None if it is another one."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopRequest) else None
+
+
+def free_signals() -> list[signal.Signals]:
+    """The signals that ask for a stop. SIGUSR1 and SIGUSR2, which schedulers send before they kill, do if unhandled."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    notices = (signal.SIGUSR1, signal.SIGUSR2)
+    return [*SIGNALS, *(notice for notice in notices if signal.getsignal(notice) is signal.SIG_DFL)]
+
 
 # The way out for ranks that have different numbers of batches.
 EVEN = (
@@ -133,3 +254,104 @@ class Boundary:
                 return Wish.INTERRUPT
             case _:
                 return Wish.LEAVE
+
+
+class LookAround:
+    """The looks of one training, from the restored step on. A pace decides when snapshots are due.
+
+    A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after
+    each multiple of these and of `verify_every`. A process without peers looks after each step.
+    """
+
+    def __init__(
+        self,
+        boundary: Boundary,
+        state: GuardedState,
+        copies: Copies,
+        verification: Verification,
+        checkpoint_every: int,
+        verify_every: int | None,
+    ) -> None:
+        self._boundary, self._state, self._copies = boundary, state, copies
+        self._verification, self._pace = verification, Pace(copies.snapshot_every, state.version.step)
+        self._checkpoint_every, self._total = checkpoint_every, 0
+        # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
+        self._checkpointed = copies.disk.found
+        multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
+        self._looks = Looks(None if boundary.has_peers else 1, state.version.step, multiples)
+
+    def begin(self, total: int) -> None:
+        """A loop up to step `total` begins: what came between it and the loop before is not the time of a step."""
+        self._total = total
+        self._looks.leave(self._state.version.step, time.monotonic())
+
+    def is_now(self) -> bool:
+        """Whether the ranks look at this boundary. To be asked once at each; the same on all ranks."""
+        is_agreed = self._looks.reached(self._state.version.step, time.monotonic())
+        return is_agreed or self._state.has_failed_copy
+
+    def is_next(self) -> bool:
+        """Whether the ranks look after the step that is under way, or their loop ends with it.
+
+        A process that is alone looks after each step, and mostly makes no copy.
+        """
+        step = self._state.next_version.step
+        return 0 < self._total <= step or (self._boundary.has_peers and step >= self._looks.next)
+
+    def look(self) -> Wish:
+        """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""
+        step = self._state.version.step
+        if self._looks.steps:
+            self._pace.step_took(self._looks.step_s, self._looks.steps)
+        is_due = self._is_due(step)
+        snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
+        wanted = self._looks.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))
+        agreed = self._ask(wanted, snapshot=snapshot)
+        if agreed.wish:
+            return agreed.wish
+        if agreed.snapshot and step:
+            begun_s = time.monotonic()
+            self._state.snapshot()
+            self._pace.snapshot_took(step, time.monotonic() - begun_s)
+            self._state.copies_next |= self._copies.copies_after_snapshot
+        self._copies.disk.look()
+        if step // self._checkpoint_every > self._checkpointed // self._checkpoint_every:
+            self._checkpointed = step
+            self._state.require_checked()
+            self._copies.checkpoint(self._state.version)
+        self._looks.agreed(step, agreed.steps)
+        self._looks.leave(step, time.monotonic())
+        return Wish.NONE
+
+    def wish(self) -> Wish:
+        """Why all ranks stop now, at a place between looks that is the same on all of them. Collective."""
+        return self._ask(1, snapshot=False).wish
+
+    def _ask(self, steps: int, *, snapshot: bool) -> Agreed:
+        copies = self._copies.steps
+        copy = copies.wants(self._state.version.step + 1)
+        agreed = self._boundary.agreed(Wants(steps, snapshot, copy, copies.every == 1, self._total))
+        self._state.copies_next, self._state.copies_each = agreed.copy, agreed.copies
+        self._state.has_failed_copy = False
+        return agreed
+
+    def _is_due(self, step: int) -> bool:
+        """Whether this rank wants a snapshot. A given distance holds between copies too; else copies are enough."""
+        copied = self._copies.copied_step
+        if self._pace.is_fixed:
+            if copied:
+                self._pace.covered(copied)
+            return self._pace.is_due(step)
+        return not copied and (not self._copies.paces or self._pace.is_due(step))
+
+    def _due(self, step: int, *, has_snapshot: bool, is_refused: bool) -> Iterator[int]:
+        """The steps after which this rank has something to do that must not wait for a later look."""
+        if self._copies.steps.is_off:
+            # There are snapshots at comparisons only, which are after multiples.
+            return
+        if is_refused:
+            yield step + 1
+        elif self._copies.paces and self._pace.is_fixed:
+            yield self._pace.due_after(step, is_taken=has_snapshot)
+        if (next_copy := self._copies.steps.look_after(step)) is not None:
+            yield next_copy

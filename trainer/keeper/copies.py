@@ -217,6 +217,10 @@ class Copies:
             self._keep(version)
         return self._own.is_replaced and self._peers.world_size > 1
 
+    def put_down_changed(self, version: Version) -> None:
+        """Store this rank's own state once more if the backward pass has changed buffers."""
+        self._own.put_down_changed(version)
+
     def random_of(self, version: Version) -> State:
         """The generators' states at the end of that step."""
         random: State = self._own.of(version)["random"]

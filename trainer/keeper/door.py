@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,14 +17,64 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from elaunch.trainer import link
-from elaunch.trainer.keeper.looks import WITHIN_S
 from elaunch.trainer.keeper.rehearsal import digest, named
+from elaunch.trainer.keeper.sync_schedule import WITHIN_S
 from elaunch.trainer.keeper.unkept import NODES_MAX, Unkept, is_a, memory_of, reach
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.digests import digests
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State, equal, is_shard, several, some
+from elaunch.trainer.state.tree import State, digests, equal, is_shard, several, some
+
+
+@contextlib.contextmanager
+def entered(name: str, memory: str, checkpoints: str) -> Iterator[None]:
+    """Hold `name` and `checkpoints` in the block, and also after it if it ends without an error.
+
+    The copies of a name are in `memory`; without one it is free after the block. Raises ValueError if this process
+    holds one of them.
+    """
+    # With the process: a forked child does not hold what its parent does. And a restart is another program.
+    program = os.getpid(), os.environ.get("ELAUNCH_GENERATION", "")
+    keys = [(*program, f"named {name!r}", memory)]
+    keys += [(*program, f"with checkpoints={checkpoints!r}", "")] if checkpoints else []
+    for key in keys:
+        if _held().get(key) == "left":
+            raise ValueError(
+                f"a Keeper {key[2]} has ended in this program, and this one would go on from its last state: give each "
+                "training (a phase, a fold) its own name= and checkpoints=. Two loops of one training belong into one "
+                "`with` block"
+            )
+        if key in _held():
+            raise ValueError(
+                f"a Keeper {key[2]} is entered already, and both would write to the same copies; give each Keeper of a "
+                "program its own name= and checkpoints= (or one Keeper all of it: Keeper([model, other], [optimizer, "
+                "its_optimizer]))"
+            )
+    _held().update(dict.fromkeys(keys, "entered"))
+    try:
+        yield
+    except BaseException:
+        # The program may catch this and try the same training again.
+        for key in keys:
+            del _held()[key]
+        raise
+    for key in keys:
+        _held()[key] = "left"
+    if not memory:
+        del _held()[keys[0]]
+
+
+def is_alone() -> bool:
+    """Whether one Keeper is entered, and no other."""
+    names = [key for key, how in _held().items() if how == "entered" and key[2].startswith("named")]
+    return len(names) == 1
+
+
+@functools.cache
+def _held() -> dict[tuple[int, str, str, str], str]:
+    """Whether each is "entered" or "left"."""
+    return {}
+
 
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
@@ -52,6 +104,7 @@ _STATISTICS = (
     f"These are averages of each rank's own statistics, and {_COST}. Convert the model by "
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or call update_bn after the training"
 )
+_FLAGS = f"Freeze the same parameters on all ranks: {_COST} flags, and gradients are summed only where all have one"
 _IN_A_BUFFER = f"It must be the same on all ranks: {_COST}. A buffer (register_buffer) is each rank's own"
 _ONE_MODEL = (
     f"The ranks train one model: {_COST}. Seed all ranks alike before the model is made, load weights on all of them, "
@@ -285,6 +338,7 @@ class Door:
                 which, whose = some(f"`{name}`" for name in names), first[names[0]][0]
                 way_out = _EACH_ITS_OWN if is_own else _ONE_MODEL
                 way_out = _STATISTICS if names[0].startswith("extra") and ".running_" in names[0] else way_out
+                way_out = _FLAGS if names[0].startswith("requires_grad") else way_out
                 way_out = _IN_A_BUFFER if names[0].startswith("attribute ") else way_out
                 return f"{which} of rank {rank} differs from rank {whose}'s{when}. {way_out}"
         return ""
@@ -295,8 +349,10 @@ class Door:
         # FSDP1's parts have no type of their own.
         has_parts = is_fsdp1(training.model)
         # Later `verify_every` compares the weights.
-        weights = () if has_parts or self._looks > _LOOKS else training.model.named_parameters()
+        weights = () if has_parts or self._looks > _LOOKS else [*training.model.named_parameters()]
         seen = [(name, one) for name, one in weights if not is_shard(one) and (one.requires_grad or not is_later)]
+        # DDP and FSDP reduce in the order of those that need a gradient.
+        yield from ((f"requires_grad of {name}", "False") for name, one in weights if not one.requires_grad)
         live = {name: one.detach() for name, one in seen}
         for name, number in digests(live).items():
             yield name, f"{number:x} {live[name].shape} {live[name].dtype}"

@@ -2,23 +2,75 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from torch import nn
 
 from elaunch.trainer import link
-from elaunch.trainer.keeper.boundary import Wish
 from elaunch.trainer.keeper.copies import Copies
-from elaunch.trainer.keeper.left_gradients import LeftGradients
+from elaunch.trainer.keeper.hooks import LeftGradients
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.keeper.rehearsal import Rehearsal
+from elaunch.trainer.ranks.group_status import GroupStatus, contradictions, has_nccl
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
+# NCCL's watchdog waits for a minute (four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC) before it ends the process.
+_LOOK_S = 1.0
+
+
+class GroupWatch:
+    """Within the `with` block a thread asks `status` once a second, and calls `save` when a collective has failed.
+
+    There is no thread if no group has a status. With `tells` it first says which settings contradict each other. Raises
+    ValueError for settings under which steps could be wrong.
+    """
+
+    def __init__(
+        self,
+        status: GroupStatus,
+        save: Callable[[], object],
+        say: Callable[[str], None],
+        *,
+        tells: bool,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._status, self._save, self._say = status, save, say
+        self._tells, self._look_s = tells, look_s
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> GroupWatch:
+        is_known = self._status.is_known
+        timeout_s = self._status.timeout_s()
+        for sentence in contradictions(os.environ, has_nccl=has_nccl(), is_known=is_known, timeout_s=timeout_s):
+            if self._tells:
+                self._say(sentence)
+        if is_known:
+            threading.Thread(target=self._run, name="elaunch-group-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._look_s):
+            if error := self._status.error():
+                self._say(f"a collective has failed, and this rank keeps its last complete step: {error}")
+                try:
+                    self._save()
+                except Exception:
+                    # The outermost frame of the thread. torch ends the process in any case.
+                    traceback.print_exc()
+                return
+
+
 # The agent kills a worker as soon as all of it is saved, and that takes up to `--stop-grace`.
 _END_S = 30.0
+_LEFT = 143
 # If another worker has completed a step, this worker completes it within milliseconds or never.
 _ARRIVAL_S = 0.3
 _LOOK_S = 0.001
@@ -122,6 +174,8 @@ class GuardedState:
         if left := self._left.commit_begins(self.next_version.step):
             link.refuse(left)
             raise RuntimeError(left)
+        # Where no gradient has come to the first parameter.
+        self._copies.put_down_changed(self.next_version)
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
             self.has_failed_copy = not self._copies.steps.before_commit(self.next_version)
@@ -130,8 +184,8 @@ class GuardedState:
             # A peer has failed. The saved state does not include this step, and the agent will kill this process.
             self._lock.release()
             time.sleep(_END_S)
-            raise SystemExit(Wish.LEAVE.exit_code)
-        if self.is_checked:
+            raise SystemExit(_LEFT)
+        if self.is_checked or self._outside.has_stirred():
             self._tell_of_changes()
         self._outside.forget()
         if news := self._training.settings.unreduced():

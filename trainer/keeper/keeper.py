@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -26,24 +25,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.keeper.boundary import EVEN, Boundary, Stopped, Wish
+from elaunch.trainer.keeper.boundary import EVEN, Boundary, LookAround, Stopped, StopRequest, Wish, free_signals
 from elaunch.trainer.keeper.copies import Copies
-from elaunch.trainer.keeper.door import Door
-from elaunch.trainer.keeper.entered_names import entered, is_alone
-from elaunch.trainer.keeper.group_watch import GroupWatch
-from elaunch.trainer.keeper.guarded_state import GuardedState
-from elaunch.trainer.keeper.last_checkpoint import NotDurable, require_durable
-from elaunch.trainer.keeper.look_around import LookAround
-from elaunch.trainer.keeper.optimizer_hooks import OptimizerHooks
-from elaunch.trainer.keeper.passes import hook_backward
+from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
+from elaunch.trainer.keeper.door import Door, entered, is_alone
+from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
+from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
-from elaunch.trainer.keeper.stop import StopRequest, free_signals
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
@@ -91,10 +86,7 @@ class Keeper:
         warm_up: Callable[[], object] | None = None,
         name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
-        **old: int,
     ) -> None:
-        if old:
-            lose_at_most = _of_before(old, lose_at_most)
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
@@ -139,6 +131,7 @@ class Keeper:
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
             memory, storage = os.environ.get("ELAUNCH_MEMORY", ""), self._storage
+            self._require_group()
             stack.enter_context(entered(self._name, memory, "" if storage is None else str(storage)))
             self._peers = Peers()
             self._signals = stack.enter_context(StopRequest(signals=free_signals()))
@@ -182,13 +175,24 @@ class Keeper:
             self._door.watch_evaluations(stack, self._state.look, self._state.look_at_buffers)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
-                stack.callback(hook_backward(model, partial(self._before_sums, model)))
+                stack.callback(hook_backward(model, partial(self._before_sums, model), self._sums_end))
             if self._rehearsal is not None:
                 self._rehearsal.attach(self._training, stack)
             stack.push(self._leave)
             self._stack = stack.pop_all()
         self._is_entered = True
         return self
+
+    def _require_group(self) -> None:
+        if self._place.world_size > 1 and self._name == UNNAMED and not (dist.is_available() and dist.is_initialized()):
+            refused = (
+                f"this job has {self._place.world_size} workers, and this one has no process group: each would train "
+                "and keep a model for itself. Call torch.distributed.init_process_group() before the Keeper, or start "
+                "one worker (--nproc-per-node 1). If this process is to be alone, as a parameter server, give its "
+                "Keeper a name= of its own, and checkpoints= that no other has"
+            )
+            link.refuse(refused)
+            raise ValueError(refused)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -430,6 +434,10 @@ class Keeper:
             self._copies.put_down(version, unless_same=True, is_begun=True)
             self._door.drawn(version.step, partial(self._copies.own_of, version))
 
+    def _sums_end(self) -> None:
+        if os.getpid() == self._pid:
+            self._copies.put_down_changed(self._state.next_version)
+
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
@@ -489,18 +497,6 @@ class Keeper:
             again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
-
-
-def _of_before(old: dict[str, int], lose_at_most: int | None) -> int | None:
-    """What the options of earlier releases mean. Raises TypeError for others."""
-    for option, value in old.items():
-        if option not in ("snapshot_every", "copy_every", "stop_every"):
-            raise TypeError(f"Keeper has no option {option!r}")
-        if option != "stop_every" and lose_at_most is None and value is not None:
-            lose_at_most = value if value != 1 else 0
-        text = f"lose_at_most={lose_at_most} has the place of {option}={value}: the steps that a failure may take back"
-        warnings.warn(text, FutureWarning, stacklevel=3)
-    return lose_at_most
 
 
 def _is_count(value: Any, least: int) -> bool:

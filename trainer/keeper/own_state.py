@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
+from torch import Tensor
+
 from elaunch.trainer import link
-from elaunch.trainer.data.skipping import NotRestorable
+from elaunch.trainer.data.batches import NotRestorable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, equal
 from elaunch.trainer.state.version import Version
+
+_VERSION = attrgetter("_version")
 
 
 class OwnState:
@@ -26,6 +32,9 @@ class OwnState:
         # The version that `put_down` took last, which buffers that were, and the rest.
         self._put: tuple[Version | None, dict[str, Any], dict[str, Any]] = (None, {}, {})
         self._staged: State = {}
+        # The buffers of it, and the counts of their changes.
+        self._tensors: list[Tensor] = []
+        self._counts: list[int] = []
         # Whether that was before the end of the commit, which may change buffers (an average of the weights).
         self._is_begun = False
         # Whether the last `put_down` has replaced another state of the same version.
@@ -51,7 +60,18 @@ class OwnState:
         if unless_same and is_again and not (have_changed or self.is_replaced):
             return False
         self._put, self._is_begun = (version, buffers, own), is_begun
+        self._note_buffers(present)
         return self._stage(version, present)
+
+    def _note_buffers(self, present: State) -> None:
+        held = chain.from_iterable(its.values() for its in present.values())
+        self._tensors = [one for one in held if one is not None and not one.is_inference()]
+        self._counts = [*map(_VERSION, self._tensors)]
+
+    def put_down_changed(self, version: Version) -> None:
+        """A backward pass has come to its end: gradient checkpointing runs the forward pass once more within it."""
+        if self._put[0] == version and self._counts != [*map(_VERSION, self._tensors)]:
+            self.put_down(version, is_begun=True)
 
     def restored(self, version: Version) -> None:
         """The present state is that of `version`, which is stored: the program may draw before it is stored again."""
@@ -84,7 +104,8 @@ class OwnState:
             return False
         state = {**buffers, **self._put[2], "is_begun": self._is_begun}
         # Often there is nothing else, and nobody draws random numbers. The same object says so.
-        if any(buffers.values()) or "per_rank" in state or state["random"] is not self._staged.get("random"):
+        has_objects = bool(state.get("per_rank", {}).get("states"))
+        if any(buffers.values()) or has_objects or state["random"] is not self._staged.get("random"):
             self._staged = state
         try:
             self._records.stage(version, self._staged)

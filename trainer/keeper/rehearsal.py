@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.trainer.ranks.place import RankInfo
-from elaunch.trainer.state.digests import digests
 from elaunch.trainer.state.model_state import hook_after_forward
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State, local_parts, tensors_in, tensors_sha256
+from elaunch.trainer.state.tree import State, digests, local_parts, tensors_in, tensors_sha256
 
 # Set by the command. JSON: the `folder` of the records, the number of `steps`, and when to kill which process.
 VARIABLE = "ELAUNCH_REHEARSAL"

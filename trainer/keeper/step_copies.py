@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elaunch.trainer.keeper.pace import Pace
+from elaunch.trainer.keeper.sync_schedule import Pace
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version

@@ -15,9 +15,9 @@ from torch import Tensor
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.digests import digests, total
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.tree import digests, total
 from elaunch.trainer.state.version import Version
 
 # The differing rank fails first: its failure is the one that is told, and that counts against its node.
@@ -43,7 +43,7 @@ class Told:
 class Verification:
     """Compares the ranks' tensors every `every` steps, and before each checkpoint; with None never.
 
-    `version` was just restored. Peers that hold the same tensors are compared: with DDP all, with HSDP the replicas of
+    `version` was just restored. Ranks that hold the same tensors are compared: with DDP all, with HSDP the replicas of
     a shard, with ZeRO-1 all, but only the weights.
     """
 

@@ -116,26 +116,24 @@ class _Tally:
 
 
 class _Once:
-    """Raises _Violation if a sample comes twice in one epoch; in an endless stream, in one block."""
+    """Raises _Violation if a sample comes twice in one epoch."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._length = order.size if order.size is not None else order.block or 1
         self._number, self._missing = -1, 0
         self._seen = bytearray()
 
     def take(self, step: int, micro: int, samples: list[int]) -> None:
         for position, sample in zip(self._order.span(step, micro), samples, strict=True):
-            number, before = divmod(position, self._length)
+            number, before = divmod(position, self._order.size)
             if number != self._number:
                 if self._missing and self._order.tail != "drop":
                     raise _Violation(f"epoch {self._number} ended in step {step} with {self._missing} samples missing")
-                self._number, self._missing = number, self._length - before
-                self._seen = bytearray(self._length // 8 + 1)
-            index = sample - (number * self._length if self._order.size is None else 0)
-            if not 0 <= index < self._length:
+                self._number, self._missing = number, self._order.size - before
+                self._seen = bytearray(self._order.size // 8 + 1)
+            if not 0 <= sample < self._order.size:
                 raise _Violation(f"sample {sample} in step {step} does not exist there")
-            byte, bit = index >> 3, 1 << (index & 7)
+            byte, bit = sample >> 3, 1 << (sample & 7)
             if self._seen[byte] & bit:
                 raise _Violation(f"sample {sample} comes twice in epoch {number}, the second time in step {step}")
             self._seen[byte] |= bit

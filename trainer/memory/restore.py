@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.records import Records, completed_in, records_in, verified_records_in
-from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource
+from elaunch.trainer.memory.recovery_plan import Decision, Held, Inventory, RecordSource
 from elaunch.trainer.memory.replicated import ReplicatedMemory
-from elaunch.trainer.memory.shard_choice import Held
 from elaunch.trainer.memory.slots import Slot, Torn, node_of, received
 from elaunch.trainer.ranks.peers import Peers, neighbours
 from elaunch.trainer.state.packing import unpack

@@ -28,18 +28,17 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
-from elaunch.trainer.memory import shard_load
+from elaunch.trainer.memory import pieces
 from elaunch.trainer.memory.device_copy import copy_from_devices
-from elaunch.trainer.memory.live_piece import LivePiece
 from elaunch.trainer.memory.mirror import Mirror
-from elaunch.trainer.memory.shard_choice import Choice, Held, Parts, choose, digest_of
-from elaunch.trainer.memory.shard_load import StoredPiece
-from elaunch.trainer.memory.shard_parts import Cutter, held_by
+from elaunch.trainer.memory.pieces import Cutter, StoredPiece, held_by
+from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts, choose, digest_of
 from elaunch.trainer.memory.slots import Slot, Slots, Torn, node_of
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import NotPlain, extended
@@ -117,9 +116,9 @@ class ShardedMemory:
         self.wait()
         told = self._peers.from_all(self.share())
         on_node: dict[str, dict[str, Held]] = {node: {} for node in self._nodes}
-        for node, pieces in zip(self._nodes, told, strict=True):
-            on_node[node] |= pieces
-        whole = {node: pieces.values() for node, pieces in on_node.items()}
+        for node, held in zip(self._nodes, told, strict=True):
+            on_node[node] |= held
+        whole = {node: held.values() for node, held in on_node.items()}
         self.adopt(choose(whole, self._nodes), on_node[self._node])
         return self._full
 
@@ -150,7 +149,7 @@ class ShardedMemory:
         # `newest` has checked all pieces already.
         found = self._full if self._has_looked else self.newest()
         if self._choice is not None:
-            shard_load.load(self._choice, self._opened(self._choice), state, self._peers)
+            pieces.load(self._choice, self._opened(self._choice), state, self._peers)
         # Wait for all ranks: none may look for files while they are being deleted.
         self._peers.from_all(None)
         chosen = {name for name, held in self._found.items() if self._is_chosen(held)}
@@ -405,3 +404,36 @@ class ShardedMemory:
             for path in self.folder.glob("piece-*"):
                 if is_of_no_use(path.name):
                     path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class LivePiece:
+    """`packed` refers to the tensors that training changes in place, and `addresses` are those of all such tensors.
+
+    Taking a state apart takes longer than copying a small one, since FSDP2 looks up each name anew. So it is done once.
+    """
+
+    packed: Packed
+    addresses: Sequence[int]
+
+    @classmethod
+    def of(cls, packed: Packed, live: Sequence[Tensor]) -> LivePiece | None:
+        """The piece; None if some of its tensors are copies of the training's tensors, which are `live`."""
+        storages = {_local(tensor).untyped_storage().data_ptr() for tensor in live}
+        if any(part.numel() and part.untyped_storage().data_ptr() not in storages for part in packed.tensors):
+            return None
+        return cls(packed, _addresses(live))
+
+    def now(self, live: Sequence[Tensor], rest: State) -> Packed | None:
+        """The piece with the present content and `rest`; None if the training has replaced a tensor."""
+        return extended(self.packed, rest) if _addresses(live) == self.addresses else None
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [_local(tensor).data_ptr() for tensor in tensors]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    # DTensor.to_local() takes 10 us, and there are hundreds of tensors.
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found

@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.optim import Optimizer
 
-from elaunch.trainer.data.accumulation import accumulate
 from elaunch.trainer.data.order import Micro, Order, key_of
+from elaunch.trainer.data.sampling import accumulate
 from elaunch.trainer.gpt.model import VOCABULARY
 from elaunch.trainer.parallel.checks import Shape, layers_of, stages
 from elaunch.trainer.parallel.plan import DataShare, ParallelPlan

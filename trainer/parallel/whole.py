@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from elaunch.trainer.data.accumulation import accumulate
 from elaunch.trainer.data.order import Micro, Order
+from elaunch.trainer.data.sampling import accumulate
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
 

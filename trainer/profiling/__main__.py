@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import click
 
 from elaunch.trainer.profiling.traces import JOINED, write_joined
-
-_FILE = re.compile(r"rank_([0-9]{1,9})\.json\.gz")
 
 
 @click.command("elaunch.trainer.profiling")
@@ -21,8 +18,8 @@ def main(folders: tuple[Path, ...], output: Path) -> None:
 
     Give the folders `profile` of all nodes.
     """
-    files = [(_FILE.fullmatch(path.name), path) for folder in folders for path in folder.iterdir()]
-    paths = {int(found[1]): path for found, path in files if found}
+    files = [path for folder in folders for path in folder.glob("rank_[0-9]*.json.gz")]
+    paths = {int(path.name.split("_")[1].split(".")[0]): path for path in files}
     if not paths:
         raise click.ClickException("there is no rank_N.json.gz in these folders; give those called profile")
     try:

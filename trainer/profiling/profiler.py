@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from elaunch.trainer import link
 from elaunch.trainer.files import reason
 from elaunch.trainer.profiling.steps import StepWindow, parse_steps, record, table, window_of
-from elaunch.trainer.profiling.traces import GZIP_LEVEL, JOINED, StepTimes, parsed, step_times, write_joined
+from elaunch.trainer.profiling.traces import JOINED, StepTimes, parsed, step_times, write_joined
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -41,7 +43,10 @@ def profiled(
     An item that is a whole number is its step's number, as the Keeper's are; others are counted from 1. `which` is as
     `Profiler` has it; without it this costs nothing.
     """
-    return iter(steps) if which is None else _profiled(steps, Profiler(which, folder=folder, say=say))
+    if which is None:
+        return iter(steps)
+    # A wrong `which` is refused here, not at the first step.
+    return _profiled(steps, Profiler(which, folder=folder, say=say))
 
 
 def _profiled(steps: Iterable[Item], profiler: Profiler) -> Iterator[Item]:
@@ -63,7 +68,7 @@ class Profiler:
     def __init__(self, which: str, *, folder: str | os.PathLike[str] = "profile", say: Say | None = None) -> None:
         self._choice, self._folder = parse_steps(which), Path(folder)
         self._place = RankInfo.from_environ(os.environ)
-        self._say = (say or _to_stderr) if self._place.leads else lambda _: None
+        self._say = (say or partial(print, file=sys.stderr, flush=True)) if self._place.leads else lambda _: None
         self._window: StepWindow | None = None
         self._profile: Any = None
         self._trouble = ""
@@ -123,7 +128,6 @@ class Profiler:
             schedule=schedule(wait=0, warmup=1, active=window.count, repeat=1),
             # Without a handler it would print a table.
             on_trace_ready=lambda _: None,
-            record_shapes=True,
         )
         self._try(self._profile.start)
 
@@ -165,7 +169,7 @@ class Profiler:
             times, on_gpu = step_times(parsed(content), rank, window.first)
         except (OSError, RuntimeError, ValueError) as error:
             return _Collected(f"rank {rank} has no trace: {reason(error)}"), b""
-        content, path = gzip.compress(content, GZIP_LEVEL), folder / f"rank_{rank}.json.gz"
+        content, path = gzip.compress(content, 6), folder / f"rank_{rank}.json.gz"
         return _Collected(_write(path, content), tuple(times), on_gpu, len(content)), content
 
 
@@ -190,8 +194,7 @@ def _exported(profile: Any) -> bytes:
 def _written(found: Sequence[_Collected], contents: Sequence[bytes], folder: Path, generation: int) -> list[str]:
     """Write the record and the joined trace on rank 0. Returns the table, and what could not be written."""
     times = [each for one in found for each in one.times]
-    lines = table(times)
-    troubles = [each.trouble for each in found if each.trouble]
+    lines, troubles = table(times), [each.trouble for each in found if each.trouble]
     joined, path = "", folder / JOINED
     if any(contents):
         link.phase("joining traces")
@@ -211,15 +214,14 @@ def _written(found: Sequence[_Collected], contents: Sequence[bytes], folder: Pat
 
 def _write(path: Path, content: bytes) -> str:
     """Write a file that appears when it is whole. Returns why it is not there."""
-    partial = path.with_name(f".{path.name}.tmp")
+    part = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.replace(path)
+        part.write_bytes(content)
+        part.replace(path)
     except OSError as error:
-        # With a full disk the part must not stay.
-        if path.parent.is_dir():
-            partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         return f"{path} cannot be written ({reason(error)})"
     return ""
 
@@ -234,7 +236,3 @@ def profile_folder(environ: Mapping[str, str], generation: int, otherwise: Path)
     if error_file and attempt.name.startswith("attempt_") and (attempt.parent / _TIMELINE).is_file():
         return attempt / "profile"
     return otherwise / f"generation_{generation}"
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -15,8 +15,6 @@ SCHEMA = 2
 # Steps at the beginning of each start that a count leaves out: memory is allocated, DDP settles the order of its sums,
 # the compiler works. The profiler itself warms up in the last of them.
 WARM_UP_STEPS = 2
-# More makes files that nobody opens: a step of a small model has some thousand events.
-STEPS_MAX = 1000
 # Rows of the table: the slowest ranks, and those that the others waited for.
 _ROWS_MAX = 16
 # A rank is named if the others waited for it for this share of a step.
@@ -38,42 +36,34 @@ class StepWindow:
         return f"step {self.first}" if self.count == 1 else f"steps {self.first} to {self.last}"
 
 
-@dataclass(frozen=True)
-class StepCount:
-    """So many steps, as soon as this start of the training is warm."""
-
-    count: int
-
-
-StepChoice = StepWindow | StepCount
-
-
-def parse_steps(text: str) -> StepChoice:
-    """`3` is a count, `10-12` are steps. Raises ValueError with a sentence that says what is wrong."""
+def parse_steps(text: str) -> StepWindow | int:
+    """`10-12` are steps, `3` is a number of them in each start. Raises ValueError with what is wrong."""
     found = re.fullmatch(r"\s*([0-9]{1,12})\s*(?:-\s*([0-9]{1,12})\s*)?", text)
     if not found:
         raise ValueError(f"{text!r} is neither a number of steps nor a range; give 3, or 10-12")
     first, last = int(found[1]), int(found[2] or 0)
-    choice = StepCount(first) if found[2] is None else StepWindow(first, last)
-    if isinstance(choice, StepWindow) and first < 2:
+    count = first if found[2] is None else last - first + 1
+    if count < 1:
+        raise ValueError(f"{text} is {count} steps; give at least one")
+    if found[2] is None:
+        return count
+    if first < 2:
         raise ValueError(f"{text} begins with step {first}; the profiler warms up for one step, so begin with 2")
-    if not 1 <= choice.count <= STEPS_MAX:
-        raise ValueError(f"{text} is {choice.count} steps; a trace may have 1 to {STEPS_MAX}")
-    return choice
+    return StepWindow(first, last)
 
 
-def last_step_needed(choice: StepChoice) -> int:
+def last_step_needed(choice: StepWindow | int) -> int:
     """The number of steps that a training from its beginning must have for the choice."""
-    return choice.last if isinstance(choice, StepWindow) else WARM_UP_STEPS + choice.count
+    return choice.last if isinstance(choice, StepWindow) else WARM_UP_STEPS + choice
 
 
-def window_of(choice: StepChoice, next_step: int) -> StepWindow | None:
+def window_of(choice: StepWindow | int, next_step: int) -> StepWindow | None:
     """The steps to profile in a start whose first step is `next_step`: of a range what is left of it, None if nothing.
 
     The profiler warms up in the step before the first.
     """
-    if isinstance(choice, StepCount):
-        return StepWindow(next_step + WARM_UP_STEPS, next_step + WARM_UP_STEPS + choice.count - 1)
+    if isinstance(choice, int):
+        return StepWindow(next_step + WARM_UP_STEPS, next_step + WARM_UP_STEPS + choice - 1)
     window = StepWindow(max(choice.first, next_step + 1), choice.last)
     return window if window.count > 0 else None
 

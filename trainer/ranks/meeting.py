@@ -114,7 +114,7 @@ def _timeout_s(group: Any) -> float:
 def own_address(environ: Mapping[str, str]) -> str:
     """The address of the interface that GLOO_SOCKET_IFNAME names, else the one by which it reaches MASTER_ADDR.
 
-    On the first node a name in MASTER_ADDR may mean a loopback address (127.0.1.1 in Debian's /etc/hosts). Peers on
+    On the first node a name in MASTER_ADDR may mean a loopback address (127.0.1.1 in Debian's /etc/hosts). Ranks on
     other nodes cannot use that, so it is the address by which this host reaches other networks, or its first one.
     Without MASTER_ADDR the host's own name is taken in its place. Raises OSError for an interface without an address,
     and for a MASTER_ADDR that nobody knows.

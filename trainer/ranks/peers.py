@@ -19,7 +19,6 @@ from elaunch.trainer.ranks.meeting import GroupMember
 from elaunch.trainer.state.region import MARK
 
 Value = TypeVar("Value")
-_BUCKET_BYTES = 4 << 20
 _SKIPPED_BYTES = 1 << 20
 
 
@@ -112,23 +111,10 @@ class Peers:
         return self._channel.largest(values) if self.world_size > 1 else [int(value) for value in values]
 
     def fill_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
-        """Fill these tensors with rank 0's values. They are contiguous, in host memory, and alike on all ranks.
-
-        Large tensors are sent without a copy, small ones together in one bucket.
-        """
-        if self.world_size <= 1:
-            return
-        small: list[Tensor] = []
-        for flat in (tensor.detach().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()):
-            if flat.numel() >= _BUCKET_BYTES:
-                self._channel.pass_down(bytes_of(flat))
-                continue
-            if sum(each.numel() for each in small) + flat.numel() > _BUCKET_BYTES:
-                self._fill_together(small)
-                small = []
-            small.append(flat)
-        if small:
-            self._fill_together(small)
+        """Fill these tensors with rank 0's values. They are contiguous, in host memory, and alike on all ranks."""
+        for tensor in tensors if self.world_size > 1 else ():
+            if tensor.numel():
+                self._channel.pass_down(bytes_of(tensor.detach().view(-1).view(torch.uint8)))
 
     def begin_send(self, region: Tensor, rank: int) -> None:
         """Begin to send a region without its mark. It must not change until `flush` returns."""
@@ -163,13 +149,6 @@ class Peers:
             part = buffer[: min(left, len(buffer))]
             self._channel.receive_into(part, rank)
             left -= len(part)
-
-    def _fill_together(self, parts: list[Tensor]) -> None:
-        bucket = torch.cat(parts)
-        self._channel.pass_down(bytes_of(bucket))
-        if not self.leads:
-            for part, received in zip(parts, torch.split(bucket, [part.numel() for part in parts]), strict=True):
-                part.copy_(received)
 
     @contextlib.contextmanager
     def _or_close(self) -> Iterator[None]:

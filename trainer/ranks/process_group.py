@@ -47,16 +47,3 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
     summed = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(summed)
     return [float(value) for value in summed.tolist()]
-
-
-def from_rank_0(content: bytes, device: torch.device) -> bytearray:
-    """Rank 0's `content`, on every rank; the content of other ranks is ignored."""
-    length = torch.tensor([len(content)], dtype=torch.int64, device=device)
-    dist.broadcast(length, src=0)
-    received = bytearray(content) if dist.get_rank() == 0 else bytearray(int(length.item()))
-    if received:
-        shared = torch.frombuffer(received, dtype=torch.uint8)
-        on_device = shared.to(device)
-        dist.broadcast(on_device, src=0)
-        shared.copy_(on_device)
-    return received

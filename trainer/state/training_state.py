@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from elaunch.trainer.state import optimizer_state, rng_state
 from elaunch.trainer.state.buffers import Buffers, load_module
-from elaunch.trainer.state.hook_state import HookState
 from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.model_state import (
     Models,
@@ -29,13 +28,14 @@ from elaunch.trainer.state.model_state import (
     without_buffers,
 )
 from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that_is_not_dense
-from elaunch.trainer.state.rank_objects import RankObjects
+from elaunch.trainer.state.rank_objects import HookState, RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
 from elaunch.trainer.state.tree import (
     OPTIMIZERS,
     State,
     cloned,
+    contains_itself,
     equal,
     flatten,
     local_parts,
@@ -272,6 +272,8 @@ class Training:
         for name in ("scheduler", "extra"):
             for number, part in enumerate(several(self._rest[name])):
                 if not found and (name != "extra" or not hasattr(part, "state_dict")):
+                    if place := contains_itself(part):
+                        raise TypeError(f"`{name}.{number}{place}` contains itself, so it cannot be kept")
                     found = not_plain(_state_of(part), f"{name}.{number}", durably=durably)
         if found:
             raise TypeError(found)
@@ -460,6 +462,11 @@ def _parts_of(extra: Any) -> Any:
     if type(extra) is list and not (extra and all(isinstance(one, dict) or _is_object(one) for one in extra)):
         extra = (extra,)
     for one in several(extra):
+        if place := contains_itself(one):
+            raise ValueError(
+                f"extra{place} contains itself, so it has no end to be kept; leave that reference out, or pass what is "
+                "to be kept of it"
+            )
         if not (_is_object(one) or isinstance(one, dict | list | set | Tensor)):
             raise TypeError(
                 f"extra has {one!r:.80} of type {type(one).__qualname__}, which a restore could not put back; give a "

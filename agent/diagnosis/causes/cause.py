@@ -11,9 +11,6 @@ SHARED_MEMORY = "/dev/shm"
 # Less than this is no room for a checkpoint.
 _FULL_BYTES = 16 << 20
 _FULL_PART = 50
-# The path of a Unix socket has at most 107 bytes. multiprocessing appends /pymp-xxxxxxxx/listener-xxxxxxxx to TMPDIR.
-SOCKET_PATH_MAX = 107
-TEMPORARY_MAX = SOCKET_PATH_MAX - 32
 
 
 @dataclass(frozen=True)
@@ -48,19 +45,6 @@ class IsThere:
 
 
 @dataclass(frozen=True)
-class FolderOf:
-    """Asks which folder has the module or package `name`: the current one, or one above a file of `files`."""
-
-    name: str
-    files: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class TemporaryFolder:
-    """Asks for the folder for temporary files that this process was given, as by TMPDIR."""
-
-
-@dataclass(frozen=True)
 class GpuErrors:
     """Asks for the errors that the NVIDIA driver has counted or logged on this host."""
 
@@ -71,20 +55,11 @@ class MemoryLimits:
 
 
 @dataclass(frozen=True)
-class KernelKills:
-    """Asks whether the kernel has killed one of these processes for lack of memory."""
-
-    pids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class KillCounters:
     """Asks whether the kernel counts the processes of this cgroup that it kills for lack of memory."""
 
 
-Question = (
-    SpaceOf | FullDisks | IsThere | FolderOf | TemporaryFolder | GpuErrors | MemoryLimits | KernelKills | KillCounters
-)
+Question = SpaceOf | FullDisks | IsThere | GpuErrors | MemoryLimits | KillCounters
 
 
 @dataclass(frozen=True)
@@ -110,18 +85,15 @@ class Space:
 class Facts:
     """The answers to the questions about one failure. What could not be found out is missing.
 
-    `spaces` is by the path that was asked for; `full` are the file systems that have no room. `folder` is the answer to
-    `FolderOf`, `temporary` to `TemporaryFolder`. `mismatch` is not asked for: the rank table has it.
+    `spaces` is by the path that was asked for; `full` are the file systems that have no room.
+    `mismatch` is not asked for: the rank table has it.
     """
 
     spaces: Mapping[str, Space] = field(default_factory=dict)
     full: tuple[Space, ...] = ()
     there: frozenset[str] = frozenset()
-    folder: str = ""
-    temporary: str = ""
     gpu_errors: tuple[str, ...] = ()
     memory_limit: str = ""
-    oom_killed: bool = False
     kills_are_counted: bool = False
     mismatch: str = ""
 

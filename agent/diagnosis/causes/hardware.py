@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from elaunch.agent.diagnosis.causes.cause import (
     SHARED_MEMORY,
     CauseRule,
     Evidence,
     GpuErrors,
-    KernelKills,
     KillCounters,
     MemoryLimits,
     Question,
@@ -42,9 +39,6 @@ _SHM_ADVICE = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
     " medium: Memory at /dev/shm), or use fewer DataLoader workers"
 )
-# Semaphores, shared memory of Python and torch, and NCCL's segments. sem_open and shm_open give names below /dev/shm.
-_SHM_WORDS = regex(r"/dev/shm\b|shared memory|</?torch_|semaphore|: '/(?:psm_|torch_|sem\.|mp-|wnsm_)")
-_SHM_FILES = regex(r"(?:multiprocess(?:ing)?|loky/backend)/(?:synchronize|shared_memory|heap)\.py$")
 
 
 def _ask_shm(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
@@ -61,25 +55,6 @@ def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
     if space is None or (space.total > _SMALL_SHM and not space.is_full):
         return None
     return {"size": bytes_text(space.total), "free": bytes_text(space.free)}
-
-
-def _is_in_shm(evidence: Evidence) -> bool:
-    """Whether the file was to be made in /dev/shm, of which the words need not tell; other files are on a disk."""
-    innermost = evidence.files[-1] if evidence.files else ""
-    return bool(_SHM_WORDS.search(evidence.words) or _SHM_FILES.search(innermost))
-
-
-def _ask_no_shm(evidence: Evidence, values: Values) -> tuple[Question, ...]:
-    return _ask_shm(evidence, values) if _is_in_shm(evidence) else ()
-
-
-def _no_shm(evidence: Evidence, _values: Values) -> Values | None:
-    if not _is_in_shm(evidence):
-        return None
-    space = evidence.facts.spaces.get(SHARED_MEMORY)
-    lack = "room for more files" if space and space.is_without_files and not space.is_full else "room"
-    size = f"/dev/shm has {bytes_text(space.total)} in all, {bytes_text(space.free)} free" if space else ""
-    return {"lack": lack, "size": size}
 
 
 def _killed(evidence: Evidence, _values: Values) -> Values | None:
@@ -103,42 +78,19 @@ def _sender(evidence: Evidence, _values: Values) -> Values | None:
     return {"who": f"look for the sender: {kernel}, {_SENDERS}"}
 
 
-def _ask_kills(_evidence: Evidence, values: Values) -> tuple[Question, ...]:
-    pids = [int(pid) for pid in re.findall(r"\d{1,9}", values["pids"])]
-    return (KernelKills(tuple(pids[:64])),)
-
-
-def _loader_killed(evidence: Evidence, _values: Values) -> Values | None:
-    return {} if evidence.facts.oom_killed else None
-
-
 def _gpu(evidence: Evidence, values: Values) -> Values:
-    """Whose fault a full GPU is: another process's, fragmentation's, or the program's own."""
+    """Whose fault a full GPU is: another process's, or the program's own."""
     if other := regex(r"Process (\d+) has ([\d.]+ \wiB) memory in use").search(evidence.words):
         advice = (
             f"another process (pid {other[1]}) holds {other[2]} on that GPU: give each rank its own GPU"
             " (torch.cuda.set_device(int(os.environ['LOCAL_RANK']))), or end that process (nvidia-smi)"
         )
-    elif _is_fragmented(evidence.words):
-        advice = (
-            "most of the free memory is reserved by PyTorch in pieces that are too small: set"
-            " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
     else:
         advice = (
-            "use a smaller micro-batch with gradient accumulation, activation checkpointing, or shard the model (FSDP)"
+            "use a smaller micro-batch with gradient accumulation, activation checkpointing, or shard the model (FSDP);"
+            " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, if much is reserved by PyTorch but unallocated"
         )
     return {**values, "who": advice}
-
-
-def _is_fragmented(words: str) -> bool:
-    asked = regex(r"Tried to allocate ([\d.]+) (\wiB)").search(words)
-    idle = regex(r"([\d.]+) (\wiB) is reserved by PyTorch but unallocated").search(words)
-    if not asked or not idle:
-        return False
-    scale = {"KiB": 1, "MiB": 1 << 10, "GiB": 1 << 20}
-    wanted, unused = (float(m[1]) * scale.get(m[2], 0) for m in (asked, idle))
-    return unused > wanted > 0
 
 
 MEMORY_RULES = (
@@ -180,11 +132,6 @@ MEMORY_RULES = (
         exceptions=frozenset({"MemoryError"}),
     ),
     CauseRule(
-        "too many memory maps",
-        "raise the limit of memory maps (sysctl vm.max_map_count), or send fewer and larger tensors between processes",
-        pattern=r"unable to mmap [^\n]{0,200}Cannot allocate memory",
-    ),
-    CauseRule(
         "a DataLoader worker has too little shared memory",
         _SHM_ADVICE,
         pattern=(
@@ -195,23 +142,6 @@ MEMORY_RULES = (
         detail="/dev/shm has {size} in all, {free} free",
         more=_small_shm,
         asks=_ask_shm,
-    ),
-    CauseRule(
-        "no room in /dev/shm",
-        "make {lack} on /dev/shm, which semaphores and shared memory need: remove what ended programs have left there"
-        " (ls -l /dev/shm), or " + _SHM_ADVICE,
-        pattern=r"No space left on device",
-        detail="{size}",
-        more=_no_shm,
-        asks=_ask_no_shm,
-    ),
-    CauseRule(
-        "a DataLoader worker was killed for lack of memory",
-        "use fewer DataLoader workers or a smaller batch, or give the job more memory",
-        pattern=rf"{_LOADER} (?:is killed by signal: Killed|exited unexpectedly)",
-        detail="the kernel has killed it for lack of memory",
-        more=_loader_killed,
-        asks=_ask_kills,
     ),
     CauseRule(
         "a DataLoader worker was killed",
@@ -279,11 +209,6 @@ GPU_RULES = (
         asks=_ask,
     ),
     CauseRule(
-        "uncorrectable ECC error",
-        "take this node out of the job and have the GPU reset or replaced; nvidia-smi -q -d ECC shows its counters",
-        pattern=_CUDA + "uncorrectable ECC error",
-    ),
-    CauseRule(
         "device-side assert",
         f"an index is out of range in a GPU kernel, most often a label or token id that is too large; {_BLOCKING}",
         pattern=_CUDA + "device-side assert",
@@ -326,12 +251,6 @@ GPU_RULES = (
         'CUDA cannot be used in a forked child: use multiprocessing_context="spawn" for the DataLoader, or keep CUDA'
         " out of the data set",
         pattern=r"Cannot re-initialize CUDA in forked subprocess",
-    ),
-    CauseRule(
-        "the GPU is busy",
-        "another process holds this GPU in exclusive mode: give each rank its own GPU, or end that process"
-        " (nvidia-smi)",
-        pattern=r"CUDA-capable device\(s\) is/are busy or unavailable",
     ),
     CauseRule(
         "cuBLAS or cuDNN cannot start",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from shlex import quote
 
-from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, FolderOf, IsThere, Question, Values, regex
+from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, IsThere, Question, Values, regex
 
 _SIGILL, _SIGABRT, _SIGFPE, _SIGSEGV, _SIGXCPU = -4, -6, -8, -11, -24
 _LIBRARY = regex(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<")
@@ -43,8 +42,6 @@ _PACKAGES = {
     "pkg_resources": "setuptools",
     **{name: name.replace("_", "-") for name in _SAME_NAMES.split()},
 }
-# Where compilers put what they build for one user. Elsewhere a library is the system's, or a package's.
-_BUILT_HERE = regex(r"^/tmp/|/\.cache/|/\.triton/|torch_?extensions|torchinductor")
 # Modules of everybody's: a file of the same name beside the script hides one.
 _WELL_KNOWN = regex(
     r"^(?:torch|numpy|random|types|json|queue|logging|tokenize|copy|email|string|select|socket|signal|time|test|"
@@ -90,21 +87,10 @@ def _shadow(evidence: Evidence, values: Values) -> Values | None:
     return {"name": name, "file": found} if found else None
 
 
-def _own_files(evidence: Evidence) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(file for file in evidence.files if not _LIBRARY.search(file)))[:8]
-
-
-def _ask_folder(evidence: Evidence, values: Values) -> tuple[Question, ...]:
-    return (FolderOf(values["missing"].replace(".", "/"), _own_files(evidence)),)
-
-
 def _missing(evidence: Evidence, values: Values) -> Values:
     name = values["missing"]
     parent, _, last = name.rpartition(".")
-    if folder := evidence.facts.folder:
-        why = f"another {parent} is found before it" if parent else "is not on Python's path"
-        step = f"{folder} has {name}, but {why}: export PYTHONPATH={quote(folder)}:$PYTHONPATH before elaunch starts"
-    elif package := _package(name, evidence.traceback):
+    if package := _package(name, evidence.traceback):
         step = (
             f"install {package} in the Python environment of every node (python -m pip install {package}), or put the"
             f" folder that has {name} on PYTHONPATH"
@@ -128,17 +114,6 @@ def _package(name: str, traceback: str) -> str:
     words = (imported[-1] if imported else name).split(".")
     known = (_PACKAGES.get(".".join(words[:count]), "") for count in range(len(words), name.count("."), -1))
     return next(filter(None, known), "")
-
-
-def _cut_library(_evidence: Evidence, values: Values) -> Values:
-    file = values["file"]
-    if _BUILT_HERE.search(file):
-        why = "a compiler or a copy that was killed has left it incomplete, and it is taken for a whole one"
-        return {"step": f"remove {file}: {why}"}
-    return {
-        "step": f"{file} is incomplete on this node: install the package that has it again; a container gets libcuda"
-        " from its host (docker --gpus all)"
-    }
 
 
 def _usage(evidence: Evidence, values: Values) -> Values:
@@ -189,22 +164,14 @@ RULES = (
         pattern=r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$",
         exceptions=frozenset({"ModuleNotFoundError"}),
         more=_missing,
-        asks=_ask_folder,
         shown="install the package that has it on every node, or put its folder on PYTHONPATH; a package is named only"
-        " where that is known, and a folder where the module is in the current one or in one above the script",
+        " where that is known",
     ),
     CauseRule(
         "a missing library",
         "{library} is not on this node's library path: install it, or the build of the package that fits this node",
         pattern=rf"(?<![\w.+-])(?P<library>lib[\w.+-]{{1,255}}{_SO}): cannot open shared object file",
         exceptions=frozenset({"ImportError", "OSError"}),
-    ),
-    CauseRule(
-        "a library that is not whole",
-        "{step}",
-        pattern=rf"(?<![^\s'\":])(?P<file>[^\s'\":]{{1,4096}}{_SO}): (?:file too short|invalid ELF header)",
-        more=_cut_library,
-        shown="remove it, if a compiler has built it on this node; else install the package that has it again",
     ),
     CauseRule(
         "an extension for another version",
@@ -234,12 +201,6 @@ RULES = (
         exceptions=frozenset({"RuntimeError"}),
         # The exception's own text is a page about this.
         is_enough=True,
-    ),
-    CauseRule(
-        "a start method that is set twice",
-        'put the code that sets it behind if __name__ == "__main__":, since spawn imports the script again',
-        pattern=r"^context has already been set$",
-        exceptions=frozenset({"RuntimeError"}),
     ),
     CauseRule(
         "an object that cannot be sent to a child process",
@@ -285,10 +246,5 @@ RULES = (
         codes=frozenset({_SIGABRT}),
         pattern=r"(?P<said>(?:malloc|free|realloc|munmap_chunk|corrupted|double free)[^\n]{0,100})\s*\Z",
         detail="{said}",
-    ),
-    CauseRule(
-        "the CPU time is spent",
-        "raise the limit of CPU time (ulimit -t)",
-        codes=frozenset({_SIGXCPU}),
     ),
 )

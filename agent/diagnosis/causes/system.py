@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from elaunch.agent.diagnosis.causes.cause import (
-    SOCKET_PATH_MAX,
-    TEMPORARY_MAX,
     CauseRule,
     Evidence,
     FullDisks,
     Question,
     Space,
     SpaceOf,
-    TemporaryFolder,
     Values,
     regex,
 )
@@ -20,15 +17,12 @@ from elaunch.rendezvous.texts import bytes_text
 _QUOTED = regex(r"\[Errno \d+\][^\n]*?: (?P<quote>['\"])(?P<path>.*?)(?P=quote)")
 # At most so many full file systems are named.
 _NAMED_DISKS = 3
-# Of a socket that cannot be bound, which may be of a thread whose end nobody notices.
-SOCKET_PATH = "AF_UNIX path (?:too long|length)"
 MORE_PROCESSES = (
     "raise the limit of processes and threads (ulimit -u, pids.max of the container), or use fewer DataLoader workers"
     " and threads"
 )
 _WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
 _NO_ADDRESS = r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address"
-_CONNECTS = regex(r"\bconnect\(|create_connection")
 _STARTS_PROCESS = regex(r"fork|spawn|subprocess|popen|clone|thread")
 
 
@@ -67,30 +61,6 @@ def _remedy(space: Space) -> str:
     return f"make room on {space.mount}" if space.is_full else f"remove files on {space.mount}"
 
 
-def _ask_temporary(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
-    return (TemporaryFolder(),)
-
-
-def _socket_path(evidence: Evidence, _values: Values) -> Values | None:
-    """Whose path is too long: that of a library's socket below TMPDIR, or the program's own."""
-    folder = evidence.facts.temporary
-    if len(folder) > TEMPORARY_MAX:
-        return {
-            "step": f"set TMPDIR to a folder of at most {TEMPORARY_MAX} characters, as TMPDIR=/tmp: {folder} has"
-            f" {len(folder)}, a socket's path may have {SOCKET_PATH_MAX}, and multiprocessing (as DataLoader workers)"
-            " makes its sockets below TMPDIR"
-        }
-    own = (
-        f"a socket's path may have {SOCKET_PATH_MAX} characters: give its folder a shorter one; multiprocessing"
-        f" (as DataLoader workers) needs a TMPDIR of at most {TEMPORARY_MAX}"
-    )
-    return {"step": own} if "AF_UNIX" in evidence.words else None
-
-
-def _connects(evidence: Evidence, _values: Values) -> Values | None:
-    return {} if _CONNECTS.search(_call(evidence)) else None
-
-
 def _call(evidence: Evidence) -> str:
     """The last lines of the traceback: what has raised it."""
     return "\n".join(evidence.traceback.splitlines()[-4:])
@@ -127,11 +97,6 @@ RULES = (
         pattern=r"Disk quota exceeded",
     ),
     CauseRule(
-        "a file is larger than allowed",
-        "a file would be larger than the limit of this user (ulimit -f)",
-        pattern=r"\[Errno 27\] File too large",
-    ),
-    CauseRule(
         "a read-only file system",
         "write to a folder that can be written: this file system is mounted read-only",
         pattern=r"\[Errno 30\] Read-only file system",
@@ -141,19 +106,6 @@ RULES = (
         "raise the limit (ulimit -n, LimitNOFILE= of systemd), or close files; DataLoaders need fewer with"
         " torch.multiprocessing.set_sharing_strategy('file_system')",
         pattern=r"Too many open files(?! in system)|received 0 items of ancdata",
-    ),
-    CauseRule(
-        "too many open files on the host",
-        "raise the host's limit (sysctl fs.file-max), or find what holds so many files (/proc/sys/fs/file-nr counts)",
-        pattern=r"Too many open files in system",
-    ),
-    CauseRule(
-        "a socket's path is too long",
-        "{step}",
-        pattern=rf"{SOCKET_PATH}|torch_shm_manager at [^\n]{{1,4096}}: (?:Invalid argument|File name too long)",
-        more=_socket_path,
-        asks=_ask_temporary,
-        shown=f"set TMPDIR to a folder of at most {TEMPORARY_MAX} characters, where it is longer",
     ),
     CauseRule(
         "no more processes or threads",
@@ -169,13 +121,6 @@ RULES = (
         "another process listens on that port (ss -ltnp shows it): let the script take a free one (port 0), or the"
         " MASTER_PORT of its environment",
         pattern=r"\[Errno 98\]|EADDRINUSE|address already in use",
-    ),
-    CauseRule(
-        "no address or port to connect from",
-        "IPv6 may be off on this node (connect to 127.0.0.1, not to localhost or ::1), or all ports may be in use"
-        " (ss -s; sysctl net.ipv4.ip_local_port_range)",
-        pattern=_NO_ADDRESS,
-        more=_connects,
     ),
     CauseRule(
         "an address of another host",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -85,10 +84,9 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
 
 
 @pytest.fixture(autouse=True)
-def _collecting() -> Iterator[None]:
-    """The command turns the garbage collector off, until its agent runs, and takes Ctrl-C over when it has ended."""
+def _ctrl_c() -> Iterator[None]:
+    """The command takes Ctrl-C over when it has ended."""
     yield
-    gc.enable()
     raise_at_ctrl_c()
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError, tidy
+from elaunch.launcher.inspect.status import STATUS
 from elaunch.launcher.options.command_line import Reading
 from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
 from elaunch.launcher.options.options import parse
-from elaunch.launcher.watch.command import STATUS
 from tests.commands import read
 
 

@@ -26,7 +26,7 @@ main()
 """
 # They take from 1 to 30 ms.
 _LATER = {
-    "asyncio", "ctypes", "hashlib", "http", "logging", "multiprocessing", "psutil", "rich", "ssl", "tempfile", "torch",
+    "asyncio", "ctypes", "http", "logging", "multiprocessing", "psutil", "rich", "ssl", "tempfile", "torch",
     "yaml", "zipfile", "elaunch.agent.loop", "elaunch.launcher.store.connect",
     "elaunch.trainer",
 }  # fmt: skip

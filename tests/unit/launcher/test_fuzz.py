@@ -24,12 +24,10 @@ from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.schedulers.defaults import concerning, settle
 from elaunch.launcher.schedulers.detect import SCHEDULERS, detect
-from elaunch.launcher.schedulers.facts import Cluster, line
-from elaunch.launcher.schedulers.hostlist import HOSTS_MAX, expand
+from elaunch.launcher.schedulers.facts import HOSTS_MAX, Cluster, expand, line
 from elaunch.launcher.store.connect import invite
 from elaunch.launcher.store.locate import plan
 from elaunch.rendezvous.rules.snapshot import Keys
-from elaunch.rendezvous.types import Terms
 from tests.fuzzing import NESTED, NUMBERS, TEXTS, WORDS, bounded
 
 HOST = HostResources(cpus=8, cores=4, gpus=0, python="/usr/bin/python3")
@@ -260,47 +258,10 @@ def test_a_list_of_hosts_is_no_longer_than_an_allocation(text: str) -> None:
 # What fuzzing and reading found, by name.
 
 
-@pytest.mark.parametrize(
-    ("conf", "words"),
-    [
-        ({"keep_alive_interval": "1e308"}, "longer than 1000000000 seconds"),
-        ({"keep_alive_interval": "1e9", "keep_alive_max_attempt": "9" * 18}, "seconds; give less"),
-        ({"lease_ttl": "9" * 400}, "not a number of seconds"),
-        ({"lease_ttl": "9" * 18}, "longer than 1000000000 seconds"),
-    ],
-)
-def test_a_lease_of_ages_is_a_sentence(conf: dict[str, str], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        understand(conf)
-
-
-@pytest.mark.parametrize(
-    "argv", [["--nnodes", "1:" + "9" * 15], ["--nproc-per-node", "9" * 11], ["--stop-grace", "1e300"]]
-)
-def test_a_number_that_nobody_means_is_a_sentence(argv: list[str]) -> None:
-    with pytest.raises(UsageError, match=r"more nodes|more workers|longer than"):
-        parse([*argv, "t.py"], {}, no_file)
-
-
 @pytest.mark.parametrize("run_id", ["a\nb", "\udcff", "a\x1b[2J", "a\0b"])
 def test_a_jobs_name_can_be_shown(run_id: str) -> None:
     with pytest.raises(UsageError, match="cannot be shown"):
         parse(["--run-id", run_id, "t.py"], {}, no_file)
-
-
-@pytest.mark.parametrize("variable", ["SLURM_CLUSTER_NAME", "SLURM_ARRAY_TASK_ID"])
-def test_a_name_that_a_scheduler_gives_can_be_shown(variable: str) -> None:
-    environ = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", variable: "x\nelaunch: done"}
-
-    with pytest.raises(UsageError, match="cannot be the name of the job"):
-        detect("slurm", environ, "host", lambda _: "")
-
-
-def test_no_node_of_mpi_is_not_a_job_of_none() -> None:
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-
-    with pytest.raises(UsageError, match="0 is no number of nodes"):
-        detect("mpi", dict.fromkeys(names, "0"), "host", lambda _: "")
 
 
 @pytest.mark.parametrize(
@@ -343,12 +304,6 @@ def test_a_token_that_nobody_can_type_is_a_sentence(token: str) -> None:
 
     with pytest.raises(UsageError, match="token in ELAUNCH_TOKEN has characters"):
         plan(options, {"ELAUNCH_TOKEN": token}, lambda _: "")
-
-
-def test_a_terms_number_of_nodes_is_what_a_command_line_may_ask_for() -> None:
-    asked = values.nodes(f"1:{values.NODES_MAX}")
-
-    assert Terms(*asked).nodes_max == values.NODES_MAX
 
 
 @given(st.dictionaries(st.sampled_from(JOB_VARIABLES), VALUE))

@@ -66,10 +66,6 @@ def test_no_text_of_another_nodes_record_makes_a_line_of_elaunchs_own() -> None:
     assert ended.splitlines()[1:] == []
 
 
-def test_the_colours_of_the_last_lines_are_left_out() -> None:
-    assert "    ERROR it broke" in failed(replace(KILLED, tail="\x1b[31;1mERROR\x1b[0m it broke\n")).splitlines()
-
-
 def test_the_words_that_scripts_look_for_in_torchruns_box_are_there() -> None:
     lines = failed(RAISED).splitlines()
 
@@ -90,16 +86,6 @@ def test_a_signal_is_named_beside_the_exit_code() -> None:
     assert "-9 (pid: 4711)  (SIGKILL)" in failed(KILLED)
 
 
-def test_a_failure_without_an_exit_has_no_exit_code() -> None:
-    lost = replace(KILLED, kind=FailureKind.TEMPLATE_LOST, code=None, rank=-1, message="the fork server was killed")
-
-    text = failed(lost)
-
-    assert "exitcode" in text
-    assert "<N/A>" in text[text.index("exitcode") :].splitlines()[0]
-    assert "the fork server was killed on node-a in generation 3." in text
-
-
 def test_the_traceback_is_shown_once_and_what_was_printed_before_it_too() -> None:
     text = failed(RAISED)
 
@@ -107,20 +93,6 @@ def test_the_traceback_is_shown_once_and_what_was_printed_before_it_too() -> Non
     assert text.count("line 3, in f") == 1
     assert "    epoch 1" in text
     assert "its last 2 lines" in text
-
-
-def test_of_chained_exceptions_nothing_is_shown_twice() -> None:
-    chain = (
-        TRACEBACK.replace("bad", "first")
-        + f"\n\nDuring handling of the above exception, another exception occurred:\n\n{TRACEBACK}"
-    )
-    raised = replace(RAISED, traceback=chain, tail=f"epoch 1\n{chain}\n")
-
-    text = failed(raised)
-
-    assert text.count("ValueError: first") == 1
-    assert text.count("Traceback (most recent call last):") == 2
-    assert "    epoch 1" in text
 
 
 def test_the_traceback_of_a_data_loaders_worker_is_not_shown_twice() -> None:
@@ -133,33 +105,12 @@ def test_the_traceback_of_a_data_loaders_worker_is_not_shown_twice() -> None:
     assert "    epoch 1" in text
 
 
-def test_a_traceback_with_the_prefix_of_torch_distributed_is_not_shown_twice() -> None:
-    printed = "\n".join(f"[rank5]: {line}" for line in TRACEBACK.splitlines())
-    raised = replace(RAISED, tail=f"epoch 1\n{printed}\n")
-
-    text = failed(raised)
-
-    assert "[rank5]" not in text
-    assert "    epoch 1" in text
-
-
 def test_without_a_traceback_the_end_of_stderr_is_shown_and_no_more() -> None:
     text = failed(replace(KILLED, tail="".join(f"line {n}\n" for n in range(100))))
 
     assert "    line 99" in text
     assert "    line 80" in text
     assert "line 79" not in text
-
-
-def test_a_progress_bar_shows_its_last_state_only() -> None:
-    text = failed(replace(KILLED, tail="10%\r20%\r30%\ndone\n"))
-
-    assert "    30%\n    done" in text
-    assert "20%" not in text
-
-
-def test_without_words_on_stderr_none_are_shown() -> None:
-    assert "stderr" not in failed(replace(KILLED, tail=""))
 
 
 def test_files_that_are_kept_are_named_and_private_ones_are_not() -> None:
@@ -210,19 +161,10 @@ def test_an_interrupted_run_says_by_what_and_its_exit_code() -> None:
     assert "FAILED" not in text
 
 
-def test_a_plain_success_says_nothing() -> None:
-    assert report(Outcome(OutcomeKind.SUCCEEDED, "done", 0, 0, 3), SPEC, None) == ""
-
-
 def test_a_success_after_restarts_says_how_many() -> None:
     text = report(Outcome(OutcomeKind.SUCCEEDED, "done", 2, 2, 3), SPEC, None)
 
     assert "2 of 3 restarts" in text
-
-
-@pytest.mark.parametrize("kind", [OutcomeKind.SUCCEEDED, OutcomeKind.INTERRUPTED])
-def test_a_folder_that_the_logs_first_line_has_named_is_not_named_again(kind: OutcomeKind) -> None:
-    assert "/logs/job_1" not in report(Outcome(kind, "done", 0, 0, 3, signum=2), SPEC, Path("/logs/job_1"))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OutcomeKind if kind is not OutcomeKind.REFUSED])
@@ -252,11 +194,6 @@ def test_an_end_that_is_not_known_says_why_and_its_exit_code() -> None:
 
     assert text.startswith("elaunch: the store did not answer for 60 s; exit code 3\n")
     assert "/logs/job_1" in text
-
-
-@pytest.mark.parametrize("outcome", [FAILED, replace(FAILED, kind=OutcomeKind.INTERRUPTED, signum=2)])
-def test_a_report_ends_with_a_line_end(outcome: Outcome) -> None:
-    assert report(outcome, SPEC, None).endswith("\n")
 
 
 def test_the_first_failures_record_is_handed_on_with_its_exit_code(tmp_path: Path) -> None:
@@ -301,10 +238,6 @@ def test_no_error_file_is_written_without_a_failure_or_a_place(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_file_that_cannot_be_written_is_gone_without() -> None:
-    write_error_file(FAILED, "/proc/nowhere/error.json")
-
-
 # --- more than anybody reads
 
 CUT = replace(
@@ -334,18 +267,6 @@ def test_without_a_log_folder_no_file_is_named_that_will_be_gone() -> None:
 
     assert "  in full   : in the output of elaunch on node-a; --log-dir FOLDER keeps it in a file\n" in text
     assert "error.json" not in text
-
-
-def test_where_no_error_file_was_written_the_log_is_where_all_of_it_is() -> None:
-    assert "  in full   : /logs/5/stderr.log on node-a\n" in failed(replace(CUT, error_file=""), Path("/logs"))
-
-
-def test_a_traceback_that_is_short_enough_is_whole_and_nothing_is_said_of_it() -> None:
-    text = failed(replace(RAISED, traceback="".join(f"  line {number}\n" for number in range(100))))
-
-    assert all(f"      line {number}\n" in text for number in range(100))
-    assert "in full" not in text
-    assert "…" not in text
 
 
 def test_a_module_that_python_does_not_find_is_one_sentence() -> None:
@@ -420,14 +341,6 @@ def test_another_end_with_few_words_has_the_whole_report(other: Failure) -> None
 
 def test_a_job_that_has_restarted_says_why_it_stopped_after_any_failure() -> None:
     assert "Why it stopped: " in failed(WRONG_ARGUMENTS)
-
-
-def test_output_that_was_one_pipe_is_not_called_stderr() -> None:
-    mixed = failed(replace(KILLED, is_mixed=True))
-
-    assert "  output    : its last line\n    last words\n" in mixed
-    assert "stderr" not in mixed
-    assert "  stderr    : its last line\n    last words\n" in failed(KILLED)
 
 
 def test_the_object_says_in_which_generation_the_failure_happened() -> None:

@@ -23,7 +23,7 @@ from elaunch.trainer.gpt.recorder import Metrics
 from elaunch.trainer.gpt.run_directory import require_ours
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT, Ledger
-from elaunch.trainer.memory.shard_parts import PieceContents
+from elaunch.trainer.memory.pieces import PieceContents
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state.packing import describe, pack, unpack
 from elaunch.trainer.state.region import PAGE, Header, finish, header_of, is_intact, skeleton_of, views

@@ -1,4 +1,4 @@
-"""agent.core.standstill and hang_watch: when ranks stand still, and what an agent makes of it."""
+"""agent.diagnosis.hang and hang_watch: when ranks stand still, and what an agent makes of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, TellWorkers
-from elaunch.agent.core.events import Reported, Sampled, StacksTaken, Tick, WorkerListens
-from elaunch.agent.core.state import Running
+from elaunch.agent.core.events import Reported, Sampled, Signalled, StacksTaken, Tick, WorkerListens
+from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows, may_stand_still
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.rendezvous.rules.hang_records import StillKind
-from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, STEP, stack
-from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, started
+from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
+from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, settle, started
 
 IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S", is_whole=True)
 SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R", is_whole=True)
@@ -458,3 +458,103 @@ def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None
     assert [action.local_rank for action in other.all_acted if isinstance(action, Blame)] == [1]
     assert not any(isinstance(action, Blame) for action in one.all_acted)
     assert {g.kind for n in one.snapshot.still[0].values() for g in n.groups} == {StillKind.WAITS, StillKind.RUNS}
+
+
+def test_the_time_in_which_ranks_write_down_their_collectives_counts_as_the_time_before_it() -> None:
+    driver = watching()
+    disturbed = {rank: replace(window, is_disturbed=True) for rank, window in IDLE_AND_LOOP.items()}
+    samples(driver, 30, IDLE_AND_LOOP, ONE_LOOPS)
+    assert any(isinstance(action, LookAtStacks) for action in driver.all_acted)
+
+    samples(driver, 25, disturbed, ONE_LOOPS)
+    early = said(driver)
+    samples(driver, 5, IDLE_AND_LOOP, ONE_LOOPS)
+
+    assert "hang" not in early
+    assert "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin" in said(driver)
+
+
+def test_a_rank_that_loses_the_gil_to_the_answers_still_spins() -> None:
+    driver = watching()
+    asked = replace(SPINS, switches=90, answers=5)
+
+    samples(driver, 80, {**IDLE_AND_LOOP, 1: asked}, ONE_LOOPS)
+
+    assert "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin" in said(driver)
+
+
+def test_a_failure_for_which_no_rank_differs_says_that_it_is_no_evidence() -> None:
+    driver = watching(restarts=True)
+    samples(driver, 300, ALL_IDLE, WAITING)
+
+    (blamed,) = (action for action in driver.all_acted if isinstance(action, Blame))
+    assert (blamed.local_rank, blamed.is_blameless) == (-1, True)
+
+
+def test_a_lock_that_a_busy_helper_may_open_is_waited_for() -> None:
+    reads = ThreadStack("helper", (Frame("load", "/home/me/data.py", 5),), syscall="read", target="/mnt/x")
+    locked = stack(1, STEP)
+    helped = replace(locked, threads=(*locked.threads, reads))
+
+    for one, hangs in ((locked, True), (helped, False)):
+        driver = watching()
+        samples(driver, 80, ALL_IDLE, (WAITING[0], one, WAITING[2]))
+        assert ("the job seems to hang: rank 1 (pid 4001 on node-a) waits for a lock" in said(driver)) is hangs
+
+
+def test_a_data_loader_is_shown_with_what_its_process_does() -> None:
+    frames = (Frame("__next__", f"{LIB}/site-packages/torch/utils/data/dataloader.py", 9), STEP)
+    child = stack(1, Frame("load", "/home/me/data.py", 5))
+    driver = watching()
+    samples(driver, 80, ALL_IDLE, (WAITING[0], replace(stack(1, *frames, call="poll"), children=(child,)), WAITING[2]))
+
+    assert (
+        "rank 1 (pid 4001 on node-a) waits for its data loader (train_step, train.py:41)"
+        ", whose process 4001 waits for a lock or for another"
+        " thread in load (data.py:5), while" in said(driver)
+    )
+
+
+def test_a_job_that_is_stopped_while_it_hangs_does_not_go_on_after_all() -> None:
+    one, other = two_nodes()
+    both(one, other, 80, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
+    assert "seems to hang" in said(other)
+
+    one.happen(Signalled(2, "SIGINT"))
+    settle(one, other)
+
+    assert isinstance(other.agent.phase, Stopping)
+    assert "no longer idle" not in said(one) + said(other)
+
+
+def test_a_rank_whose_gpu_is_in_no_collective_is_somewhere_else_than_those_that_wait_for_it() -> None:
+    driver = watching()
+    stacks = (in_commit(0), in_commit(1, waits=False), in_commit(2))
+
+    samples(driver, 290, dict.fromkeys(ALL, OUTSTANDS), stacks)
+    early = said(driver)
+    samples(driver, 30, dict.fromkeys(ALL, OUTSTANDS), stacks)
+
+    assert "hang" not in early
+    assert (
+        f"rank 1 (pid 4001 on node-a) waits for the GPU (train_step, train.py:41), {OTHER}, while ranks 0, 2"
+        in said(driver)
+    )
+
+
+def test_ranks_that_enter_collectives_at_the_same_line_again_and_again_go_on() -> None:
+    driver = watching()
+    for number in range(20):
+        samples(driver, 30, ALL_IDLE, tuple(replace(each, entered=f"in collective {number}") for each in WAITING))
+
+    assert "hang" not in said(driver)
+
+
+def test_a_standstill_of_which_a_look_has_no_numbers_goes_on() -> None:
+    driver = watching()
+    numbered = tuple(replace(each, entered=FIRST) for each in WAITING)
+    samples(driver, 40, ALL_IDLE, numbered)
+    samples(driver, 10, ALL_IDLE, WAITING)
+    samples(driver, 30, ALL_IDLE, numbered)
+
+    assert "the job seems to hang" in said(driver)

@@ -1,4 +1,4 @@
-"""agent.core.absent: the worker that did not come to a collective that timed out on others."""
+"""agent.core.hangs: the worker that did not come to a collective that timed out on others."""
 
 from __future__ import annotations
 
@@ -7,22 +7,32 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, SignalWorkers
+from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, PeerFailed, SignalWorkers, TellWorkers
 from elaunch.agent.core.events import (
+    Event,
+    Signalled,
     StacksTaken,
+    StoreLost,
     Tick,
     WorkerExited,
+    WorkerListens,
     WorkerRaised,
+    WorkerReturned,
     WorkerSaving,
     WorkersHung,
+    WorkerStopped,
 )
 from elaunch.agent.core.hangs import LOOK_S, timed_out
-from elaunch.agent.core.state import Running
+from elaunch.agent.core.state import Broken, Running, Stopping
 from elaunch.agent.diagnosis.collectives import DEFAULT_GROUP, Collective, evidence
 from elaunch.agent.diagnosis.stack_groups import Stack
-from elaunch.rendezvous.types import Failure, FailureKind
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
+from tests.unit.agent.diagnosis.test_exit_status import failure as failure_of_worker
+from tests.unit.agent.diagnosis.test_exit_status import record_of
 from tests.unit.agent.diagnosis.test_stack_groups import BACKWARD, GPU_WAIT, STEP, TOP, stack
-from tests.unit.agent.driver import TERM, Driver, failure, pair, settle, started
+from tests.unit.agent.driver import KEYS, TERM, Driver, failure, pair, settle, started
 
 GLOO = "lost a peer in backward (RuntimeError: Timed out waiting 4000ms for recv operation to complete)"
 OWN = (
@@ -203,3 +213,108 @@ def test_another_node_whose_rank_did_not_come_names_it_in_its_own_record() -> No
         (0, FailureKind.PEER_LOST),
         (4, FailureKind.HANG),
     }
+
+
+def told_of_failure(driver: Driver, done: Sequence[Action]) -> bool:
+    assert isinstance(driver.agent.phase, Stopping)
+    told = [action.message for action in done if isinstance(action, TellWorkers)]
+    return isinstance(driver.agent.phase.mode, Broken) and told == [PeerFailed(0)]
+
+
+def listening() -> Driver:
+    driver = started()
+    for rank in (1, 2):
+        driver.happen(WorkerListens(0, rank, to_stop=True, to_failure=True))
+    return driver
+
+
+def test_ranks_that_wait_for_others_as_well_are_not_named() -> None:
+    driver = started()
+    times_out(driver, 0)
+
+    done = shows(driver, stack(1, *BACKWARD), stack(2, *BACKWARD))
+
+    assert done == [SignalWorkers(0, frozenset({1, 2}), TERM)]
+    assert [(f.rank, f.kind) for f in driver.snapshot.failures[0]] == [(0, FailureKind.PEER_LOST)]
+
+
+@pytest.mark.parametrize("event", [WorkerReturned(0, 1), WorkerStopped(0, 1, 4)])
+def test_a_rank_at_its_end_is_not_told_as_one_that_waited(event: Event) -> None:
+    driver = started()
+    driver.happen(event)
+    times_out(driver, 0)
+
+    assert "timed out on rank 0 (" in blamed(shows(driver, sleeping(2))).message
+
+
+@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
+def test_a_node_that_comes_or_goes_during_the_look_does_not_hide_the_failure(kind: OpenKind) -> None:
+    driver = listening()
+    times_out(driver, 0)
+
+    driver.open(1, kind, "node-b comes or goes")
+    done = driver.settle()
+
+    assert told_of_failure(driver, done)
+    assert [(f.rank, f.kind) for f in driver.snapshot.failures[0]] == [(0, FailureKind.PEER_LOST)]
+
+
+@pytest.mark.parametrize("event", [Signalled(15, "SIGTERM"), Signalled(2, "SIGINT"), StoreLost("it is gone")])
+def test_who_exits_during_the_look_stops_a_broken_group_and_keeps_the_failure(event: Event) -> None:
+    driver = listening()
+    times_out(driver, 0)
+
+    done = driver.happen(event)
+
+    assert told_of_failure(driver, done)
+    assert isinstance(driver.agent.phase, Stopping)
+    assert [f.rank for f in driver.agent.phase.failures] == [0]
+
+
+def test_the_end_of_the_job_during_the_look_stops_a_broken_group() -> None:
+    driver = listening()
+    times_out(driver, 0)
+
+    ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+    done = driver.settle()
+
+    assert told_of_failure(driver, done)
+
+
+def test_a_failure_elsewhere_during_the_look_waits_for_its_end() -> None:
+    driver = started()
+    times_out(driver, 0)
+
+    driver.open(1)
+    done = driver.settle()
+
+    assert done == []
+    assert blamed(shows(driver, sleeping(1))).local_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "is_looked_into"),
+    [
+        ("[/pytorch/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete", True),
+        ("[/pytorch/gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for send operation to complete", True),
+        ("collective operation timeout: waited 1.5 s for other ranks, channel elaunch/0/0/ranks/0", True),
+        ("collective operation timeout: waited 1e+06 s for rank 3, channel elaunch/0/0/ranks/0", True),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5) ran for 600000 ms", False),
+        ("step 7 is not committed: a collective took longer than the timeout (TIMEOUT, group 0)", False),
+    ],
+)
+def test_the_words_of_a_timeout_are_known_by_whoever_reads_them(message: str, is_looked_into: bool) -> None:
+    found = failure_of_worker(1, record_of("RuntimeError", message))
+
+    assert found.kind is FailureKind.PEER_LOST
+    assert (timed_out(found.sentence) is not None) is is_looked_into
+
+
+def test_a_rank_that_dies_meanwhile_is_the_cause() -> None:
+    driver = started()
+    times_out(driver, 0)
+
+    driver.exits(1, -9, FailureKind.SIGNAL)
+
+    assert [(f.rank, f.kind) for f in driver.snapshot.failures[0]] == [(1, FailureKind.SIGNAL)]

@@ -1,16 +1,16 @@
-"""agent.core.orders: what `elaunch stop` and `elaunch restart` make an agent do."""
+"""agent.core.leaving: what `elaunch stop` and `elaunch restart` make an agent do."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from elaunch.agent.core.actions import SignalWorkers
-from elaunch.agent.core.events import StoreAway, WorkerExited
+from elaunch.agent.core.events import RestartOrdered, StoreAway, WorkerExited
 from elaunch.agent.core.leaving import OrderAnswer, order
 from elaunch.agent.core.state import Joining, Running, Stopping
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
-from tests.unit.agent.driver import ALL, SPEC, TERM, Driver, cleared, pair, settle, started
+from tests.unit.agent.driver import ALL, SPEC, TERM, TWO, Driver, cleared, pair, settle, started
 
 
 def ordered(driver: Driver, topic: Topic) -> OrderAnswer:
@@ -108,3 +108,40 @@ def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> 
 
     assert restart == OrderAnswer(False, "the job's store is away, and without it no generation can be opened")
     assert stop.text.startswith("job job stops on this node; the store is away, so stop the other nodes there: ")
+
+
+def test_a_second_stop_is_answered_and_kills_nobody() -> None:
+    driver = started()
+    ordered(driver, Topic.STOP)
+
+    event, answer = order(driver.agent, Topic.STOP)
+
+    assert event is None
+    assert answer == OrderAnswer(True, "the job ends already: elaunch stop was received")
+
+
+def test_a_restart_is_one_on_all_nodes_however_many_order_it() -> None:
+    leader, other = pair()
+
+    leader.happen(RestartOrdered())
+    other.happen(RestartOrdered())
+    settle(leader, other)
+
+    assert leader.agent.snapshot.generation
+    assert leader.agent.snapshot.generation.number == 1
+    assert all(isinstance(driver.agent.phase, Stopping) for driver in (leader, other))
+
+
+def test_a_restart_at_a_spare_is_the_jobs() -> None:
+    leader, other = pair()
+    spare = Driver(TWO, store=leader.store, host="node-c", remote=True).begin()
+    settle(leader, other, spare)
+
+    answer = ordered(spare, Topic.RESTART)
+    settle(leader, other, spare)
+
+    assert answer == OrderAnswer(True, "job job: all workers stop, and start again as generation 1")
+    assert all(isinstance(driver.agent.phase, Stopping) for driver in (leader, other))
+    assert order(spare.agent, Topic.RESTART)[1].text == "no workers run now: generation 1 is about to start"
+    # It was opened over between the answer and the event.
+    assert spare.happen(RestartOrdered()) == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Action, Exit, Join, Renew, Say, Spawn, Widen
-from elaunch.agent.core.events import Committed, Tag, Tick
+from elaunch.agent.core.events import Committed, Signalled, Tag, Tick
 from elaunch.agent.core.membership import DEAD_SLACK_S
 from elaunch.agent.core.state import Exited, Joining, Running
 from elaunch.agent.core.step import deadline_s
@@ -16,6 +16,7 @@ from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind
 from tests.unit.agent.driver import (
+    INT,
     KEYS,
     SPEC,
     START_S,
@@ -361,3 +362,155 @@ def test_a_leader_looks_again_at_its_deadlines() -> None:
 
 
 # --- going
+
+
+def test_of_two_agents_that_would_start_the_run_the_slower_one_joins_that_of_the_other() -> None:
+    first = Driver(TWO, host="node-a").begin()
+    second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
+    for driver in (first, second):
+        driver.answer()
+    late = second.looked
+    first.look()
+
+    second.happen(late)
+    settle(first, second)
+
+    assert isinstance(second.agent.phase, Running)
+    assert second.snapshot.leader == first.node_id
+
+
+def test_answers_to_what_is_not_awaited_change_nothing() -> None:
+    driver = started()
+    before = driver.agent
+
+    assert driver.happen(Committed(Tag.JOIN, False, 99)) == []
+    assert driver.agent == before
+
+
+def test_who_waits_for_a_dead_job_that_ends_meanwhile_begins_its_own() -> None:
+    *dead, one, other = killed_and_mended()
+    dead[0].write(Put(KEYS.ended, encode(ENDED)))
+    settle(one, other)
+    for gone in dead:
+        gone.store.revoke(gone.lease)
+    for _ in range(2):
+        one.now_s = other.now_s = one.now_s + TIMES.keepalive_s
+        for each in (one, other):
+            each.happen(Tick())
+        settle(one, other)
+
+    assert [type(each.agent.phase) for each in (one, other)] == [Running, Running]
+
+
+def test_a_ctrl_c_on_a_node_that_does_not_fit_leaves_the_job_alone() -> None:
+    first, _, one, _ = killed_and_mended()
+
+    one.happen(Signalled(INT, "SIGINT"))
+
+    assert isinstance(one.agent.phase, Exited)
+    assert first.snapshot.ended is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_agents_that_meet_at_a_loopback_address_are_meant_to_be_on_one_host(address: str) -> None:
+    first = Driver(TWO, host="node-a", address=address).begin()
+    second = Driver(TWO, host="node-a", address=address, store=first.store, remote=True)
+    second.incarnations = 7
+    second.begin()
+
+    settle(first, second)
+
+    for each in (first, second):
+        assert isinstance(each.agent.phase, Running)
+        assert not any("agents" in action.text for action in each.all_acted if isinstance(action, Say))
+
+
+def test_an_old_run_that_nobody_ended_is_followed_by_a_new_one() -> None:
+    old = started()
+    old.store.revoke(old.lease)
+
+    new = Driver(store=old.store, host="node-b").begin()
+    new.settle()
+
+    assert isinstance(new.agent.phase, Running)
+    assert new.agent.phase.table.reason == "the job starts"
+
+
+def test_the_terms_of_an_old_run_bind_nobody() -> None:
+    old = started()
+    old.store.revoke(old.lease)
+
+    new = Driver(replace(SPEC, max_restarts=9), store=old.store, host="node-b").begin()
+    new.settle()
+
+    assert isinstance(new.agent.phase, Running)
+    assert new.snapshot.terms
+    assert new.snapshot.terms.max_restarts == 9
+
+
+def test_a_run_without_a_leader_for_the_moment_is_joined_and_not_started_anew() -> None:
+    first, second = pair(replace(SPEC, nodes_min=2, nodes_max=3))
+    generation = first.snapshot.generation
+    first.write(Delete(KEYS.leader))
+    third = Driver(replace(SPEC, nodes_min=2, nodes_max=3), store=first.store, host="node-c", remote=True).begin()
+
+    third.settle()
+
+    assert third.snapshot.generation == generation
+    assert third.node_id in third.snapshot.members
+    assert isinstance(second.agent.phase, Running)
+
+
+def test_who_lost_an_election_to_another_stays_who_it_is() -> None:
+    first, second = pair()
+    third = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
+    third.settle()
+    first.lose_lease()
+    late = second.looked
+    third.settle()
+
+    second.happen(late)
+    second.settle()
+
+    assert second.snapshot.leader == third.node_id
+    assert second.incarnations == 1
+    assert not second.agent.membership.outvoted
+
+
+def test_followers_never_write_what_is_the_leaders() -> None:
+    first, second = pair()
+    second.lose_lease()
+
+    second.settle()
+    assert second.snapshot.generation
+    assert second.snapshot.generation.number == 0
+    assert not second.agent.leads
+    assert first.agent.leads
+
+
+def test_a_spare_that_is_told_to_go_leaves_the_others_alone() -> None:
+    first, _ = pair()
+    spare = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
+    spare.settle()
+
+    done = spare.happen(Signalled(TERM, "SIGTERM"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert spare.node_id not in first.snapshot.members
+    assert first.snapshot.generation
+    assert first.snapshot.generation.number == 0
+
+
+def test_a_node_on_its_way_out_writes_nothing_more_for_the_job() -> None:
+    first, second = pair()
+    first.happen(Signalled(TERM, "SIGTERM"))
+    second.settle()
+    ends(second, -TERM)
+    second.settle()
+
+    done = first.settle()
+
+    assert done == []
+    assert first.node_id not in first.snapshot.members
+    assert not first.agent.leads
+    assert first.agent.lead_at_s is None

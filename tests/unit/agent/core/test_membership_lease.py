@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Renew, SignalWorkers
-from elaunch.agent.core.events import Event, Leased, LeaseLost, Looked, Tag, Tick
-from elaunch.agent.core.state import Running
+import pytest
+
+from elaunch.agent.core.actions import Action, Join, Renew, SignalWorkers
+from elaunch.agent.core.events import Event, Leased, LeaseLost, Looked, Signalled, Tag, Tick
+from elaunch.agent.core.state import Finished, Running
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.rendezvous.types import OpenKind
 from tests.unit.agent.driver import (
     ALL,
+    INT,
     TERM,
     TIMES,
+    TWO,
     Driver,
     ends,
     pair,
     settle,
+    started,
     tags,
 )
 
@@ -161,3 +166,48 @@ def test_leases_that_end_again_and_again_do_not_hide_a_loss_for_ever() -> None:
         first.now_s += step_s
 
     assert 0.3 < hidden_s / (200 * step_s) < 0.7
+
+
+def test_a_joining_node_whose_lease_ended_comes_back_under_a_new_name() -> None:
+    first, second = pair(TWO)
+    spare = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
+    spare.settle()
+    old = spare.node_id
+
+    assert spare.lose_lease() == [Renew()]
+    done = spare.settle()
+
+    assert done == [Join(spare.lease, False, False)]
+    assert spare.node_id != old
+    assert set(spare.snapshot.members) == {first.node_id, second.node_id, spare.node_id}
+
+
+def test_a_finished_node_whose_lease_ended_stays_the_same_member_if_nothing_was_opened() -> None:
+    first, second = pair()
+    ends(second)
+    me = second.node_id
+    assert isinstance(second.agent.phase, Finished)
+
+    second.lose_lease()
+    settle(first, second)
+
+    assert set(second.snapshot.members) == {first.node_id, me}
+    ends(first)
+    settle(first, second)
+    assert (first.outcome.exit_code, second.outcome.exit_code) == (0, 0)
+
+
+@pytest.mark.parametrize("signum", [INT, TERM])
+def test_a_node_on_its_way_out_begins_no_other_lease(signum: int) -> None:
+    driver = started()
+    driver.happen(Signalled(signum, "SIGX"))
+
+    assert driver.lose_lease() == []
+
+
+def test_that_an_older_lease_ended_is_no_news() -> None:
+    driver = started()
+    before = driver.agent
+
+    assert driver.happen(LeaseLost(driver.lease + 1)) == []
+    assert driver.agent == before

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.events import Committed, StoreBack, StoreRefuses, Tag, Tick
-from elaunch.agent.core.state import Joining
+from elaunch.agent.core.events import Committed, StoreAway, StoreBack, StoreRefuses, Tag, Tick
+from elaunch.agent.core.membership import RUNS_REFUSED_MAX
+from elaunch.agent.core.state import Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import Generation, OpenKind, Outcome, OutcomeKind
-from tests.unit.agent.driver import KEYS, SPEC, START_S, TIMES, TWO, Driver, tags
+from tests.unit.agent.driver import KEYS, SPEC, START_S, TIMES, TWO, Driver, pair, tags
 
 STRANGER = KEYS.member("node-x-1")
 
@@ -211,3 +212,106 @@ def test_members_that_never_go_and_no_generation_are_no_job() -> None:
 
     assert driver.outcome.kind is OutcomeKind.UNKNOWN
     assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason
+
+
+def alone(enter: Callable[[], tuple[Driver, Tag]]) -> Driver:
+    driver, _ = enter()
+    driver.settle()
+    return driver
+
+
+@pytest.mark.parametrize(
+    "running", [lambda: alone(first_run), lambda: alone(another_run), lambda: pair()[1]], ids=["first", "later", "join"]
+)
+def test_a_member_that_the_store_denies_keeps_its_workers(running: Callable[[], Driver]) -> None:
+    driver = running()
+    assert isinstance(driver.agent.phase, Running)
+
+    done = driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert (done, isinstance(driver.agent.phase, Running)) == ([], True)
+
+
+@pytest.mark.parametrize("enter", [first_run, another_run, a_run_of_others])
+def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tuple[Driver, Tag]]) -> None:
+    driver, _ = enter()
+    driver.answer()
+    driver.look()
+
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+
+    assert driver.outcome.kind is OutcomeKind.REFUSED
+
+
+def test_who_loses_its_lease_before_it_could_start_a_run_does_not_end_with_the_last_one() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
+    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
+    driver.begin().answer()
+    driver.store.revoke(driver.lease)
+    driver.look()
+
+    driver.answer()
+    driver.look()
+
+    assert isinstance(driver.agent.phase, Joining)
+
+
+def test_of_two_nodes_that_come_at_once_one_starts_the_run_and_the_other_joins_it() -> None:
+    first, second = claimed()
+    first.answer()
+    assert (tags(first), tags(second)) == ([Tag.FIRST_RUN], [])
+
+    second.look()
+
+    assert tags(second) == [Tag.JOIN]
+    assert KEYS.starter not in first.store.read(KEYS.root).entries
+
+
+def test_a_claim_that_holds_starts_the_run_at_once_though_runs_were_refused_before() -> None:
+    driver = vacant()
+    assert driver.agent.membership.runs_refused == 1
+    driver.write(Delete(STRANGER))
+
+    driver.lose_lease()
+    driver.settle()
+
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_where_a_claim_is_refused_by_members_that_are_left_the_start_is_refused_as_well_and_counted() -> None:
+    driver = Driver(remote=True)
+    driver.write(Put(STRANGER, "{}"))
+    driver.begin().settle()
+    assert driver.agent.membership.runs_refused == 0
+
+    at_next_deadline(driver)
+
+    assert driver.agent.membership.runs_refused == 1
+
+
+def test_a_run_that_came_and_went_while_it_was_awaited_is_not_run_again() -> None:
+    _, second = claimed()
+    ended = Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 0, 0, 3)
+    second.write(Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))))
+    second.write(Put(KEYS.ended, encode(ended)))
+
+    second.look()
+
+    assert second.outcome == ended
+
+
+def test_a_store_that_comes_and_goes_does_not_make_it_try_sooner() -> None:
+    """History (seed 4676): answers were lost, each return of the store counted as a try, and the last try ended it."""
+    driver = vacant()
+
+    tried = False
+    for _ in range(RUNS_REFUSED_MAX + 1):
+        driver.happen(StoreAway("no answer came in time"))
+        driver.happen(StoreBack())
+        driver.happen(Tick())
+        tried |= bool(driver.commits)
+        driver.settle()
+
+    assert not tried
+    assert isinstance(driver.agent.phase, Joining)

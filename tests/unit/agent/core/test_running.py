@@ -11,14 +11,17 @@ from elaunch.agent.core.events import (
     Cleared,
     Signalled,
     Tick,
+    WorkerExited,
     WorkerRaised,
     WorkerReturned,
+    WorkerStopped,
 )
-from elaunch.agent.core.running import EXIT_S, HOLD_S
+from elaunch.agent.core.running import EXIT_S, HOLD_S, UNEXPLAINED_S
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.core.step import deadline_s
+from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
-from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.store import Put, Unchanged
 from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTable
 from tests.unit.agent.driver import (
     ALL,
@@ -467,3 +470,209 @@ def test_an_exit_code_that_our_own_signal_made_is_no_cause() -> None:
 
     assert driver.outcome.failure
     assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (0, FailureKind.PEER_LOST)
+
+
+def test_where_another_opened_first_the_failure_is_recorded_all_the_same() -> None:
+    driver = started()
+    driver.open(1, OpenKind.FAIL, "rank 9 failed elsewhere")
+
+    driver.exits(1, 3)
+
+    assert driver.snapshot.generation
+    assert (driver.snapshot.generation.number, driver.snapshot.generation.cause) == (1, "rank 9 failed elsewhere")
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
+
+
+@pytest.mark.parametrize("code", [7, -KILL])
+def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(code: int) -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    # The reader of the exit may see the word on the link before the agent's loop does.
+    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(RETURNED,)))
+    driver.happen(WorkerReturned(0, 1))
+
+    driver.now_s += EXIT_S
+    signalled = driver.happen(Tick())
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+    driver.now_s += max(FAILURE_GRACE_S, EXIT_S)
+    killed = driver.happen(Tick())
+    record = failure(0, 1, code, FailureKind.EXIT_CODE if code > 0 else FailureKind.SIGNAL)
+    driver.happen(WorkerExited(0, 1, code, record, None if code > 0 else RETURNED))
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert SignalWorkers(0, frozenset({2}), TERM) in signalled
+    assert SignalWorkers(0, frozenset({1}), KILL) in killed
+    assert driver.outcome.failure
+    assert driver.outcome.failure.rank == 1
+    assert driver.outcome.failure.code == (code if code > 0 else None), "what our own signal made is no cause"
+
+
+def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.happen(WorkerReturned(0, 1))
+    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(RETURNED,)))
+    driver.happen(WorkerReturned(0, 2))
+
+    stopped = driver.exits(2, 0)
+    driver.exits(1, 7)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert stopped == []
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
+
+
+def test_what_a_worker_told_is_no_cause_if_it_had_stopped_with_all_others() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.happen(WorkerStopped(0, 1, 7))
+    told = replace(ended(0, 1), code=None)
+
+    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(told,)))
+    driver.now_s += UNEXPLAINED_S
+    driver.happen(Tick())
+
+    assert driver.said.startswith("rank 0 ")
+
+
+def test_a_worker_that_exited_with_nought_explains_no_failure_of_another_kind() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    driver.exits(1, 0)
+
+    driver.exits(0, -KILL, FailureKind.OUT_OF_MEMORY)
+    driver.exits(2, 1, FailureKind.PEER_LOST)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (0, FailureKind.OUT_OF_MEMORY)
+
+
+def test_the_loss_of_the_fork_server_after_the_last_worker_clears_nothing_twice() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.exits(0, -TERM)
+    last = driver.exits(2, -TERM)
+
+    assert last == [Clear(0)]
+    assert driver.happen(lost(0, workers_too=True)) == []
+
+
+def test_an_exit_that_is_told_twice_clears_nothing_twice() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.exits(0, -TERM)
+    last = driver.exits(2, -TERM)
+
+    again = driver.exits(2, -TERM)
+
+    assert (last, again) == ([Clear(0)], [])
+
+
+def test_other_workers_deaths_do_not_put_off_the_moment() -> None:
+    driver = started()
+    driver.exits(0, -TERM)
+
+    driver.now_s += HOLD_S / 2
+    driver.exits(1, -TERM)
+
+    assert deadline_s(driver.agent) == START_S + HOLD_S
+
+
+def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
+    driver = started()
+    driver.exits(0, -TERM)
+    driver.exits(1, 0)
+    driver.exits(2, 0)
+
+    driver.now_s += HOLD_S
+    done = driver.happen(Tick())
+
+    assert done == [Clear(0)]
+    assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
+
+
+def test_on_a_full_disk_which_keeps_no_record_the_rank_that_raised_first_is_awaited() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    for rank in (1, 0):
+        driver.happen(WorkerRaised(0, rank))
+
+    # Its exit code is all that is known.
+    held = driver.exits(0, 1)
+    driver.exits(1, 1)
+
+    assert held == []
+    assert driver.said.startswith("rank 1 ")
+
+
+def test_that_a_worker_of_another_generation_raised_changes_nothing() -> None:
+    driver = started()
+    before = driver.agent
+
+    driver.happen(WorkerRaised(1, 1))
+
+    assert driver.agent == before
+
+
+def test_such_a_failure_wins_over_the_word_of_the_peer_that_it_took_down() -> None:
+    driver = started(replace(SPEC, max_restarts=0))
+    peer = failure(0, 9, 1, FailureKind.PEER_LOST, host="node-b")
+    driver.open(1)
+    driver.write(Put(KEYS.failure(0, peer.node_id), encode(peer)))
+    driver.look()
+
+    driver.exits(0, -KILL, FailureKind.OUT_OF_MEMORY)
+    for rank in (1, 2):
+        driver.exits(rank, -TERM)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.failure
+    assert (driver.outcome.failure.kind, driver.outcome.failure.host) == (FailureKind.OUT_OF_MEMORY, "node-a")
+
+
+@pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
+def test_what_a_peers_end_may_explain_opens_nothing_while_the_group_stops_to_save(kind: FailureKind) -> None:
+    driver = started()
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+
+    driver.exits(0, 1, kind)
+
+    assert driver.snapshot.generation
+    assert driver.snapshot.generation.number == 1
+    assert not driver.snapshot.failures
+
+
+def test_any_other_failure_of_a_newcomer_is_one_like_any_other() -> None:
+    driver = newcomer()
+
+    driver.exits(1, 3)
+
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
+    assert driver.node_id in driver.snapshot.members
+
+
+def test_a_start_up_failure_in_a_job_that_never_got_further_is_one_like_any_other() -> None:
+    driver = newcomer(progressed=False)
+
+    driver.exits(1, 2, FailureKind.STARTUP)
+
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.STARTUP]
+
+
+def test_a_failure_names_the_generation_that_it_was_of_though_a_join_opened_another() -> None:
+    driver = started()
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+
+    driver.exits(0, 1, FailureKind.EXCEPTION)
+
+    written, claim = driver.commits
+    revision = driver.agent.snapshot.generation_revision
+    assert Unchanged(KEYS.generation, revision) in written.guards
+    assert claim.then[0] == Put(KEYS.detailed(0, driver.node_id), "", driver.snapshot.lease)
+    assert set(driver.snapshot.failures) == {0}
+    assert encode(replace(failure(0, 0, 1, FailureKind.EXCEPTION), node_id=driver.node_id)) in {
+        op.value for op in written.then if isinstance(op, Put)
+    }

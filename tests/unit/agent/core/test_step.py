@@ -367,3 +367,100 @@ def test_restarts_age_by_the_agents_own_clock() -> None:
     assert table
     assert table.restarts == 3
     assert table.restart_ages_s == (55.0, 0.0), "the first one, 70 s ago, is not held against the job any more"
+
+
+def test_that_a_generation_is_cleared_away_is_no_news_to_who_runs_none() -> None:
+    driver = Driver().begin()
+    before = driver.agent
+
+    assert driver.happen(cleared(0)) == []
+    assert driver.agent == before
+
+
+def test_a_second_failure_gives_the_workers_no_more_time_than_the_first() -> None:
+    driver = started()
+    driver.open(1)
+    driver.look()
+    driver.now_s += 1
+    driver.open(2, OpenKind.LOSS, "node-c was lost")
+
+    driver.look()
+
+    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
+
+
+def test_a_node_that_was_finished_already_runs_again_too() -> None:
+    driver = started()
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+    assert isinstance(driver.agent.phase, Finished)
+    driver.open(1, OpenKind.FAIL)
+    driver.write(Put(KEYS.failure(0, "other"), encode(failure(0, 9, 1, host="other"))))
+
+    done = driver.look()
+    said = driver.said
+
+    assert said == "running again: rank 9 failed elsewhere"
+    assert [type(action) for action in done + driver.settle()] == [Join, Spawn]
+
+
+def test_an_end_that_was_written_ends_a_waiting_agent() -> None:
+    driver = Driver().begin()
+    driver.answer()
+    driver.look()
+    driver.answer()
+    ended = Outcome(OutcomeKind.FAILED, "cancelled", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+
+    assert driver.look() == [Exit(ended)]
+
+
+def test_an_end_that_was_written_ends_a_finished_agent() -> None:
+    driver = started()
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+    ended = Outcome(OutcomeKind.SUCCEEDED, "all is done", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+
+    assert driver.look() == [Exit(ended)]
+
+
+def test_a_store_that_is_lost_while_workers_stop_after_a_signal_changes_no_outcome() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    driver.happen(StoreLost("the store's history is lost"))
+    for rank in range(3):
+        driver.exits(rank, 0)
+    driver.happen(cleared(0))
+
+    assert driver.outcome.exit_code == 128 + TERM
+
+
+def test_an_agent_wants_no_tick_without_a_deadline() -> None:
+    driver = Driver().begin()
+    deadlines = [deadline_s(driver.agent)]
+    driver.settle()
+    deadlines.append(deadline_s(driver.agent))
+    driver.happen(lost(0, workers_too=True))
+    deadlines.append(deadline_s(driver.agent))
+
+    assert deadlines == [None, None, None]
+
+
+def test_every_first_look_at_a_table_begins_its_age() -> None:
+    driver = started()
+    driver.now_s += 7
+
+    driver.look()
+
+    assert driver.agent.table_seen == (0, START_S)
+
+
+def test_nothing_is_decided_before_there_is_a_lease() -> None:
+    driver = Driver()
+
+    assert driver.look() == []
+    assert driver.acted == []

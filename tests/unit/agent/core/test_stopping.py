@@ -494,3 +494,245 @@ def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_word_and_with
     assert not [action for action in done if isinstance(action, Say)]
     assert [action.outcome.exit_code for action in ended if isinstance(action, Exit)] == [141]
     assert driver.snapshot.ended, "the other nodes end, too"
+
+
+@pytest.mark.parametrize("progressed", [False, True])
+def test_who_joins_again_says_whether_its_workers_made_progress(progressed: bool) -> None:
+    driver = started()
+    driver.happen(lost(0, workers_too=True))
+
+    done = driver.happen(cleared(0, progressed=progressed)) + driver.settle()
+
+    assert isinstance(done[0], Join)
+    assert done[0].progressed is progressed
+
+
+def test_killed_workers_get_no_other_signal_when_the_node_is_asked_to_leave() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.now_s += FAILURE_GRACE_S
+    driver.happen(Tick())
+
+    leaving = driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert leaving == []
+    assert {type(action) for action in driver.acted} == {Commit}
+    driver.exits(0, -KILL, FailureKind.SIGNAL)
+    driver.exits(2, -KILL, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+    assert driver.outcome.exit_code == 128 + TERM
+
+
+def test_sigint_where_several_nodes_may_run_says_who_got_it() -> None:
+    driver = started(replace(SPEC, nodes_max=2))
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.snapshot.ended
+    assert driver.snapshot.ended.reason == "SIGINT was received by node-a"
+
+
+def test_sigterm_where_a_generation_forms_already_deletes_the_nodes_keys_and_opens_nothing() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.settle()
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    snapshot = driver.snapshot
+    assert snapshot.generation
+    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.FAIL)
+    assert (snapshot.members, snapshot.leader) == ({}, "")
+
+
+def test_who_leaves_as_another_opens_a_generation_deletes_its_keys_all_the_same() -> None:
+    driver = started()
+    driver.open(1)
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    snapshot = driver.snapshot
+    assert snapshot.generation
+    assert snapshot.generation.cause == "rank 9 failed elsewhere"
+    assert (snapshot.members, snapshot.leader) == ({}, "")
+
+
+def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
+    driver = started()
+    ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+    driver.look()
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.commits == []
+    assert driver.snapshot.ended == ended
+
+
+def test_a_signal_that_comes_when_the_job_ended_while_the_workers_stop_writes_nothing() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
+    driver.write(Put(KEYS.ended, encode(ended)))
+    driver.look()
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert driver.commits == []
+
+
+def test_a_second_ctrl_c_does_not_wait_for_output_that_nobody_reads() -> None:
+    driver = started()
+    driver.happen(Signalled(INT, "SIGINT"))
+    for rank in range(3):
+        driver.exits(rank, -INT)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 128 + INT
+
+
+def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_no_longer() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    for rank in range(3):
+        driver.exits(rank, -TERM)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 128 + TERM
+    assert driver.snapshot.ended is not None
+
+
+def test_a_ctrl_c_after_sigterm_counts_where_all_workers_had_ended_well() -> None:
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    driver.happen(cleared(0))
+
+    assert driver.outcome.exit_code == 130
+    assert driver.snapshot.ended is not None
+
+
+def test_each_ctrl_c_counts_on_a_node_that_is_done() -> None:
+    """The first Ctrl-C came while the node waited for its output. A single node succeeds nevertheless."""
+    driver = started()
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(INT, "SIGINT"))
+    driver.happen(cleared(0))
+    assert isinstance(driver.agent.phase, Finished)
+
+    done = driver.happen(Signalled(INT, "SIGINT"))
+
+    assert [type(action) for action in done] == [Exit]
+
+
+def test_a_second_sigterm_is_not_in_a_hurry() -> None:
+    driver = started()
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert driver.happen(Signalled(TERM, "SIGTERM")) == []
+    assert driver.acted == []
+
+
+@pytest.mark.parametrize("signums", [(10, TERM), (TERM, 10), (10, TERM, TERM), (TERM, 12)])
+@pytest.mark.parametrize("live", [True, False], ids=["while the workers stop", "when they are gone"])
+def test_of_signals_close_after_each_other_the_first_one_is_named(signums: tuple[int, ...], live: bool) -> None:
+    """A scheduler sends SIGUSR1, then SIGTERM at the end of the time, and SIGKILL if that does not help."""
+    driver = started()
+    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
+    first, *later = (Signalled(signum, f"SIG{signum}") for signum in signums)
+    driver.happen(first)
+    if live:
+        for event in later:
+            driver.happen(event)
+    for rank in range(3):
+        driver.exits(rank, -signums[0])
+    if not live:
+        for event in later:
+            driver.happen(event)
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.exit_code == 128 + signums[0]
+    assert driver.outcome.reason == f"SIG{signums[0]} was received by node-a"
+
+
+def test_a_signal_while_stopping_after_a_failure_still_kills_in_time_and_says_the_right_number() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    driver.now_s = START_S + FAILURE_GRACE_S
+    done = driver.happen(Tick())
+
+    assert done == [SignalWorkers(0, frozenset({0, 2}), KILL)]
+    assert "after 2 s" in driver.said
+
+
+def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
+    driver = started()
+    for rank in range(3):
+        driver.exits(rank, 0)
+
+    assert driver.happen(Signalled(TERM, "SIGTERM")) == []
+    driver.happen(cleared(0))
+    driver.settle()
+
+    assert driver.outcome.kind is OutcomeKind.SUCCEEDED
+
+
+def test_a_signal_ends_the_wait_for_whoever_does_not_read_the_output_of_workers_that_ended_well() -> None:
+    driver = started()
+    for local_rank in ALL:
+        driver.exits(local_rank, 0)
+    driver.happen(Signalled(INT, "SIGINT"))
+    driver.now_s += 1
+    driver.happen(Signalled(INT, "SIGINT"))
+    due_s = deadline_s(driver.agent)
+
+    driver.now_s += LAST_WORDS_S - 1
+    done = driver.happen(Tick())
+
+    assert due_s == START_S + LAST_WORDS_S
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 130
+
+
+def test_a_signal_while_no_workers_run_ends_the_agent_at_once() -> None:
+    driver = Driver().begin()
+    driver.answer()
+    driver.look()
+
+    done = driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert [type(action) for action in done] == [Exit]
+    assert driver.outcome.exit_code == 143
+
+
+def test_where_the_job_goes_on_output_is_waited_for_however_long_it_takes() -> None:
+    driver = started()
+    driver.happen(lost(0, workers_too=True))
+
+    driver.now_s += 1000
+
+    assert deadline_s(driver.agent) is None
+    assert driver.happen(Tick()) == []
+
+
+def test_a_cause_that_was_named_already_is_not_named_again() -> None:
+    driver = started()
+    driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(2, -TERM, FailureKind.SIGNAL)
+
+    driver.happen(cleared(0))
+
+    assert not driver.said

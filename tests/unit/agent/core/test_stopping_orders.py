@@ -1,4 +1,4 @@
-"""agent.core.stop_orders: workers that listen on their links are told there, and what they answer."""
+"""agent.core.stopping: workers that listen on their links are told there, and what they answer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from elaunch.agent.core.actions import (
     StopReason,
     TellWorkers,
 )
+from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
-from elaunch.agent.core.running import STOPPED_HOLD_S
+from elaunch.agent.core.running import HOLD_S, STOPPED_HOLD_S
 from elaunch.agent.core.state import Finished, Joining, Running, Stopping
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
@@ -36,6 +37,7 @@ from tests.unit.agent.driver import (
     TWO,
     Driver,
     cleared,
+    lost,
     pair,
     settle,
     started,
@@ -450,3 +452,202 @@ def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handler
         driver.exits(1, 3)
 
     assert [deadline_s(driver.agent) for driver in (deaf, hearing)] == [START_S + 0.5, START_S + 2.0]
+
+
+@pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
+def test_a_failure_elsewhere_is_told_alike(kind: OpenKind) -> None:
+    driver = listening(started())
+    driver.open(1, kind)
+
+    done = driver.look()
+
+    assert done == [tell(PeerFailed(0), 0, 1, 2)]
+    assert driver.look() == []
+    assert says_saved(driver, 1) == [signal(KILL, 1)]
+    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
+
+
+def test_a_lost_worker_store_is_told_as_a_failure() -> None:
+    driver = listening(started())
+
+    assert driver.happen(lost(0, workers_too=False)) == [tell(PeerFailed(0), 0, 1, 2)]
+
+
+def test_words_of_another_generation_change_nothing() -> None:
+    driver = listening(started())
+    driver.exits(1, 3)
+    before = driver.agent
+
+    for event in (WorkerSaved(1, 0, 7), WorkerStopped(1, 0, 7), WorkerListens(1, 0, to_stop=True, to_failure=True)):
+        assert driver.happen(event) == []
+
+    assert driver.agent == before
+
+
+def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() -> None:
+    driver = listening(started())
+    driver.happen(WorkerSaving(0, 0, 7))
+    driver.exits(1, 3)
+
+    driver.now_s += FAILURE_GRACE_S
+
+    assert driver.happen(Tick()) == [signal(KILL, 2)]
+
+
+def test_who_saved_and_listens_no_more_has_no_more_time_than_others() -> None:
+    driver = listening(started())
+    driver.happen(WorkerSaving(0, 0, 7))
+    listening(driver, 0, to_stop=False, to_failure=False)
+
+    told = driver.exits(1, 3)
+    driver.now_s += FAILURE_GRACE_S
+
+    assert told == [tell(PeerFailed(0), 2), signal(TERM, 0)]
+    assert driver.happen(Tick()) == [signal(KILL, 0, 2)]
+
+
+def test_who_listens_no_more_gets_the_signal() -> None:
+    driver = listening(started())
+    listening(driver, 1, to_stop=False, to_failure=False)
+
+    assert driver.happen(Signalled(INT, "SIGINT")) == [tell(INTERRUPT, 0, 2), signal(INT, 1)]
+
+
+def test_who_was_asked_to_stop_for_another_signal_gets_that_one() -> None:
+    driver = listening(started())
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.happen(WorkerListens(0, 1, to_stop=False, to_failure=False)) == [signal(INT, 1)]
+
+
+def test_from_the_boundary_on_they_have_the_stop_grace_to_save() -> None:
+    driver = listening(started())
+    driver.open(1, OpenKind.LEAVE, "node-b leaves")
+    driver.look()
+
+    driver.now_s += 3
+    says_stopped(driver, *ALL)
+
+    assert deadline_s(driver.agent) == START_S + 3 + STOP_GRACE_S
+
+
+def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhile() -> None:
+    driver = listening(started())
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    driver.look()
+    says_stopped(driver, *ALL)
+    for rank in (0, 2):
+        driver.happen(WorkerSaving(0, rank, 7))
+
+    told = driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.now_s += FAILURE_GRACE_S
+    spared = driver.happen(Tick())
+
+    assert (told, spared) == ([], [])
+    assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
+
+
+def test_when_all_have_ended_nobody_waits_for_a_boundary_any_more() -> None:
+    driver = listening(started())
+    driver.open(1, OpenKind.LEAVE, "node-b leaves")
+    driver.look()
+
+    for rank in ALL:
+        driver.exits(rank, 128 + TERM)
+    before_s = deadline_s(driver.agent)
+    driver.now_s += BOUNDARY_WAIT_S + 1
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert before_s is None
+    assert deadline_s(driver.agent) == driver.now_s + LAST_WORDS_S
+
+
+def test_who_listens_for_stops_only_gets_sigterm_when_a_stop_for_a_join_becomes_one_for_a_failure() -> None:
+    driver = listening(started(), 0, 1, to_failure=False)
+    driver.open(1, OpenKind.JOIN, "node-b joins")
+    first = driver.look()
+    driver.open(2, OpenKind.FAIL)
+
+    second = driver.look()
+
+    assert first == [tell(JOIN, 0, 1), signal(TERM, 2)]
+    assert second == [signal(TERM, 0, 1)]
+
+
+def test_where_nothing_is_heard_any_other_exit_is_a_failure() -> None:
+    driver = listening(started())
+    says_stopped(driver, *ALL)
+    driver.exits(0, 0)
+    driver.exits(1, 128 + TERM)
+
+    driver.now_s += STOPPED_HOLD_S
+    done = driver.happen(Tick())
+
+    assert done == [], "who has stopped is on its way out"
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
+
+
+def test_who_has_not_stopped_is_held_no_longer_than_before() -> None:
+    driver = listening(started())
+
+    driver.exits(0, -TERM)
+
+    assert deadline_s(driver.agent) == START_S + HOLD_S
+
+
+@pytest.mark.parametrize("signum", [1, 3, 10, 12])
+def test_any_signal_that_a_scheduler_may_send_to_agent_and_workers_is_held(signum: int) -> None:
+    driver = started()
+
+    held = driver.exits(0, -signum)
+    told = driver.happen(Signalled(signum, "SIGX"))
+
+    assert held == []
+    assert told == [signal(signum, 1, 2)]
+    assert not driver.snapshot.failures
+
+
+def test_after_a_signal_the_boundary_may_be_waited_for_as_long_as_the_grace_lasts() -> None:
+    driver = listening(started())
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    driver.now_s += STOP_GRACE_S
+    done = driver.happen(Tick())
+
+    assert done == [signal(KILL, 0, 1, 2)]
+
+
+def test_a_second_ctrl_c_kills_those_that_listen_too() -> None:
+    driver = listening(started())
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.happen(Signalled(INT, "SIGINT")) == [signal(KILL, 0, 1, 2)]
+
+
+def test_a_signal_after_a_failure_disturbs_nobody_that_saves() -> None:
+    driver = listening(started(), 0)
+    driver.exits(1, 3)
+
+    done = driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert done == [signal(TERM, 2)]
+    assert says_saved(driver, 0) == [signal(KILL, 0)]
+
+
+def test_who_stopped_and_exits_with_any_code_after_a_signal_disturbs_nobody_that_saves() -> None:
+    driver = listening(started())
+    driver.happen(Signalled(TERM, "SIGTERM"))
+    says_stopped(driver, *ALL)
+
+    assert driver.exits(0, 1) == []
+
+
+def test_killed_workers_are_told_of_no_failure() -> None:
+    driver = started()
+    listening(driver)
+    for _ in range(2):
+        driver.happen(Signalled(INT, "SIGINT"))
+
+    told = driver.exits(0, 1, FailureKind.EXCEPTION)
+
+    assert told == []

@@ -15,6 +15,7 @@ from elaunch.agent.core.store_outage import REFUSAL_WORTH_A_WORD_S, SAY_ANEW_S
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import (
     ALL,
+    FAILURE_GRACE_S,
     SPEC,
     START_S,
     TERM,
@@ -375,3 +376,144 @@ def test_a_node_that_is_done_says_that_it_waits_for_the_others() -> None:
 
     waited = "waiting for the workers of the other nodes; those of this node have all exited with 0"
     assert (said, second.said) == (waited, "")
+
+
+def test_an_agent_without_workers_says_nothing_of_them() -> None:
+    driver = Driver().begin()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+
+    assert driver.said == (
+        "the store is away: 10.0.0.9:2379 refuses connections; no worker can start before it is back;"
+        " trying for up to 598 s more"
+    )
+
+
+def test_an_absent_store_is_named_again_when_the_workers_it_was_said_to_leave_alone_are_gone() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("no route"))
+    driver.now_s += WORTH_A_WORD_S
+    driver.happen(Tick())
+    ends(driver, -9)
+    driver.happen(Tick())
+
+    assert driver.said.startswith("the store is away: no route; no worker can start before it is back")
+
+
+def test_workers_go_on_while_the_heads_host_answers_though_its_store_does_not() -> None:
+    _, second = pair()
+    second.happen(StoreBack())
+    for event in (REFUSED, SILENT, REFUSED, SILENT):
+        second.happen(event)
+        second.now_s += TIMES.store_timeout_s - 1
+        second.happen(Tick())
+
+    assert isinstance(second.agent.phase, Running)
+
+
+def test_a_failure_late_in_the_silence_of_the_heads_host_begins_no_new_wait() -> None:
+    _, second = pair()
+    second.happen(StoreBack())
+    second.happen(SILENT)
+    second.now_s += TIMES.store_timeout_s - 1
+    ends(second, -9)
+    second.now_s += 1
+
+    second.happen(Tick())
+
+    assert second.outcome.exit_code == 3
+
+
+def test_the_time_away_is_counted_anew_after_each_return() -> None:
+    driver = Driver().begin()
+    for _ in range(3):
+        driver.happen(StoreAway("no route"))
+        driver.now_s += TIMES.store_timeout_s - 1
+        driver.happen(Tick())
+        driver.happen(StoreBack())
+
+    assert isinstance(driver.agent.phase, Joining)
+
+
+def test_a_denial_in_mid_job_leaves_the_workers_alone_and_its_end_is_said() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreRefuses("permission denied", is_denied=True))
+    driver.now_s += REFUSAL_WORTH_A_WORD_S
+    driver.happen(Tick())
+    driver.now_s += 3600
+    driver.happen(Tick())
+
+    driver.happen(StoreBack())
+
+    assert isinstance(driver.agent.phase, Running)
+    assert driver.said == f"the store does as asked again after {3600 + REFUSAL_WORTH_A_WORD_S:.1f} s"
+
+
+def test_a_store_that_is_too_slow_is_not_called_away() -> None:
+    driver = started()
+    driver.happen(StoreBack())
+    driver.happen(StoreAway("no answer from 10.0.0.9:2379 within 1 s", is_slow=True))
+    driver.now_s += WORTH_A_WORD_S
+
+    driver.happen(Tick())
+
+    assert driver.said.startswith("the store is too slow: no answer from 10.0.0.9:2379 within 1 s;")
+
+
+def test_a_store_that_comes_and_goes_is_not_said_at_each_turn() -> None:
+    driver = started()
+    said = []
+    for _ in range(20):
+        driver.happen(StoreBack())
+        said += [driver.said] if driver.said else []
+        driver.now_s += 1
+        driver.happen(StoreAway("no route"))
+        driver.now_s += 5
+        driver.happen(Tick())
+        said += [driver.said] if driver.said else []
+
+    assert said[:2] == ["the store is away: no route; trying again; the workers go on", "the store is back after 5.0 s"]
+    assert len(said) <= 2 * (20 * 6 / 60)
+
+
+def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_come() -> None:
+    first, second = Driver(TWO), Driver(TWO)
+    for driver in (first, second):
+        driver.agent = replace(driver.agent, only_here="localhost:5 is an address of this host alone")
+    first.begin().settle()
+    second.happen(StoreAway("localhost:5 refuses connections"))
+    for driver in (first, second):
+        driver.now_s += WORTH_A_WORD_S
+        driver.happen(Tick())
+
+    assert first.said.endswith("1 of 2 is here (gives up after 600 s); localhost:5 is an address of this host alone")
+    assert second.said.endswith("localhost:5 refuses connections; localhost:5 is an address of this host alone")
+
+
+def test_a_follower_whose_workers_run_or_stop_waits_for_nothing() -> None:
+    first, second = pair()
+    second.now_s += 60
+    second.happen(Tick())
+    running = second.said
+    first.exits(0, 3)
+    second.settle()
+    second.now_s += WORTH_A_WORD_S - 0.1
+
+    second.happen(Tick())
+
+    assert (running, second.said) == ("", "")
+
+
+def test_a_leader_that_stops_its_own_workers_does_not_wait_for_itself() -> None:
+    driver = started()
+    driver.exits(1, 3)
+    driver.settle()
+    driver.now_s += FAILURE_GRACE_S
+
+    driver.happen(Tick())
+
+    assert driver.said == "local rank 0, 2 still ran after 2 s; SIGKILL"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.events import StoreAway, StoreBack, Tick
+from elaunch.agent.core.membership import RUNS_REFUSED_MAX
+from elaunch.agent.core.state import Joining
+from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import Generation, Node, OpenKind
 from tests.unit.agent.driver import KEYS, SPEC, TIMES, Driver, cleared
 
@@ -58,3 +61,45 @@ def test_a_newcomer_that_waited_for_the_store_starts_no_run_over_one_whose_membe
     assert before
     assert before.number == 3
     assert newcomer.node_id in newcomer.snapshot.joined[3]
+
+
+def test_a_newcomer_starts_a_run_over_one_whose_members_do_not_come_back() -> None:
+    newcomer = Driver(remote=True)
+    newcomer.write(Put(KEYS.generation, encode(Generation(3, OpenKind.JOIN, "node-b joins"))), Delete(KEYS.leader))
+    newcomer.happen(StoreAway("nobody answers"))
+    newcomer.begin().settle()
+    newcomer.happen(StoreBack())
+    assert isinstance(newcomer.agent.phase, Joining)
+
+    due_s = deadline_s(newcomer.agent)
+    assert due_s is not None
+    newcomer.now_s = max(newcomer.now_s, due_s) + TIMES.return_grace_s
+    newcomer.happen(Tick())
+    newcomer.settle()
+
+    assert newcomer.snapshot.generation
+    assert newcomer.snapshot.generation.kind is OpenKind.START
+
+
+def test_a_store_that_comes_and_goes_does_not_make_a_newcomer_give_up_a_run_that_it_cannot_see_yet() -> None:
+    """Each refused try to start a run stands for a lease time, however often the store is back meanwhile."""
+    newcomer = Driver(remote=True)
+    other = Node("node-b-1", "node-b", "10.0.0.2", 1)
+    newcomer.write(Put(KEYS.member(other.node_id), encode(other)))
+    newcomer.begin().settle()
+    newcomer.now_s = newcomer.agent.membership.run_again_s
+    newcomer.happen(Tick())
+    newcomer.settle()
+    refused = newcomer.agent.membership.runs_refused
+
+    for _ in range(2 * RUNS_REFUSED_MAX):
+        newcomer.happen(StoreAway("no answer came in time"))
+        newcomer.now_s += 0.1
+        newcomer.happen(StoreBack())
+        newcomer.happen(Tick())
+        newcomer.settle()
+
+    assert refused == 1
+    assert newcomer.agent.membership.runs_refused == 1
+    assert isinstance(newcomer.agent.phase, Joining)
+    assert newcomer.agent.lead_at_s == newcomer.agent.membership.run_again_s

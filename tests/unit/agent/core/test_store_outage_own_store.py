@@ -1,4 +1,4 @@
-"""agent.core.own_store: the process of the store that this host served has ended."""
+"""agent.core.store_outage: the process of the store that this host served has ended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Exit
-from elaunch.agent.core.events import Cleared, OwnStoreLost, StoreAway, StoreBack, Tick
+from elaunch.agent.core.events import Cleared, OwnStoreLost, Signalled, StoreAway, StoreBack, Tick
 from elaunch.agent.core.state import Finished, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import FailureKind, OutcomeKind
-from tests.unit.agent.driver import SPEC, TWO, Driver, ends, pair, settle, started
+from tests.unit.agent.driver import INT, SPEC, TWO, Driver, ends, pair, settle, started
 
 GONE = OwnStoreLost("the job's store, which this host served (pid 7), was killed by SIGKILL")
 RANGE = replace(SPEC, nodes_min=1, nodes_max=2)
@@ -83,3 +83,21 @@ def test_a_node_that_waits_for_its_workers_start_ends_at_once() -> None:
 
     assert [type(action) for action in done] == [Exit]
     assert (driver.outcome.exit_code, driver.outcome.reason) == (3, f"{GONE.why}; no worker can start without it")
+
+
+def test_a_job_of_this_node_alone_ends_well_with_its_workers() -> None:
+    driver = started(RANGE)
+    driver.happen(GONE)
+
+    ends(driver)
+
+    assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.SUCCEEDED, 0)
+
+
+def test_ctrl_c_says_that_the_other_nodes_do_not_hear_of_it() -> None:
+    first, _ = pair()
+    first.happen(GONE)
+
+    first.happen(Signalled(INT, "SIGINT"))
+
+    assert "press Ctrl-C there too" in first.said

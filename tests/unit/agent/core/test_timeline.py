@@ -1,17 +1,17 @@
-"""agent.core.entries: what an agent learns and decides is on its timeline, in the documented form."""
+"""agent.core.timeline: what an agent learns and decides is on its timeline, in the documented form."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.events import StoreAway, StoreBack, Tick
+from elaunch.agent.core.events import Signalled, StoreAway, StoreBack, Tick
 from elaunch.agent.core.timeline import Entry
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_records import Hang
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import FailureKind
 from tests.event_schema import check_event
-from tests.unit.agent.driver import KEYS, SPEC, TERM, TWO, Driver, ends, exited, pair, settle, started
+from tests.unit.agent.driver import KEYS, SPEC, TERM, TWO, Driver, cleared, ends, exited, pair, settle, started
 
 
 def check(driver: Driver) -> None:
@@ -141,3 +141,53 @@ def test_a_job_that_seems_to_hang_and_goes_on_after_all_is_told_once_each() -> N
     assert (on.event, on.generation) == ("goes_on", 0)
     (told,) = driver.announcements
     assert told.text == "job job seems to hang: rank 1 on node-a sleeps, and the others wait"
+
+
+def test_survivors_that_fail_of_it_are_told_too_and_the_cause_is_the_first() -> None:
+    driver = started()
+
+    driver.exits(1, 1, FailureKind.EXCEPTION)
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(2, -15, FailureKind.SIGNAL)
+    driver.happen(cleared(0))
+
+    assert [entry.fields["rank"] for entry in named(driver, "failed")] == [1, 0]
+    assert [entry.fields["rank"] for entry in named(driver, "cause")] == [1]
+
+
+def test_a_job_that_ends_well_gives_up_nothing() -> None:
+    driver = started()
+
+    ends(driver)
+    driver.settle()
+
+    check(driver)
+    assert not named(driver, "gave_up", "failed", "cause", "restarting")
+    assert driver.entries[-1].fields["outcome"] == "succeeded"
+
+
+def test_a_node_that_leaves_is_not_lost() -> None:
+    first, second = pair(replace(TWO, nodes_min=1))
+
+    second.happen(Signalled(TERM, "SIGTERM"))
+    ends(second, -15)
+    settle(first)
+    ends(first, -15)
+    settle(first)
+
+    check(first)
+    check(second)
+    assert named(second, "signalled")[0].fields == {"signal": "SIGTERM"}
+    assert second.entries[-1].fields["outcome"] == "interrupted"
+    assert [entry.event for entry in named(first, "node_left", "node_lost")] == ["node_left"]
+
+
+def test_a_verdict_of_a_hang_that_is_written_anew_is_told_no_second_time() -> None:
+    _, second = pair()
+
+    for message in ("hung: it sleeps,", "hung: it still sleeps,"):
+        second.write(Put(KEYS.hang, encode(Hang(0, second.node_id, -1, message))))
+        second.settle()
+
+    assert [entry.fields["message"] for entry in named(second, "seems_hung", "goes_on")] == ["it sleeps"]
+    assert second.announcements == []

@@ -1,4 +1,4 @@
-"""agent.core.announcements: a job of many nodes tells each thing once."""
+"""agent.core.timeline: a job of many nodes tells each thing once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.events import Signalled, StoreLost, WorkersHung
+from elaunch.agent.core.timeline import AnnouncementKind
+from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import FailureKind
-from tests.unit.agent.driver import SPEC, TERM, TWO, Driver, ends, failure, pair, settle, started
+from tests.unit.agent.driver import INT, KEYS, SPEC, TERM, TWO, Driver, ends, failure, pair, settle, started
 
 ELASTIC = replace(TWO, nodes_min=1)
 
@@ -96,3 +98,40 @@ def test_where_the_store_is_gone_with_the_leader_one_other_node_tells() -> None:
     third.happen(StoreLost("the store is another one"))
 
     assert (kinds(second), kinds(third)) == (["end"], [])
+
+
+def test_a_lost_node_is_a_failure_that_names_it() -> None:
+    first, second = pair()
+
+    second.lose_lease()
+    first.write(Delete(KEYS.member(second.node_id)))
+    first.settle()
+
+    (told,) = first.announcements
+    assert told.kind is AnnouncementKind.FAILURE
+    assert told.text.startswith("job job: node-b was lost")
+
+
+def test_ctrl_c_on_any_node_ends_the_job_and_is_told_by_the_leader() -> None:
+    first, second = pair()
+
+    second.happen(Signalled(INT, "SIGINT"))
+    ends(second, -INT)
+    settle(first, second)
+    ends(first, -INT)
+    settle(first, second)
+
+    assert (kinds(first), kinds(second)) == (["end"], [])
+    assert first.announcements[0].text == "job job was stopped, since SIGINT was received by node-b"
+
+
+def test_another_node_that_leaves_says_nothing_since_the_leader_tells_of_the_restart() -> None:
+    first, second = pair(ELASTIC)
+
+    second.happen(Signalled(TERM, "SIGTERM"))
+    settle(first)
+    ends(second, -TERM)
+    ends(first, -TERM)
+    settle(first)
+
+    assert (kinds(first), kinds(second)) == (["restart"], [])

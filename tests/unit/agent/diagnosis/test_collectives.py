@@ -1,4 +1,4 @@
-"""agent.core.collectives: what torch's flight recorder says, in the forms of gloo and of NCCL."""
+"""agent.diagnosis.collectives: what torch's flight recorder says, in the forms of gloo and of NCCL."""
 
 from __future__ import annotations
 

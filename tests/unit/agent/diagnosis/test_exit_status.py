@@ -1,4 +1,4 @@
-"""agent.core.failures: makes a failure in words from what a worker leaves."""
+"""agent.diagnosis.exit_status: makes a failure in words from what a worker leaves."""
 
 from __future__ import annotations
 
@@ -568,3 +568,102 @@ def test_a_lost_peer_is_looked_for_at_the_ends_of_megabytes_of_words() -> None:
 @pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])
 def test_an_error_file_that_nests_without_end_is_as_good_as_none(text: str) -> None:
     assert parse_record(text) is None
+
+
+def test_a_traceback_that_was_printed_before_a_signal_does_not_hide_the_signal() -> None:
+    tail = "Traceback (most recent call last):\n  File \"/a/train.py\", line 1, in f\nKeyError: 'x'\n"
+
+    assert failure(-11, tail=tail).kind is FailureKind.SIGNAL
+
+
+@pytest.mark.parametrize("code", [1, 3, 255])
+def test_an_exit_code_without_a_traceback_is_just_that(code: int) -> None:
+    exited = failure(code, tail="some words\n")
+
+    assert (exited.kind, exited.message) == (FailureKind.EXIT_CODE, f"exited with code {code}")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
+def test_a_group_that_was_only_the_cause_is_not_what_was_raised(tmp_path: Path) -> None:
+    source = "try:\n    raise ExceptionGroup('g', [KeyError('k')])\nexcept Exception:\n    raise OSError('disk')\n"
+
+    raised = parse_traceback(stderr_of(tmp_path, source))
+
+    assert raised is not None
+    assert (raised.exception, raised.message) == ("OSError", "disk")
+
+
+def test_an_exception_without_a_text_has_an_empty_message(tmp_path: Path) -> None:
+    raised = failure(1, tail=stderr_of(tmp_path, "assert 0\n"))
+
+    assert raised.message == "raised AssertionError"
+
+
+def test_an_error_file_without_a_call_stack_still_names_the_exception() -> None:
+    raised = failure(1, record_of("my.Error", "a: b"))
+
+    assert (raised.exception, raised.message) == ("my.Error", "raised my.Error: a: b")
+
+
+def test_the_message_of_a_short_error_file_outlives_the_arrival_of_the_output() -> None:
+    said = failure(1, '{"message": "the loss is NaN", "timestamp": 10}')
+
+    whole = with_tail(said, "words on stderr\n", reached_store=False)
+
+    assert (whole.kind, whole.message) == (FailureKind.EXCEPTION, "raised an error: the loss is NaN")
+    assert whole.tail == "words on stderr\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "[]", "3", '"text"', "{}", '{"message": null}', '{"message": 3}', '{"message": {}}'),
+        *('{"message": []}', '{"message": {"message": "a", "extraInfo": null}}'),
+    ],
+)
+def test_json_that_is_no_error_record_is_as_good_as_none(text: str) -> None:
+    assert parse_record(text) is None
+
+
+@pytest.mark.parametrize(
+    ("frames", "call"),
+    [
+        (
+            [("ranks/agreement", "from_all"), ("ranks/agreement", "_channel"), ("ranks/channel", "all_gather")],
+            "from_all",
+        ),
+        ([("link", "should_stop"), ("link", "_any_asked"), ("ranks/channel", "largest")], "should_stop"),
+    ],
+)
+def test_a_lost_peer_of_the_ranks_own_exchange_is_told_with_its_public_function(
+    frames: list[tuple[str, str]], call: str
+) -> None:
+    line = '  File "/v/lib/python3.11/site-packages/elaunch/trainer/{}.py", line 83, in {}\n    wait()\n'
+    stack = "".join(line.format(*frame) for frame in frames)
+    said = "elaunch.trainer.ranks.connections.PeerLost: connection closed by peer"
+
+    lost = failure(1, tail=f"Traceback (most recent call last):\n{stack}{said}\n")
+
+    assert (lost.kind, lost.call) == (FailureKind.PEER_LOST, call)
+
+
+def test_progress_that_was_known_is_not_forgotten() -> None:
+    assert with_tail(failure(1, progressed=True), "", reached_store=False).progressed
+    assert with_tail(failure(1, progressed=None), "", reached_store=None).progressed is None
+
+
+def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the_store() -> None:
+    whole = with_tail(failure(2, progressed=False), "usage: train.py\n", reached_store=True)
+
+    assert whole.progressed is False
+    assert whole.kind is FailureKind.STARTUP
+
+
+def test_of_a_long_output_without_a_traceback_the_end_is_kept() -> None:
+    words = "".join(f"step {number}\n" for number in range(20_000))
+
+    exited = failure(3, tail=words)
+
+    assert exited.tail.startswith("step ")
+    assert exited.tail.endswith("step 19999\n")
+    assert len(exited.tail) <= 8 << 10

@@ -1,4 +1,4 @@
-"""agent.workers.flight_recorder and agent.forkserver.collectives: two ranks with gloo, while they run and hang."""
+"""agent.diagnosis.flight_recorder and agent.forkserver.collectives: two ranks with gloo, while they run and hang."""
 
 from __future__ import annotations
 

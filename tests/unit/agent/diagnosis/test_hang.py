@@ -1,4 +1,4 @@
-"""agent.core.hang: when workers that have reported before report nothing any more."""
+"""agent.diagnosis.hang: when workers that have reported before report nothing any more."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import PeerFailed, SignalWorkers, TakeStacks, TellWorkers
-from elaunch.agent.core.events import Reported, WorkerListens, WorkersHung
-from elaunch.agent.diagnosis.hang import _REPORT_LOOK_S_MAX, Standing, who_hangs
+from elaunch.agent.core.events import Reported, Signalled, WorkerListens, WorkersHung
+from elaunch.agent.diagnosis.hang import _REPORT_LOOK_S_MAX, Quiet, Standing, who_hangs
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack
 from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, stack
@@ -193,3 +193,32 @@ def test_only_a_stack_that_differs_points_at_the_node(
     standings: dict[int, Standing], stacks: dict[int, Stack], is_blameless: bool
 ) -> None:
     assert who_hangs(standings, stacks, 30.2).is_blameless is is_blameless
+
+
+def test_any_report_is_a_sign_of_life() -> None:
+    assert looks(hanging(), [1 + number // 25 for number in range(300)]) == []
+
+
+def test_workers_that_stop_are_not_judged() -> None:
+    driver = hanging()
+    looks(driver, [5])
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert looks(driver, [5] * 100) == []
+
+
+def test_a_worker_that_fails_while_the_stacks_are_taken_is_the_failure() -> None:
+    driver = hanging()
+    looks(driver, [5] * 40)
+    driver.exits(1, 3)
+
+    assert driver.happen(WorkersHung(0, failure(0, 1, None, FailureKind.HANG))) == []
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
+
+
+def test_the_time_is_counted_anew_after_each_report() -> None:
+    quiet = Quiet()
+    for reports, now_s in ((3, 10.0), (3, 11.0), (3, 12.0), (4, 13.0), (4, 14.0)):
+        quiet = quiet.after(reports, now_s)
+
+    assert quiet.quiet_s == 1.0

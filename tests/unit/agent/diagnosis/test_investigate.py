@@ -1,4 +1,4 @@
-"""agent.workers.investigator: answers about this host, with a limit of time."""
+"""agent.diagnosis.investigate: answers about this host, with a limit of time."""
 
 from __future__ import annotations
 
@@ -69,32 +69,3 @@ def test_a_look_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert facts.spaces == {}
     assert took_s < 60
-
-
-@pytest.mark.parametrize("file", ["src/net.py", "src/sub/net.py", "src.py"])
-def test_a_module_is_found_in_the_current_folder_and_above_the_script_but_not_in_a_folder_of_data(
-    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(investigate, "_LIMIT_S", DEADLINE_S)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "src" / "sub").mkdir(parents=True)
-    (tmp_path / "src" / "data.json").touch()
-    stack = f'Traceback (most recent call last):\n  File "{tmp_path}/scripts/t.py", line 1, in f\n'
-    said = "ModuleNotFoundError: No module named 'src'"
-    missing = replace(NOW, exception="ModuleNotFoundError", traceback=stack + said)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-
-    before = facts_about(missing).folder
-    (tmp_path / file).touch()
-    above = facts_about(missing).folder
-    monkeypatch.chdir(tmp_path)
-    here = facts_about(replace(missing, traceback=missing.traceback.replace(str(tmp_path), "/nowhere"))).folder
-
-    assert (before, above, here) == ("", str(tmp_path), str(tmp_path))
-    # In a folder like /tmp anybody may have put it.
-    tmp_path.chmod(0o1777)
-    assert facts_about(missing).folder == ""
-    tmp_path.chmod(0o700)
-    if os.geteuid() == 0:
-        os.chown(tmp_path / file, 65534, 65534)
-        assert facts_about(missing).folder == ""

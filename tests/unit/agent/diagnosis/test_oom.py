@@ -1,4 +1,4 @@
-"""agent.workers.oom: which kill the kernel's counters tell of, and who holds how much."""
+"""agent.diagnosis.oom: which kill the kernel's counters tell of, and who holds how much."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.workers.vitals: what real processes look like from outside."""
+"""agent.diagnosis.proc_stats: what real processes look like from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.core.stack_groups and waits: equal stacks in one group, in words, and what they wait for."""
+"""agent.diagnosis.stack_groups and waits: equal stacks in one group, in words, and what they wait for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from elaunch.agent.diagnosis.stack_groups import (
     Frame,
     Stack,
+    StackGroup,
     ThreadStack,
     full_text,
     group_words,
@@ -204,3 +205,15 @@ def test_a_thread_or_a_child_that_reads_or_runs_may_be_on_the_way() -> None:
     assert not helpers_work(Stack(0, 1, (*mine, idle), children=(Stack(0, 2, (idle,)),)))
     assert helpers_work(Stack(0, 1, (*mine, reader)))
     assert helpers_work(Stack(0, 1, mine, children=(Stack(0, 2, (reader,)),)))
+
+
+def test_another_line_of_the_users_code_is_another_group() -> None:
+    elsewhere = (*ALL_REDUCE[:2], Frame("train_step", "/home/me/train.py", 44), TOP)
+
+    assert [group.ranks for group in grouped([stack(0, *ALL_REDUCE), stack(1, *elsewhere)])] == [(0,), (1,)]
+
+
+def test_a_group_whose_stack_could_not_be_taken_says_why() -> None:
+    group = StackGroup((1, 2), Stack(1, 5, trouble="py-spy is not installed"))
+
+    assert group_words(group) == "ranks 1, 2: py-spy is not installed"

@@ -1,4 +1,4 @@
-"""agent.workers.stacks: the stacks of real processes, by py-spy."""
+"""agent.diagnosis.stacks: the stacks of real processes, by py-spy."""
 
 from __future__ import annotations
 

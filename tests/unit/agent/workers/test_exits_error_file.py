@@ -1,4 +1,4 @@
-"""agent.workers.error_file: the agent waits for nothing in an error file's place, and fills no memory with it."""
+"""agent.workers.exits: the agent waits for nothing in an error file's place, and fills no memory with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.workers.store_control: what a worker store says to its agent, over a real socket."""
+"""agent.workers.group: what a worker store says to its agent, over a real socket."""
 
 from __future__ import annotations
 

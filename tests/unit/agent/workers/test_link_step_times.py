@@ -1,4 +1,4 @@
-"""agent.workers.step_times: the time of a step, from looks once a second."""
+"""agent.workers.link: the time of a step, from looks once a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.core.idleness: how long what a successful job has left behind may go on."""
+"""agent.workers.orphans: how long what a successful job has left behind may go on."""
 
 from __future__ import annotations
 
@@ -41,3 +41,11 @@ def test_a_monitor_that_looks_now_and_then_is_idle(use: Callable[[float], Use]) 
 
 def test_what_always_works_ends_after_sixty_graces() -> None:
     assert ends_at_s(lambda now_s: {1: Use(now_s)}) == 60 * GRACE_S
+
+
+def test_one_that_works_keeps_those_that_wait_for_it() -> None:
+    assert ends_at_s(lambda now_s: {1: Use(), 2: Use(min(now_s, 600.0))}) == 600.0 + GRACE_S
+
+
+def test_a_short_grace_is_looked_at_often_enough() -> None:
+    assert ends_at_s(lambda _: {1: Use()}, 0.5) == 0.5

@@ -1,4 +1,4 @@
-"""agent.workers.build_locks: the locks of torch extensions' builds are named."""
+"""agent.workers.spawn: the locks of torch extensions' builds are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.workers.master_port: the worker store's port, with real sockets."""
+"""agent.workers.spawn: the worker store's port, with real sockets."""
 
 from __future__ import annotations
 

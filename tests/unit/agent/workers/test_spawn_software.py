@@ -1,4 +1,4 @@
-"""agent.workers.software: which torch and Python the workers have."""
+"""agent.workers.spawn: which torch and Python the workers have."""
 
 from __future__ import annotations
 

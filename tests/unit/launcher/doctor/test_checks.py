@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elaunch.agent.workers.gpus import Gpu, Vendor
 from elaunch.launcher.doctor import devices, findings, health, host, network
 from elaunch.launcher.doctor.command import COMMAND, Check, examine
 from elaunch.launcher.doctor.findings import Finding, Grade, Needs, Probe, ProbeFailed, ok, span, worst
@@ -26,8 +27,21 @@ ONE, EIGHT = Needs(), Needs(workers=8, nodes_max=4)
 NO_LIMIT = sys.maxsize
 TORCH = {"version": "2.13", "cuda": "12.8", "nccl": "2.27.5", "seconds": 2.0}
 # As `nvidia-smi --query-gpu=… --format=csv,noheader,nounits` writes it.
-H100 = ["0", "GPU-aa", "NVIDIA H100 80GB HBM3", "570.86.15", "33", "1024", "81559", "0", "[N/A]"]
-V100 = ["1", "GPU-bb", "Tesla V100-SXM2-32GB", "570.86.15", "41", "0", "32768", "2", "Yes"]
+H100 = [
+    "0",
+    "GPU-aa",
+    "NVIDIA H100 80GB HBM3",
+    "570.86.15",
+    "33",
+    "1024",
+    "81559",
+    "0",
+    "[N/A]",
+    "No",
+    "No",
+    "Not Active",
+]
+V100 = ["1", "GPU-bb", "Tesla V100-SXM2-32GB", "570.86.15", "41", "0", "32768", "2", "Yes", "", "", ""]
 FREE_SHM = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
 
 
@@ -52,14 +66,14 @@ def torch(gpus: int, **changes: object) -> tuple[Finding, ...]:
         (host.judge_clock(True, 2.0, EIGHT), "warn", "2 s"),
         (host.check_shm(Needs(workers=FREE_SHM // MIB)), "bad", "a bus error (SIGBUS) ends the job"),
         (host.check_shm(ONE, "/nowhere"), "bad", "cannot be used"),
-        (devices.judge_gpus([H100], [], [], 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
-        (devices.judge_gpus([H100], [], [], 2), "bad", "Xid 79"),
-        (devices.judge_gpus([H100, V100], [], [], 2), "bad", "GPU 1 had 2 uncorrectable memory errors"),
-        (devices.judge_gpus([H100, V100], [], [], 2), "bad", "nvidia-smi --gpu-reset -i 1"),
-        (devices.judge_gpus([H100], [], [["GPU-aa", "No", "Yes", "Not Active"]], 1), "bad", "RMA"),
-        (devices.judge_gpus([H100], [], [["GPU-aa", "No", "No", "Active"]], 1), "warn", "at 33 °C"),
+        (devices.judge_gpus([H100], [], 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
+        (devices.judge_gpus([H100], [], 2), "bad", "Xid 79"),
+        (devices.judge_gpus([H100, V100], [], 2), "bad", "GPU 1 had 2 uncorrectable memory errors"),
+        (devices.judge_gpus([H100, V100], [], 2), "bad", "nvidia-smi --gpu-reset -i 1"),
+        (devices.judge_gpus([[*H100[:-2], "Yes", "Not Active"]], [], 1), "bad", "RMA"),
+        (devices.judge_gpus([[*H100[:-1], "Active"]], [], 1), "warn", "at 33 °C"),
         (
-            devices.judge_gpus([H100], [["GPU-aa", "7", "/bin/python", "1"]], [], 1),
+            devices.judge_gpus([H100], [["GPU-aa", "7", "/bin/python", "1"]], 1),
             "warn",
             "python (pid 7), with 1 GiB",
         ),
@@ -90,6 +104,32 @@ def test_a_finding_has_a_grade_and_a_way_out(found: Finding | tuple[Finding, ...
 
 def test_times_are_in_words() -> None:
     assert [span(s) for s in (0.0123, 5, 600)] == ["12.3 ms", "5 s", "10 min"]
+
+
+# An nvidia-smi that does not know the newest field, or whose driver does not answer.
+SMI = """#!/bin/sh
+case "$1" in
+*hw_slowdown*) echo "Field is not a valid field to query."; exit 2;;
+*query-gpu*) echo "0, GPU-aa, H100, 570.86, 33, 10, 81559, 0, [N/A], Yes, No";;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [(SMI, "waits for a reset"), ("#!/bin/sh\necho Failed to start\nexit 9\n", "Failed to start")],
+)
+def test_gpus_are_read_by_any_version_of_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, words: str
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(tool)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(devices, "read_gpus", lambda: (Gpu(Vendor.NVIDIA),))
+
+    found = devices.check_gpus({}, ONE)
+
+    assert words in " ".join(each.found for each in found if each.grade is Grade.BAD)
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,15 @@ from itertools import pairwise
 import pytest
 
 from elaunch.launcher.inspect.goodput import Goodput, Stage, goodput
-from elaunch.launcher.inspect.history import History, Life, Present, history
+from elaunch.launcher.inspect.history import History, history
 from elaunch.launcher.inspect.node_log import node_folder
 from tests.unit.launcher.inspect.timelines import BEGAN_AT, Timeline, restarted
 
-PID = 4711
 MESSAGE = "it runs in wait (train.py:12), while ranks 0, 2, 3 wait in all_reduce, for 61 s"
 
 
-def past(*jobs: Timeline, present: Present | None = None) -> History:
-    return history([job.folder() for job in jobs], present)
+def past(*jobs: Timeline) -> History:
+    return history([job.folder() for job in jobs])
 
 
 def of(*jobs: Timeline) -> Goodput:
@@ -117,19 +116,6 @@ def test_ranks_that_begin_at_very_different_times_began_when_the_first_of_them_d
         assert past(*jobs).generations[0].trains_s == pytest.approx(2.0)
 
 
-def test_two_nodes_are_one_job_and_a_wrong_clock_is_corrected_and_reported() -> None:
-    near = Timeline("node-a").opens(0, 0, world_size=4).dies(10, 0, 1)
-    far = Timeline("node-b", 2, started_s=0.1, ahead_s=3600).opens(0, 0, world_size=4)
-
-    found = past(far, near)
-
-    assert [node.host for node in found.nodes] == ["node-a", "node-b"]
-    assert found.began_at == BEGAN_AT
-    assert found.nodes[1].begin_s == pytest.approx(0.1)
-    assert found.generations[0].world_size == 4
-    assert any("node-b's clock was 3600.0 s ahead of node-a's" in remark for remark in found.remarks)
-
-
 def test_broken_lines_cost_only_themselves_and_a_newer_schema_is_reported() -> None:
     job = restarted()
     job.rows[0]["schema"] = 7
@@ -196,44 +182,24 @@ def test_a_hang_that_became_a_failure_is_among_the_failures_alone() -> None:
     assert [fault.sentence for fault in past(*jobs).faults] == ["rank 3 hangs"]
 
 
-def running_job(host: str = "node-a", first_rank: int = 0, ahead_s: float = 0.0) -> Timeline:
+def running_job(host: str = "node-a", first_rank: int = 0) -> Timeline:
     """Its newest event is at 20 s."""
-    made = Timeline(host, first_rank, ahead_s=ahead_s).opens(0, 0, world_size=2).steps(4.5, 0, 1, first=1)
-    made.rows[0]["pid"] = PID
-    return made.steps(20, 0, 16)
+    return Timeline(host, first_rank).opens(0, 0, world_size=2).steps(4.5, 0, 1, first=1).steps(20, 0, 16)
 
 
-def at(second: float, host: str = "", *agents: tuple[str, int]) -> Present:
-    return Present(BEGAN_AT + second, host, frozenset(agents))
+def test_a_job_without_an_end_is_shown_up_to_its_newest_event() -> None:
+    found = past(running_job("node-b", 2), running_job())
 
-
-def test_a_job_whose_agent_answers_runs_and_is_shown_up_to_now() -> None:
-    found = past(running_job(), present=at(3600, "node-a", ("night", PID)))
-    # Now is counted on the clock of the node that answers.
-    jobs = running_job(), running_job("node-b", 2, ahead_s=3600)
-    ahead = past(*jobs, present=at(3600 + 100, "node-b", ("night", PID)))
-
-    assert (found.end.life, found.wall_s) == (Life.RUNS, 3600)
-    assert goodput(found).parts[-1].end_s == 3600
-    assert (ahead.end.life, ahead.wall_s) == (Life.RUNS, pytest.approx(100))
-
-
-def test_a_job_that_no_agent_answers_for_is_shown_up_to_its_newest_event() -> None:
-    for agent in (("other", PID), ("night", PID + 1)):
-        assert past(running_job(), present=at(3600, "node-a", agent)).end.life is Life.UNKNOWN
-    # Another host has such a pid too.
-    found = past(running_job("node-b"), present=at(500, "node-a", ("night", PID)))
-
-    assert (found.end.life, found.wall_s, found.end.silent_s) == (Life.UNKNOWN, 20, 480)
-    assert any("newest event was 8 min 0 s old" in remark for remark in found.remarks)
+    assert (found.end.outcome, found.wall_s) == ("", 20)
+    assert [node.host for node in found.nodes] == ["node-a", "node-b"]
+    assert any("No node recorded how the job ended" in remark for remark in found.remarks)
 
 
 def test_a_node_that_left_ends_no_job_that_continued() -> None:
     left = running_job("node-b", 2).add(25, 0, "ended", outcome="interrupted", code=143, reason="it got SIGTERM")
 
-    # The other node's log continues; or its agent answers; or it recorded the job's end.
+    # The other node's log continues, or it recorded the job's end.
     assert past(running_job().steps(60, 0, 50), left).end.outcome == ""
-    assert past(running_job(), left, present=at(60, "node-a", ("night", PID))).end.life is Life.RUNS
     assert past(running_job().succeeds(99, 0), left).end.outcome == "succeeded"
     # All have left.
     ended = running_job().add(25, 0, "ended", outcome="interrupted", code=143)
@@ -247,9 +213,9 @@ def test_a_job_whose_agent_was_killed_ended_so_unless_others_continued_or_are_no
         return running_job("node-b", 2).add(at_s, 0, "agent_died", reason=reason)
 
     alone = past(killed(25))
-    assert (alone.end.outcome, alone.end.reason, alone.end.life) == ("killed", reason, Life.ENDED)
+    assert (alone.end.outcome, alone.end.reason) == ("killed", reason)
     # The other node continued; it recorded how the job ended; its log is not here.
-    assert past(running_job().steps(60, 0, 50), killed(25)).end.life is Life.UNKNOWN
+    assert past(running_job().steps(60, 0, 50), killed(25)).end.outcome == ""
     assert past(running_job().succeeds(99, 0), killed(25)).end.outcome == "succeeded"
     beside = past(killed(25).add(21, 0, "sealed", nodes=[{}, {}]))
-    assert (beside.end.life, reason in beside.remarks) == (Life.UNKNOWN, True)
+    assert (beside.end.outcome, reason in beside.remarks) == ("", True)

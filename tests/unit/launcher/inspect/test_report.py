@@ -89,16 +89,17 @@ def test_the_page_goes_beside_the_timeline_or_where_the_user_wants_it(
 
 
 def test_nodes_of_one_job_are_joined_and_other_jobs_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = put(tmp_path / "2026-11-23_10-00-00_night_node-a_00000000", Timeline("node-a").opens(0, 0).succeeds(50, 0))
+    ids = ("a1", "b1")
+    run = put(
+        tmp_path / "2026-11-23_10-00-00_night_node-a_00000000", Timeline("node-a", node_id="a1", seats=ids).opens(0, 0)
+    )
     put(
         tmp_path / "2026-11-23_10-00-00_night_node-b_00000001",
-        Timeline("node-b", 2, started_s=0.2).opens(0.2, 0).succeeds(50, 0),
+        Timeline("node-b", 2, node_id="b1", seats=ids).opens(0, 0),
     )
-    other = Timeline("node-c", started_s=1)
+    other = Timeline("node-c", node_id="a1", seats=ids).opens(0, 0)
     other.rows[0]["run_id"] = "night_watch"
     put(tmp_path / "2026-11-23_10-00-00_night_watch_00000002", other)
-    # The same name again, right after the end.
-    put(tmp_path / "2026-11-23_10-00-51_night_node-a_00000003", Timeline("node-a", started_s=51).opens(51, 0))
 
     hosts = [node["host"] for node in numbers(capsys, run)["nodes"]]  # type: ignore[attr-defined]
 
@@ -155,9 +156,9 @@ def test_logs_are_linked_relative_to_the_page_and_only_if_they_hold_something(tm
 
 def test_stacks_of_a_hang_are_linked_relative_to_the_page_those_of_the_named_ranks_node_first(tmp_path: Path) -> None:
     hang = {"host": "node-b", "rank": 2, "message": "it runs"}
-    jobs = [Timeline("node-a").opens(0, 0).succeeds(99, 0), Timeline("node-b", 2).opens(0, 0).succeeds(99, 0)]
+    jobs = [Timeline("node-a", node_id="a1", seats=("a1", "b1")), Timeline("node-b", 2, node_id="b1")]
     for job in jobs:
-        folder = put(tmp_path / "logs" / f"night_{job.host}_00000000", job.add(70, 0, "seems_hung", **hang))
+        folder = put(tmp_path / "logs" / f"night_{job.host}_00000000", job.opens(0, 0).add(70, 0, "seems_hung", **hang))
         (folder / "attempt_0").mkdir()
         (folder / "attempt_0" / "stacks.txt").write_text(job.host)
     # A link may lead to what the reader of the page must not see.
@@ -226,8 +227,8 @@ def test_a_log_that_is_a_link_to_elsewhere_is_not_shown(tmp_path: Path, linked: 
 def test_a_folder_that_another_user_put_beside_the_runs_is_no_node_of_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = put(tmp_path / "night_00000000", restarted())
-    strange = put(tmp_path / "night_11111111", Timeline("node-b", first_rank=2).opens(0, 0))
+    own = put(tmp_path / "night_00000000", Timeline(node_id="a1", seats=("a1", "b1")).opens(0, 0))
+    strange = put(tmp_path / "night_11111111", Timeline("node-b", first_rank=2, node_id="b1").opens(0, 0))
     assert len(numbers(capsys, own)["nodes"]) == 2  # type: ignore[arg-type]
 
     os.chown(strange, 65534, 65534)

@@ -9,20 +9,18 @@ from hypothesis import strategies as st
 
 from elaunch.launcher.inspect.curves import StepMetrics
 from elaunch.launcher.inspect.goodput import goodput
-from elaunch.launcher.inspect.history import Present, history
+from elaunch.launcher.inspect.history import history
 from elaunch.launcher.inspect.node_log import node_folder
 from elaunch.launcher.inspect.page import Report, render
 from elaunch.launcher.inspect.report import printed, summary
 from tests.fuzzing import NESTED, VALUES, bounded, json_texts
 from tests.unit.launcher.inspect.test_page import TEMPLATE, Tags
-from tests.unit.launcher.inspect.timelines import BEGAN_AT, Timeline, restarted
+from tests.unit.launcher.inspect.timelines import Timeline, restarted
 
 # A job that is warned of, and has no end.
 WARNED = restarted().add(61, 1, "seems_hung", host="node-a", rank=1, message="it runs").add(70, 1, "goes_on")
 ROWS = WARNED.add(80, 1, "slow", rank=1, wait_percent=20).rows
-ROWS[0]["pid"] = 7
 del ROWS[[row["event"] for row in ROWS].index("ended")]
-PRESENT = Present(BEGAN_AT + 99, "node-a", frozenset({("night", 7)}))
 LINES = [json.dumps(row) for row in ROWS]
 METRIC = json.dumps({"step": 3, "loss": 1.0, "seconds": 0.1, "generation": 0, "at": 1.8e9, "steps_lost": 2})
 # The markup of pages is the template's: these tags are in it as often as it says, whatever the job wrote.
@@ -69,7 +67,7 @@ def _page(timeline: bytes, rows: list[bytes]) -> str:
     folder = node_folder("/logs/a", "night", timeline.splitlines(keepends=True))
     if not folder.events:
         return ""
-    past = history([folder], PRESENT)
+    past = history([folder])
     report = Report(past, goodput(past), StepMetrics(rows))
     json.dumps(summary(report), allow_nan=False)
     printed(report)

@@ -182,7 +182,7 @@ def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_
 
 def test_importing_the_options_imports_neither_torch_nor_yaml_nor_asyncio() -> None:
     code = (
-        "import sys; from elaunch.launcher import agent_config, preflight, resources;"
+        "import sys; from elaunch.launcher import agent_config, host, preflight;"
         "from elaunch.launcher.options import options;"
         "options.parse(['t.py'], {}); print(sorted({'torch', 'yaml', 'asyncio', 'numpy'} & set(sys.modules)))"
     )

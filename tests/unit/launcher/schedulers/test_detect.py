@@ -13,8 +13,7 @@ from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers import detect as registry
 from elaunch.launcher.schedulers.defaults import concerning, reachable, settle
-from elaunch.launcher.schedulers.facts import Cluster, line, port_of, port_of_name
-from elaunch.launcher.schedulers.hostlist import expand
+from elaunch.launcher.schedulers.facts import Cluster, expand, port_of, port_of_name
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.harness import REPOSITORY
@@ -132,19 +131,6 @@ def test_a_task_of_srun_knows_its_job() -> None:
     assert found.head_query.command == ("scontrol", "--oneliner", "show", "node", "node0")
 
 
-def test_what_was_detected_is_one_line() -> None:
-    assert line(of_slurm(SLURM_RESTART_COUNT="2")) == (
-        "Slurm says: job test-77.0, in its life number 3, 4 nodes, this is node 1, the head is node0, 2 workers here"
-        " (SLURM_JOB_ID, SLURM_STEP_ID, SLURM_STEP_NODELIST, SLURM_NODEID); --scheduler none takes no notice of it"
-    )
-
-
-def test_a_step_on_some_of_a_jobs_nodes_is_those() -> None:
-    found = of_slurm(SLURM_STEP_NUM_NODES="2", SLURM_STEP_NODELIST="node[2-3]", SLURM_STEP_TASKS_PER_NODE="1(x2)")
-
-    assert (found.nodes, found.head, found.workers) == ((2, 2), "node2", None)
-
-
 @pytest.mark.parametrize(("per_node", "tasks"), [("3,1", [3, 1]), ("4(x2),2", [4, 4, 2]), ("", [1, 1])])
 def test_the_tasks_of_each_node_are_its_own(per_node: str, tasks: list[int]) -> None:
     found = [of_slurm(SLURM_STEP_TASKS_PER_NODE=per_node, SLURM_NODEID=str(i)) for i in range(len(tasks))]
@@ -160,12 +146,6 @@ def test_the_tasks_of_each_node_are_its_own(per_node: str, tasks: list[int]) -> 
         ({"SLURM_STEP_GPUS": "0,1,2"}, 3),
         ({"SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, 3),
         ({"SLURM_GPUS_PER_NODE": "gpu:a100:4"}, 4),
-        ({"SLURM_GPUS_PER_TASK": "2"}, 4),
-        ({"SLURM_GPUS_PER_TASK": "h100:3"}, 6),
-        ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=2"}, 4),
-        ({"SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:h100:1"}, 2),
-        ({"SLURM_GPUS": "16"}, 4),
-        ({"SLURM_GPUS": "15"}, None),
         ({}, None),
     ],
 )
@@ -175,18 +155,6 @@ def test_gpus_are_known_in_all_the_forms_that_they_are_asked_for(environ: dict[s
     assert (found.gpus, found.workers) == (gpus, gpus or 2)
 
 
-def test_a_heterogeneous_job_is_a_sentence_in_its_steps() -> None:
-    with pytest.raises(UsageError, match=r"SLURM_HET_SIZE=2: .* --scheduler none, --nnodes and --rdzv-endpoint"):
-        of_slurm(SLURM_HET_SIZE="2")
-    assert of_slurm(SLURM_HET_SIZE="1").nodes == (4, 4)
-
-
-def test_nodes_may_have_different_numbers_of_gpus() -> None:
-    assert [
-        of_slurm(SLURM_NODEID=node, SLURM_GPUS_ON_NODE=gpus).workers for node, gpus in (("0", "8"), ("1", "4"))
-    ] == [8, 4]
-
-
 def test_a_job_of_an_array_has_the_arrays_name_and_a_port_of_its_own() -> None:
     array = {"SLURM_ARRAY_JOB_ID": "77"}
     found = [of_slurm(**array, SLURM_JOB_ID=str(78 + i), SLURM_ARRAY_TASK_ID=str(i)) for i in range(100)]
@@ -194,10 +162,6 @@ def test_a_job_of_an_array_has_the_arrays_name_and_a_port_of_its_own() -> None:
     assert found[3].run_id == "test-77_3.0"
     ports = {cluster.head_port for cluster in found if cluster.head_port}
     assert len(ports | {port + 1 for port in ports}) == 200
-
-
-def test_a_job_that_is_queued_again_keeps_its_name() -> None:
-    assert of_slurm(SLURM_RESTART_COUNT="1").run_id == of_slurm().run_id
 
 
 @pytest.mark.parametrize(
@@ -294,11 +258,6 @@ def test_a_job_of_flux_has_its_number_without_the_letter_that_few_can_type(job: 
     assert detect(**{**FLUX, "FLUX_JOB_ID": job, "FLUX_JOB_ID_PATH": path}).run_id == run_id
 
 
-def test_what_is_no_number_of_a_job_of_flux_is_a_sentence() -> None:
-    with pytest.raises(UsageError, match=r"FLUX_JOB_ID=.* is no number of a job; .*--scheduler none"):
-        detect(**{**FLUX, "FLUX_JOB_ID": "a\nb", "FLUX_JOB_ID_PATH": ""})
-
-
 def test_where_flux_does_not_tell_the_head_the_user_has_to() -> None:
     several, one = (
         detect(**FLUX),
@@ -343,10 +302,6 @@ def test_mpirun_in_an_allocation_is_nearer_than_that() -> None:
     assert (found.scheduler, found.head, found.nodes) == ("Open MPI", "node0", (2, 2))
 
 
-def test_without_a_head_mpirun_is_to_be_told_one() -> None:
-    assert "export MASTER_ADDR=HOST" in detect(**OMPI).note
-
-
 def test_nodes_with_different_numbers_of_processes_are_a_sentence() -> None:
     with pytest.raises(UsageError, match="ppr:1:node"):
         detect(**{**OMPI, "OMPI_COMM_WORLD_SIZE": "7"})
@@ -379,13 +334,6 @@ def test_lsf_knows_a_node_by_its_name() -> None:
     assert (found.run_id, found.note) == ("lsf-5_3", 'every host is to start it once: blaunch -z "h1 h2" elaunch …')
 
 
-def test_jsrun_leaves_the_scripts_host_out() -> None:
-    step = {"JSM_NAMESPACE_RANK": "6", "JSM_NAMESPACE_LOCAL_RANK": "2", "JSM_NAMESPACE_LOCAL_SIZE": "4"}
-    found = detect(LSB_JOBID="5", LSB_MCPU_HOSTS="batch1 1 h1 42 h2 42", hostname="h2", **step)
-
-    assert (found.nodes, found.node_index, found.head, found.task, found.tasks) == ((2, 2), 1, "h1", 2, 4)
-
-
 def test_pbsdsh_takes_the_nodes_of_the_file() -> None:
     environ = {"PBS_JOBID": "12[3].server", "PBS_NODEFILE": "/aux/12", "PBS_TASKNUM": "3"}
     found = detect(hostname="b", files={"/aux/12": "a\na\nb\nb\n"}, **environ)
@@ -393,13 +341,6 @@ def test_pbsdsh_takes_the_nodes_of_the_file() -> None:
     assert (found.scheduler, found.nodes, found.node_index, found.head) == ("PBS", (2, 2), 1, "a")
     assert found.run_id == "pbs-12_3.server"
     assert "pbsdsh -u elaunch" in detect(files={"/aux/12": "a\nb\n"}, **{**environ, "PBS_TASKNUM": "1"}).note
-
-
-def test_a_task_of_pbs_that_knows_no_nodes_is_no_job_of_its_own() -> None:
-    with pytest.raises(UsageError, match=r"PBS_TASKNUM=3 is one of several tasks, and no PBS_NODEFILE"):
-        detect(PBS_JOBID="12.server", PBS_TASKNUM="3")
-    with pytest.raises(UsageError, match=r"/aux/12"):
-        detect(PBS_JOBID="12.server", PBS_TASKNUM="3", PBS_NODEFILE="/aux/12")
 
 
 def test_each_scheduler_can_be_named_and_is_on_its_page() -> None:
@@ -507,16 +448,6 @@ def test_an_agent_has_its_place_and_takes_the_schedulers_notice() -> None:
     assert not config.has_named_signals
     assert config.details[0].startswith("Slurm says: ")
     assert config.notes == ()
-
-
-def test_workers_that_share_the_one_cpu_of_a_task_are_told() -> None:
-    one_cpu = replace(CPU_HOST, cpus=1, cores=1)
-
-    config = agent_config(settle(options_of(), of_slurm()), planned(of_slurm()), {}, one_cpu)
-
-    assert config.notes[0] == (
-        "2 workers share the 1 CPU core that this node's agent may use; more are asked for with --cpus-per-task"
-    )
 
 
 @pytest.mark.parametrize(

@@ -68,16 +68,6 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting.stdout.close()
 
 
-def test_an_agent_that_ends_at_once_is_seen_to_have_ended() -> None:
-    run_id = f"brief-{os.getpid()}"
-    waiting = companion(run_id)
-    with seen_by_others(Cluster("Slurm", run_id=run_id, tasks=2), said):
-        pass
-
-    output, _ = waiting.communicate(timeout=DEADLINE_S)
-    assert (waiting.returncode, output) == (0, "begins\n")
-
-
 def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goes_on() -> None:
     cluster = Cluster("Slurm", run_id=f"{os.getpid()}-{'x' * 200}", tasks=2)
     sentences: list[str] = []

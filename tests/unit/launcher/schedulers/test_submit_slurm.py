@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.command_line import Reading
-from elaunch.launcher.options.commands import ELAUNCH
 from elaunch.launcher.schedulers.submit_slurm import COMMAND, Request, script, understand
 from tests.commands import call, read
 from tests.harness import REPOSITORY, RUN_LIMIT_S
@@ -127,8 +125,3 @@ def test_a_script_that_is_not_there_is_not_submitted(tmp_path: Path, monkeypatch
     assert call(COMMAND, "--sbatch=--chdir=/elsewhere", "trian.py") == 0
     assert call(COMMAND, "-m", "pkg.trian") == 0
     assert call(COMMAND, "--dry-run", "trian.py") == 0
-
-
-def test_an_unknown_scheduler_is_a_sentence() -> None:
-    with pytest.raises(UsageError, match="did you mean slurm"):
-        ELAUNCH.invoke(ELAUNCH.make_context("elaunch", ["submit", "slrum", "train.py"], obj=Reading()))

@@ -10,7 +10,6 @@ import socket
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elaunch.launcher.errors import UsageError
@@ -22,7 +21,7 @@ from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.store import Put, Txn
 from tests.commands import read
-from tests.harness import COMMAND, Job, environment, finished, wait_for
+from tests.harness import COMMAND, Job, environment, finished
 
 
 def parse(argv: list[str], environ: dict[str, str]) -> StoreRequest:
@@ -138,17 +137,6 @@ def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) 
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(line[1])), timeout=5).close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_server_that_is_killed_ends_the_command_with_a_sentence(tmp_path: Path) -> None:
-    with Job(tmp_path, "store", "--listen", "127.0.0.1:0") as job:
-        job.wait_for_output("serving a store at")
-        server = wait_for(lambda: psutil.Process(job.process.pid).children(), "the server")[0]
-
-        server.kill()
-
-        assert job.wait() == 3
-    assert "the store's server ended by itself, with exit code -9" in job.stderr
 
 
 def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:

@@ -44,14 +44,6 @@ def test_the_masters_host_serves_as_node_rank_0() -> None:
     assert is_served_by("--master-addr", "127.0.0.1", "--node-rank", "0")
 
 
-def test_another_rank_may_have_its_master_elsewhere() -> None:
-    assert not is_served_by("--master-addr", ANOTHERS, "--node-rank", "1")
-
-
-def test_who_says_that_this_is_the_host_is_believed() -> None:
-    assert is_served_by("--master-addr", ANOTHERS, "--node-rank", "0", "--rdzv-conf", "is_host=1")
-
-
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
@@ -289,12 +281,3 @@ def test_a_token_that_no_file_can_keep_is_for_a_terminal_or_for_nobody(host: str
     assert "ELAUNCH_TOKEN=made " in invite(*found, NewToken("made", "", "Read-only file system", is_terminal=True))[1]
     with pytest.raises(UsageError, match=r"~/.elaunch/stores \(Read-only file system\); give all nodes the same token"):
         invite(*found, NewToken("made", "", "Read-only file system", is_terminal=False))
-
-
-def test_a_static_job_of_more_than_two_nodes_is_told_that_each_has_a_rank_of_its_own() -> None:
-    typed = ("--nnodes", "3", "--node-rank", "0", "--master-addr", "a", "t.py")
-
-    said = invite(*asked(*typed), LOG)
-
-    assert said[1].startswith("on each other node type, with --node-rank 2 and so on after the first of them: ")
-    assert said[1].endswith("--node-rank 1 t.py")

@@ -52,11 +52,6 @@ def test_one_node_is_alone_with_a_store_in_its_memory(argv: tuple[str, ...]) -> 
     assert found.serving is Serving.NOTHING
 
 
-def test_a_variable_for_jobs_of_several_nodes_is_not_the_master_address_of_one() -> None:
-    assert plan_of(ELAUNCH_ENDPOINT="somewhere:1").master_addr is None
-    assert plan_of("--rdzv-endpoint", "here:1").master_addr == "here"
-
-
 def test_what_one_node_does_not_need_is_listed_unless_the_job_is_standalone() -> None:
     asked = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1", "--rdzv-conf", "a=b", "--store", "memory")
 
@@ -64,10 +59,6 @@ def test_what_one_node_does_not_need_is_listed_unless_the_job_is_standalone() ->
 
     assert names == ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--store"]
     assert planned("--standalone", *asked[:6]).ignored == ()
-
-
-def test_a_long_grace_is_no_fault_of_a_job_on_one_node() -> None:
-    assert plan_of("--stop-grace", "7200").times.stop_grace_s == 7200
 
 
 # --- where the store is
@@ -158,15 +149,6 @@ def test_a_static_endpoint_is_the_master_as_in_torchrun() -> None:
     assert found.plan.endpoints == (Endpoint("host0", 29501),)
 
 
-def test_beside_a_master_address_the_endpoint_is_the_store() -> None:
-    for said in ({}, {"ELAUNCH_ENDPOINT": "etcd0:2379"}):
-        typed = () if said else ("--rdzv-endpoint", "etcd0:2379")
-        found = planned(*TWO, "--node-rank", "1", "--master-addr", "host0", "--master-port", "5", *typed, **said)
-
-        assert found.plan.endpoints == (Endpoint("etcd0", 2379),)
-        assert (found.plan.master_addr, found.master_port) == ("host0", 5)
-
-
 def test_a_rank_out_of_range_is_refused_where_ranks_are_given() -> None:
     assert sentence_of(*TWO, "--node-rank", "2", "--master-addr", "a") == (
         "--node-rank 2 is out of range: the nodes' ranks are 0 to 1"
@@ -183,13 +165,6 @@ def test_the_last_port_leaves_none_for_the_store() -> None:
 
 
 # --- who serves
-
-
-@pytest.mark.parametrize(
-    ("kind", "serving"), [("auto", Serving.MEMORY), ("memory", Serving.MEMORY), ("etcd", Serving.ETCD)]
-)
-def test_the_store_that_is_served_can_be_chosen(kind: str, serving: Serving) -> None:
-    assert plan_of(*TWO, "--rdzv-endpoint", "a", "--store", kind).serving is serving
 
 
 @pytest.mark.parametrize(
@@ -278,10 +253,6 @@ def test_a_password_for_an_etcd_wants_to_hear_whether_there_is_tls(
     )
 
 
-def test_a_user_in_a_variable_is_no_hindrance_where_an_endpoint_may_be_a_head() -> None:
-    assert plan_of(*TWO, "--rdzv-endpoint", "a", ETCDCTL_USER="me:pw").serving is Serving.MEMORY
-
-
 @pytest.mark.parametrize(
     "words",
     [("--rdzv-endpoint", "http://a:1,http://b:2"), ("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "protocol=http")],
@@ -294,13 +265,6 @@ def test_http_that_was_typed_is_an_etcd_without_tls_and_a_password_goes_there_wi
     assert (found.plan.plainly, found.plan.tls, found.plan.serving) == (True, None, Serving.NOTHING)
     assert sum("the password of etcd's user me goes unencrypted to" in note for note in found.notes) == 1
     assert sum("the token is not used: " in note for note in found.notes) == 1
-
-
-def test_nothing_is_served_at_an_http_endpoint() -> None:
-    assert plan_of(*TWO, "--rdzv-endpoint", "http://localhost").serving is Serving.NOTHING
-    assert sentence_of(*TWO, "--rdzv-endpoint", "http://localhost", "--store", "memory") == (
-        "--store memory would start a store, and http://localhost is an etcd without TLS; leave --store out"
-    )
 
 
 @pytest.mark.parametrize(
@@ -351,14 +315,6 @@ def test_the_files_of_both_of_torchs_etcd_backends_are_known(names: tuple[str, s
     assert plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf).tls == found.tls
 
 
-def test_certificates_of_etcdctl_are_for_https_endpoints() -> None:
-    files = {"ETCDCTL_CACERT": "ca", "ETCDCTL_CERT": "c", "ETCDCTL_KEY": "k"}
-
-    assert plan_of(*TWO, "--rdzv-endpoint", "https://a", **files).tls == Tls("ca", "c", "k")
-    assert plan_of(*TWO, "--rdzv-endpoint", "https://a", "--rdzv-conf", "cacert=x", **files).tls == Tls("x", "c", "k")
-    assert plan_of(*TWO, "--rdzv-endpoint", "a", **files).tls is None
-
-
 @pytest.mark.parametrize(
     ("endpoint", "conf", "words"),
     [
@@ -387,13 +343,6 @@ def test_torchruns_times_are_ours_by_other_names() -> None:
     assert times_of("timeout=900").join_timeout_s == 900
 
 
-def test_how_long_the_keys_stay_can_be_said_in_seconds_and_is_a_week_else() -> None:
-    assert times_of("keys_ttl=3600").keys_ttl_s == 3600
-    assert times_of("lease_ttl=5").keys_ttl_s == 7 * 24 * 3600
-    with pytest.raises(UsageError, match=r"keys_ttl \(10 s\) is so short .* 12 s or more"):
-        times_of("keys_ttl=10")
-
-
 @pytest.mark.parametrize(
     ("conf", "ttl_s"),
     [
@@ -409,10 +358,6 @@ def test_the_lease_is_as_long_as_torchrun_would_wait_for_a_silent_node(conf: str
 
     assert times.lease_ttl_s == ttl_s
     times.check()
-
-
-def test_a_short_interval_is_kept() -> None:
-    assert times_of("keep_alive_interval=0.5,keep_alive_max_attempt=20").keepalive_s == 0.5
 
 
 def test_graces_of_the_command_line_are_among_the_times() -> None:
@@ -443,20 +388,6 @@ def test_a_join_timeout_is_what_was_typed_and_takes_no_line(conf: str, taken_s: 
 
 
 @pytest.mark.parametrize(
-    ("conf", "note"),
-    [
-        ("join_timeout=9,timeout=8", "--rdzv-conf has join_timeout=9 and timeout=8"),
-        ("ca_cert=/a.pem,cacert=/b.pem", "--rdzv-conf has ca_cert=/a.pem and cacert=/b.pem"),
-    ],
-)
-def test_of_two_names_of_one_setting_the_later_counts_and_a_line_says_so(conf: str, note: str) -> None:
-    found = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf)
-
-    assert f"{note}, two names of one setting; the later counts" in found.notes
-    assert found.plan.times.join_timeout_s == (8 if "timeout" in conf else 600)
-
-
-@pytest.mark.parametrize(
     ("argv", "why"),
     [
         (("--rdzv-endpoint", "a,b,c"), "several endpoints mean an etcd cluster"),
@@ -473,17 +404,6 @@ def test_a_token_that_the_store_does_not_know_is_said_to_be_unused(argv: tuple[s
     assert "16 and more" not in note
     assert planned(*named).notes == ()
     assert planned(*named, "--rdzv-backend", "etcd", ELAUNCH_TOKEN="a token of 16 and more").notes == ()
-
-
-def test_a_token_for_one_endpoint_is_used_without_a_word() -> None:
-    assert planned(*TWO, "--rdzv-endpoint", "a", ELAUNCH_TOKEN="a token of 16 and more").notes == ()
-
-
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_torchruns_kinds_of_store_are_taken_and_said_to_mean_nothing(kind: str) -> None:
-    found = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"store_type={kind}")
-
-    assert found.ignored == (("--rdzv-conf store_type", "elaunch finds out which store listens at the endpoint"),)
 
 
 @pytest.mark.parametrize(
@@ -521,10 +441,6 @@ def test_the_prefix_of_the_keys_is_the_same_however_its_slashes_are_typed(typed:
     assert found.prefix == "/teams/vision/"
 
 
-def test_without_a_prefix_all_jobs_are_under_one() -> None:
-    assert plan_of(*TWO, "--rdzv-endpoint", "a").prefix == "/elaunch/"
-
-
 @pytest.mark.parametrize(
     ("typed", "sentence"),
     [
@@ -546,13 +462,6 @@ def test_a_prefix_that_cannot_be_meant_is_one_sentence(typed: str, sentence: str
     assert str(raised.value).isprintable()
 
 
-def test_settings_without_a_meaning_are_listed_with_why() -> None:
-    conf = understand({"close_timeout": "30", "store_type": "tcp", "read_timeout": "2", "is_host": "1"})
-
-    ignored = ["--rdzv-conf close_timeout", "--rdzv-conf store_type", "--rdzv-conf read_timeout"]
-    assert [name for name, _ in conf.ignored] == ignored
-
-
 def test_the_transport_can_be_grpc_and_then_nothing_is_served() -> None:
     found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc")
 
@@ -569,10 +478,6 @@ def test_a_job_without_a_name_on_somebodys_store_is_told_what_it_is_called() -> 
     assert named.notes == ()
     assert unnamed.notes == ("the job is unnamed; if several jobs share the store, give each its own --run-id",)
     assert planned(*TWO, "--rdzv-endpoint", "a").notes == ()
-
-
-def test_the_address_of_this_node_is_taken_without_brackets() -> None:
-    assert plan_of(*TWO, "--rdzv-endpoint", "a", "--local-addr", "[fd00::2]").local_addr == "fd00::2"
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])

@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ import psutil
 import pytest
 
 from elaunch.launcher import host as reach
-from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.locate import RendezvousPlan, Serving
 from elaunch.launcher.store.serve import (
     StoreProcess,
@@ -176,33 +175,12 @@ def test_the_server_ends_with_the_process_that_started_it(kind: Serving, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-@KINDS
-def test_a_server_that_is_killed_leaves_nothing_behind(
-    kind: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with served(kind, place()) as process:
-        assert len(list(tmp_path.iterdir())) == (1 if kind is Serving.ETCD else 0)
-
-        psutil.Process(process.pid).kill()
-
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_token_is_in_nobodys_sight(running: tuple[StoreProcess, Endpoint]) -> None:
     process, _ = running
     server = psutil.Process(process.pid)
 
     assert TOKEN not in " ".join(server.cmdline())
     assert "ELAUNCH_TOKEN" not in server.environ()
-
-
-def test_modules_beside_the_users_script_are_not_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ssl.py").write_text("raise SystemExit('not the right ssl')")
-    monkeypatch.chdir(tmp_path)
-
-    with served(Serving.MEMORY, place()) as process:
-        assert process.exit_code() is None
 
 
 def test_a_token_that_is_too_short_is_refused_before_anything_is_started() -> None:
@@ -214,29 +192,6 @@ def test_a_token_that_is_too_short_is_refused_before_anything_is_started() -> No
         serve(bound, Serving.MEMORY, endpoint, "short")
 
     socket.create_server((endpoint.host, endpoint.port)).close()
-
-
-def test_a_server_that_does_not_start_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "etcd"
-    broken.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    endpoint = place()
-    bound = listen(endpoint)
-    assert bound
-
-    with pytest.raises(SiteError, match=rf"did not start at {endpoint}"):
-        serve(bound, Serving.ETCD, endpoint, "")
-
-
-def test_no_etcd_on_the_path_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    endpoint = place()
-    bound = listen(endpoint)
-    assert bound
-
-    with pytest.raises(UsageError, match="--store etcd finds no etcd on the PATH"):
-        serve(bound, Serving.ETCD, endpoint, "")
 
 
 # --- who is the head
@@ -258,13 +213,6 @@ def test_the_host_of_the_endpoint_serves_the_store() -> None:
 
     assert process
     process.stop()
-
-
-def test_what_listens_already_is_left_alone() -> None:
-    endpoint = place()
-
-    with socket.create_server((endpoint.host, endpoint.port)):
-        assert serve_if_head(plan(endpoint), no_words) is None
 
 
 @pytest.mark.parametrize(
@@ -321,13 +269,6 @@ def test_two_servers_cannot_have_one_port() -> None:
     with one.listener:
         assert listen(endpoint) is None
         assert listen_everywhere(endpoint.port) is None
-
-
-def test_a_host_that_is_not_this_one_is_refused_where_it_must_be_exact() -> None:
-    with pytest.raises(UsageError, match=r"nothing can be served at 192\.0\.2\.77:9: Cannot assign requested address"):
-        listen(Endpoint("192.0.2.77", 9), exactly=True)
-    with pytest.raises(UsageError, match=r"the name no-such-host\.invalid has no address here"):
-        listen(Endpoint("no-such-host.invalid", 9), exactly=True)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -121,13 +121,6 @@ def test_without_munge_both_make_it_with_the_key_of_a_shared_home(tmp_path: Path
     assert token_at_home("test-8.0.0 train 20000") not in ("", token)
 
 
-def test_a_key_of_another_home_is_not_taken_for_the_heads(tmp_path: Path, meeting: Meeting, offer: Offer) -> None:
-    with_munge(tmp_path)
-    assert token_at_home(meeting.name, make=True) != TOKEN
-
-    assert fetch(meeting, DEADLINE_S, said) == TOKEN
-
-
 def test_a_key_that_others_can_read_is_none_and_neither_is_one_without_a_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meeting: Meeting
 ) -> None:
@@ -275,27 +268,6 @@ def test_where_nothing_works_there_is_a_line_to_type(tmp_path: Path, meeting: Me
         in str(caught.value)
     )
     assert str(caught.value).endswith("before srun: export ELAUNCH_TOKEN=$(openssl rand -hex 16)")
-
-
-def test_an_etcd_at_the_endpoint_needs_no_secret(meeting: Meeting) -> None:
-    with socket.create_server((meeting.endpoint.host, meeting.endpoint.port)) as etcd:
-
-        def answer() -> None:
-            with suppress(OSError):
-                while True:
-                    asking, _ = etcd.accept()
-                    with asking:
-                        asking.recv(1000)
-                        asking.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-
-        answering = threading.Thread(target=answer)
-        answering.start()
-        assert fetch(meeting, DEADLINE_S, said) == ""
-        # The endpoint comes from the scheduler, and the listener there belongs to somebody else.
-        with pytest.raises(SiteError, match="Connection refused"):
-            fetch(replace(meeting, may_be_etcd=False), 5, said)
-        etcd.shutdown(socket.SHUT_RDWR)
-        joined(answering)
 
 
 # --- files

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from elaunch.agent.workers import unanswered
+from elaunch.agent.diagnosis import reach
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
 from elaunch.rendezvous.http.errors import connection_error
@@ -65,17 +65,15 @@ def test_a_process_that_may_start_no_more_threads_has_one_too(monkeypatch: pytes
 
 def test_a_port_is_not_called_closed_by_an_agent_that_may_open_no_more_files() -> None:
     with no_more_files():
-        assert unanswered.why_not(HEAD) == ""
+        assert reach.why_not(HEAD) == ""
 
 
 LACKS = """
 import resource
-from elaunch.agent.needed_later import import_all
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
 from elaunch.rendezvous.store import OwnLimit
 
-import_all()
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 try:
     ClientConnection(Endpoint("127.0.0.1", 2379), Trust(), Deadline(1))

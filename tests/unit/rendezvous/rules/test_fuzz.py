@@ -51,7 +51,6 @@ RECORDS = {
     KEYS.joined(1, "a-1"): encode(Joined("a-1", 29500)),
     KEYS.joined(1, "b-2"): encode(Joined("b-2", 29501)),
     KEYS.failure(1, "a-1"): encode(FAILURE),
-    KEYS.cause(1): encode(FAILURE.opening),
     KEYS.still(1, "a-1"): encode(StillNode("a-1", 61.0, True, (STILL,))),
     KEYS.still(1, "b-2"): encode(StillNode("b-2", 61.0, True, (replace(STILL, first_rank=2),))),
     KEYS.hang: encode(Hang(1, "a-1", 0, "hung: it waits,")),

@@ -383,26 +383,6 @@ def test_a_record_that_comes_after_its_generation_was_judged_is_brief() -> None:
     assert in_full(world) == [A.node_id]
 
 
-def test_the_first_cause_that_is_named_stands_until_the_table_after_the_next() -> None:
-    world = running(A, B, C)
-    world.commit(transactions.fail(world.snapshot, A, replace(FAILED, kind=FailureKind.PEER_LOST)))
-    before = world.snapshot
-    causes = [replace(LONG, node_id=who.node_id) for who in (B, C)]
-
-    held = [world.commit(transactions.name_cause(before, cause)) for cause in causes]
-    named = world.snapshot.causes
-    world.run(A, B, C)
-    seen_with_the_table = world.snapshot.causes
-    world.commit(transactions.fail(world.snapshot, A, replace(FAILED, generation=1)))
-    world.run(A, B, C)
-
-    assert generation_of(world).number == 2
-    assert held == [True, False]
-    assert named == seen_with_the_table == {0: causes[0].opening}
-    assert world.snapshot.causes == {}
-    assert not world.commit(transactions.name_cause(before, causes[1])), "its table is gone"
-
-
 def test_what_opens_a_generation_says_whether_another_failure_may_explain_it() -> None:
     for kind in (FailureKind.PEER_LOST, FailureKind.SIGNAL):
         world = running(A, B)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pickle
 import re
-import shutil
-import signal
 import struct
 import threading
 from collections import Counter, OrderedDict
@@ -19,17 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from elaunch.trainer.checkpoint import dcp, local, storage, writing
-from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain, marks, tensors_sha256
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, marks
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
-from elaunch.trainer.files import sweep
-from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import PerRank
-from tests.forked import Child
 from tests.harness import DEADLINE_S
 
 
@@ -125,14 +118,14 @@ def test_a_job_started_anew_saves_under_a_generation_that_wins(tmp_path: Path) -
     assert marks(tmp_path) == [Mark(5, 50), Mark(5, 51)]
 
 
-def test_a_step_that_is_computed_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+def test_a_step_that_is_computed_again_has_a_newer_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 0, 1)
     save(tmp_path, 0, 1, {"step": 1, "again": True})
 
     state: dict[str, Any] = {}
     Checkpoints(tmp_path, generation=0, say=pytest.fail).load_newest(state)
     assert state == {"step": 1, "again": True}
-    assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
+    assert marks(tmp_path) == [Mark(0, 1), Mark(1, 1)]
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "tensors.json", "plain.pt", "manifest.json"])
@@ -234,16 +227,6 @@ def test_what_cannot_be_read_now_is_passed_over_and_keeps_its_name(
     assert newest_step(tmp_path) == 2
 
 
-def test_a_newer_releases_checkpoint_keeps_its_name(tmp_path: Path) -> None:
-    folder = save(tmp_path, 0, 1)
-    (folder / "manifest.json").write_text(json.dumps({"format": 2, "parts": []}))
-
-    with pytest.raises(Unreadable, match=r"cannot be read \(its format is 2, this release reads 1\)"):
-        newest_step(tmp_path, [])
-
-    assert marks(tmp_path) == [Mark(0, 1)]
-
-
 def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [save(tmp_path, 0, 1), save(tmp_path, 0, 2)]
     fails(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), *paths)
@@ -254,52 +237,6 @@ def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, mon
 
     assert list(state) == ["w"]
     assert marks(tmp_path) == [Mark(0, 1), Mark(0, 2)]
-
-
-def test_newer_ones_that_could_not_be_read_do_not_cost_the_one_just_written(tmp_path: Path) -> None:
-    # Another process, which could read the newer checkpoints, has gone on from an older one.
-    for step in (7, 8, 9):
-        save(tmp_path, 0, step)
-
-    save(tmp_path, 0, 5)
-
-    assert Mark(0, 5) in marks(tmp_path)
-
-
-def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_that_name(tmp_path: Path) -> None:
-    first = save(tmp_path, 0, 1)
-    making = local.hidden(tmp_path, Mark(0, 1), "ab")
-    shutil.copytree(first, making)
-    real = Path.rename
-
-    def rename(self: Path, target: Path) -> Path:
-        if self == making:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, target)
-
-    def replaces() -> None:
-        Path.rename = rename  # type: ignore[assignment, method-assign]
-        local.publish(making, Mark(0, 1))
-
-    with Child(replaces) as child:
-        assert child.end() == -signal.SIGKILL
-    assert not first.exists()
-
-    assert newest_step(tmp_path) == 1
-
-    assert [path.name for path in tmp_path.iterdir()] == [first.name]
-
-
-def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(tmp_path: Path) -> None:
-    save(tmp_path, 0, 1)
-
-    # The first of the two renames succeeds, the second finds nothing to rename.
-    with pytest.raises(FileNotFoundError):
-        local.publish(local.hidden(tmp_path, Mark(0, 1), "ab"), Mark(0, 1))
-
-    # The checkpoint has its name back at once, not only at the next start.
-    assert marks(tmp_path) == [Mark(0, 1)]
-    assert newest_step(tmp_path) == 1
 
 
 @pytest.mark.parametrize(
@@ -349,30 +286,6 @@ def test_what_changes_after_save_async_is_not_in_the_checkpoint(
 
     checkpoints.load_newest({"w": weights})
     assert weights.tolist() == [1, 1, 1]
-
-
-def test_a_second_checkpoint_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    go = threading.Event()
-    real = local.publish
-
-    def publish(folder: Path, mark: Mark) -> Path:
-        go.wait(DEADLINE_S)
-        events.append(f"published {mark.step}")
-        return real(folder, mark)
-
-    monkeypatch.setattr(local, "publish", publish)
-    checkpoints = Checkpoints(tmp_path, generation=0, say=pytest.fail)
-
-    checkpoints.save_async(1, state_of(1))
-    events.append("training")
-    go.set()
-    checkpoints.save_async(2, state_of(2))
-    events.append("training on")
-    checkpoints.wait()
-
-    assert events.index("training") < events.index("published 1") < events.index("training on")
-    assert events[-1] == "published 2" or events[-2:] == ["published 2", "training on"]
 
 
 def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
@@ -438,54 +351,6 @@ def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_fails_tells_rank_0_and_leaves_no_file(tmp_path: Path) -> None:
-    told: list[object] = []
-
-    failed = begun(tmp_path / "hidden", Writers(1, told.append), dcp.Staging())
-    failed.wait()
-
-    assert failed.own_part()
-    assert told == [None]
-    assert list((tmp_path / "hidden").iterdir()) == []
-
-
-def test_a_rank_that_dies_while_it_writes_ends_the_checkpoint(tmp_path: Path) -> None:
-    def collect(part: dcp.Part | None) -> list[dcp.Part | None]:
-        raise PeerLost("rank 2 is gone or has failed: connection closed by peer")
-
-    staging = dcp.Staging()
-    plan = dcp.plan({"weight": torch.ones(2)}, {"weight": ("weight",)}, None)
-    staging.copy(plan.items, {"weight": torch.ones(2)})
-    ended = begun(tmp_path / "hidden", Writers(0, collect), staging)
-    ended.wait()
-
-    assert ended.failure == "rank 2 is gone or has failed: connection closed by peer"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_comes_while_the_folder_is_deleted_goes_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = LocalStorage(tmp_path)
-    folder = storage.begin(Mark(0, 1), "ab", shared=True)
-    folder.write("__0_0.distcp", b"content")
-    late, rmdir = ["__2_0.distcp", "__1_0.distcp"], os.rmdir
-    # Another rank has opened the folder before it is renamed, and makes its files after it was emptied.
-    there = os.open(folder.path, os.O_PATH)
-
-    def after_a_file_came(path: Any, *, dir_fd: int | None = None) -> None:
-        if late:
-            os.close(os.open(late.pop(), os.O_CREAT | os.O_WRONLY, dir_fd=there))
-        rmdir(path, dir_fd=dir_fd)
-
-    monkeypatch.setattr(os, "rmdir", after_a_file_came)
-    storage.abandon(folder)
-    os.close(there)
-
-    assert not late
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_everything_is_durable_before_it_has_its_name_and_the_name_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,81 +395,3 @@ def test_what_killed_writers_left_is_swept_but_not_a_newer_groups(tmp_path: Path
         ".generation-0002-step-00000002.ab.writing",
         Mark(1, 1).folder_name,
     ]
-
-
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
-def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-@pytest.mark.parametrize(("key", "prefix"), [(None, "module."), ("model", ""), ("state_dict", "module._orig_mod.")])
-def test_a_state_dict_of_a_torchrun_script_is_loaded(tmp_path: Path, key: str | None, prefix: str) -> None:
-    model, optimizer = trained()
-    weights = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    rest = {"epoch": 3, "optimizer": optimizer.state_dict()}
-    torch.save(weights if key is None else {key: weights, **rest}, tmp_path / "old.pt")
-    new = network()
-    theirs = torch.optim.AdamW(new.parameters())
-
-    left = load_plain(tmp_path / "old.pt", new, None if key is None else theirs)
-
-    assert tensors_sha256(new.state_dict().values()) == tensors_sha256(model.state_dict().values())
-    if key is not None:
-        assert left == {"epoch": 3}
-        assert theirs.param_groups[0]["lr"] == 0.5
-        assert torch.equal(theirs.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
-
-
-def test_a_plain_file_that_does_not_fit_is_one_sentence_and_changes_nothing(tmp_path: Path) -> None:
-    weights = network().state_dict()
-    del weights["0.bias"]
-    weights["2.weight"] = torch.ones(1, 5)
-    weights["3.bias"] = torch.ones(1)
-    torch.save({"model": weights}, tmp_path / "old.pt")
-    model = network()
-    before = tensors_sha256(model.state_dict().values())
-
-    with pytest.raises(ValueError, match="does not fit") as refusal:
-        load_plain(tmp_path / "old.pt", model)
-
-    assert str(refusal.value) == (
-        f"{tmp_path / 'old.pt'} does not fit the model: it lacks 0.bias; it has, and the model has not, 3.bias; "
-        "it has another shape of 2.weight ((1, 5), not (1, 4))"
-    )
-    assert tensors_sha256(model.state_dict().values()) == before
-
-
-@pytest.mark.parametrize(
-    ("content", "with_optimizer", "reason"),
-    [
-        ({"epoch": 3}, False, "holds no model: its keys are epoch"),
-        ([1], False, "holds a list, not a dictionary"),
-        ({"model": network().state_dict()}, True, "holds no optimizer's state; leave the optimizer out"),
-        ({"model": Bomb(Path("ran"))}, False, "holds more than tensors and plain values"),
-    ],
-)
-def test_a_plain_file_of_another_kind_is_one_sentence(
-    tmp_path: Path, content: object, with_optimizer: bool, reason: str
-) -> None:
-    torch.save(content, tmp_path / "old.pt")
-    model, optimizer = trained()
-
-    with pytest.raises(ValueError, match=reason):
-        load_plain(tmp_path / "old.pt", model, optimizer if with_optimizer else None)
-
-
-def test_what_a_killed_writer_left_is_ignored_and_swept(tmp_path: Path) -> None:
-    save(tmp_path, 0, 1)
-    (tmp_path / f".{Mark(0, 2).folder_name}.4711.tmp").write_bytes(b"half")
-
-    assert newest_step(tmp_path) == 1
-    sweep(tmp_path)
-
-    assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]

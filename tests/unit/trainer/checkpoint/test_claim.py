@@ -100,20 +100,6 @@ def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
     claimed(tmp_path, generation=2).take(pytest.fail)
 
 
-def test_a_later_generation_does_not_take_the_place_of_another_job_with_the_same_run_id_on_another_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "seven")
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    monkeypatch.setattr(claim, "_PATIENCE_S", 0.0)
-    claimed(tmp_path, job="one").take(nothing)
-    rewrite(tmp_path, process="boot:namespace:1:1", token="its")
-
-    with pytest.raises(NotOurs, match="is being written by job seven"):
-        claimed(tmp_path, generation=1, job="other").take(nothing)
-    claimed(tmp_path, generation=1, job="one").take(pytest.fail)
-
-
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_job_on_another_host_lives_as_long_as_it_renews_its_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool

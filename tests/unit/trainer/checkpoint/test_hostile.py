@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from elaunch.trainer.checkpoint import dcp, storage, writing
-from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, load_plain
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
 from elaunch.trainer.checkpoint.loading import load_from_all
 from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
 from elaunch.trainer.ranks.peers import Peers
@@ -190,24 +190,6 @@ def test_a_file_that_is_too_large_is_passed_over_with_the_number(tmp_path: Path,
 
     why = f"{name} has 42,949,672,960 bytes, more than the {limit} that one may have"
     assert said == [f"skipping {newest}: it cannot be read ({why}); trying the one before it"]
-
-
-def test_a_plain_file_that_is_a_pipe_is_said(tmp_path: Path) -> None:
-    a_pipe(tmp_path / "plain.pt")
-
-    with in_time(), pytest.raises(OSError, match=r"plain\.pt is no regular file"):
-        load_plain(tmp_path / "plain.pt", torch.nn.Linear(1, 1))
-
-
-def test_a_folder_behind_a_symbolic_link_is_loaded_and_a_plain_file_too(tmp_path: Path) -> None:
-    save(tmp_path / "there", 1)
-    (tmp_path / "here").symlink_to(tmp_path / "there")
-    model = torch.nn.Linear(1, 1)
-    torch.save(model.state_dict(), tmp_path / "real.pt")
-    (tmp_path / "link.pt").symlink_to(tmp_path / "real.pt")
-
-    assert newest_step(tmp_path / "here", []) == 1
-    assert load_plain(tmp_path / "link.pt", model) == {}
 
 
 def test_a_checkpoint_that_nobody_would_read_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage, Url, connect, parse, plain_errors
-from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, Mark, StorageError, marks, read_manifest, sums
+from elaunch.trainer.checkpoint.storage import MANIFEST, Mark, StorageError, marks, sums
 from tests.s3 import S3, s3_server
 
 
@@ -150,50 +150,6 @@ def test_two_writers_of_one_mark_do_not_touch_each_others_objects(url: Url) -> N
     assert loaded(url) == 5
 
 
-def test_a_late_writer_whose_parts_were_swept_publishes_nothing(url: Url) -> None:
-    saved(url, 1, 1)
-    said: list[str] = []
-    late = opened(url, 1, said.append)
-    publish, storage = late.storage.publish, late.storage
-
-    def after_a_start(folder: Any, manifest: Any) -> None:
-        opened(url, 2)
-        publish(folder, manifest)
-
-    storage.publish = after_a_start  # type: ignore[method-assign]
-    late.save(2, state_of(2))
-
-    assert len(said) == 1
-    assert "could not be written: " in said[0]
-    assert "is not there after" in said[0]
-    assert marks_at(url) == [Mark(1, 1)]
-    assert loaded(url) == 1
-
-
-def test_what_others_write_and_delete_is_seen_in_spite_of_fsspecs_cache(
-    s3: S3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable, value in s3.env.items():
-        monkeypatch.setenv(variable, value)
-    name = secrets.token_hex(4)
-    url = Url("s3", f"s3://bucket/{name}")
-    saved(url, 0, 1)
-    storage = ObjectStorage(url)
-    assert marks(storage) == [Mark(0, 1)]
-    assert storage.system.ls(f"bucket/{name}")
-
-    for key in s3.keys(name):
-        s3.put(key.replace("step-00000001", "step-00000002"), s3.get(key))
-
-    assert marks(storage) == [Mark(0, 1), Mark(0, 2)]
-    # The checkpoint's content is not that of its name: another one's mark was copied into it.
-    copied = storage.found()[-1][1]
-    with pytest.raises(Corrupt, match="is that of"):
-        read_manifest(copied)
-    s3.delete(*s3.keys(f"{name}/generation-0000-step-00000002"))
-    assert marks(storage) == [Mark(0, 1)]
-
-
 def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
     said: list[str] = []
@@ -257,11 +213,6 @@ def test_a_url_that_cannot_be_meant_is_one_sentence(text: str, sentence: str) ->
         Checkpoints(text, generation=0)
 
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("text", ["runs/x", "/runs/x", "runs/s3:/x", "a::b", "", "file:///runs/x", "local:///runs/x"])
-def test_a_path_is_a_path(text: str) -> None:
-    assert parse(text) == Path(text.partition("://")[2] or text)
 
 
 @pytest.mark.parametrize(

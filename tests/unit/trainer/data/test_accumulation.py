@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.data.accumulation import accumulate
 from elaunch.trainer.data.order import Order
+from elaunch.trainer.data.sampling import accumulate
 
 INPUTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 

@@ -296,16 +296,6 @@ def test_a_new_process_goes_on_with_the_next_batch(make: Callable[[], DataLoader
     assert taken(second, 9) == expected
 
 
-def test_each_epoch_has_each_sample_once_in_another_order() -> None:
-    batches = Batches(shuffled())
-
-    epochs = [[int(one) for batch in itertools.islice(batches, 6) for one in batch] for _ in range(2)]
-
-    assert [sorted(epoch) for epoch in epochs] == [[*range(SIZE)]] * 2
-    assert epochs[0] != epochs[1]
-    assert batches.epoch == 1
-
-
 def test_what_is_done_is_not_loaded_again() -> None:
     first = Batches(shuffled())
     taken(first, 3)

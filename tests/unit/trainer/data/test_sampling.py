@@ -1,10 +1,9 @@
-"""Order, streams and seeded datasets under a real DataLoader with real workers."""
+"""Order and seeded datasets under a real DataLoader with real workers."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from elaunch.trainer.data.order import Order
-from elaunch.trainer.data.sampling import Seeded, Stream
+from elaunch.trainer.data.sampling import Seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 FOUR = {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}
@@ -33,38 +32,6 @@ class Numbers(Dataset[int]):
         return index
 
 
-class Counting:
-    """A stream whose sample i is i, and which counts what was read."""
-
-    def __init__(self, size: int | None = None) -> None:
-        self.size, self.read = size, 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self.items(0)
-
-    def items(self, start: int) -> Iterator[int]:
-        for number in itertools.count(start) if self.size is None else range(start, self.size):
-            self.read += 1
-            yield number
-
-
-class Seekable(Counting):
-    """The same, which can begin anywhere, and says the epoch with each sample."""
-
-    def __init__(self, size: int | None = None) -> None:
-        super().__init__(size)
-        self.start, self.epoch = 0, -1
-
-    def seek(self, index: int) -> None:
-        self.start = index
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return self.items(self.start)
-
-
 def of_steps(order: Order, steps: range, rank: int = 0, world_size: int = 1) -> list[list[int]]:
     return [order.microbatches(step)[micro] for step in steps for micro in order.share(rank, world_size)]
 
@@ -72,17 +39,6 @@ def of_steps(order: Order, steps: range, rank: int = 0, world_size: int = 1) -> 
 def taken(loader: DataLoader[Any], count: int) -> list[list[int]]:
     """The first batches of one iterator, which is given up with what it has prefetched."""
     return [batch.tolist() for batch in itertools.islice(iter(loader), count)]
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_a_loader_gives_a_ranks_micro_batches_in_order(workers: dict[str, Any]) -> None:
-    loader = DataLoader(Numbers(), batch_sampler=ORDER.batches(1, 4, after=3, until=9), **workers)
-
-    batches = [batch.tolist() for batch in loader]
-
-    assert len(loader) == len(batches)
-    assert batches == of_steps(ORDER, range(4, 10), 1, 4)
-    assert [batch.tolist() for batch in loader] == batches
 
 
 # Four processes that read ahead show it best.
@@ -101,81 +57,6 @@ def test_what_was_prefetched_when_a_run_was_cut_off_is_neither_lost_nor_repeated
 
     assert after == 25
     assert {trained.count(sample) for sample in range(50)} == {25 * 12 // 50}
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("source", [Counting, Seekable])
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param(Order(None, shuffle=False, global_batch=12, micro_batch=2), id="endless"),
-        pytest.param(Order(None, block=20, global_batch=12, micro_batch=2), id="shuffled"),
-        pytest.param(Order(31, block=7, global_batch=12, micro_batch=2), id="epochs"),
-        pytest.param(Order(31, shuffle=False, global_batch=12, micro_batch=2, tail="drop"), id="dropped"),
-    ],
-)
-def test_a_stream_is_read_as_the_order_says_by_any_number_of_workers(
-    workers: dict[str, Any], source: type[Counting], order: Order
-) -> None:
-    for rank in (0, 2):
-        stream = Stream(source(order.size), order, rank, 4, after=5, until=14)
-
-        loader: DataLoader[Any] = DataLoader(stream, batch_size=None, **workers)
-
-        assert [batch.tolist() for batch in loader] == of_steps(order, range(6, 15), rank, 4)
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_a_stream_fills_up_where_ranks_are_to_be_even(workers: dict[str, Any]) -> None:
-    order = Order(31, block=7, global_batch=12, micro_batch=2, even=True)
-
-    for rank in (0, 3):
-        loader: DataLoader[Any] = DataLoader(
-            Stream(Counting(31), order, rank, 4, after=5, until=14), batch_size=None, **workers
-        )
-
-        assert [batch.tolist() for batch in loader] == list(order.batches(rank, 4, after=5, until=14))
-
-
-def test_a_stream_that_can_seek_reads_nothing_that_it_does_not_need() -> None:
-    order = Order(None, block=40, global_batch=8, micro_batch=2)
-    past, seeking = Counting(), Seekable()
-
-    for source in (past, seeking):
-        assert len(list(Stream(source, order, 1, 4, after=995, until=1000))) == 5
-
-    assert seeking.read == 5 * 2
-    assert past.read > 7900
-
-
-def test_a_seekable_stream_hears_of_each_epoch() -> None:
-    order = Order(5, shuffle=False, global_batch=5, micro_batch=5)
-    source = Seekable(5)
-
-    told = [source.epoch for _ in Stream(source, order, 0, 1, after=2, until=5)]
-
-    assert told == [2, 3, 4]
-
-
-def test_a_stream_that_ends_too_soon_is_one_sentence_with_its_length() -> None:
-    endless = Stream(Counting(20), Order(None, shuffle=False, global_batch=6, micro_batch=2), 0, 1)
-    longer = Stream(Counting(20), Order(30, shuffle=False, global_batch=6, micro_batch=2), 0, 1)
-
-    for stream in (endless, longer):
-        with pytest.raises(RuntimeError, match=r"the stream ended after 20 samples, .*; give Order\(size=20\)"):
-            list(stream)
-
-
-@pytest.mark.parametrize(
-    ("order", "sentence"),
-    [
-        (Order(30, global_batch=6, micro_batch=2), "give Order block=N, or shuffle=False"),
-        (Order(30, block=5, global_batch=6, micro_batch=2, tail="short"), 'use "carry" or "drop"'),
-    ],
-)
-def test_what_a_stream_cannot_do_is_one_sentence(order: Order, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Stream(Counting(), order, 0, 1)
 
 
 class Noisy(Numbers):
@@ -202,20 +83,3 @@ def test_augmentation_is_the_same_at_any_world_size_and_after_a_restart(workers:
     assert noise_by_place(3, workers) == alone
     assert noise_by_place(2, workers, after=2) == {place: alone[place] for place in alone if place[0] > 2}
     assert len({row[1] for batch in alone.values() for row in batch}) == 4 * 12
-
-
-def test_reading_a_seeded_dataset_leaves_the_programs_own_randomness_alone() -> None:
-    def draw() -> list[float]:
-        return [random.random(), numpy.random.random(), torch.rand(()).item()]
-
-    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    wanted = draw()
-    random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
-    Seeded(Noisy()).__getitems__(next(iter(ORDER.batches(0, 1))))
-
-    assert draw() == wanted
-
-
-def test_a_seeded_dataset_without_keys_is_one_sentence() -> None:
-    with pytest.raises(TypeError, match=r"needs the keys of Order\.batches\(\)"):
-        next(iter(DataLoader(Seeded(Noisy()), batch_size=3)))

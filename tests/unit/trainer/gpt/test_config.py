@@ -57,7 +57,7 @@ def test_with_auto_only_what_no_plan_can_do_is_refused_by_the_options() -> None:
 
     with pytest.raises(ConfigError, match="not divisible by --micro-batch"):
         parse(["--parallel", "auto", "--global-batch", "8", "--micro-batch", "3"], TWO)
-    with pytest.raises(ConfigError, match="s33://bucket/run begins with s33://"):
+    with pytest.raises(ConfigError, match="--checkpoints: s33://bucket/run"):
         parse(["--parallel", "auto", "--checkpoints", "s33://bucket/run"], TWO)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer import link
-from elaunch.trainer.keeper import entered_names
+from elaunch.trainer.keeper import door
 
 
 @pytest.fixture
@@ -20,5 +20,5 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ELAUNCH_GENERATION", "0")
     link._open_link.cache_clear()
     # What another test has left is no part of this program.
-    entered_names._held.cache_clear()
+    door._held.cache_clear()
     return folder

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
-from elaunch.trainer.keeper import entered_names
+from elaunch.trainer.keeper import door
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.own_state import OwnState
 from elaunch.trainer.memory.records import Records
@@ -208,9 +209,9 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
         patch.delenv("ELAUNCH_MEMORY")
         trained(form, 3, **checkpoints)
         calm = trained(form, 8)
-    entered_names._held.cache_clear()
+    door._held.cache_clear()
     trained(form, 5, **checkpoints)
-    entered_names._held.cache_clear()
+    door._held.cache_clear()
     for path in (tmp_path / "c").glob("*-00000005"):
         shutil.rmtree(path)
     for path in memory.glob("training.rank-*"):
@@ -221,6 +222,31 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
     assert_same(trained(form, 8, **checkpoints, say=said.append), calm)
     assert len(said) == 1
     assert said[0].startswith(f"restored step 3 from the checkpoint in {tmp_path / 'c'}; 2 steps are repeated")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_statistics_that_gradient_checkpointing_changes_in_the_backward_pass_are_those_of_the_step(
+    reentrant: bool,
+) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.inner = nn.Sequential(nn.Linear(2, 2), self.norm)
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    model, x = Checkpointed(), torch.randn(8, 2, requires_grad=True)
+    with Keeper(model, torch.optim.SGD(model.parameters()), per_rank=()) as keeper:
+        for step in keeper.steps(3):
+            model(x).sum().backward()
+            kept = keeper._copies._records.find(Version(0, step))["buffers"]  # type: ignore[union-attr]
+            assert int(kept["norm.num_batches_tracked"]) == 2 * step
+            assert torch.equal(kept["norm.running_mean"], model.norm.running_mean)
+            with keeper.commit():
+                model.zero_grad()
+            assert not keeper._training.of_commit
 
 
 def test_what_a_commit_changes_in_buffers_and_draws_comes_from_a_rank_that_came_to_its_end(tmp_path: Path) -> None:

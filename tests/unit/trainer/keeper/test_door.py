@@ -367,10 +367,17 @@ class Ranks:
 
 
 def door_of(
-    seed: int = 0, lr: float = 0.1, its: Callable[[], Any] = dict, order: int = 1, moment: float = 0.0, **extra: Any
+    seed: int = 0,
+    lr: float = 0.1,
+    its: Callable[[], Any] = dict,
+    order: int = 1,
+    moment: float = 0.0,
+    frozen: bool = False,
+    **extra: Any,
 ) -> Door:
     torch.manual_seed(seed)
     model = nn.Linear(2, 2)
+    model.bias.requires_grad = not frozen
     optimizer = torch.optim.SGD([*model.parameters()][::order], lr=lr)
     optimizer.state[model.bias] = {"momentum_buffer": torch.full((2,), moment)}
     kept = {"scheduler": None, "scaler": None, "extra": extra, "hook_state": None, "per_rank": ()}
@@ -383,6 +390,7 @@ def door_of(
     ("other", "named"),
     [
         ({"seed": 1}, "`weight`, `bias` of rank 1 differs from rank 0's. The ranks train one model"),
+        ({"frozen": True}, "`requires_grad of bias` of rank 1 differs from rank 0's. Freeze the same parameters"),
         ({"lr": 0.2}, "`optimizer.param_groups.0.lr` of rank 1 differs"),
         ({"order": -1}, "`optimizer.order of parameters` of rank 1 differs"),
         ({"moment": 1.0}, "`optimizer.state.0.momentum_buffer` of rank 1 differs"),

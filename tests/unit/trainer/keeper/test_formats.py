@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from elaunch.trainer.keeper import entered_names
+from elaunch.trainer.keeper import door
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
 from elaunch.trainer.state import optimizer_state
@@ -226,7 +226,7 @@ def test_a_result_of_inference_mode_comes_back() -> None:
         best = torch.rand(3)
     model = nn.Linear(2, 2)
     trained(model, torch.optim.SGD(model.parameters()), 2, extra={"best": best})
-    entered_names._held.cache_clear()
+    door._held.cache_clear()
     restored = {"best": torch.zeros(3)}
 
     assert trained(model, torch.optim.SGD(model.parameters()), 2, extra=restored).step == 2
@@ -248,39 +248,6 @@ def test_a_graph_that_may_hold_the_optimizers_state_is_refused(monkeypatch: pyte
 
     with pytest.raises(ValueError, match=r"AdamW has capturable=True and a state, .*enter the Keeper first"):
         trained(model, optimizer, 1)
-
-
-def test_frozen_tensors_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[int] = []
-    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2)).to(DEVICE)
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[1].parameters())
-    keeper = Keeper(model, optimizer, lose_at_most=1, say=lambda _: None)
-    with keeper:
-        real = keeper._copies.gpu.copy
-        monkeypatch.setattr(
-            type(keeper._copies.gpu),
-            "copy",
-            staticmethod(lambda t, s: (copied.append(sum(e.numel() for e in s)), real(t, s))),
-        )
-        for step in keeper.steps(8):
-            with keeper.commit():
-                optimizer.step()
-                with torch.no_grad():
-                    model[1].weight.fill_(step)
-                    if step == 6:
-                        # A moving average: the tensor's version does not say it.
-                        model[0].weight.data.fill_(step)
-
-    large, small = 50 * 50 + 50 + 102, 102
-    # Both slots get it once, and once more after it has changed. The end adds no copy.
-    assert copied == [large, large, small, small, small, large, large, small]
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    again = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2)).to(DEVICE)
-    again[0].requires_grad_(False)
-    trained(again, torch.optim.SGD(again[1].parameters()), 8)
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert bits(one) == bits(other)
 
 
 def test_a_step_whose_collective_has_failed_is_not_committed_and_the_one_before_is_kept(

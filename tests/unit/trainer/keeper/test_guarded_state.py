@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elaunch.trainer.keeper.guarded_state import GuardedState
-from elaunch.trainer.keeper.left_gradients import LeftGradients
+from elaunch.trainer.keeper.hooks import LeftGradients
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -33,6 +33,7 @@ def copied(steps: int, *, each: bool) -> list[int]:
         steps=of_steps,
         gpu=gpu,
         put_down=nothing,
+        put_down_changed=nothing,
         done=nothing,
         require_plain_values=lambda: None,
         lacks_base=False,

@@ -97,6 +97,23 @@ def test_a_part_that_no_restore_could_put_back_is_refused() -> None:
             Keeper(model, torch.optim.SGD(model.parameters()), extra=extra)
 
 
+def test_an_extra_that_contains_itself_is_refused_with_its_place() -> None:
+    model = nn.Linear(2, 1)
+    extra: dict[str, Any] = {"best": 1.0, "runs": []}
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def train() -> None:
+        with Keeper(model, optimizer, extra=extra) as keeper:
+            for _ in keeper.steps(2):
+                with keeper.commit():
+                    extra["runs"].append(extra)
+
+    with pytest.raises(TypeError, match=r"`extra.0\['runs'\]\[0\]` contains itself"):
+        train()
+    with pytest.raises(ValueError, match=r"extra\['runs'\]\[0\] contains itself"):
+        Keeper(model, optimizer, extra=extra)
+
+
 def test_containers_and_tensors_stay_the_same_objects() -> None:
     tensor, numbers, names, counts = one(), [1, 2], {"a"}, Counter(a=1)
     there = {"t": tensor, "l": numbers, "s": names, "c": counts, "gone": 1}

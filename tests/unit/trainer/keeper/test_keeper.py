@@ -29,15 +29,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import link
-from elaunch.trainer.checkpoint import storage
+from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import NOTE
-from elaunch.trainer.checkpoint.local import LocalFolder
-from elaunch.trainer.keeper import last_checkpoint
+from elaunch.trainer.keeper import disk_copies
 from elaunch.trainer.keeper.copies import Copies
+from elaunch.trainer.keeper.disk_copies import NotDurable
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.keeper.last_checkpoint import NotDurable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.version import Version
 from tests.harness import RUN_LIMIT_S, wait_for
@@ -372,10 +371,10 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
     newer.save(9, {"model": {}})
 
-    def sums(self: LocalFolder, name: str) -> tuple[int, int]:
+    def unreadable(self: LocalFolder, name: str) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(LocalFolder, "sums", sums)
+    monkeypatch.setattr(LocalFolder, "open", unreadable)
     again = Job(checkpoints=tmp_path / "c")
 
     assert len(again.train(5)) == 5
@@ -472,7 +471,7 @@ def restarted(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_checkpoint, "_AGAIN_S", (1,))
+    monkeypatch.setattr(disk_copies, "_AGAIN_S", (1,))
     (tmp_path / "file").write_text("")
     directory = tmp_path / "file" / "c"
     with pytest.raises(ValueError, match=f"checkpoints cannot be written to {directory}: Not a directory; give anoth"):
@@ -573,7 +572,7 @@ def test_while_the_last_checkpoint_is_tried_again_the_reason_and_the_time_left_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(last_checkpoint, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(disk_copies, "time", SimpleNamespace(sleep=slept.append))
     (tmp_path / "file").write_text("")
     job = Job(checkpoints=tmp_path / "file" / "c")
 
@@ -592,7 +591,7 @@ def test_while_the_last_checkpoint_is_tried_again_the_reason_and_the_time_left_a
 def test_a_keeper_whose_end_is_not_on_the_disk_does_not_keep_another_from_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_checkpoint, "_AGAIN_S", ())
+    monkeypatch.setattr(disk_copies, "_AGAIN_S", ())
     (tmp_path / "file").write_text("")
     one, other = Job(name="one", checkpoints=tmp_path / "one"), Job(name="other", checkpoints=tmp_path / "file" / "c")
 
@@ -652,25 +651,6 @@ def test_a_step_without_commit_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"step 1 ended without keeper\.commit\(\)"), job.keeper:
         for _ in job.keeper.steps(2):
             pass
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "lose_at_most"), [("copy_every", 1, 0), ("snapshot_every", 5, 5), ("stop_every", 5, None)]
-)
-def test_an_option_of_before_is_read_as_what_has_its_place(option: str, value: int, lose_at_most: int | None) -> None:
-    model = nn.Linear(1, 1)
-
-    with pytest.warns(FutureWarning, match=f"lose_at_most={lose_at_most} has the place of {option}={value}"):
-        keeper = Keeper(model, torch.optim.SGD(model.parameters()), **{option: value})
-
-    assert keeper._lose_at_most == lose_at_most
-
-
-def test_an_option_that_was_never_there_is_refused() -> None:
-    model = nn.Linear(1, 1)
-
-    with pytest.raises(TypeError, match="Keeper has no option 'copies'"):
-        Keeper(model, torch.optim.SGD(model.parameters()), copies=5)
 
 
 @pytest.mark.parametrize("options", [{"verify_every": 0}, {"lose_at_most": -1}, {"name": "a/b"}, {"hook_state": 3}])

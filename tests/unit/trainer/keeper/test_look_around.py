@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.trainer.keeper.boundary import Agreed, Wants, Wish
-from elaunch.trainer.keeper.look_around import LookAround
+from elaunch.trainer.keeper.boundary import Agreed, LookAround, Wants, Wish
 from elaunch.trainer.state.version import Version
 
 

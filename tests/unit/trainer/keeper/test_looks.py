@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.trainer.keeper.looks import WITHIN_S, Looks
+from elaunch.trainer.keeper.sync_schedule import WITHIN_S, Looks
 
 
 def run(looks: Looks, durations_s: list[float], first: int = 0) -> list[int]:

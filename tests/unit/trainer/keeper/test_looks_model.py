@@ -27,10 +27,9 @@ from typing import Any
 
 import pytest
 
-from elaunch.trainer.keeper import looks as rule
+from elaunch.trainer.keeper import sync_schedule as rule
 from elaunch.trainer.keeper.boundary import Agreed, Wants, Wish
-from elaunch.trainer.keeper.looks import WITHIN_S, Looks
-from elaunch.trainer.keeper.pace import Pace
+from elaunch.trainer.keeper.sync_schedule import WITHIN_S, Looks, Pace
 
 HISTORIES = 1000
 

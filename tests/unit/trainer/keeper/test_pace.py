@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.trainer.keeper.pace import SHARE, Pace
+from elaunch.trainer.keeper.sync_schedule import SHARE, Pace
 
 
 def run(pace: Pace, steps: int, step_s: float, snapshot_s: float) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.trainer import Keeper
-from elaunch.trainer.keeper.passes import hook_backward
+from elaunch.trainer.keeper.hooks import hook_backward
 
 
 @dataclass

@@ -24,7 +24,7 @@ class Server:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(self.model.weight, 100.0 * rank)
         self.said: list[str] = []
-        options: dict[str, Any] = {"lose_at_most": 1, "per_rank": (), "say": self.said.append}
+        options: dict[str, Any] = {"lose_at_most": 1, "per_rank": (), "say": self.said.append, "name": "server"}
         self.keeper = Keeper(self.model, torch.optim.SGD(self.model.parameters(), lr=1.0), **options)
 
     def train(self, steps: int, fails_in: int = 0) -> float:
@@ -56,4 +56,20 @@ def test_two_processes_of_a_node_that_are_alone_keep_their_states_apart(
 
     # Processes of their own: a program has no two Keepers of one name.
     assert [Server(monkeypatch, rank, generation=1 + rank).train(8) for rank in (0, 1)] == [8, 108]
-    assert {path.name.partition(".")[0] for path in memory.iterdir()} == {"training-0", "training-1"}
+    assert {path.name.partition(".")[0] for path in memory.iterdir()} == {"server-0", "server-1"}
+
+
+def test_workers_without_a_process_group_are_refused_since_each_would_train_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    model = nn.Linear(1, 1)
+
+    with (
+        pytest.raises(
+            ValueError, match=r"2 workers, and this one has no process group: .*init_process_group\(\) before"
+        ),
+        Keeper(model, torch.optim.SGD(model.parameters())),
+    ):
+        pass

@@ -334,6 +334,24 @@ def test_a_restore_says_what_is_other_than_at_the_start(generations: Callable[[]
     ]
 
 
+@pytest.mark.parametrize(("lose_at_most", "refused"), [(100, "step 32 is not committed"), (1, "step 20 is not copied")])
+def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_at_one_of_16(
+    lose_at_most: int, refused: str
+) -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    options: dict[str, Any] = {"lose_at_most": lose_at_most, "per_rank": (), "say": lambda _: None}
+
+    def train() -> None:
+        with Keeper(model, torch.optim.SGD(model.parameters()), **options) as keeper:
+            for step in keeper.steps(40):
+                with keeper.commit():
+                    if step == 20:
+                        model.add_module("late", nn.Linear(1, 1))
+
+    with pytest.raises(TypeError, match=f"{refused}: parameters, .* were added"):
+        train()
+
+
 class AddsAStranger(AddsAGroup):
     def add(self) -> None:
         self.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2, 5))]})

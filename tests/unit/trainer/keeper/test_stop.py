@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from elaunch.trainer.keeper.stop import StopRequest
+from elaunch.trainer.keeper.boundary import StopRequest
 from tests.harness import RUN_LIMIT_S
 
 
@@ -41,7 +41,7 @@ def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process
 
 RAISES = """
 import signal
-from elaunch.trainer.keeper.stop import StopRequest
+from elaunch.trainer.keeper.boundary import StopRequest
 with StopRequest():
     signal.raise_signal(signal.SIGTERM)
     raise ValueError("asked for by the test")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from elaunch.trainer.keeper.verification import Told, differing, sentence
-from elaunch.trainer.state.digests import digests, total
+from elaunch.trainer.state.tree import digests, total
 
 
 def told(*values: str, holds: str = "") -> list[Told]:

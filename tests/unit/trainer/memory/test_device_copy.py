@@ -105,26 +105,6 @@ class TestStaging:
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(target, source)
 
-    def test_two_batches_are_on_their_way_and_no_more_memory_is_taken(self, cuda: Cuda) -> None:
-        taken: list[int] = []
-
-        def allocate(size: int) -> Tensor:
-            taken.append(size)
-            return bytes_of(size)
-
-        begun_at_wait: list[int] = []
-
-        class Counting(Stream):
-            def run(self, count: int) -> None:
-                begun_at_wait.append(len(self.work))
-                super().run(count)
-
-        cuda.present = stream = Counting()
-        PinnedBuffers(64, allocate, cuda.begin).copy([(torch.zeros(640, dtype=torch.uint8), bytes_of(640))], stream)
-
-        assert taken == [64, 64]
-        assert begun_at_wait[0] == 2
-
     @pytest.mark.parametrize("source", [torch.ones(4, 4)[:, :2], torch.complex(torch.ones(3), torch.ones(3)).conj()])
     def test_what_lies_in_another_order_arrives_too(self, cuda: Cuda, source: Tensor) -> None:
         target = torch.zeros(source.shape, dtype=source.dtype)
@@ -154,13 +134,6 @@ class TestGpuCopies:
         assert len(cuda.side.waits_for) == 1
         assert target.unique().tolist() == [7]
         assert cuda.present is cuda.main
-
-    def test_values_that_are_in_host_memory_are_copied_too(self, cuda: Cuda) -> None:
-        target = torch.zeros(())
-
-        copies(cuda).copy([target], [torch.tensor(5.0)])
-
-        assert target.item() == 5
 
     def test_a_commit_asks_the_groups_after_the_gradients_are_complete(self, cuda: Cuda) -> None:
         asked: list[bool] = []
@@ -206,11 +179,6 @@ class TestGpuCopies:
 
         with pytest.raises(RuntimeError, match=r"put graph\.replay\(\) into"):
             copies(cuda).before_commit(pytest.fail)
-
-    def test_a_thread_chooses_its_device(self, cuda: Cuda) -> None:
-        copies(cuda).bind_thread()
-
-        assert cuda.bound == [torch.device("cuda", 1)]
 
 
 def test_a_model_on_several_gpus_is_refused() -> None:

@@ -177,12 +177,3 @@ def test_a_rank_that_cannot_speak_to_the_other_node_any_more_ends_second_copies_
     assert said.startswith(f"rank {sayer}: there are no more second copies on other nodes (")
     assert why in said
     assert ranks[1 - sayer].said == []
-
-
-def test_a_rank_without_a_piece_of_its_own_ends_no_second_copies(ranks: list[Rank]) -> None:
-    assert on_both(ranks, lambda rank: rank.snapshot(1, fails=rank.rank == 0)) == [False, False]
-    assert on_both(ranks, lambda rank: rank.snapshot(2, fails=rank.rank == 0)) == [False, False]
-
-    assert on_both(ranks, lambda rank: rank.snapshot(3)) == [True, True]
-    assert [newest_of_other(rank) for rank in ranks] == [Version(0, 3)] * 2
-    assert ranks[0].said == ["rank 0's part of the snapshot is not whole: asked for by the test"] * 2

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elaunch.trainer.memory import replicated
-from elaunch.trainer.memory.records import Records, completed_in, verified_records_in
+from elaunch.trainer.memory.records import Records, completed_in
 from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
 from elaunch.trainer.memory.slots import copy_on_host, node_of
 from elaunch.trainer.state.version import Version
@@ -61,16 +61,6 @@ def test_the_newest_two_stay(tmp_path: Path) -> None:
     assert contents(memory) == [3.0, 2.0]
 
 
-def test_another_trainings_leftovers_are_overwritten_and_not_read(tmp_path: Path) -> None:
-    saved(ReplicatedMemory(tmp_path, "m", b"another training"), 5, 90)
-
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
-
-    assert versions(memory) == []
-    assert saved(memory, 0, 1) == Version(0, 1)
-    assert versions(memory) == [Version(0, 1)]
-
-
 def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) -> None:
     memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 1)
@@ -93,17 +83,6 @@ def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) ->
     assert versions(memory) == [Version(0, 3), Version(0, 1)]
 
 
-def test_it_takes_two_copies_and_no_more(tmp_path: Path) -> None:
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
-    state = {"w": torch.zeros(1_000_000)}
-
-    for step in range(5):
-        memory.save(Version(0, step), lambda: state)
-
-    taken = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir())
-    assert 8_000_000 <= taken <= 8_000_000 + 4 * 8192
-
-
 def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         f_bavail, f_frsize = 5, 1_000_000
@@ -115,15 +94,6 @@ def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monke
         memory.save(Version(0, 1), lambda: {"w": torch.zeros(1_000_000)})
 
     assert not list(tmp_path.glob("*state*"))
-
-
-def test_the_second_copy_cannot_fail_for_lack_of_room_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
-    saved(memory, 0, 1)
-
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("it should have been taken before"))
-
-    assert saved(memory, 0, 2) == Version(0, 2)
 
 
 class Writer:
@@ -251,17 +221,6 @@ def test_survivors_that_differ_by_a_step_leave_the_snapshot_that_is_to_stay(tmp_
     assert contents(memory) == [59.0, 50.0]
 
 
-def test_where_both_copies_are_to_stay_nothing_is_written(tmp_path: Path) -> None:
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
-    saved(memory, 0, 45)
-    saved(memory, 0, 50)
-
-    spare = [Version(0, 50), Version(0, 45)]
-    assert memory.save(Version(0, 57), lambda: pytest.fail("not to be copied"), spare=spare) == Version(0, 50)
-
-    assert versions(memory) == [Version(0, 50), Version(0, 45)]
-
-
 def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
     memory, records = ReplicatedMemory(tmp_path, "m", LAYOUT), Records(tmp_path, "m", LAYOUT, 0)
     saved(memory, 0, 50)
@@ -278,23 +237,6 @@ def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
     # The next failure overwrites the copy that was given up, not the one that all ranks have.
     saved(memory, 1, 53)
     assert versions(memory) == [Version(1, 53), Version(0, 50)]
-
-
-def test_a_ranks_records_of_this_step_the_next_and_the_one_before_are_there(tmp_path: Path) -> None:
-    records = Records(tmp_path, "m", LAYOUT, 3)
-    for step in range(1, 8):
-        records.stage(Version(0, step), {"random": step})
-    records.keep(Version(0, 2), {"random": 2, "hook": torch.ones(3)})
-    records.done(Version(0, 6))
-
-    assert records.find(Version(0, 6)) == {"random": 6}
-    assert records.find(Version(0, 7)) == {"random": 7}
-    assert records.find(Version(0, 5)) == {"random": 5}
-    assert records.find(Version(0, 4)) is None
-    assert records.find(Version(0, 2))["hook"].tolist() == [1, 1, 1]
-    found = verified_records_in(tmp_path, "m", LAYOUT)
-    assert {(p.rank, p.version.step, p.full) for p in found} == {(3, n, False) for n in (5, 6, 7)} | {(3, 2, True)}
-    assert completed_in(tmp_path, "m", LAYOUT) == Version(0, 6)
 
 
 def test_a_state_that_comes_again_is_there_for_each_step(tmp_path: Path) -> None:
@@ -323,15 +265,6 @@ def test_damage_is_not_declared_whole_with_a_state_that_comes_again(tmp_path: Pa
     records.stage(Version(0, 4), same)
 
     assert records.find(Version(0, 4)) is None
-
-
-def test_two_trainings_of_one_program_do_not_meet(tmp_path: Path) -> None:
-    generator, critic = ReplicatedMemory(tmp_path, "generator", LAYOUT), ReplicatedMemory(tmp_path, "critic", LAYOUT)
-    saved(generator, 0, 5)
-
-    assert versions(critic) == []
-    assert saved(critic, 0, 3) == Version(0, 3)
-    assert versions(generator) == [Version(0, 5)]
 
 
 def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:

@@ -42,29 +42,11 @@ def test_each_cgroup_above_this_one_leaves_less_or_more_and_the_page_cache_count
     assert rooms[0].where == f"the cgroup {job} (memory.max 1,000.0 MB)"
 
 
-def test_the_first_version_of_cgroups_counts_too(tmp_path: Path) -> None:
-    cgroup(tmp_path / "job", str(1000 * MB), 500 * MB, f"total_inactive_file {100 * MB}\ninactive_file 7\n", v1=True)
-    # The root has no limit, which is this number.
-    cgroup(tmp_path, "9223372036854771712", 900 * MB, "", v1=True)
-
-    rooms = cgroup_rooms("5:cpu,cpuacct:/x\n4:memory:/job\n0::/\n", tmp_path / "none", tmp_path)
-
-    assert free(rooms)[0] == 1000 - 50 - 400
-    assert min(rooms, key=lambda room: room.free) is rooms[0]
-
-
 @pytest.mark.parametrize("own", ["0::/\n", "0::/kubepods/of-the-host\n", "0::/../elsewhere\n"])
 def test_in_a_container_the_root_is_its_own_cgroup(tmp_path: Path, own: str) -> None:
     cgroup(tmp_path, str(100 * MB), 40 * MB, "inactive_file 0\n")
 
     assert free(cgroup_rooms(own, tmp_path)) == [55]
-
-
-def test_without_a_limit_there_is_nothing_to_say(tmp_path: Path) -> None:
-    cgroup(tmp_path / "job", "max", 40 * MB, "")
-    cgroup(tmp_path, "garbage", 40 * MB, "more garbage\n")
-
-    assert cgroup_rooms("0::/job\nnonsense\n", tmp_path) == []
 
 
 @pytest.fixture

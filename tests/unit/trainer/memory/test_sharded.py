@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from elaunch.trainer.memory import shard_load, slots
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state import region
@@ -43,20 +40,6 @@ def test_a_snapshot_that_failed_is_written_over_and_the_one_before_stays(
     assert ShardedMemory(tmp_path, generation=1).newest() == Version(0, 1)
 
 
-def test_who_asks_for_the_newest_and_loads_it_has_it_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = ShardedMemory(tmp_path, generation=0)
-    first.save(1, {"w": torch.full((8,), 7.0)})
-    first.wait()
-    real, read = region.checksum, []
-    monkeypatch.setattr(region, "checksum", lambda data: read.append(data.numel()) or real(data))
-    memory, state = ShardedMemory(tmp_path, generation=1), {"w": torch.zeros(8)}
-
-    assert memory.newest() == memory.load(state) == Version(0, 1)
-
-    assert len(read) == 1
-    assert state["w"].tolist() == [7.0] * 8
-
-
 def test_what_is_loaded_after_a_save_is_what_was_saved(tmp_path: Path) -> None:
     memory, state = ShardedMemory(tmp_path, generation=0), {"w": torch.zeros(8)}
     assert memory.load(state) is None
@@ -68,38 +51,6 @@ def test_what_is_loaded_after_a_save_is_what_was_saved(tmp_path: Path) -> None:
 
         assert memory.load(state) == Version(0, step)
         assert state["w"].tolist() == [step] * 8
-
-
-def test_a_start_that_loads_nothing_overwrites_the_newest_snapshot_last(tmp_path: Path) -> None:
-    first = ShardedMemory(tmp_path, generation=0)
-    for step in (1, 2):
-        first.save(step, {"w": torch.zeros(8)})
-    first.wait()
-
-    second = ShardedMemory(tmp_path, generation=1)
-    second.save(1, {"w": torch.zeros(9000)})
-    second.wait()
-    for path in tmp_path.glob("piece-*"):
-        if (header := Slot(path, bytes(16)).header()) and header.version == Version(1, 1):
-            flip(path, -8)
-
-    assert ShardedMemory(tmp_path, generation=2).newest() == Version(0, 2)
-
-
-def test_values_and_containers_come_back_as_they_were(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(3, dtype=torch.bfloat16), "none": torch.empty(0, 4), "kind": torch.float16}
-    state |= {"device": torch.device("cpu"), "nest": [1, (2.5, {"x": torch.ones(2)})], 5: None}  # type: ignore[dict-item]
-    memory = ShardedMemory(tmp_path, generation=0)
-    memory.save(1, state)
-    memory.wait()
-
-    back = {"w": torch.ones(3, dtype=torch.bfloat16)}
-    ShardedMemory(tmp_path, generation=1).load(back)
-
-    assert back["w"].tolist() == [0, 0, 0]
-    assert back["none"].shape == (0, 4)
-    assert (back["kind"], back["device"], back[5]) == (torch.float16, torch.device("cpu"), None)  # type: ignore[index]
-    assert back["nest"][1][1]["x"].tolist() == [1, 1]
 
 
 def a_piece(folder: Path) -> Path:
@@ -121,20 +72,12 @@ def flip(path: Path, offset: int) -> None:
 
 
 # The mark; layout, generation, step, world size, rank, three lengths, the skeleton's CRC, the data's, and their own.
-@pytest.mark.parametrize("offset", [0, 8, 24, 32, 40, 44, 48, 56, 64, 72, 76, 84])
+@pytest.mark.parametrize("offset", [0, 24, 84])
 def test_a_flipped_bit_in_what_a_piece_says_of_itself_is_seen(tmp_path: Path, offset: int) -> None:
     path = a_piece(tmp_path)
     flip(path, offset)
 
     assert Slot(path, bytes(16)).header() is None
-    assert ShardedMemory(tmp_path, generation=4).newest() is None
-
-
-@pytest.mark.parametrize("before", [b"elaunch1", b"elaunch2"])
-def test_a_piece_of_an_older_release_counts_as_torn(tmp_path: Path, before: bytes) -> None:
-    path = a_piece(tmp_path)
-    path.write_bytes(before + path.read_bytes()[len(MARK) :])
-
     assert ShardedMemory(tmp_path, generation=4).newest() is None
 
 
@@ -145,18 +88,6 @@ def sent(path: Path, folder: Path) -> Slot:
     slot.grow(content.numel())
     slot.raw(content.numel())[len(MARK) :].copy_(content[len(MARK) :])
     return slot
-
-
-@pytest.mark.parametrize("offset", [8, 24, 32, 40, 44, 4100, -1])
-def test_what_arrived_with_a_flipped_bit_is_never_marked(tmp_path: Path, offset: int) -> None:
-    path = a_piece(tmp_path)
-    flip(path, offset)
-    slot = sent(path, tmp_path)
-
-    with pytest.raises(Torn):
-        slot.accept(PIECE)
-
-    assert slot.header() is None
 
 
 @pytest.mark.parametrize(
@@ -173,40 +104,6 @@ def test_what_arrived_is_taken_for_the_piece_that_was_to_come_and_no_other(
     slot.accept(PIECE)
 
     assert slot.header() is not None
-
-
-def test_what_arrived_of_another_state_is_not_taken(tmp_path: Path) -> None:
-    received = sent(a_piece(tmp_path), tmp_path)
-
-    with pytest.raises(Torn, match="another state"):
-        Slot(received.path, b"sixteen bytes ok").accept(PIECE)
-
-
-def test_a_file_that_was_replaced_is_mapped_anew(tmp_path: Path) -> None:
-    ours = Slot(tmp_path / "slot", bytes(16))
-    ours.fit(4096)
-    ours.region()[0] = 5
-    ours.path.unlink()
-
-    ours.grow(4096)
-
-    assert ours.region()[0] == 0
-    assert ours.path.stat().st_size == 4096
-
-
-def test_a_file_that_cannot_grow_gives_back_what_it_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, begin: int, end: int) -> None:
-        os.posix_fallocate(descriptor, begin, 4096)
-        raise OSError(errno.ENOMEM, "the cgroup leaves 0.0 MB")
-
-    slot = Slot(tmp_path / "slot", bytes(16))
-    slot.fit(4096)
-    monkeypatch.setattr(slots, "allocate", full)
-
-    with pytest.raises(OSError, match="the cgroup leaves"):
-        slot.grow(1 << 20)
-
-    assert slot.size == 4096
 
 
 def copying(folder: Path) -> tuple[ShardedMemory, torch.Tensor]:
@@ -266,48 +163,9 @@ def test_a_tensor_that_was_replaced_is_never_copied_from_its_old_place(tmp_path:
     assert back["w"].tolist() == [8] * 8
 
 
-def test_a_state_of_copies_of_the_tensors_is_not_copied_again(tmp_path: Path) -> None:
-    memory, weights = ShardedMemory(tmp_path, generation=0), torch.ones(8)
-
-    # FSDP1 makes the tensors of its state anew.
-    memory.save(1, {"w": weights.clone()}, {}, [weights])
-
-    assert memory.is_refused
-    assert not memory.can_copy
-
-
-def test_small_values_that_cannot_be_kept_or_have_no_room_cost_the_copy_alone(tmp_path: Path) -> None:
-    for step, rest in enumerate(({"bad": object()}, {"large": torch.zeros(100_000)}), 2):
-        memory, weights = copying(tmp_path)
-
-        assert not memory.copy(step, rest, [weights])
-
-        assert ShardedMemory(tmp_path, generation=1).newest() == Version(0, 1)
-
-
 def test_a_snapshot_of_a_step_that_is_copied_is_there_already_on_one_node(tmp_path: Path) -> None:
     memory, weights = copying(tmp_path)
     assert memory.copy(2, {}, [weights])
 
     assert memory.has_copies(2)
     assert not memory.has_copies(1)
-
-
-def test_who_has_all_that_it_reads_exchanges_no_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def describe(*_: object) -> None:
-        raise AssertionError("layouts were exchanged")
-
-    first = ShardedMemory(tmp_path, generation=0)
-    first.save(1, {"w": torch.full((8,), 7.0), "plain": 3})
-    first.wait()
-    monkeypatch.setattr(shard_load, "_contents", describe)
-    monkeypatch.setattr(shard_load, "_exchange", describe)
-    state = {"w": torch.zeros(8), "plain": 0}
-
-    assert ShardedMemory(tmp_path, generation=1).load(state) == Version(0, 1)
-
-    assert state["w"].tolist() == [7.0] * 8
-    assert state["plain"] == 3
-    # Another layout must be read in full, to say what differs.
-    with pytest.raises(AssertionError, match="layouts were exchanged"):
-        ShardedMemory(tmp_path, generation=1).load({"w": torch.zeros(9), "plain": 0})

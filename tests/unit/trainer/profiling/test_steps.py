@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from elaunch.trainer.profiling.steps import (
-    StepCount,
     StepWindow,
     last_step_needed,
     parse_steps,
@@ -17,7 +16,7 @@ from elaunch.trainer.profiling.traces import StepTimes
 
 
 def test_a_number_is_a_count_and_two_are_a_range() -> None:
-    assert parse_steps("3") == StepCount(3)
+    assert parse_steps("3") == 3
     assert parse_steps(" 10-12 ") == StepWindow(10, 12)
     assert last_step_needed(parse_steps("3")) == 5
     assert last_step_needed(parse_steps("10-12")) == 12
@@ -30,7 +29,6 @@ def test_a_number_is_a_count_and_two_are_a_range() -> None:
         ("1-3", "begin with 2"),
         ("0", "is 0 steps"),
         ("5-4", "is 0 steps"),
-        ("2-2000", "is 1999 steps"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, sentence: str) -> None:
@@ -42,7 +40,7 @@ def test_a_start_profiles_what_is_left_of_a_range_after_a_step_of_warm_up_and_a_
     assert window_of(StepWindow(10, 12), 1) == window_of(StepWindow(10, 12), 9) == StepWindow(10, 12)
     assert window_of(StepWindow(10, 12), 11) == StepWindow(12, 12)
     assert window_of(StepWindow(10, 12), 12) is None
-    assert window_of(StepCount(3), 8) == StepWindow(10, 12)
+    assert window_of(3, 8) == StepWindow(10, 12)
 
 
 def test_the_table_has_a_steps_mean_on_each_rank_and_names_the_one_that_the_others_waited_for() -> None:

@@ -8,15 +8,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 # Registers the backend "fake", whose collectives move nothing: the ranks need the group's store alone.
 import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
-from elaunch.trainer.ranks import meeting
-from elaunch.trainer.ranks.connections import PeerLost
-from elaunch.trainer.ranks.meeting import GroupMember
 from elaunch.trainer.ranks.peers import Peers
 from tests.descriptors import opened
 from tests.forked import Child
@@ -59,15 +55,3 @@ def test_no_socket_is_left_when_ranks_are_closed_with_those_apart(tmp_path: Path
         return not opened() - open_before
 
     assert forked(tmp_path, closes) == [0, 0]
-
-
-def test_a_rank_that_waits_for_one_that_is_late_prints_no_warnings(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    monkeypatch.setattr(meeting, "_store", lambda: store)
-
-    with pytest.raises(PeerLost, match=r"waited 0\.3 s for rank 0"):
-        GroupMember(rank=1, world_size=2, timeout_s=0.3).channel("test").largest([1])
-
-    assert capfd.readouterr().err == ""

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elaunch.trainer.keeper.group_watch import GroupWatch
+from elaunch.trainer.keeper.guarded_state import GroupWatch
 from elaunch.trainer.ranks.group_status import HANG_TIMEOUT, BrokenGroup, GroupStatus, contradictions
 from tests.harness import wait_for
 
@@ -85,11 +85,6 @@ def test_a_group_that_was_destroyed_is_not_clean(gloo: Any) -> None:
     assert status.error() == "the default process group was destroyed or aborted"
 
 
-def test_a_process_without_a_group_is_clean() -> None:
-    assert GroupStatus().error() == ""
-    assert not GroupStatus().is_known
-
-
 @pytest.mark.parametrize(
     ("environ", "facts", "told"),
     [
@@ -138,10 +133,3 @@ def test_the_state_is_saved_when_a_group_fails_while_the_training_is_stuck() -> 
         "a collective has failed, and this rank keeps its last complete step: NCCL reported an error (COMM_ERROR, "
         "group default_pg)"
     ]
-
-
-def test_nobody_watches_groups_without_a_status(gloo: Any) -> None:
-    before = set(threading.enumerate())
-
-    with GroupWatch(GroupStatus(), pytest.fail, pytest.fail, tells=True):
-        assert set(threading.enumerate()) <= before

@@ -168,18 +168,3 @@ def test_a_death_is_an_error_on_a_rank_that_still_waits_to_meet_another_one(
             waits.result(DEADLINE_S / 2)
         with pytest.raises(PeerLost):
             dies.result(DEADLINE_S)
-
-
-def test_a_rank_that_waits_for_another_one_to_connect_sends_on_meanwhile() -> None:
-    ranks = channels(3)
-    with called(lambda: ranks[0].meet([1]), lambda: ranks[1].meet([0])) as met:
-        assert [each.result(DEADLINE_S) for each in met] == [None, None]
-    region = bytearray(REGION_BYTES)
-
-    ranks[0].begin_send(1, memoryview(bytes(REGION_BYTES)))
-    with called(lambda: ranks[0].length_from(2)) as (waits,):
-        ranks[1].receive_into(memoryview(region)[: ranks[1].length_from(0)], 0)
-        assert not waits.done()
-        ranks[2].begin_send(0, memoryview(b"word"))
-
-        assert waits.result(DEADLINE_S) == 4

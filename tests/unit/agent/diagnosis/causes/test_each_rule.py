@@ -6,7 +6,7 @@ import pytest
 
 from elaunch.agent.diagnosis.causes.cause import Evidence, Facts, Space
 from elaunch.agent.diagnosis.causes.table import RULES, _evidences
-from tests.unit.agent.diagnosis.causes.test_table import EXCEPTIONS, OOM, raised
+from tests.unit.agent.diagnosis.causes.test_table import EXCEPTIONS, raised
 
 NO_SHM = Facts(spaces={"/dev/shm": Space("/dev/shm", 64 << 20, 0)})
 ECC = Facts(gpu_errors=("Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.",))
@@ -21,13 +21,8 @@ EXAMPLES = {
     "a DataLoader worker has too little shared memory": Evidence(
         1, "RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. ", facts=NO_SHM
     ),
-    "no room in /dev/shm": Evidence(1, "OSError", f"{OOM}: '/psm_8d1f2c3a'"),
-    "a DataLoader worker was killed for lack of memory": Evidence(
-        1, "RuntimeError", "DataLoader worker (pid(s) 17) exited unexpectedly", facts=Facts(oom_killed=True)
-    ),
     "a bus error from a small /dev/shm": Evidence(-7, facts=NO_SHM),
     "a GPU or its link is faulty (Xid, ECC)": Evidence(1, "RuntimeError", "CUDA error: unknown error", facts=ECC),
-    "the GPU is busy": Evidence(1, "AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
     "a failure between ranks, where the nodes have different versions of torch or Python": Evidence(
         1, "DistBackendError", f"{NCCL}invalid usage", facts=OLD
     ),
@@ -53,11 +48,6 @@ EXAMPLES = {
         -6, words="terminate called without an active exception"
     ),
     "the heap is corrupted": Evidence(-6, words="double free or corruption (out)"),
-    "the CPU time is spent": Evidence(-24),
-    "a file is larger than allowed": Evidence(1, "OSError", "[Errno 27] File too large"),
-    "no address or port to connect from": Evidence(
-        1, "OSError", "[Errno 99] Cannot assign requested address", traceback="    sock.connect(address)\n"
-    ),
     "NCCL watchdog: a collective timed out": Evidence(-6, words=WATCHDOG),
     "the nodes have different versions of NCCL": Evidence(
         1, "DistBackendError", f"{NCCL}internal error\nmismatched NCCL versions 2.21 and 2.27"

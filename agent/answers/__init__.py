@@ -1,1 +1,0 @@
-"""Answers what `elaunch status`, `elaunch top` and `elaunch stacks` ask this node."""

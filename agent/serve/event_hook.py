@@ -1,0 +1,137 @@
+"""Runs the user's command for an event (`--on-event`), in a thread, one run at a time, each bounded in time."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from elaunch.agent.linux import end_of, start_thread
+
+RUN_S_MAX = 10.0
+# At the job's end all runs that are left have this time together.
+FAREWELL_S = 10.0
+QUEUED_MAX = 32
+# Of a run's output, so much goes to the log.
+OUTPUT_BYTES_MAX = 8 << 10
+
+
+class EventHook:
+    """Gives each event to `command` (without a shell) as one JSON object on stdin.
+
+    `tell` never waits. A run that takes longer than RUN_S_MAX is killed with its process group. Its output, and how it
+    failed, go to `say`. `environment` is what the command inherits. The thread starts with the first event.
+    """
+
+    def __init__(self, command: tuple[str, ...], environment: Mapping[str, str], say: Callable[..., None]) -> None:
+        self._command = command
+        self._environment = environment
+        self._say = say
+        self._events: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUED_MAX)
+        self._until_s = float("inf")
+        self._thread: threading.Thread | None = None
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Have the command run for `event`, after the runs for earlier events."""
+        if self._thread is None:
+            self._thread = start_thread(self._work, "elaunch-hook")
+        if self._thread is None:
+            self._say(f"--on-event: no thread can be started, so {event['event']} is not told", "warning")
+            return
+        try:
+            self._events.put_nowait(event)
+        except queue.Full:
+            self._say(
+                f"--on-event: {QUEUED_MAX} events wait for the command already; {event['event']} is not told", "warning"
+            )
+
+    def close(self, wait_s: float | None = None) -> None:
+        """Let the runs that are left come to an end, `wait_s` (else FAREWELL_S) at the longest."""
+        if self._thread is None:
+            return
+        wait_s = FAREWELL_S if wait_s is None else wait_s
+        self._until_s = time.monotonic() + wait_s
+        # If the queue is full, the thread finds out by the time.
+        with suppress(queue.Full):
+            self._events.put_nowait(None)
+        self._thread.join(wait_s + 1.0)
+
+    def _work(self) -> None:
+        while (event := self._events.get()) is not None:
+            left_s = self._until_s - time.monotonic()
+            if left_s <= 0:
+                self._say(f"--on-event: there is no time left to tell {event['event']}", "warning")
+                return
+            try:
+                trouble = self._run(event, min(RUN_S_MAX, left_s))
+            except OSError as error:
+                trouble = f"cannot be started ({error.strerror})"
+            if trouble:
+                self._say(
+                    f"--on-event: {self._command[0]} {trouble}; {event['event']} may not have been told", "warning"
+                )
+
+    def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
+        """Run the command to its end; what went wrong. Raises OSError if it cannot be started."""
+        # A file, not a pipe: a command that does not read it must not hold this thread.
+        with os.fdopen(os.memfd_create("event", os.MFD_CLOEXEC), "w+b") as stdin:
+            stdin.write(json.dumps(event).encode() + b"\n")
+            stdin.seek(0)
+            process = subprocess.Popen(
+                self._command,
+                env=dict(self._environment),
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        assert process.stdout
+        with process.stdout:
+            is_late = self._log_output(process, process.stdout.fileno(), limit_s)
+        code = process.wait()
+        if is_late:
+            return f"did not end within {limit_s:.0f} s and was killed"
+        if code < 0:
+            return f"was killed by signal {-code}"
+        return f"exited with code {code}" if code else ""
+
+    def _log_output(self, process: subprocess.Popen[bytes], reader: int, limit_s: float) -> bool:
+        """Log the output until the process ends, and return whether it was killed after `limit_s`.
+
+        A process that it leaves in the background may hold the pipe for longer.
+        """
+        end_s, said, dropped = time.monotonic() + limit_s, b"", 0
+        ended = end_of(process.pid)
+        os.set_blocking(reader, False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(ended, selectors.EVENT_READ)
+            selector.register(reader, selectors.EVENT_READ)
+            is_over = False
+            while not is_over:
+                ready = {key.fd for key, _ in selector.select(max(0.0, end_s - time.monotonic()))}
+                is_late = time.monotonic() >= end_s
+                is_over = is_late or ended in ready
+                data = b""
+                with suppress(BlockingIOError):
+                    data = os.read(reader, 64 << 10)
+                    if not data and reader in ready:
+                        selector.unregister(reader)
+                kept = data[: OUTPUT_BYTES_MAX - len(said)]
+                said, dropped = said + kept, dropped + len(data) - len(kept)
+        os.close(ended)
+        if is_late:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for line in said.decode(errors="replace").splitlines():
+            self._say(f"[on-event] {line}")
+        if dropped:
+            self._say(f"[on-event] … {dropped} bytes more …")
+        return is_late

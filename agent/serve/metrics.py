@@ -1,0 +1,244 @@
+"""Prometheus metrics of one node (`--metrics-port`): counts events of its timeline, and serves them over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+from elaunch import __version__
+from elaunch.agent.core.state import Agent, Finished, Running, Stopping
+
+# Scrapers are few, and ask immediately. Others may be anybody who reaches the port: the oldest is closed when another
+# one comes.
+_REQUESTS_MAX = 8
+_REQUEST_S_MAX = 10.0
+# What a second of this node's life was used for.
+TIME_USES = ("productive", "starting", "stopping", "waiting")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counters at one moment: seconds by use. `last_failure` is its wall clock (s) and kind, None without one."""
+
+    seconds: Mapping[str, float]
+    failures: Mapping[str, float]
+    hangs: int
+    steps_repeated: int
+    last_failure: tuple[float, str] | None
+
+
+class RunCounters:
+    """Counts events of one agent's timeline; any thread may count and read. `now_s` is of the monotonic clock.
+
+    Time is productive while workers run. Once a program has reported a step, the time before the first step of each
+    later generation is that of a start.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._lock = threading.Lock()
+        self._use, self._since_s = "waiting", now_s
+        self._seconds = dict.fromkeys(TIME_USES, 0.0)
+        self._failures: Counter[str] = Counter()
+        self._hangs = 0
+        self._steps_repeated = 0
+        self._last_failure: tuple[float, str] | None = None
+        self._newest_step = -1
+
+    def count(self, event: str, fields: Mapping[str, Any], now_s: float) -> None:
+        """An event with its own fields, as on the timeline."""
+        with self._lock:
+            match event:
+                case "sealed":
+                    self._turn("starting", now_s)
+                case "forked" if self._newest_step < 0:
+                    self._turn("productive", now_s)
+                case "progress":
+                    self._progress(fields, now_s)
+                case "failed" | "stopping" | "killing" | "stopped":
+                    self._turn("stopping", now_s)
+                case "cleared":
+                    self._turn("waiting", now_s)
+                case "cause":
+                    kind = str(fields["kind"])
+                    self._failures[kind] += 1
+                    self._last_failure = (float(fields["failed_at"]), kind)
+                case "hung" if "quiet_s" in fields:
+                    self._hangs += 1
+                case "seems_hung":
+                    self._hangs += 1
+
+    def at(self, now_s: float) -> Counts:
+        """The counters now."""
+        with self._lock:
+            seconds = {**self._seconds, self._use: self._seconds[self._use] + now_s - self._since_s}
+            return Counts(seconds, dict(self._failures), self._hangs, self._steps_repeated, self._last_failure)
+
+    def _turn(self, use: str, now_s: float) -> None:
+        self._seconds[self._use] += now_s - self._since_s
+        self._use, self._since_s = use, now_s
+
+    def _progress(self, fields: Mapping[str, Any], now_s: float) -> None:
+        if self._use == "starting":
+            self._turn("productive", now_s)
+        first = [step for step in fields.get("first_steps", ()) if step >= 0]
+        if first:
+            self._steps_repeated += max(0, self._newest_step - min(first) + 1)
+        self._newest_step = max(fields["steps"])
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What one scrape reads. `steps` are the newest steps by rank; `started_at` is the wall clock (s)."""
+
+    agent: Agent
+    counts: Counts
+    steps: Mapping[int, int]
+    steps_per_s: float
+    started_at: float
+
+
+class NodeCollector(Collector):
+    """The metrics of a node, from `read()`, which any thread may call. Each has the labels `run_id` and `node`."""
+
+    def __init__(self, read: Callable[[], NodeState]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        state = self._read()
+        agent, counts, snapshot = state.agent, state.counts, state.agent.snapshot
+        own = [agent.spec.run_id, agent.me.host]
+
+        def gauge(name: str, help: str, value: float, **labels: str) -> GaugeMetricFamily:
+            family = GaugeMetricFamily(name, help, labels=["run_id", "node", *labels])
+            family.add_metric([*own, *labels.values()], value)
+            return family
+
+        def counter(name: str, help: str, value: float) -> CounterMetricFamily:
+            family = CounterMetricFamily(name, help, labels=["run_id", "node"])
+            family.add_metric(own, value)
+            return family
+
+        def by_label(
+            family: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, help: str, label: str,
+            values: Mapping[str, float],
+        ) -> CounterMetricFamily | GaugeMetricFamily:  # fmt: skip
+            made = family(name, help, labels=["run_id", "node", label])
+            for of, value in values.items():
+                made.add_metric([*own, of], value)
+            return made
+
+        table = snapshot.current_table
+        size, nodes = (table.world_size, len(table.seats)) if table else (0, 0)
+        live = dict.fromkeys(("running", "stopping", "finished"), 0.0)
+        match agent.phase:
+            case Running(live=ranks):
+                live["running"] = len(ranks)
+            case Stopping(live=ranks):
+                live["stopping"] = len(ranks)
+            case Finished():
+                live["finished"] = agent.me.slots
+        newest = snapshot.generation.number if snapshot.generation else -1
+        is_reachable = agent.reach.failing_since_s is None and not agent.store_gone
+        restarts = snapshot.table.restarts if snapshot.table else 0
+        steps = {str(rank): float(step) for rank, step in state.steps.items()}
+        speed = "Steps per second of this node's workers, over the last ten seconds or more."
+
+        yield gauge("elaunch_build_info", "Always 1; the version of elaunch is a label.", 1, version=__version__)
+        yield gauge("elaunch_start_time_seconds", "When elaunch began on this node (Unix time).", state.started_at)
+        yield gauge("elaunch_generation", "The newest generation that this node knows of, -1 before.", newest)
+        yield gauge("elaunch_world_size", "Workers of all nodes in the newest generation; 0 while it forms.", size)
+        yield gauge("elaunch_nodes", "Nodes in the newest generation; 0 while it forms.", nodes)
+        yield counter("elaunch_restarts", "Restarts of the job that count to --max-restarts.", restarts)
+        yield gauge("elaunch_restarts_max", "The budget of restarts (--max-restarts).", agent.spec.max_restarts)
+        yield gauge("elaunch_leader", "1 if this node leads the job.", agent.leads)
+        yield gauge("elaunch_store_reachable", "1 if the job's store answers this node's requests.", is_reachable)
+        yield gauge("elaunch_node_up", "1 while workers of this node run.", live["running"] > 0)
+        yield by_label(GaugeMetricFamily, "elaunch_workers", "Workers of this node, by state.", "state", live)
+        reported = "The newest step that each rank of this node reported."
+        yield by_label(GaugeMetricFamily, "elaunch_step", reported, "rank", steps)
+        yield gauge("elaunch_steps_per_second", speed, state.steps_per_s)
+        failed = "Generations that failed by this node's workers."
+        yield by_label(CounterMetricFamily, "elaunch_failures", failed, "kind", counts.failures)
+        if counts.last_failure:
+            at, kind = counts.last_failure
+            when = "When this node's workers failed last (Unix time)."
+            yield gauge("elaunch_last_failure_timestamp_seconds", when, at, kind=kind)
+        yield counter("elaunch_hangs", "Hangs of this node's workers, or of the whole job.", counts.hangs)
+        yield counter("elaunch_steps_repeated", "Steps that were trained again after a restart.", counts.steps_repeated)
+        used = "This node's time, by what it was used for."
+        yield by_label(CounterMetricFamily, "elaunch_time_seconds", used, "use", counts.seconds)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _REQUEST_S_MAX
+
+    def log_message(self, *_: Any) -> None:
+        """The log is the job's."""
+
+
+class _MetricsServer(ThreadingWSGIServer):
+    """Serves a socket that listens already, a few requests at a time."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        WSGIServer.__init__(self, ("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_name, self.server_port = listener.getsockname()[:2]
+        self.setup_environ()
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._open) >= _REQUESTS_MAX:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                # Its thread, which waits for it, ends.
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(request, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that disconnects is no event."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host` and `port`; 0 is any free one. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family)
+
+
+def url(listener: socket.socket) -> str:
+    """Where the metrics are."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+
+
+def serve(listener: socket.socket, read: Callable[[], NodeState]) -> None:
+    """Answer scrapes until this process exits, in a thread that only wakes for a request."""
+    registry = CollectorRegistry()
+    registry.register(NodeCollector(read))
+    server = _MetricsServer(listener)
+    server.set_app(make_wsgi_app(registry))
+    # Without a poll interval it waits for requests alone.
+    serve_forever: Any = server.serve_forever
+    threading.Thread(target=serve_forever, args=(None,), name="elaunch-metrics", daemon=True).start()

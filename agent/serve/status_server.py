@@ -1,0 +1,383 @@
+"""Answers queries about this node and orders to the job: on a socket for this host, and over the job's store.
+
+On the socket it is one line of JSON each way, then it closes. The agent's loop reads it, so nothing wakes up while
+nobody asks. It lies in a folder that only its user can enter, and the guardian removes that folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from elaunch.agent.core.events import Event
+from elaunch.agent.core.leaving import order
+from elaunch.agent.core.state import Agent
+from elaunch.agent.core.timeline import WorkersSeen, node_report
+from elaunch.agent.linux import credentials, start_thread
+from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX, ANSWERS_PER_S, Question, Topic, answer
+from elaunch.rendezvous.rules.reports import NodeReport, RankReport, job_report
+from elaunch.rendezvous.store import Txn
+from elaunch.strict_json import parse_json
+
+VERSION = 1
+SOCKET_NAME = "agent"
+# py-spy has this long for all workers of the node.
+STACKS_S = 5.0
+# Answers to this host's processes: in a burst, and per second.
+LOCAL_BURST = 20
+LOCAL_PER_S = 10.0
+# A node answers the store's queries no more often than this, however small the job is.
+STORE_PAUSE_S = 0.5
+_REQUEST_BYTES_MAX = 4096
+# Connections without a request so far. The oldest is closed when another one comes.
+_WAITING_MAX = 8
+# Connections that the kernel holds while the loop is busy.
+_BACKLOG = 64
+# A process that asks and does not read is dropped after this long.
+_READ_S = 5.0
+_LIVE = ("running", "stopped")
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """A token bucket: `left` answers may be given now, as it was at `at_s`."""
+
+    left: float = LOCAL_BURST
+    at_s: float = 0.0
+
+    def take(self, now_s: float) -> tuple[Allowance, bool]:
+        """The allowance after one more query, and whether that is answered."""
+        left = min(LOCAL_BURST, self.left + max(0.0, now_s - self.at_s) * LOCAL_PER_S)
+        return Allowance(max(0.0, left - 1), now_s) if left >= 1 else Allowance(left, now_s), left >= 1
+
+
+@dataclass(frozen=True)
+class QueryQueue:
+    """The store's query that waits for this node's answer, until `due_s`; only the newest one waits.
+
+    `seen` identifies the last query, `answered_s` is when one was last answered.
+    """
+
+    waiting: Question | None = None
+    due_s: float | None = None
+    seen: str = ""
+    answered_s: float = float("-inf")
+
+    def after(self, question: Question | None, now_s: float, seats: int, share: float) -> QueryQueue:
+        """With what the store's key has now. `share`, between 0 and 1, is this node's place among the job's `seats`."""
+        if question is None:
+            return self if self.waiting is None else replace(self, waiting=None, due_s=None)
+        if question.identity == self.seen:
+            return self
+        # All nodes receive it at the same time. They answer one after the other, and none of them too often.
+        round_s = max(seats, 1) / ANSWERS_PER_S
+        due_s = max(now_s + share * round_s, self.answered_s + max(STORE_PAUSE_S, round_s))
+        return replace(self, waiting=question, due_s=due_s, seen=question.identity)
+
+    def postponed(self, question: Question, now_s: float) -> QueryQueue:
+        """The same query a little later, unless a newer one waits."""
+        return self if self.waiting else replace(self, waiting=question, due_s=now_s + STORE_PAUSE_S)
+
+    def take_due(self, now_s: float) -> tuple[QueryQueue, Question | None]:
+        """The query to answer now, if its time has come."""
+        if self.waiting is None or self.due_s is None or now_s < self.due_s:
+            return self, None
+        return replace(self, waiting=None, due_s=None, answered_s=now_s), self.waiting
+
+
+class LocalRequest:
+    """One request on the socket, and the way back; `topic` is its query. Any thread may call `reply`, once."""
+
+    def __init__(self, topic: str, connection: socket.socket) -> None:
+        self.topic = topic
+        self._connection = connection
+
+    def reply(self, text: str) -> bool:
+        """Send one line and close; return whether the client still waits.
+
+        What the socket does not take immediately, a thread sends.
+        """
+        data = text.encode() + b"\n"
+        try:
+            sent = self._connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            self._connection.close()
+            return False
+        if sent == len(data) or not start_thread(lambda: self._send(data[sent:]), "elaunch-answer"):
+            self._connection.close()
+        return True
+
+    def _send(self, rest: bytes) -> None:
+        with self._connection, suppress(OSError):
+            self._connection.settimeout(_READ_S)
+            self._connection.sendall(rest)
+
+
+class LocalSocket:
+    """The listening socket, in the first of `folders` that takes one. `path` is None where none does.
+
+    The loop calls `handle` for each request.
+    """
+
+    def __init__(
+        self, folders: Iterable[Path], selector: selectors.BaseSelector, handle: Callable[[LocalRequest], None]
+    ) -> None:
+        self._selector = selector
+        self._handle = handle
+        self._listener: socket.socket | None = None
+        self._waiting: dict[socket.socket, bytes] = {}
+        self.path: Path | None = None
+        for folder in folders:
+            if self._listen(folder / SOCKET_NAME):
+                break
+            _remove(folder)
+
+    def close(self) -> None:
+        """Close all connections, and leave nothing behind."""
+        for connection in [*self._waiting]:
+            self._forget(connection).close()
+        if self._listener:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+        if self.path:
+            _remove(self.path.parent)
+
+    def _listen(self, path: Path) -> bool:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            # A path may be too long for a socket's address, and some file systems have no sockets.
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            return False
+        self._listener, self.path = listener, path
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        return True
+
+    def _accept(self) -> None:
+        assert self._listener
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            # No descriptor is left for it. The socket would wake the loop for ever.
+            self.close()
+            return
+        if credentials(connection)[1] not in (os.geteuid(), 0):
+            connection.close()
+            return
+        if len(self._waiting) >= _WAITING_MAX:
+            self._forget(next(iter(self._waiting))).close()
+        connection.setblocking(False)
+        self._waiting[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(connection))
+
+    def _read(self, connection: socket.socket) -> None:
+        if connection not in self._waiting:
+            return
+        try:
+            data = connection.recv(_REQUEST_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        text = self._waiting[connection] + data
+        line, newline, _ = text.partition(b"\n")
+        if not newline and data and len(text) <= _REQUEST_BYTES_MAX:
+            self._waiting[connection] = text
+            return
+        self._forget(connection)
+        topic = _topic(line) if newline else None
+        if topic is None:
+            connection.close()
+        else:
+            self._handle(LocalRequest(topic, connection))
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        self._selector.unregister(connection)
+        del self._waiting[connection]
+        return connection
+
+
+def _topic(line: bytes) -> str | None:
+    try:
+        request = parse_json(line)
+    except ValueError:
+        return None
+    match request:
+        case {"ask": str(topic)}:
+            return topic
+    return None
+
+
+def _remove(folder: Path) -> None:
+    # The claim on the folder is a file in it, which the agent's guardian removes if this does not.
+    with suppress(OSError):
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+class StatusServer:
+    """This node's answers. The agent's loop calls all methods.
+
+    `agent` is the agent as it is now, `seen` its workers as they are now. `offer` writes to the store what nothing
+    depends on, and calls back, in any thread, if the guards held. `way` is how another process of this user reaches the
+    store (JSON), empty where the store is this process. `begun_s` is when the agent began, on the monotonic clock.
+    `post` takes the event of a person's order.
+    """
+
+    def __init__(
+        self,
+        agent: Callable[[], Agent],
+        seen: Callable[[float], WorkersSeen | None],
+        offer: Callable[[Txn, Callable[[], object] | None], None],
+        way: str,
+        begun_s: float,
+        post: Callable[[Event], None],
+    ) -> None:
+        self._agent = agent
+        self._seen = seen
+        self._offer = offer
+        self._way = way
+        self._begun_s = begun_s
+        self._post = post
+        self._allowance = Allowance(at_s=time.monotonic())
+        self._queue = QueryQueue()
+        self._is_idle = threading.Lock()
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` is due, on the monotonic clock; None while no query waits."""
+        return self._queue.due_s
+
+    def note(self, question: Question | None) -> None:
+        """Receive the query in the store's key, None if there is none."""
+        if question is None and self._queue.waiting is None:
+            return
+        agent = self._agent()
+        table = agent.snapshot.table
+        # Equal for each query, and different from node to node.
+        share = zlib.crc32(agent.me.node_id.encode()) / (1 << 32)
+        self._queue = self._queue.after(question, time.monotonic(), len(table.seats) if table else 1, share)
+
+    def tick(self, now_s: float) -> None:
+        """Answer the store's query, if it is time."""
+        self._queue, question = self._queue.take_due(now_s)
+        agent = self._agent()
+        if question is None or question.lease in (agent.membership.lease, agent.snapshot.lease):
+            return
+        keys, node_id = agent.snapshot.keys, agent.me.node_id
+        if question.topic.is_order:
+            if agent.leads:
+                event, said = order(agent, question.topic)
+                # The answer is written only while the client waits for it, and the store may go with the job.
+                text = encode(said)
+                self._offer(answer(keys, question, node_id, text), lambda: event and self._post(event))
+        elif question.topic is Topic.STATUS:
+            text = self._status(now_s)
+            if len(text) <= ANSWER_BYTES_MAX:
+                self._offer(answer(keys, question, node_id, text), None)
+        elif not self._take_stacks(lambda text: self._offer(answer(keys, question, node_id, text), None)):
+            self._queue = self._queue.postponed(question, now_s)
+
+    def handle(self, request: LocalRequest) -> None:
+        """Answer a process of this host."""
+        now_s = time.monotonic()
+        self._allowance, is_allowed = self._allowance.take(now_s)
+        if not is_allowed:
+            request.reply(_refusal("it is asked too often; ask again in a second"))
+            return
+        match request.topic:
+            case "status":
+                job = encode(job_report(self._agent().snapshot))
+                is_remote = "true" if self._way else "false"
+                status = self._status(now_s)
+                request.reply(f'{{"version":{VERSION},"is_remote":{is_remote},"job":{job},"node":{status}}}')
+            case "stacks":
+                reply = partial(_reply_with_stacks, request)
+                if not self._take_stacks(reply):
+                    request.reply(_refusal("it takes the stacks for somebody else; ask again in a second"))
+            case Topic.STOP.value | Topic.RESTART.value:
+                event, said = order(self._agent(), Topic(request.topic))
+                # A client that waits no longer has no answer, and may have done something else.
+                if request.reply(f'{{"version":{VERSION},"order":{encode(said)}}}') and event:
+                    self._post(event)
+            case "store" if self._way:
+                request.reply(f'{{"version":{VERSION},"store":{self._way}}}')
+            case _:
+                request.reply(_refusal(f"it does not know the query {request.topic[:40]!r}"))
+
+    def _status(self, now_s: float) -> str:
+        report = node_report(self._agent(), os.getpid(), now_s - self._begun_s, self._seen(now_s))
+        return encode(with_usage(report))
+
+    def _take_stacks(self, use: Callable[[str], None]) -> bool:
+        """Have a thread take the workers' stacks and `use` them as JSON. Returns False if another one does so now."""
+        if not self._is_idle.acquire(blocking=False):
+            return False
+        # Part of the diagnosis room, which is imported once the workers run.
+        from elaunch.agent.diagnosis.stack_groups import stack_answer
+        from elaunch.agent.diagnosis.stacks import take
+
+        report = node_report(self._agent(), os.getpid(), 0.0, self._seen(time.monotonic()))
+        pids = {rank.rank: rank.pid for rank in report.ranks if rank.state in _LIVE and rank.pid > 0}
+
+        def work() -> None:
+            try:
+                use(stack_answer(report.node_id, report.generation, take(pids, within_s=STACKS_S)))
+            finally:
+                self._is_idle.release()
+
+        if start_thread(work, "elaunch-stacks"):
+            return True
+        self._is_idle.release()
+        return False
+
+
+def _reply_with_stacks(request: LocalRequest, stacks: str) -> None:
+    request.reply(f'{{"version":{VERSION},"stacks":{stacks}}}')
+
+
+def _refusal(why: str) -> str:
+    return json.dumps({"version": VERSION, "error": why})
+
+
+def with_usage(report: NodeReport) -> NodeReport:
+    """The report with the memory of its ranks, and with the memory, CPUs and load of this host."""
+    try:
+        # Only at a query: an agent runs for weeks, and would hold this memory too.
+        import psutil
+    except ImportError:
+        # Upgraded or removed while the job runs.
+        return report
+
+    def with_memory(rank: RankReport) -> RankReport:
+        with suppress(Exception):
+            if rank.pid > 0:
+                return replace(rank, memory_bytes=psutil.Process(rank.pid).memory_info().rss)
+        return rank
+
+    report = replace(report, ranks=tuple(map(with_memory, report.ranks)))
+    # A query must not end a job: without a part of /proc (systemd's ProcSubset=pid) psutil raises many things.
+    with suppress(Exception):
+        memory = psutil.virtual_memory()
+        report = replace(report, memory_bytes=memory.total, memory_free_bytes=memory.available)
+    with suppress(Exception):
+        report = replace(report, cpus=psutil.cpu_count(), load=os.getloadavg()[0])
+    return report

@@ -1,0 +1,225 @@
+"""Finds the agents of this host by their sockets, and queries them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
+from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
+from elaunch.agent.linux import credentials, in_threads, is_stopped
+from elaunch.agent.serve.status_server import SOCKET_NAME
+from elaunch.rendezvous.codec import decode, decode_fields
+from elaunch.rendezvous.rules.questions import Topic
+from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
+from elaunch.rendezvous.texts import plain
+from elaunch.strict_json import parse_json
+
+# An agent that clears a generation away may be busy for a moment.
+ANSWER_S = 3.0
+_ANSWER_BYTES_MAX = 4 << 20
+_FOLDER = re.compile(r"elaunch_[0-9a-f]{16}_socket")
+_ROOT = 0
+# Sockets of one other user that root queries, who may have made any number. Each takes a thread.
+_OF_ANOTHER_MAX = 64
+# A query that is late has its own message, which names the agent.
+_SPARE_S = 0.5
+
+Answer = TypeVar("Answer")
+
+
+class NoAnswer(Exception):
+    """An agent that was found gave no answer, or none that can be read. The message has no full stop."""
+
+
+class AgentGone(NoAnswer):
+    """The agent has exited, or was killed."""
+
+
+@dataclass(frozen=True)
+class LocalAgent:
+    """An agent of this host, by its socket at `path`. `is_own` says that it runs as this user."""
+
+    path: Path
+    pid: int
+    is_own: bool
+    is_remote: bool
+    job: JobReport
+    node: NodeReport
+
+
+@dataclass(frozen=True)
+class FoundAgents:
+    """The agents of this host that answer; `troubles` has a sentence for each one that does not."""
+
+    agents: tuple[LocalAgent, ...]
+    troubles: tuple[str, ...]
+
+
+def local_agents() -> FoundAgents:
+    """Query the agents of this user (root's: of all users), all at the same time."""
+    by_user, troubles = _sockets()
+    paths: list[Path] = []
+    for uid, found in by_user.items():
+        limit = len(found) if uid == os.geteuid() else _OF_ANOTHER_MAX
+        paths += found[:limit]
+        if found[limit:]:
+            troubles.append(f"{len(found) - limit} more sockets of user {uid} were not queried: it takes too long")
+    agents: list[LocalAgent] = []
+    for path, answer in zip(paths, query_all([partial(status_of, path) for path in paths]), strict=True):
+        if isinstance(answer, LocalAgent):
+            agents.append(answer)
+        elif path.exists():
+            # One that has exited since it was listed is of no interest.
+            troubles.append(str(answer))
+    agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
+    return FoundAgents(tuple(agents), tuple(dict.fromkeys(troubles)))
+
+
+def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = ANSWER_S) -> list[Answer | NoAnswer]:
+    """The answers in order, each queried at the same time; NoAnswer for each agent that gives none."""
+
+    def tried(query: Callable[[], Answer]) -> Answer | NoAnswer:
+        try:
+            return query()
+        except NoAnswer as error:
+            return error
+
+    works = {number: partial(tried, query) for number, query in enumerate(queries)}
+    found = in_threads(works, wait_s + _SPARE_S, "elaunch-query")
+    late = NoAnswer(f"an elaunch of this host did not answer within {wait_s:g} s")
+    return [found.get(number, late) for number in range(len(queries))]
+
+
+def status_of(path: Path) -> LocalAgent:
+    """The report of the agent at that socket. Raises NoAnswer."""
+    fields, pid, uid = _query(path, "status")
+    try:
+        report = decode_fields({"is_remote": bool, "job": JobReport, "node": NodeReport}, fields)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise NoAnswer(f"the elaunch with pid {pid} is of another version: its answer cannot be read") from None
+    if not is_possible(report["node"]):
+        raise NoAnswer(f"the elaunch with pid {pid} gave an answer that cannot be true")
+    return LocalAgent(path, pid, uid == os.geteuid(), **report)
+
+
+def store_location(agent: LocalAgent) -> str:
+    """How its agent reaches the job's store, as JSON (`locate.way_of`). Raises NoAnswer."""
+    fields, pid, _ = _query(agent.path, "store")
+    if not isinstance(fields.get("store"), dict):
+        raise NoAnswer(f"the elaunch with pid {pid} does not give the place of the job's store")
+    return json.dumps(fields["store"])
+
+
+def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
+    """The stacks of that agent's workers. Raises NoAnswer."""
+    fields, pid, _ = _query(agent.path, "stacks", wait_s)
+    answer = read_stack_answer(json.dumps(fields.get("stacks")), agent.node.node_id)
+    if answer is None:
+        raise NoAnswer(f"the elaunch with pid {pid} sent stacks that cannot be read")
+    return answer
+
+
+def order_to(agent: LocalAgent, topic: Topic) -> OrderAnswer:
+    """Give that agent an order for its whole job. Raises NoAnswer."""
+    fields, pid, _ = _query(agent.path, topic.value)
+    try:
+        return decode(OrderAnswer, json.dumps(fields.get("order")))
+    except ValueError:
+        raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
+
+
+def _sockets() -> tuple[dict[int, list[Path]], list[str]]:
+    """The sockets in folders that nobody but their owners can have made, by the owners' user ids.
+
+    Also a sentence for each folder that cannot be read.
+    """
+    found: defaultdict[int, list[Path]] = defaultdict(list)
+    troubles: list[str] = []
+    own = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+    for parent in dict.fromkeys(folder for folder in (*SOCKET_FOLDERS, *own) if folder):
+        try:
+            names = sorted(name for name in os.listdir(parent) if _FOLDER.fullmatch(name))  # noqa: PTH208
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            troubles.append(f"the folder {parent}, where jobs may be, cannot be read: {error.strerror}")
+            continue
+        for name in names:
+            folder = Path(parent, name)
+            try:
+                status = folder.lstat()
+            except OSError:
+                continue
+            if os.geteuid() not in (status.st_uid, _ROOT):
+                continue
+            if stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
+                found[status.st_uid].append(folder / SOCKET_NAME)
+            elif status.st_uid == os.geteuid():
+                troubles.append(f"{folder} is open to other users, so its socket is not trusted")
+    return found, troubles
+
+
+def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, Any], int, int]:
+    """The answer, and the pid and user id of the process that gave it."""
+    end_s = time.monotonic() + wait_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(wait_s)
+        try:
+            owner = path.parent.lstat().st_uid
+            connection.connect(str(path))
+        except (TimeoutError, BlockingIOError):
+            # The kernel's backlog for it is full.
+            raise NoAnswer(f"too many others query the elaunch at {path}, or it hangs") from None
+        except FileNotFoundError:
+            raise AgentGone(f"the elaunch of {path.parent} has ended") from None
+        except ConnectionRefusedError:
+            raise AgentGone(
+                f"an elaunch that was killed has left {path.parent}; its user's next one removes it"
+            ) from None
+        except OSError as error:
+            raise NoAnswer(f"the socket {path} cannot be queried: {error.strerror or error}") from None
+        pid, uid = credentials(connection)
+        # The folder is its owner's alone, so this is the owner too. A link in it may lead to another user's socket,
+        # even to one that root has opened, and that others answer.
+        if uid != owner:
+            raise NoAnswer(f"the socket {path} is served by another user; it is not trusted")
+        try:
+            connection.sendall(f'{{"ask":"{topic}"}}\n'.encode())
+            if is_stopped(pid):
+                raise NoAnswer(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
+            answer = parse_json(_line(connection, end_s))
+        except TimeoutError:
+            raise NoAnswer(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
+        except (OSError, ValueError):
+            raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
+    if not isinstance(answer, dict):
+        raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read")
+    if "error" in answer:
+        raise NoAnswer(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
+    return answer, pid, uid
+
+
+def _line(connection: socket.socket, end_s: float) -> bytes:
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        piece = connection.recv(1 << 16)
+        if not piece or len(data) > _ANSWER_BYTES_MAX:
+            raise ValueError("the answer ends too early or not at all")
+        data += piece
+    return bytes(data)

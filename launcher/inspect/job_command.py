@@ -1,0 +1,235 @@
+"""The commands about one running job: which job a command line means, by name or by store; `stop` and `restart`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import click
+
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.inspect.agents import FoundAgents, LocalAgent, local_agents
+from elaunch.launcher.inspect.job_source import JobSource, LocalSource, StoreSource
+from elaunch.launcher.inspect.text import span
+from elaunch.launcher.options.command_line import Command, Option, Source, own
+from elaunch.launcher.options.options import Options, parse
+from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.options.table import HELP, TABLE
+from elaunch.launcher.store.locate import given_addresses, plan
+from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.rules.questions import Topic
+from elaunch.rendezvous.texts import plain
+
+# Grows when a field of `--json` changes its meaning or goes away. New fields may come without that.
+VERSION = 1
+JSON = own("json", "", "one JSON object, for scripts")
+RANKS = own("ranks", "", "a line for each rank, however many there are")
+# Of elaunch's options those that say where a job's store is, and which job.
+_STORE_OPTIONS = ("rdzv_endpoint", "rdzv_backend", "rdzv_conf", "run_id", "token_file", "config", "master_addr")
+_WHERE = """\
+Without options it finds the jobs of this user on this host (as root: of all users).
+JOB is {}.
+From another host, name the store as the job's nodes do; variables count too:
+
+  --rdzv-endpoint HOST:PORT  the job's store; ELAUNCH_ENDPOINT
+  --run-id ID                the job's name, instead of JOB
+  --token-file FILE          the job's token; ELAUNCH_TOKEN
+  --rdzv-conf K=V,…          as for the job: certificates, user, etcd_prefix
+  --rdzv-backend NAME        as for the job
+  --config FILE              a job file that has these options
+
+Exit codes: 0 {}, 2 the command line is wrong, 3 {}."""
+_QUERIES = _WHERE.format(
+    "a run id, or how it begins, or the pid of the job's elaunch",
+    "it was shown",
+    "no such job runs, or its store cannot be reached",
+)
+_ORDERS = _WHERE.format(
+    "a whole run id, or the pid of the job's elaunch",
+    "the order was accepted",
+    "no such job runs, its\nstore cannot be reached, or the order was refused",
+)
+
+Work = Callable[[click.Context, JobSource], int]
+_Jobs = Mapping[tuple[str, str], Sequence[LocalAgent]]
+
+
+def job_command(name: str, options: Sequence[Option], about: str, work: Work, *, is_order: bool = False) -> Command:
+    """A command about one job, that `work` carries out with the job's source. Orders need the job's whole name."""
+    usage = " ".join(["JOB" if is_order else "[JOB]", *(f"[--{option.long}]" for option in options)])
+    of_store = [option for option in TABLE if option.name in _STORE_OPTIONS]
+    job = click.Argument(["jobs"], nargs=-1)
+    ending = _ORDERS if is_order else _QUERIES
+    run = partial(_run, work, is_order)
+    return Command(name, run, [*options, *of_store, job, HELP], usage=[usage], about=about, ending=ending)
+
+
+def _run(work: Work, is_order: bool, ctx: click.Context) -> int:
+    """Find the job and do the work. Returns the exit code. Raises UsageError and SiteError."""
+    found = _find(_target(ctx, is_order=is_order), ctx.obj.environ)
+    if isinstance(found, str):
+        print(found, end="")
+        return 0
+    try:
+        return work(ctx, found)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        found.close()
+
+
+@dataclass(frozen=True)
+class Target:
+    """The job that a command line means: its name or part of it, and the options about its store, typed or not."""
+
+    command: str
+    job: str
+    options: Options
+    has_typed_store: bool
+    is_order: bool
+    is_json: bool
+
+
+def _target(ctx: click.Context, *, is_order: bool) -> Target:
+    """The target of a command line. Options about the store mean what they mean for a job. Raises UsageError."""
+    name, jobs = str(ctx.command.name), ctx.params["jobs"]
+    if len(jobs) > 1:
+        raise UsageError(
+            f"{name} takes one job, and {' '.join(jobs)} are {len(jobs)} words; start a script called {name} with"
+            f" elaunch ./{name}"
+        )
+    given = ctx.obj.given.items()
+    typed = {each: g.raw for each, g in given if g.source is Source.COMMAND_LINE and each in _STORE_OPTIONS}
+    # As a node of several: the job on one node has no store. The program is never run.
+    words = [f"--{each.replace('_', '-')}={raw}" for each, raw in typed.items()]
+    options = parse([*words, "--nnodes=2", "--", name], ctx.obj.environ)
+    job = jobs[0] if jobs else ""
+    run_id = options.run_id or "" if "run_id" in typed else ""
+    if job and run_id and job != run_id:
+        raise UsageError(f"{name} {job} contradicts --run-id {run_id}; drop one of them")
+    has_store = bool({"rdzv_endpoint", "master_addr"} & typed.keys())
+    return Target(name, job or run_id, options, has_store, is_order, ctx.params.get("json", False))
+
+
+def _find(target: Target, environ: Mapping[str, str]) -> JobSource | str:
+    """The job that is meant; or, for status, the text that lists several. Raises UsageError and SiteError."""
+    if target.has_typed_store:
+        return _by_store(target, environ)
+    found = local_agents()
+    all_jobs = _jobs(found.agents)
+    if target.is_order and not target.job:
+        # The only job here may be another one than is meant.
+        here = f"; these run here: {_names(all_jobs)}" if all_jobs else "; none runs here"
+        raise UsageError(f"{target.command} needs the job's name or the pid of its elaunch{here}")
+    jobs = _matching(target, all_jobs) if target.job else all_jobs
+    if not jobs and not _has_endpoint(target.options, environ):
+        raise SiteError(_nothing_found(target, found))
+    # Not on stdout, which may be JSON. Agents that gave no answer may be of this job, too.
+    is_list = len(jobs) > 1 and target.command == "status"
+    for trouble in () if is_list and not target.is_json else found.troubles:
+        print(f"elaunch: {plain(trouble)}", file=sys.stderr)
+    if not jobs:
+        return _by_store(target, environ)
+    if len(jobs) == 1:
+        return LocalSource(next(iter(jobs.values())))
+    if not is_list:
+        pids = ", ".join(f"{_name(run_id, group)} (pid {group[0].pid})" for (run_id, _), group in jobs.items())
+        raise UsageError(f"several jobs run here: {pids}; name one by its pid: elaunch {target.command} PID")
+    return _list(jobs, found.troubles, is_json=target.is_json)
+
+
+def _jobs(agents: Sequence[LocalAgent]) -> dict[tuple[str, str], list[LocalAgent]]:
+    """The agents by job. Two jobs may have one run id: their leaders differ."""
+    jobs: dict[tuple[str, str], list[LocalAgent]] = {}
+    for agent in agents:
+        jobs.setdefault((agent.job.run_id, agent.job.leader), []).append(agent)
+    return jobs
+
+
+def _matching(target: Target, jobs: _Jobs) -> _Jobs:
+    """The jobs with that run id; else those with an agent of that pid; else, to be shown, those that begin so."""
+    name = target.job
+    return (
+        {key: group for key, group in jobs.items() if key[0] == name}
+        or {key: group for key, group in jobs.items() if name in (str(agent.pid) for agent in group)}
+        # A job that runs is not ended for half a name.
+        or {key: group for key, group in jobs.items() if not target.is_order and key[0].startswith(name)}
+    )
+
+
+def _name(run_id: str, agents: Sequence[LocalAgent]) -> str:
+    """What a user types for that job: the pid of its elaunch, if it has no name."""
+    return str(agents[0].pid) if run_id == UNNAMED else plain(run_id)
+
+
+def _names(jobs: _Jobs) -> str:
+    return ", ".join(_name(run_id, group) for (run_id, _), group in jobs.items())
+
+
+def _has_endpoint(options: Options, environ: Mapping[str, str]) -> bool:
+    return bool(given_addresses(options, environ, options.rdzv_backend if "rdzv_backend" in options.given else "")[0])
+
+
+def _by_store(target: Target, environ: Mapping[str, str]) -> JobSource:
+    made = plan(target.options, environ, read_secret).plan
+    if made.is_alone:
+        raise UsageError("a job with --standalone has no store: ask on its own host, without PET_STANDALONE")
+    return StoreSource(made, target.job or target.options.run_id or UNNAMED)
+
+
+def _nothing_found(target: Target, found: FoundAgents) -> str:
+    which = f"no job {plain(target.job)}" if target.job else "no job of yours"
+    why = "".join(f"; {plain(trouble)}" for trouble in found.troubles)
+    if found.agents:
+        return f"{which} runs on this host; these run: {_names(_jobs(found.agents))}{why}"
+    return f"{which} runs on this host{why}; for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
+
+
+def _list(jobs: _Jobs, troubles: Sequence[str], *, is_json: bool) -> str:
+    rows = [
+        {
+            "run_id": run_id,
+            "state": agents[0].job.state.value,
+            "command": agents[0].job.terms.command if agents[0].job.terms else "",
+            "pids": [agent.pid for agent in agents],
+            "since_s": round(max(agent.node.age_s for agent in agents), 1),
+        }
+        for (run_id, _), agents in jobs.items()
+    ]
+    if is_json:
+        return json.dumps({"version": VERSION, "jobs": rows}) + "\n"
+    lines = [f"{len(rows)} jobs run here; elaunch status JOB shows one:"]
+    lines += [
+        plain(f"  {_name(run_id, agents)}  {row['state']} for {span(float(str(row['since_s'])))}  {row['command']}")
+        for ((run_id, _), agents), row in zip(jobs.items(), rows, strict=True)
+    ]
+    return "\n".join([*lines, *map(plain, troubles)]) + "\n"
+
+
+def _order(topic: Topic, ctx: click.Context, source: JobSource) -> int:
+    answer = source.order(topic)
+    if not answer.is_done:
+        raise SiteError(f"{ctx.command.name}: {plain(answer.text)}")
+    print(f"elaunch: {plain(answer.text)}")
+    return 0
+
+
+STOP = job_command(
+    "stop",
+    [],
+    """End a running job on all nodes: its workers get SIGTERM and have the time of --stop-grace to save. The
+job's exit code is 130, as after Ctrl-C. To end one node's part only, send SIGTERM to its elaunch.""",
+    partial(_order, Topic.STOP),
+    is_order=True,
+)
+RESTART = job_command(
+    "restart",
+    [],
+    """Stop the workers of a running job on all nodes, and start them again, as after a failure: for a job that
+hangs. It is not counted to --max-restarts.""",
+    partial(_order, Topic.RESTART),
+    is_order=True,
+)

@@ -1,0 +1,326 @@
+"""What is known of one job, and orders to it: through the agents of this host, the job's store, or both."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
+from elaunch.agent.serve.status_server import STACKS_S
+from elaunch.launcher.errors import SiteError
+from elaunch.launcher.inspect.agents import (
+    ANSWER_S,
+    AgentGone,
+    LocalAgent,
+    NoAnswer,
+    order_to,
+    query_all,
+    stacks_of,
+    status_of,
+    store_location,
+)
+from elaunch.launcher.store.connect import store_of
+from elaunch.launcher.store.locate import RendezvousPlan, plan_by
+from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.job_spec import job_name
+from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX, ANSWERS_PER_S, Question, Topic, ask
+from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
+from elaunch.rendezvous.store import Changes, Denied, OwnLimit, Store, StoreError, Unavailable, Update, View
+from elaunch.rendezvous.types import OpenKind, host_of
+
+# A healthy node answers immediately. The nodes of a large job take turns.
+PATIENCE_S = 3.0
+# The lease outlives the query, so that a late answer is deleted with it.
+_LEASE_SPARE_S = 5.0
+_RETRY_S = 0.2
+_OF_NO_JOB = (JobState.ENDED, JobState.GONE)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """All that was learned of a job: its keys, its nodes' reports, and why a node did not report, both by node id."""
+
+    job: JobReport
+    nodes: Mapping[str, NodeReport]
+    silent: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeStacks:
+    """The stacks of a job's workers, by rank; `silent` has a sentence for each host without an answer."""
+
+    run_id: str
+    stacks: tuple[Stack, ...]
+    silent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class JobOver(SiteError):
+    """The job's agent on this host has ended since the last query."""
+
+
+class QueryRefused(Exception):
+    """The query could not be written to the store; the message says why, without a full stop."""
+
+
+def patience_s(nodes: int, base_s: float = PATIENCE_S) -> float:
+    """How long the answers of that many nodes may take."""
+    return base_s + nodes / ANSWERS_PER_S
+
+
+def absence(job: JobReport, node_id: str) -> str:
+    """Whether a seated node without a lease left or was lost: one word."""
+    has_left = job.generation and job.generation.kind is OpenKind.LEAVE and job.generation.node_id == node_id
+    return "left" if has_left else "lost"
+
+
+def read_job(store: Store, keys: Keys) -> Snapshot:
+    """All that the store has of the job. Raises StoreError, and ValueError for keys that cannot be read."""
+    return SnapshotReader(keys).read(store.read(keys.root), whole=True)
+
+
+def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Collection[str], wait_s: float) -> dict[str, str]:
+    """The nodes' answers as text, by node id: of all of `node_ids`, or of those that answer within `wait_s`.
+
+    While another query is pending it is waited for, within the same time. Raises StoreError and QueryRefused.
+    """
+    question = Question(secrets.token_hex(8), topic, secrets.randbits(62) + 1)
+    answers = _Answers(keys.answers(question.identity), frozenset(node_ids))
+    end_s = time.monotonic() + wait_s
+    store.grant(question.lease, math.ceil(wait_s + _LEASE_SPARE_S))
+    try:
+        watch = store.watch(keys.answers(question.identity), None, answers.receive)
+        try:
+            watch.begun()
+            while not store.commit(ask(keys, question)).held:
+                if time.monotonic() > end_s:
+                    raise QueryRefused(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
+                time.sleep(_RETRY_S)
+            return answers.wait(wait_s)
+        finally:
+            watch.close()
+    finally:
+        with suppress(StoreError):
+            store.revoke(question.lease)
+
+
+class _Answers:
+    """Collects the answers of a watch, from any thread."""
+
+    def __init__(self, prefix: str, wanted: frozenset[str]) -> None:
+        self._prefix = prefix
+        self._wanted = wanted
+        self._answers: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._error: StoreError | None = None
+
+    def receive(self, update: Update) -> None:
+        with self._changed:
+            match update:
+                case View(_, entries) | Changes(_, entries):
+                    for key, entry in entries.items():
+                        node_id = key[len(self._prefix) :]
+                        if entry and node_id in self._wanted and len(entry.value) <= ANSWER_BYTES_MAX:
+                            self._answers[node_id] = entry.value
+                case StoreError():
+                    self._error = update
+            self._changed.notify_all()
+
+    def wait(self, wait_s: float) -> dict[str, str]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or len(self._answers) == len(self._wanted), wait_s)
+            return dict(self._answers)
+
+
+class StoreSource:
+    """A job by its store: this host need not be one of the job's."""
+
+    def __init__(self, plan: RendezvousPlan, run_id: str) -> None:
+        """Raises UsageError, and SiteError if the store cannot be reached."""
+        self._keys = Keys(run_id, plan.prefix)
+        self._where = ",".join(str(endpoint) for endpoint in plan.endpoints)
+        self.notes: list[str] = []
+        self._store: Store = store_of(plan, self.notes.append)
+        try:
+            self._store.check()
+        except StoreError as error:
+            self._store.close()
+            is_away = isinstance(error, Unavailable) and not isinstance(error, OwnLimit)
+            away = f"the job's store at {self._where} does not answer: " if is_away else ""
+            raise SiteError(f"{away}{error}") from None
+
+    def take(self, known: Mapping[str, NodeReport] | None = None) -> Gathered:
+        """What is known of the job now, with the reports in `known`. Raises SiteError."""
+        known = known or {}
+        snapshot = self._snapshot()
+        answers, silent, notes = self._query(Topic.STATUS, snapshot, known.keys())
+        nodes = {node_id: report for node_id, text in answers.items() if (report := read_node_report(text, node_id))}
+        return Gathered(job_report(snapshot), {**nodes, **known}, silent, (*self.notes, *notes))
+
+    def stacks(self, known: Collection[StackAnswer] = ()) -> NodeStacks:
+        """The stacks of the nodes in `known`, and of all others, taken now. Raises SiteError."""
+        snapshot = self._snapshot()
+        answers = {answer.node_id: answer for answer in known}
+        texts, silent, notes = self._query(Topic.STACKS, snapshot, answers.keys(), STACKS_S)
+        for node_id, text in texts.items():
+            if answer := read_stack_answer(text, node_id):
+                answers[node_id] = answer
+            else:
+                silent[node_id] = "sent stacks that cannot be read"
+        table = snapshot.table.seats if snapshot.table else ()
+        seats = {seat.node_id: range(seat.first_rank, seat.first_rank + seat.slots) for seat in table}
+        # Only a node's own ranks count, whatever its answer has.
+        found = [(id_, stack) for id_, answer in answers.items() for stack in stacks_in([answer])]
+        stacks = [stack for id_, stack in found if stack.rank in seats.get(id_, ())]
+        absent = [f"{host_of(id_)} {why}" for id_, why in silent.items() if id_ in seats]
+        return NodeStacks(self._keys.run_id, tuple(stacks), tuple(absent), (*self.notes, *notes))
+
+    def order(self, topic: Topic) -> OrderAnswer:
+        """Give the whole job an order. Raises SiteError."""
+        snapshot = self._snapshot()
+        if snapshot.ended:
+            return OrderAnswer(topic is Topic.STOP, f"the job has ended: {snapshot.ended.reason}")
+        leader = snapshot.leader
+        if leader is None or leader not in snapshot.members:
+            raise SiteError("no node leads the job now; wait for a moment, and type it again")
+        try:
+            text = query_nodes(self._store, self._keys, topic, {leader}, patience_s(len(snapshot.members))).get(leader)
+            if text:
+                return decode(OrderAnswer, text)
+        except (QueryRefused, StoreError, ValueError) as error:
+            raise SiteError(f"the job did not get the order: {error}") from None
+        raise SiteError(
+            f"{host_of(leader)}, which leads the job, did not answer: it may run an older elaunch, or be stopped; on a"
+            " host of the job, send SIGINT to its elaunch"
+        )
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _snapshot(self) -> Snapshot:
+        try:
+            snapshot = read_job(self._store, self._keys)
+        except (StoreError, ValueError) as error:
+            raise SiteError(str(error)) from None
+        if snapshot.generation is None:
+            raise SiteError(
+                f"the store at {self._where} has no {job_name(self._keys.run_id)} (under {self._keys.prefix});"
+                " name it as its nodes do, with --run-id, and --rdzv-conf etcd_prefix if they have one"
+            )
+        return snapshot
+
+    def _query(
+        self, topic: Topic, snapshot: Snapshot, known: Collection[str], seconds: float = 0.0
+    ) -> tuple[dict[str, str], dict[str, str], list[str]]:
+        """The members' answers, why others gave none, both by node id, and notes; of all members but those in `known`.
+
+        An answer takes `seconds` of work.
+        """
+        job = job_report(snapshot)
+        if job.state in _OF_NO_JOB:
+            return {}, {}, []
+        reasons = {"left": "left the job", "lost": "was lost: its lease has ended"}
+        missing = {seat.node_id: reasons[absence(job, seat.node_id)] for seat in job.seats if not seat.is_member}
+        wanted = snapshot.members.keys() - set(known)
+        if not wanted:
+            return {}, missing, []
+        wait_s = patience_s(len(wanted)) + seconds
+        try:
+            answers = query_nodes(self._store, self._keys, topic, wanted, wait_s)
+        except QueryRefused as error:
+            return {}, missing, [f"the nodes were not queried: {error}"]
+        except StoreError as error:
+            may = "the store allows reading only, so " if isinstance(error, Denied) else ""
+            return {}, missing, [f"{may}the nodes were not queried: {error}"]
+        late = f"did not answer within {wait_s:.2g} s; its lease still holds"
+        return answers, {**missing, **dict.fromkeys(wanted - answers.keys(), late)}, []
+
+
+class LocalSource:
+    """A job of this host: by its agents here, and the store that they name where there are more nodes."""
+
+    def __init__(self, agents: Collection[LocalAgent]) -> None:
+        """`agents` are of one job, and at least one."""
+        self._agents = list(agents)
+        self._store: StoreSource | None = None
+        self._is_alone = not any(agent.is_remote for agent in agents)
+
+    def take(self) -> Gathered:
+        """What is known of the job now. Raises SiteError, and JobOver."""
+        answers = query_all([partial(status_of, agent.path) for agent in self._agents])
+        now = [answer for answer in answers if isinstance(answer, LocalAgent)]
+        troubles = [str(error) for error in answers if isinstance(error, NoAnswer) and not isinstance(error, AgentGone)]
+        if not now:
+            if self._store:
+                return self._store.take()
+            over = f"{job_name(self._agents[0].job.run_id)}: its elaunch on this host has ended"
+            raise SiteError("; ".join(troubles)) if troubles else JobOver(over)
+        reports = {agent.node.node_id: agent.node for agent in now}
+        # Where the store is silent for one of them, another one may know more.
+        known = Gathered(max((agent.job for agent in now), key=_how_new), reports, {})
+        if not self._is_alone:
+            try:
+                known = self._remote().take(reports)
+            except SiteError as error:
+                known = replace(known, notes=(f"only what the agents on this host know: {error}",))
+        return replace(known, notes=(*known.notes, *troubles))
+
+    def stacks(self) -> NodeStacks:
+        """The stacks of all workers, taken now. Raises SiteError."""
+        wait_s = ANSWER_S + STACKS_S
+        found = query_all([partial(stacks_of, agent, wait_s) for agent in self._agents], wait_s)
+        answers = [answer for answer in found if isinstance(answer, StackAnswer)]
+        silent = [str(why) for why in found if isinstance(why, NoAnswer)]
+        notes: tuple[str, ...] = ()
+        if not self._is_alone:
+            try:
+                return self._remote().stacks(answers)
+            except SiteError as error:
+                notes = (f"only the workers on this host: {error}",)
+        elif not answers:
+            raise SiteError("; ".join(silent))
+        return NodeStacks(self._agents[0].job.run_id, stacks_in(answers), tuple(silent), notes)
+
+    def order(self, topic: Topic) -> OrderAnswer:
+        """Give the whole job an order. Raises SiteError."""
+        # One agent is enough: it informs the others. A spare runs no workers.
+        agent = min(self._agents, key=lambda agent: agent.node.state not in ("running", "done"))
+        try:
+            return order_to(agent, topic)
+        except NoAnswer as error:
+            raise SiteError(str(error)) from None
+
+    def close(self) -> None:
+        if self._store:
+            with suppress(StoreError):
+                self._store.close()
+
+    def _remote(self) -> StoreSource:
+        """The job's store, as its agent here reaches it. Raises SiteError."""
+        if self._store is None:
+            agent = next((agent for agent in self._agents if agent.is_own and agent.is_remote), None)
+            if agent is None:
+                # Another user's agent could name any place and any file for root to use.
+                raise SiteError("it is another user's job; its own user sees the other nodes too")
+            try:
+                plan = plan_by(store_location(agent))
+            except (NoAnswer, ValueError) as error:
+                raise SiteError(str(error)) from None
+            self._store = StoreSource(plan, agent.job.run_id)
+        return self._store
+
+
+JobSource = StoreSource | LocalSource
+
+
+def _how_new(job: JobReport) -> tuple[bool, int, bool]:
+    return job.ended is not None, job.generation.number if job.generation else -1, job.is_whole

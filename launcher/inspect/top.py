@@ -1,0 +1,114 @@
+"""`elaunch top`: the status of a job, refreshed each second until q, Ctrl-C, or the job's end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import click
+from rich.live import Live
+from rich.text import Text
+
+from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.inspect.job_command import RANKS, job_command
+from elaunch.launcher.inspect.job_source import JobOver, JobSource
+from elaunch.launcher.inspect.status import headline, status_record, text_of
+from elaunch.rendezvous.rules.questions import ANSWERS_PER_S
+from elaunch.rendezvous.texts import plain
+
+REFRESH_S = 1.0
+_OVER = ("ended", "gone")
+
+
+def _main(ctx: click.Context, source: JobSource) -> int:
+    """Show the job until it ends or the user leaves. Raises SiteError at the first query only."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("top needs a terminal; elaunch status shows the job once, and its --json is for scripts")
+    record = status_record(source.take(), time.time())
+    trouble = over = ""
+    with _signals_end_it(), _keys() as is_over, Live(screen=True, auto_refresh=False, redirect_stderr=False) as live:
+        while True:
+            text = screen(record, trouble, live.console.size.height, every_rank=ctx.params["ranks"])
+            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+            # The nodes of a large job answer in turns, so it is queried less often.
+            if record["state"] in _OVER or is_over(max(REFRESH_S, 2 * len(record["nodes"]) / ANSWERS_PER_S)):
+                break
+            try:
+                record, trouble = status_record(source.take(), time.time()), ""
+            except JobOver as error:
+                over = str(error)
+                break
+            except SiteError as error:
+                # The store may be back in a moment. The last answer stays on the screen.
+                trouble = str(error)
+    if record["state"] in _OVER or over:
+        print(plain(over) or headline(record))
+    return 0
+
+
+TOP = job_command(
+    "top",
+    [RANKS],
+    "Show how a running job is doing, refreshed each second. q or Ctrl-C ends the view, not the job.",
+    _main,
+)
+
+
+def screen(record: dict[str, Any], trouble: str, height: int, *, every_rank: bool) -> str:
+    """The status in `height` lines; what does not fit is counted."""
+    lines = text_of(record, every_rank=every_rank).splitlines()
+    last = [f"no answer: {plain(trouble)}"] if trouble else []
+    last.append(time.strftime("%H:%M:%S") + "  q ends this")
+    room = max(height - len(last) - 1, 1)
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more lines"]
+    return "\n".join([*lines, "", *last])
+
+
+@contextmanager
+def _signals_end_it() -> Iterator[None]:
+    """End by SIGTERM and SIGHUP as by Ctrl-C, with the terminal as it was before."""
+
+    def end(signum: int, _frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """A function that waits so many seconds, and returns whether the user typed q meanwhile."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def typed_q(seconds: float) -> bool:
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            if select.select([fd], [], [], left_s)[0] and (not (typed := os.read(fd, 64)) or b"q" in typed.lower()):
+                return True
+        return False
+
+    try:
+        tty.setcbreak(fd)
+        # Ctrl-Z would give the shell back with this screen on it.
+        modes = termios.tcgetattr(fd)
+        modes[6][termios.VSUSP] = os.fpathconf(fd, "PC_VDISABLE").to_bytes(1, "little")
+        termios.tcsetattr(fd, termios.TCSADRAIN, modes)
+        yield typed_q
+    finally:
+        # After a SIGHUP the terminal may be gone.
+        with suppress(termios.error):
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)

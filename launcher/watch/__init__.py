@@ -1,1 +1,0 @@
-"""`elaunch status`, `elaunch top` and `elaunch stacks`: how a running job is doing."""

@@ -1,0 +1,142 @@
+"""agent.serve.event_hook: the user's command is run for each event, bounded in time, and never waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elaunch.agent.serve import event_hook
+from elaunch.agent.serve.event_hook import EventHook
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
+
+
+class Said(list[str]):
+    def __call__(self, line: str, _level: str = "info") -> None:
+        self.append(line)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[Said]:
+    """What goes to the log. A run has the time that a busy host needs, if a test does not say otherwise."""
+    monkeypatch.setattr(event_hook, "RUN_S_MAX", DEADLINE_S)
+    yield Said()
+    assert not [child for child in psutil.Process().children() if "sh" in child.name()]
+
+
+def hook(said: Said, text: str, *args: str) -> EventHook:
+    return EventHook(("sh", "-c", text, "hook", *args), {"PATH": os.environ["PATH"], "MARK": "1"}, said)
+
+
+def test_each_event_comes_on_stdin_in_order_and_the_output_goes_to_the_log(tmp_path: Path, said: Said) -> None:
+    told = tmp_path / "told"
+    runs = hook(said, f"cat >> {told}; echo mark $MARK; echo home$HOME >&2")
+
+    for number in range(3):
+        runs.tell({"event": "failure", "number": number, "long": "x" * 200_000})
+    runs.close(DEADLINE_S)
+
+    assert [json.loads(line)["number"] for line in told.read_text().splitlines()] == [0, 1, 2]
+    assert said == ["[on-event] mark 1", "[on-event] home"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "how"), [("exit 7", "exited with code 7"), ("kill -9 $$", "was killed by signal 9"), ("exec 1>&-", "")]
+)
+def test_a_failure_of_the_command_is_one_line(said: Said, text: str, how: str) -> None:
+    runs = hook(said, text)
+
+    runs.tell({"event": "restart"})
+    runs.close(DEADLINE_S)
+
+    assert said == ([f"--on-event: sh {how}; restart may not have been told"] if how else [])
+
+
+def test_a_command_that_is_gone_is_one_line_each_time(said: Said) -> None:
+    runs = EventHook(("/nowhere/notify",), {}, said)
+
+    runs.tell({"event": "end"})
+    runs.close(DEADLINE_S)
+
+    assert said == [
+        "--on-event: /nowhere/notify cannot be started (No such file or directory); end may not have been told"
+    ]
+
+
+def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_one_runs(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_hook, "RUN_S_MAX", 3.0)
+    # A command line that no other process on this machine has.
+    sleep = ["sleep", f"60.{os.getpid()}"]
+    first = f"touch {tmp_path}/again; {' '.join(sleep)} & wait"
+    runs = hook(said, f"if [ -e {tmp_path}/again ]; then echo second; exit; fi; {first}")
+
+    runs.tell({"event": "failure"})
+    runs.tell({"event": "restart"})
+    runs.close(DEADLINE_S)
+
+    assert said[-1] == "[on-event] second"
+    assert "did not end within 3 s and was killed; failure may not have been told" in said[0]
+    # The kernel ends it in its own time.
+    wait_for(
+        lambda: not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleep], "its end"
+    )
+
+
+def test_at_the_end_of_the_job_all_runs_that_are_left_have_one_time_together(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `close` may not wait for the run that has begun by then.
+    monkeypatch.setattr(event_hook, "RUN_S_MAX", 2 * DEADLINE_S)
+    runs = hook(said, f"touch {tmp_path}/runs; while [ ! -e {tmp_path}/closed ]; do sleep 0.05; done; exit 1")
+    for event in ("failure", "restart", "end"):
+        runs.tell({"event": event})
+    wait_for((tmp_path / "runs").exists, "the first run")
+    start_s = time.monotonic()
+
+    runs.close(0.3)
+
+    assert time.monotonic() - start_s < DEADLINE_S
+    (tmp_path / "closed").touch()
+    wait_for(lambda: len(said) == 2, "the thread's last word")
+    assert said[1] == "--on-event: there is no time left to tell restart"
+
+
+def test_events_that_come_faster_than_the_command_are_dropped_with_a_line_each_and_nobody_waits(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_hook, "RUN_S_MAX", RUN_LIMIT_S)
+    runs = hook(said, f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done")
+
+    for _ in range(event_hook.QUEUED_MAX + 5):
+        runs.tell({"event": "failure"})
+
+    (tmp_path / "go").touch()
+    assert 4 <= sum("events wait for the command already" in line for line in said) <= 5
+    runs.close(0.01)
+    joined(runs._thread)  # type: ignore[union-attr]
+
+
+def test_much_output_is_cut_and_costs_no_memory(said: Said) -> None:
+    runs = hook(said, "head -c 50000000 /dev/zero | tr '\\0' x")
+
+    runs.tell({"event": "failure"})
+    runs.close(DEADLINE_S)
+
+    assert len(said[0]) == event_hook.OUTPUT_BYTES_MAX + len("[on-event] ")
+    assert said[1] == f"[on-event] … {50000000 - event_hook.OUTPUT_BYTES_MAX} bytes more …"
+
+
+def test_without_an_event_there_is_no_thread(said: Said) -> None:
+    runs = hook(said, "echo no")
+
+    runs.close(DEADLINE_S)
+
+    assert runs._thread is None
+    assert not said

@@ -1,0 +1,162 @@
+"""agent.serve.metrics: what is counted of a node, and that scrapes are answered, whoever else connects."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from elaunch.agent.serve.metrics import TIME_USES, Counts, NodeState, RunCounters, listen, serve, url
+from tests.harness import DEADLINE_S, wait_for
+from tests.unit.agent.driver import started
+
+FAILED = {"kind": "signal", "failed_at": 1700000000.5}
+
+
+def counted(*events: tuple[float, str, dict[str, object]]) -> RunCounters:
+    counters = RunCounters(100.0)
+    for at_s, event, fields in events:
+        counters.count(event, fields, 100.0 + at_s)
+    return counters
+
+
+def seconds(counts: Counts) -> dict[str, float]:
+    return {use: spent for use, spent in counts.seconds.items() if spent}
+
+
+def test_a_program_that_reports_no_steps_is_productive_from_its_start() -> None:
+    counters = counted((2, "sealed", {}), (3, "forked", {"rank": 0}), (3.5, "forked", {"rank": 1}))
+
+    assert seconds(counters.at(113.0)) == {"waiting": 2.0, "starting": 1.0, "productive": 10.0}
+
+
+def test_a_restart_costs_the_stop_the_wait_and_the_start_up_to_the_first_step() -> None:
+    counters = counted(
+        (1, "sealed", {}),
+        (2, "forked", {}),
+        (4, "progress", {"steps": [0, 0], "first_steps": [0, 0]}),
+        (14, "progress", {"steps": [9, 8]}),
+        (20, "failed", FAILED),
+        (21, "stopping", {}),
+        (22, "stopped", {}),
+        (22, "progress", {"steps": [12, 11]}),
+        (23, "cleared", {}),
+        (23, "cause", FAILED),
+        (25, "sealed", {}),
+        (26, "forked", {}),
+        (31, "progress", {"steps": [10, 10], "first_steps": [10, 10]}),
+    )
+
+    counts = counters.at(140.0)
+
+    assert seconds(counts) == {"waiting": 3.0, "starting": 7.0, "productive": 27.0, "stopping": 3.0}
+    assert sum(counts.seconds.values()) == pytest.approx(40.0)
+    # Steps 10, 11 and 12 had been complete.
+    assert counts.steps_repeated == 3
+    assert (counts.failures, counts.last_failure) == ({"signal": 1}, (1700000000.5, "signal"))
+
+
+def test_a_job_that_loses_no_step_repeats_none() -> None:
+    counters = counted(
+        (1, "progress", {"steps": [12, 12], "first_steps": [0, 0]}),
+        (2, "progress", {"steps": [13, 13], "first_steps": [13, -1]}),
+    )
+
+    assert counters.at(110.0).steps_repeated == 0
+
+
+def test_no_counter_ever_falls_between_two_scrapes() -> None:
+    events = ["sealed", "forked", "progress", "failed", "stopped", "cleared", "sealed", "forked", "progress"]
+    counters = RunCounters(0.0)
+    before = counters.at(0.0)
+
+    for number, event in enumerate(events):
+        counters.count(event, {"steps": [number], **FAILED}, float(number))
+        now = counters.at(number + 0.5)
+        assert all(now.seconds[use] >= before.seconds[use] for use in TIME_USES)
+        before = now
+
+
+def test_a_hang_counts_once_however_it_was_found() -> None:
+    assert counted((1, "hung", {"quiet_s": 60})).at(110.0).hangs == 1
+    assert counted((1, "seems_hung", {"message": "it waits"}), (2, "hung", {})).at(110.0).hangs == 1
+
+
+@pytest.fixture(scope="module")
+def place() -> str:
+    """The URL of the metrics of a node that runs. The server ends with this process."""
+    listener, agent, counters = listen("127.0.0.1", 0), started().agent, RunCounters(0.0)
+    serve(listener, lambda: NodeState(agent, counters.at(1.0), {0: 5, 2: 7}, 1.5, 1.7e9))
+    return url(listener)
+
+
+def get(place: str) -> str:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(place, timeout=DEADLINE_S) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_scrape_has_the_state_of_the_node_with_its_job_and_host(place: str) -> None:
+    text = get(place)
+
+    own = '{node="node-a",run_id="job"'
+    for sample in (
+        'elaunch_step{node="node-a",rank="2",run_id="job"} 7.0',
+        'elaunch_workers{node="node-a",run_id="job",state="running"} 3.0',
+        f"elaunch_steps_per_second{own}}} 1.5",
+        f"elaunch_leader{own}}} 1.0",
+        f"elaunch_restarts_total{own}}} 0.0",
+        f'elaunch_time_seconds_total{own},use="waiting"}} 1.0',
+    ):
+        assert sample in text.splitlines()
+
+
+def test_connections_that_say_nothing_keep_no_scrape_from_its_answer(place: str) -> None:
+    port = int(re.findall(r":(\d+)/", place)[0])
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) for _ in range(40)]
+
+    def threads() -> int:
+        return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+    try:
+        for connection in silent[-8:]:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\n")
+        assert all(connection.recv(1) == b"" for connection in silent[:-8])
+        wait_for(lambda: threads() == 8, "the server holds as many as it takes")
+
+        assert "elaunch_generation" in get(place)
+
+        assert silent[-8].recv(1) == b"", "the oldest made room"
+        # The socket of the oldest is closed before its thread has ended.
+        wait_for(lambda: threads() <= 8, "the server holds no more than it takes")
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_nothing_wakes_the_server_but_a_request(place: str) -> None:
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "elaunch-metrics"]
+    get(place)
+
+    def switches() -> int:
+        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+        return int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[0])
+
+    # The last request may still be on its way out.
+    last = 0
+    while last != (last := switches()):
+        threading.Event().wait(0.3)
+    before = last
+    # Longer than the half second in which socketserver would look whether it is to end.
+    threading.Event().wait(1.3)
+
+    assert switches() - before <= 1
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", r"127\.0\.0\.1"), ("::1", r"\[::1\]")])
+def test_the_url_can_be_pasted(host: str, shown: str) -> None:
+    with listen(host, 0) as listener:
+        assert re.fullmatch(rf"http://{shown}:\d+/metrics", url(listener))

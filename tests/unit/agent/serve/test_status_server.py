@@ -1,0 +1,493 @@
+"""agent.serve.status_server: a query makes the node answer and decides nothing; nobody can hold or fill the socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.core.state import Running, Stopping
+from elaunch.agent.core.timeline import WorkersSeen
+from elaunch.agent.linux import credentials
+from elaunch.agent.serve.status_server import (
+    LOCAL_BURST,
+    LOCAL_PER_S,
+    STORE_PAUSE_S,
+    Allowance,
+    LocalRequest,
+    LocalSocket,
+    QueryQueue,
+    StatusServer,
+)
+from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.rules.questions import ANSWERS_PER_S, Question, Topic, ask
+from elaunch.rendezvous.rules.reports import NodeReport, RankReport, read_node_report
+from elaunch.rendezvous.store import LeaseGone, Put, Txn
+from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
+from tests.unit.agent.driver import KEYS, Driver, pair, started
+
+NOBODY = 65534
+QUESTION = Question("0123456789abcdef", Topic.STATUS, 4711)
+SEEN = WorkersSeen(0, 1.0, tuple(RankReport(local, local, -1, step=3) for local in range(3)))
+
+
+class Heard:
+    """What stands in for a loop's `Request`: a question that came by the socket, and its answer."""
+
+    def __init__(self, topic: str, waits: bool = True) -> None:
+        self.topic = topic
+        self.answer = ""
+        self.waits = waits
+
+    def reply(self, text: str) -> bool:
+        self.answer = text
+        return self.waits
+
+
+def asking(driver: Driver, question: Question = QUESTION) -> None:
+    """Somebody asks in the driver's store, and its agent looks."""
+    driver.store.grant(question.lease, 100)
+    assert driver.store.commit(ask(KEYS, question)).held
+    driver.look()
+
+
+def answers_of(driver: Driver, offered: list[Txn], way: str = "") -> StatusServer:
+    def offer(txn: Txn, held: Callable[[], object] | None) -> None:
+        offered.append(txn)
+        with suppress(LeaseGone):
+            if held and driver.store.commit(txn).held:
+                held()
+
+    return StatusServer(lambda: driver.agent, lambda now_s: SEEN, offer, way, time.monotonic(), driver.happen)
+
+
+def when_due(answers: StatusServer) -> None:
+    due_s = wait_for(lambda: answers.due_s, "an answer is due")
+    answers.tick(due_s)
+
+
+def test_an_agent_that_sees_a_question_decides_nothing_by_it() -> None:
+    driver = started()
+    before = driver.agent
+
+    asking(driver)
+
+    assert driver.agent.snapshot.question == QUESTION
+    assert driver.acted == []
+    assert driver.agent.phase == before.phase
+    assert driver.agent.membership == before.membership
+
+
+def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
+    driver, offered = started(), list[Txn]()
+    answers = answers_of(driver, offered)
+    asking(driver)
+
+    answers.note(driver.agent.snapshot.question)
+    when_due(answers)
+    answers.note(driver.agent.snapshot.question)
+    answers.tick(time.monotonic() + 100)
+
+    (txn,) = offered
+    (put,) = txn.then
+    assert isinstance(put, Put)
+    assert (put.key, put.lease) == (KEYS.answers(QUESTION.identity, driver.node_id), 4711)
+    report = read_node_report(put.value, driver.node_id)
+    assert report is not None
+    assert [rank.step for rank in report.ranks] == [3, 3, 3]
+    assert driver.store.commit(txn).held
+    assert answers.due_s is None
+
+
+def test_an_answer_never_stands_on_a_lease_of_the_job() -> None:
+    driver, offered = started(), list[Txn]()
+    answers = answers_of(driver, offered)
+    for number, lease in enumerate((driver.agent.membership.lease, driver.agent.snapshot.lease)):
+        assert lease
+        answers.note(Question(f"{number:016x}", Topic.STATUS, lease))
+        when_due(answers)
+
+    assert offered == []
+
+
+def test_stacks_are_taken_by_a_thread_one_question_at_a_time() -> None:
+    driver, offered = started(), list[Txn]()
+    answers = answers_of(driver, offered)
+    first, second = Heard("stacks"), Heard("stacks")
+
+    answers.handle(first)  # type: ignore[arg-type]
+    answers.handle(second)  # type: ignore[arg-type]
+
+    wait_for(lambda: first.answer and second.answer, "both are answered")
+    # None of these workers has a process, so there is nothing to wait for; the second may come later.
+    assert first.answer.startswith('{"version":1,"stacks":{"node_id":')
+    asking(driver, Question("f" * 16, Topic.STACKS, 4712))
+    answers.note(driver.agent.snapshot.question)
+    _until(lambda: bool(offered), lambda: answers.tick(time.monotonic()))
+    assert driver.store.commit(offered[0]).held
+
+
+def test_the_way_to_the_store_is_told_only_where_there_is_one() -> None:
+    driver, way = started(), '{"token":"t"}'
+    with_store, alone, unknown = Heard("store"), Heard("store"), Heard("shutdown")
+
+    answers_of(driver, [], way).handle(with_store)  # type: ignore[arg-type]
+    answers_of(driver, []).handle(alone)  # type: ignore[arg-type]
+    answers_of(driver, [], way).handle(unknown)  # type: ignore[arg-type]
+
+    assert with_store.answer == '{"version":1,"store":{"token":"t"}}'
+    assert "error" in alone.answer
+    assert "error" in unknown.answer
+    assert "token" not in encode(driver.agent.me) + alone.answer + unknown.answer
+
+
+def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
+    leader, other = pair()
+    question = Question("e" * 16, Topic.STOP, 4713)
+    offered: list[Txn] = []
+    asking(leader, question)
+    for driver in (other, leader):
+        answers = answers_of(driver, offered)
+        answers.note(question)
+        when_due(answers)
+
+    assert isinstance(other.agent.phase, Running)
+    assert isinstance(leader.agent.phase, Stopping)
+    (txn,) = offered
+    (put,) = txn.then
+    assert isinstance(put, Put)
+    assert decode(OrderAnswer, put.value).is_done
+
+
+def test_an_order_whose_asker_was_told_that_nobody_answered_is_not_obeyed() -> None:
+    leader, _ = pair()
+    question = Question("e" * 16, Topic.STOP, 4713)
+    answers = answers_of(leader, [])
+    asking(leader, question)
+    answers.note(question)
+    leader.store.revoke(question.lease)
+
+    when_due(answers)
+    answers.handle(Heard("stop", waits=False))  # type: ignore[arg-type]
+
+    assert isinstance(leader.agent.phase, Running)
+
+
+def test_an_order_of_this_host_is_obeyed_by_any_node() -> None:
+    _, other = pair()
+    heard = Heard("restart")
+
+    answers_of(other, []).handle(heard)  # type: ignore[arg-type]
+    other.settle()
+
+    assert json.loads(heard.answer)["order"]["is_done"]
+    assert isinstance(other.agent.phase, Stopping)
+
+
+def test_a_burst_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No time passes, however long the answers take.
+    monkeypatch.setattr("elaunch.agent.serve.status_server.time", SimpleNamespace(monotonic=lambda: 100.0))
+    driver = started()
+    answers = answers_of(driver, [])
+    heard = [Heard("status") for _ in range(100)]
+
+    for each in heard:
+        answers.handle(each)  # type: ignore[arg-type]
+
+    refused = [each for each in heard if "it is asked too often" in each.answer]
+    assert len(refused) == len(heard) - LOCAL_BURST
+
+
+def _until(fact: Callable[[], bool], act: Callable[[], None]) -> None:
+    wait_for(lambda: (act(), fact())[1], "the answer in the store")
+
+
+def test_an_answer_has_the_memory_of_a_rank_and_of_its_host() -> None:
+    driver = started()
+    ended = subprocess.Popen(["true"])
+    ended.wait(DEADLINE_S)
+    seen = WorkersSeen(0, 1.0, (RankReport(0, 0, os.getpid()), RankReport(1, 1, -1), RankReport(2, 2, ended.pid)))
+    answers = StatusServer(
+        lambda: driver.agent, lambda now_s: seen, lambda *_: None, "", time.monotonic(), driver.happen
+    )
+    heard = Heard("status")
+
+    answers.handle(heard)  # type: ignore[arg-type]
+
+    node = json.loads(heard.answer)["node"]
+    mine, starting, gone = (rank["memory_bytes"] for rank in node["ranks"])
+    # The interpreter alone has more than a MiB.
+    assert 1 << 20 < mine < node["memory_bytes"]
+    assert (starting, gone) == (None, None)
+    assert 0 < node["memory_free_bytes"] <= node["memory_bytes"]
+    assert node["cpus"] >= len(os.sched_getaffinity(0))
+    assert node["load"] >= 0
+
+
+def question(number: int) -> Question:
+    return Question(f"{number:016x}", Topic.STATUS, 1 + number)
+
+
+def test_a_burst_of_local_questions_is_answered_up_to_the_limit_and_then_at_the_rate() -> None:
+    allowance, answered = Allowance(at_s=100.0), 0
+
+    for number in range(2000):
+        # Two seconds of a thousand questions each.
+        allowance, is_answered = allowance.take(100.0 + number / 1000)
+        answered += is_answered
+
+    assert answered == pytest.approx(LOCAL_BURST + 2 * LOCAL_PER_S, abs=1)
+
+
+def test_a_burst_of_questions_in_the_store_gets_an_answer_now_and_then_and_the_newest_wins() -> None:
+    queue, answered = QueryQueue(), []
+
+    for number in range(1000):
+        now_s = 100.0 + number / 200
+        queue = queue.after(question(number), now_s, 2, 0.0)
+        queue, due = queue.take_due(now_s)
+        answered += [(now_s, due)] if due else []
+
+    assert len(answered) == pytest.approx(5 / STORE_PAUSE_S, abs=1)
+    assert queue.waiting == question(999)
+    assert queue.due_s is not None
+
+
+def test_a_question_that_is_gone_is_not_answered_and_wakes_nobody() -> None:
+    queue = QueryQueue().after(question(1), 100.0, 1000, 0.5)
+    assert queue.due_s is not None
+
+    queue = queue.after(None, 100.1, 1000, 0.5)
+
+    assert queue.due_s is None
+    assert queue.take_due(1000.0)[1] is None
+
+
+@pytest.mark.parametrize("nodes", [1, 1024])
+def test_the_nodes_of_a_job_answer_in_turns_at_the_rate_of_the_job(nodes: int) -> None:
+    due_s = [QueryQueue().after(question(1), 100.0, nodes, node / nodes).due_s for node in range(nodes)]
+
+    in_one_second = sum(100.5 <= at_s < 101.5 for at_s in due_s if at_s is not None)
+    assert in_one_second <= ANSWERS_PER_S
+    assert max(at_s for at_s in due_s if at_s is not None) < 100.0 + nodes / ANSWERS_PER_S
+    # Nor does a second question at once raise the rate.
+    queue, _ = QueryQueue().after(question(1), 100.0, nodes, 0.0).take_due(100.0)
+    again = queue.after(question(2), 100.0, nodes, 0.0)
+    assert again.due_s == 100.0 + max(STORE_PAUSE_S, nodes / ANSWERS_PER_S)
+
+
+class Desk:
+    """A loop with the socket in it, in a thread; every request is answered with `text`."""
+
+    def __init__(self, folder: Path, text: str = "{}") -> None:
+        self.selector = selectors.DefaultSelector()
+        self.topics: list[str] = []
+        self.text = text
+        folder.mkdir(mode=0o700)
+        self.socket = LocalSocket([folder], self.selector, self._asked)
+        self._end_r, self._end_w = os.pipe()
+        self.selector.register(self._end_r, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        os.write(self._end_w, b"x")
+        joined(self._thread)
+        self.socket.close()
+        os.close(self._end_r)
+        os.close(self._end_w)
+
+    @property
+    def path(self) -> str:
+        assert self.socket.path
+        return str(self.socket.path)
+
+    def connected(self) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        made.settimeout(DEADLINE_S)
+        made.connect(self.path)
+        return made
+
+    def said(self, request: bytes) -> bytes:
+        with self.connected() as connection:
+            connection.sendall(request)
+            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+    def _asked(self, asked: object) -> None:
+        self.topics.append(asked.topic)  # type: ignore[attr-defined]
+        asked.reply(self.text)  # type: ignore[attr-defined]
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self.selector.select():
+                if key.fd == self._end_r:
+                    return
+                key.data()
+
+
+@contextmanager
+def desk(folder: Path, text: str = "{}") -> Iterator[Desk]:
+    made = Desk(folder, text)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_line_is_answered_by_a_line_and_nothing_stays(tmp_path: Path) -> None:
+    with desk(tmp_path / "private", '{"version":1}') as open_desk:
+        assert stat.S_IMODE(Path(open_desk.path).stat().st_mode) == 0o600
+        assert open_desk.said(b'{"ask":"status"}\n') == b'{"version":1}\n'
+        assert open_desk.topics == ["status"]
+
+    assert not (tmp_path / "private").exists()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"\n", b"garbage\n", b'{"ask":7}\n', b"[" * 5000, b'{"ask":"status"}' + b" " * 9000, b"\xff\xfe\n", b""],
+)
+def test_what_is_no_request_is_let_go_of_without_an_answer(tmp_path: Path, request_: bytes) -> None:
+    with desk(tmp_path / "private") as open_desk:
+        with open_desk.connected() as connection:
+            connection.sendall(request_)
+            connection.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionResetError):
+                assert connection.recv(100) == b""
+
+        assert open_desk.topics == []
+        assert open_desk.said(b'{"ask":"status"}\n') == b"{}\n"
+
+
+def test_those_that_connect_and_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    with desk(tmp_path / "private") as open_desk:
+        idle = [open_desk.connected() for _ in range(30)]
+        for number, connection in enumerate(idle):
+            # The oldest ones are let go of by now.
+            with suppress(BrokenPipeError):
+                connection.sendall(b"{" if number % 2 else b"\xf0")
+
+        assert open_desk.said(b'{"ask":"status"}\n') == b"{}\n"
+        for connection in idle:
+            connection.close()
+
+
+def test_a_process_that_asks_and_does_not_read_holds_nobody(tmp_path: Path) -> None:
+    with desk(tmp_path / "private", "x" * (3 << 20)) as open_desk, open_desk.connected() as deaf:
+        deaf.sendall(b'{"ask":"status"}\n')
+        wait_for(lambda: open_desk.topics, "it asks")
+
+        assert len(open_desk.said(b'{"ask":"status"}\n')) == (3 << 20) + 1
+
+
+def test_a_reply_knows_whether_somebody_waits_for_it() -> None:
+    for is_waiting in (True, False):
+        ours, asker = socket.socketpair()
+        if not is_waiting:
+            asker.close()
+        assert LocalRequest("stop", ours).reply("{}") is is_waiting
+        asker.close()
+
+
+def test_each_end_knows_the_other_by_the_kernels_word(tmp_path: Path) -> None:
+    with desk(tmp_path / "private") as open_desk, open_desk.connected() as connection:
+        assert credentials(connection) == (os.getpid(), os.geteuid())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_another_user_gets_nothing_even_if_somebody_opened_the_folder(tmp_path: Path, mode: int) -> None:
+    # What pytest makes is closed to others.
+    folder = Path(f"/tmp/elaunch-test-{os.getpid()}")
+    try:
+        with desk(folder) as open_desk:
+            folder.chmod(mode)
+            Path(open_desk.path).chmod(0o600 if mode == 0o700 else 0o666)
+            ask = (
+                "import os, socket, sys\n"
+                f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+                f"s = socket.socket(socket.AF_UNIX); s.settimeout({DEADLINE_S})\n"
+                "try:\n"
+                f'    s.connect({open_desk.path!r}); s.sendall(b\'{{"ask":"status"}}\\n\'); print(s.recv(100))\n'
+                "except OSError as error: print(type(error).__name__)\n"
+            )
+
+            said = subprocess.run(
+                [sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=RUN_LIMIT_S
+            ).stdout
+
+            assert said.strip() in (
+                ("PermissionError",) if mode == 0o700 else ("b''", "ConnectionResetError", "BrokenPipeError")
+            )
+            assert open_desk.topics == []
+            assert open_desk.said(b'{"ask":"status"}\n') == b"{}\n"
+    finally:
+        if folder.exists():
+            folder.rmdir()
+
+
+def test_the_first_folder_that_takes_a_socket_is_used_and_the_others_are_removed(tmp_path: Path) -> None:
+    # A socket's address has at most 108 bytes.
+    long, short = tmp_path / ("x" * 120), tmp_path / "short"
+    long.mkdir()
+    short.mkdir()
+    selector = selectors.DefaultSelector()
+
+    made = LocalSocket([long, short], selector, lambda asked: None)
+
+    assert made.path == short / "agent"
+    assert not long.exists()
+    made.close()
+    assert not short.exists()
+    assert LocalSocket([], selector, lambda asked: None).path is None
+
+
+# In its own view of the processes, as systemd's ProcSubset=pid gives it to a service.
+ONLY_PROCESSES = 'mount -t proc -o subset=pid proc /proc || exit 77; ! test -e /proc/meminfo && exec "$@"'
+ASK = """
+import os
+from tests.unit.agent.serve.test_status_server import report
+from elaunch.agent.serve.status_server import with_usage
+told = with_usage(report(os.getpid()))
+assert told.memory_bytes is None and told.ranks[0].memory_bytes > 0, told
+"""
+
+
+def report(pid: int) -> NodeReport:
+    return NodeReport("node-a-01234567", "node-a", 1, "running", 1.0, ranks=(RankReport(0, 0, pid),))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a mount namespace needs root and unshare")
+def test_a_host_that_hides_its_memory_ends_no_job() -> None:
+    words = (
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "sh",
+        "-c",
+        ONLY_PROCESSES,
+        "sh",
+        sys.executable,
+        "-c",
+        ASK,
+    )
+    asked = subprocess.run(words, capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S)
+
+    if asked.returncode == 77:
+        pytest.skip("this kernel cannot mount a /proc without the host's files")
+    assert asked.returncode == 0, asked.stderr

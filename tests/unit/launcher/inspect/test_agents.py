@@ -1,0 +1,154 @@
+"""inspect.agents: what answers on this host, which may be anybody; root queries other users' sockets too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from elaunch.launcher.inspect import agents
+from elaunch.launcher.inspect.agents import ANSWER_S, NoAnswer, local_agents, status_of
+from tests.harness import DEADLINE_S, joined
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root queries other users' sockets")
+
+
+def folder_of(parent: Path, number: int, uid: int) -> Path:
+    folder = parent / f"elaunch_{number:016x}_socket"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, uid, uid)
+    return folder
+
+
+@contextmanager
+def listening(path: Path, uid: int) -> Iterator[socket.socket]:
+    """A socket that `uid` has opened."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        # The kernel keeps who calls this.
+        os.seteuid(uid)
+        try:
+            listener.listen()
+        finally:
+            os.seteuid(0)
+        yield listener
+
+
+def take_one(listener: socket.socket) -> None:
+    """Take a connection and what it says, if one comes before the end."""
+    with suppress(OSError):
+        listener.accept()[0].recv(100)
+
+
+@as_root
+def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_not_any_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with ExitStack() as stack:
+        for number in range(6):
+            stack.enter_context(listening(folder_of(tmp_path, number, 0) / "agent", 0))
+        for number in range(6, 6 + 66):
+            stack.enter_context(listening(folder_of(tmp_path, number, NOBODY) / "agent", NOBODY))
+        begun_s = time.monotonic()
+
+        found = local_agents()
+
+        # One after the other they would take six times that long.
+        assert time.monotonic() - begun_s < 5 * ANSWER_S
+    assert f"2 more sockets of user {NOBODY} were not queried: it takes too long" in found.troubles
+    assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in found.troubles
+
+
+@as_root
+def test_folders_that_cannot_be_read_or_trusted_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # pytest's folders are closed to other users.
+    open_folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    closed = open_folder / "closed"
+    closed.mkdir(mode=0o700)
+    monkeypatch.setenv("TMPDIR", str(closed))
+    monkeypatch.setenv("TEMP", str(open_folder))
+    (own := folder_of(open_folder, 2, NOBODY)).chmod(0o755)
+    open_folder.chmod(0o755)
+    os.seteuid(NOBODY)
+    try:
+        found = local_agents()
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(open_folder)
+
+    assert f"the folder {closed}, where jobs may be, cannot be read: Permission denied" in found.troubles
+    assert f"{own} is open to other users, so its socket is not trusted" in found.troubles
+
+
+@as_root
+def test_a_link_to_a_socket_that_root_has_opened_is_not_believed_to_be_roots_own_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = folder_of(tmp_path, 1, NOBODY)
+    (folder / "agent").symlink_to(tmp_path / "daemon")
+    with listening(tmp_path / "daemon", 0) as daemon:
+        # Programs of other users may answer a socket that root has opened for them.
+        threading.Thread(target=take_one, args=(daemon,), daemon=True).start()
+
+        troubles = local_agents().troubles
+
+    assert f"the socket {folder / 'agent'} is served by another user; it is not trusted" in troubles
+
+
+def test_control_characters_of_an_agents_error_reach_no_terminal(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "agent"))
+        listener.listen()
+        answering = threading.Thread(target=_answer, args=(listener,))
+        answering.start()
+
+        with pytest.raises(NoAnswer, match="busy") as refused:
+            status_of(tmp_path / "agent")
+        joined(answering)
+
+    assert str(refused.value).isprintable()
+
+
+def _answer(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b'{"error": "busy \\u001b[2J"}\n')
+
+
+def test_an_agent_that_is_stopped_is_reported_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without the check the call would wait this long.
+    monkeypatch.setattr(agents._query, "__defaults__", (2 * DEADLINE_S,))
+    listens = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(tmp_path / 'agent')!r}); s.listen()"
+    waits = "print('listens', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{listens}; {waits}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as agent:
+        assert agent.stdout
+        assert agent.stdout.readline()
+        agent.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, agent.pid, os.WSTOPPED)
+        begun_s = time.monotonic()
+
+        with pytest.raises(NoAnswer, match=rf"pid {agent.pid} is stopped, .* \(kill -CONT {agent.pid}\)"):
+            status_of(tmp_path / "agent")
+        took_s = time.monotonic() - begun_s
+        agent.kill()
+
+    assert took_s < DEADLINE_S

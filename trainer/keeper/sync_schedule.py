@@ -1,0 +1,166 @@
+"""After which steps the ranks look whether to stop, and how often a snapshot is taken. Pure.
+
+All ranks look after the same steps. At each look they agree on the next one: each rank says in how many steps it wants
+it, and the smallest number counts. So every rank knows that step, and no rank asks another before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# The steps between two looks take so many seconds at most, if they are no slower than those before.
+WITHIN_S = 0.25
+# If steps become slower, nobody can look earlier than agreed. So a rank relies on no more than twice the steps that it
+# has measured lately.
+_GROWTH = 2
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The steps between two looks."""
+
+    steps: int = 0
+    took_s: float = 0.0
+    slowest_s: float = 0.0
+
+    @property
+    def mean_s(self) -> float:
+        """The mean duration; 0 if there were none."""
+        return self.took_s / self.steps if self.steps else 0.0
+
+    def further(self, steps: int, took_s: float) -> _Measured:
+        return _Measured(self.steps + steps, self.took_s + took_s, max(self.slowest_s, took_s / steps))
+
+
+class Looks:
+    """The looks as one rank sees them, after `step` was restored. The ranks look after that step first.
+
+    With `every` the looks are after its multiples. With None each rank measures its steps, and wants the next look so
+    soon that one step as slow as its slowest of late, and else steps like those of late, take no more than WITHIN_S
+    together; there is also one after each multiple of `multiples`.
+    """
+
+    def __init__(self, every: int | None, step: int, multiples: Sequence[int] = ()) -> None:
+        self._every, self._multiples = every, multiples
+        self._next = step if every is None else -(-step // every) * every
+        self._left: tuple[int, float] | None = None
+        self._now, self._before = _Measured(), _Measured()
+
+    @property
+    def next(self) -> int:
+        """After which step the ranks look next."""
+        return self._next
+
+    @property
+    def steps(self) -> int:
+        """How many steps were measured since the last look."""
+        return self._now.steps
+
+    @property
+    def step_s(self) -> float:
+        """Their mean duration; 0 if there were none."""
+        return self._now.mean_s
+
+    def reached(self, step: int, now_s: float) -> bool:
+        """This rank is at the boundary after `step`. Returns whether the ranks look here: the same on all of them."""
+        if self._left is not None and step > self._left[0]:
+            self._now = self._now.further(step - self._left[0], now_s - self._left[1])
+        self.leave(step, now_s)
+        return step >= self._next
+
+    def leave(self, step: int, now_s: float) -> None:
+        """The step after `step` begins now."""
+        self._left = step, now_s
+
+    def wanted(self, step: int, due: Iterable[int] = ()) -> int:
+        """In how many steps this rank wants the next look, asked at the look after `step`.
+
+        `due` are steps after which it has something to do that cannot wait.
+        """
+        if self._every is not None:
+            return self._every - step % self._every
+        slowest_s = max(self._now.slowest_s, self._before.slowest_s)
+        mean_s = max(self._now.mean_s, self._before.mean_s)
+        measured = _GROWTH * max(self._now.steps, self._before.steps)
+        # Without the small addition, steps that took no time at all would divide by 0.
+        allowed = min(measured, 1 + math.floor((WITHIN_S - slowest_s) / (mean_s + 1e-9)))
+        multiples = ((step // every + 1) * every for every in self._multiples)
+        return max(1, min([allowed, *(each - step for each in (*multiples, *due))]))
+
+    def agreed(self, step: int, steps: int) -> None:
+        """The look after `step` is over, and the next one is `steps` steps later: the smallest number wanted."""
+        self._next = step + steps
+        if self._now.steps:
+            self._now, self._before = _Measured(), self._now
+
+
+SHARE = 0.01
+# The weight of the newest measurement in an average.
+_NEWEST = 0.2
+
+
+class Pace:
+    """Decides after which steps this node wants a snapshot; `every` fixes their distance, None measures it."""
+
+    def __init__(self, every: int | None, step: int, fresh: int = 0) -> None:
+        """Begin after `step`. If it is not 0, a copy of it exists already.
+
+        The first `fresh` copies are not measured, since they take the memory from the kernel.
+        """
+        self._every = every
+        self._last = step
+        self._step_s = 0.0
+        self._snapshot_s = 0.0
+        self._fresh = fresh
+        # The first snapshot is always due: its cost is unknown until then, and without it a failure loses everything.
+        self._none_yet = step == 0
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the distance is given."""
+        return self._every is not None
+
+    @property
+    def every(self) -> int:
+        """Steps between two snapshots, by the measurements so far."""
+        if self._every is not None:
+            return self._every
+        if not self._snapshot_s or not self._step_s:
+            return 1
+        return max(1, math.ceil(self._snapshot_s / (SHARE * self._step_s)))
+
+    def step_took(self, step_s: float, steps: int = 1) -> None:
+        """Record the duration of a step, without its snapshot, or the mean of `steps`."""
+        self._step_s = _average(self._step_s, step_s, 1 - (1 - _NEWEST) ** steps)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot of `step` is due."""
+        if step <= self._last:
+            return False
+        return (self._none_yet and step > 0) or step - self._last >= self.every
+
+    def due_after(self, step: int, *, is_taken: bool) -> int:
+        """After which step the next snapshot is due, where one of `step` is taken or not."""
+        if is_taken:
+            return step + self.every
+        return self._last + (1 if self._none_yet else self.every)
+
+    def covered(self, step: int) -> None:
+        """A copy of `step` is as good as a snapshot."""
+        self._last, self._none_yet = max(self._last, step), False
+
+    def snapshot_took(self, step: int, snapshot_s: float) -> None:
+        """Record how long the snapshot of `step` stopped the training."""
+        self._last = step
+        if self._fresh:
+            self._fresh, self._none_yet = self._fresh - 1, False
+            return
+        # The first snapshot also allocates the memory; later ones do not.
+        self._snapshot_s = snapshot_s if self._none_yet else _average(self._snapshot_s, snapshot_s)
+        self._none_yet = False
+
+
+def _average(old: float, new: float, weight: float = _NEWEST) -> float:
+    return new if not old else (1 - weight) * old + weight * new

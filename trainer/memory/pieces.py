@@ -1,0 +1,298 @@
+"""The pieces of a sharded state: how a rank cuts its own, and how a snapshot is assembled from those on the nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as records
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from elaunch.trainer.checkpoint import dcp
+from elaunch.trainer.checkpoint.loading import Share
+from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts
+from elaunch.trainer.memory.slots import Slot, Torn, received
+from elaunch.trainer.ranks.peers import Peers, neighbours
+from elaunch.trainer.state.packing import Box, Boxed, Placer, Reference, Shape, describe, pack, values
+from elaunch.trainer.state.region import Header, Packed, data_of, skeleton_of
+from elaunch.trainer.state.tree import State, Tree, flatten, is_shard, local_parts
+from elaunch.trainer.state.version import Piece
+
+Boxes = list[tuple[Tensor, Shape]]
+# A box to read from a piece: DCP's description, the tensor as that piece has it, and the box of it.
+Reads = list[tuple[ReadItem, Boxed, Box]]
+
+
+class Cutter:
+    """Takes this rank's piece of a state: its boxes of distributed tensors, and its PerRanks.
+
+    With `has_common` the piece also has the tensors that are the same on all ranks. One rank of each node has them.
+    """
+
+    def __init__(self, has_common: bool) -> None:
+        self._has_common = has_common
+        self._offsets: dict[object, list[Shape]] = {}
+
+    def pack(self, state: State, tree: Tree, parts: Parts, whole: str) -> Packed:
+        """The piece of `state`, whose tree is `tree`, with its parts and the digest of all. Raises NotPlain."""
+        held = {"parts": sorted(parts), "whole": whole, "state": dict(state)}
+        own = self._own(tree)
+        return pack(held, _Placer(lambda tensor: self._boxes(tensor, id(tensor) in own)))
+
+    def parts(self, tree: Tree) -> Parts:
+        """The digests of the parts in this rank's piece: of what all ranks have, and of what this rank has."""
+        own = self._own(tree)
+        digests = {True: hashlib.sha256(), False: hashlib.sha256()}
+        found = set()
+        for name, tensor in tree.tensors.items():
+            is_own = id(tensor) in own
+            for part, offsets in self._boxes(tensor, is_own):
+                row = (name, str(tensor.dtype), tuple(tensor.shape), offsets, tuple(part.shape))
+                digests[is_own].update(repr(row).encode())
+                found.add(is_own)
+        return frozenset(f"{'own' if each else 'common'}-{digests[each].hexdigest()[:16]}" for each in found)
+
+    @staticmethod
+    def _own(tree: Tree) -> set[int]:
+        """The tensors that are not the same on all ranks, by identity."""
+        return {id(t) for name, t in tree.tensors.items() if is_shard(t) or tree.owner(tree.paths[name]) is not None}
+
+    def _boxes(self, tensor: Tensor, is_own: bool) -> Boxes:
+        if not is_shard(tensor):
+            return [(tensor.detach(), (0,) * tensor.ndim)] if is_own or self._has_common else []
+        locals_ = local_parts(tensor)
+        offsets = self._offsets_of(tensor)
+        return [(part.detach(), at) for part, at in zip(locals_, offsets, strict=True) if part.numel()]
+
+    def _offsets_of(self, tensor: Any) -> list[Shape]:
+        """Where the local parts lie in the tensor. DCP's answer takes 0.1 ms, so it is kept for each distribution."""
+        if not hasattr(tensor, "placements"):
+            return [tuple(shard.metadata.shard_offsets) for shard in tensor.local_shards()]
+        key = (tensor.shape, tensor.device_mesh, tensor.placements)
+        if key not in self._offsets:
+            items = [item.tensor_data for _, item in dcp.local_chunks({"": tensor})]
+            self._offsets[key] = [tuple(data.chunk.offsets) for data in items if data is not None]
+        return self._offsets[key]
+
+
+class _Placer(Placer):
+    """Places the boxes that `boxes` gives."""
+
+    def __init__(self, boxes: Callable[[Tensor], Boxes]) -> None:
+        super().__init__()
+        self._boxes = boxes
+
+    def reference(self, tensor: Tensor) -> Reference:
+        boxes = tuple((self.once(at), self.once(tuple(part.shape)), self.put(part)) for part, at in self._boxes(tensor))
+        return self.once(str(tensor.dtype).removeprefix("torch.")), self.once(tuple(tensor.shape)), boxes
+
+
+@dataclass(frozen=True)
+class PieceContents:
+    """The state in a piece, with a Boxed for each tensor."""
+
+    tree: Tree
+
+    @property
+    def tensors(self) -> dict[str, Boxed]:
+        return cast(dict[str, Boxed], self.tree.tensors)
+
+    @classmethod
+    def read(cls, skeleton: bytes, data_length: int) -> PieceContents:
+        """The contents that a piece's skeleton describes. Raises Torn if it is not one."""
+        try:
+            held, *rest = describe(skeleton, data_length)
+            return cls(flatten({**held["state"], **dict(*rest)}, Boxed))
+        except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise Torn(f"its skeleton cannot be read ({str(error)[:200]})") from error
+
+
+def held_by(piece: Piece, skeleton: bytes) -> Held:
+    """The account of itself in a piece with that skeleton. Raises Torn if it is not one."""
+    try:
+        held = values(skeleton)
+        return Held(piece, frozenset(map(str, held["parts"])), str(held["whole"]))
+    except (pickle.UnpicklingError, KeyError, TypeError, ValueError) as error:
+        raise Torn(f"its skeleton cannot be read ({str(error)[:200]})") from error
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A verified piece in this node's memory."""
+
+    slot: Slot
+    header: Header
+
+    @property
+    def region(self) -> Tensor:
+        return self.slot.raw(self.header.length)
+
+    @property
+    def skeleton(self) -> bytes:
+        return skeleton_of(self.region, self.header)
+
+
+def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: Peers) -> None:
+    """Load the snapshot `choice` into every rank's state. `mine` are its pieces on this node, by their rank.
+
+    Collective. If each rank's node has all that the rank reads, as when the same ranks are on the same nodes again, no
+    layouts are exchanged. Else a rank gets a piece that its node lacks from the lowest rank whose node has it.
+    """
+    enough = _enough(choice, mine, state, peers)
+    is_near = not any(peers.largest([enough is None]))
+    if is_near and enough is not None:
+        mine = enough
+        contents = {rank: _described(piece) for rank, piece in mine.items()}
+        first, covering = _of_rank_0(mine, peers), [*contents.values()]
+    else:
+        contents = _contents(choice, mine, peers)
+        covering = [contents[rank] for rank in choice.holders]
+        first = covering[0]
+    share = Share(
+        state,
+        (first.tree.plain, first.tree.common(), list(first.tree.per_rank)),
+        {name: (torch.Size(held.size), held.dtype) for each in covering for name, held in each.tensors.items()},
+        {name: path for each in covering for name, path in each.tree.paths.items()},
+        f"the snapshot of step {choice.version.step}",
+    )
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
+    planner.set_up_planner(dict(share.tensors), _metadata(covering))
+    wanted = _by_piece(planner.finish_plan(planner.create_local_plan()).items, contents, mine)
+    with torch.no_grad():
+        for rank, reads in wanted.items():
+            if rank in mine:
+                _fill(planner, reads, data_of(mine[rank].region, mine[rank].header))
+        if not is_near:
+            _exchange(choice, wanted, mine, peers, planner)
+    share.put()
+
+
+def _enough(
+    choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: Peers
+) -> dict[int, StoredPiece] | None:
+    """This rank's own piece, and one with what all ranks have, if the digests of their parts say that they are enough.
+
+    None if other pieces are needed: the group has another size, or the state another layout.
+    """
+    own = mine.get(peers.rank)
+    if choice.world_size != peers.world_size or own is None:
+        return None
+    wanted = Cutter(has_common=True).parts(flatten(state))
+    if not _parts(own) <= wanted:
+        # ZeRO-1's moments are not there before they are loaded, so nothing says that this rank had the same ones.
+        return None
+    enough, missing = {peers.rank: own}, wanted - _parts(own)
+    for rank, piece in mine.items():
+        if missing & _parts(piece):
+            enough[rank] = piece
+            missing -= _parts(piece)
+    return None if missing else enough
+
+
+def _parts(piece: StoredPiece) -> Parts:
+    return held_by(piece.header.piece, piece.skeleton).parts
+
+
+def _described(piece: StoredPiece) -> PieceContents:
+    return PieceContents.read(piece.skeleton, piece.header.data_length)
+
+
+def _of_rank_0(mine: Mapping[int, StoredPiece], peers: Peers) -> PieceContents:
+    """The contents of rank 0's piece, whose plain values count. Collective."""
+    own = mine[peers.rank]
+    return PieceContents.read(*peers.from_rank_0((own.skeleton, own.header.data_length) if peers.leads else None))
+
+
+def _contents(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, PieceContents]:
+    """The contents of the chosen pieces, and of this node's other pieces of that snapshot, by rank."""
+    mine_to_tell = [rank for rank, holders in choice.holders.items() if holders[0] == peers.rank]
+    told = peers.from_all({rank: (mine[rank].skeleton, mine[rank].header.data_length) for rank in mine_to_tell})
+    heads = {rank: head for each in told for rank, head in each.items()}
+    heads |= {rank: (piece.skeleton, piece.header.data_length) for rank, piece in mine.items() if rank not in heads}
+    return {rank: PieceContents.read(*head) for rank, head in heads.items()}
+
+
+def _metadata(contents: Iterable[PieceContents]) -> records.Metadata:
+    """DCP's description of the tensors. A box that several pieces contain is listed once."""
+    kinds: dict[str, Boxed] = {}
+    boxes: dict[str, dict[Shape, Shape]] = {}
+    for name, tensor in (pair for each in contents for pair in each.tensors.items()):
+        kinds[name] = tensor
+        boxes.setdefault(name, {}).update({box.offsets: box.sizes for box in tensor.boxes})
+    return records.Metadata(
+        {
+            name: records.TensorStorageMetadata(
+                properties=records.TensorProperties(dtype=kinds[name].dtype),
+                size=torch.Size(kinds[name].size),
+                chunks=[
+                    records.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                    for offsets, sizes in held.items()
+                ],
+            )
+            for name, held in boxes.items()
+        }
+    )
+
+
+def _by_piece(
+    reads: Sequence[ReadItem], contents: Mapping[int, PieceContents], near: Iterable[int]
+) -> dict[int, Reads]:
+    """The boxes to read from each piece. Pieces in `near`, which this node holds, come before others."""
+    where: dict[tuple[str, Shape], tuple[int, Boxed, Box]] = {}
+    for rank in [*(rank for rank in contents if rank not in near), *near]:
+        for name, tensor in contents[rank].tensors.items():
+            where |= {(name, box.offsets): (rank, tensor, box) for box in tensor.boxes}
+    wanted: dict[int, Reads] = {}
+    for read in reads:
+        offsets = read.storage_index.offset
+        assert offsets is not None
+        rank, tensor, box = where[read.storage_index.fqn, tuple(offsets)]
+        wanted.setdefault(rank, []).append((read, tensor, box))
+    return wanted
+
+
+def _exchange(
+    choice: Choice,
+    wanted: Mapping[int, Reads],
+    mine: Mapping[int, StoredPiece],
+    peers: Peers,
+    planner: DefaultLoadPlanner,
+) -> None:
+    """Send whole pieces along the ranks that need them, one after the other, in the same order on all ranks.
+
+    Raises Torn if a piece arrives changed. Then this start has failed, and the next one may succeed.
+    """
+    takers: dict[int, list[int]] = {}
+    for taker, lacking in enumerate(peers.from_all(sorted(rank for rank in wanted if rank not in mine))):
+        for rank in lacking:
+            takers.setdefault(rank, []).append(taker)
+    for rank, holders in choice.holders.items():
+        chain = (holders[0], *takers.get(rank, ()))
+        if peers.rank not in chain or len(chain) == 1:
+            continue
+        before, after = neighbours(chain, peers.rank)
+        if before is None:
+            assert after is not None
+            peers.send(mine[rank].region, after)
+            continue
+        region = torch.empty(peers.length_from(before), dtype=torch.uint8)
+        peers.receive(region, before, pass_on=after)
+        try:
+            header = received(region, choice.piece(rank))
+        except Torn as error:
+            raise Torn(f"rank {rank}'s part of the snapshot arrived damaged from rank {before}: {error}") from error
+        _fill(planner, wanted[rank], data_of(region, header))
+
+
+def _fill(planner: DefaultLoadPlanner, reads: Reads, data: Tensor) -> None:
+    for read, tensor, box in reads:
+        source = tensor.view(box, data)
+        for dimension, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
+            source = source.narrow(dimension, offset, length)
+        planner.resolve_tensor(read).detach().copy_(source)
