@@ -29,9 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import link
-from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import NOTE
+from elaunch.trainer.checkpoint.local import LocalFolder
 from elaunch.trainer.keeper import disk_copies
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable
