@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer import link
+from elaunch.trainer.checkpoint import storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import NOTE
 from elaunch.trainer.checkpoint.local import LocalFolder
