@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError, nearest, tidy
+from elaunch.launcher.options.commands import COMMANDS
 from elaunch.launcher.options.options import Options
 from elaunch.launcher.options.shell_words import quoted
 from elaunch.rendezvous.job_spec import ProgramKind
@@ -288,4 +289,6 @@ def _hint(typed: str) -> str:
     if not script.parent.is_dir():
         return f" (there is no directory {tidy(str(script.parent))})"
     near = _nearest_file(script, script.suffix, ".py")
-    return f"; did you mean {near}?" if near else "; give the path of the script"
+    command = nearest(typed, COMMANDS) if os.sep not in typed and not script.suffix else ""
+    meant = " or ".join(each for each in (f"elaunch {command}" if command else "", near) if each)
+    return f"; did you mean {meant}?" if meant else "; give the path of the script"

@@ -39,7 +39,6 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 GRADIENT_NORM_MAX = 1.0
 HELD_OUT_WINDOWS_MAX = 96
-SAMPLE_BYTES = 240
 # Dense bfloat16 of one device in TFLOPS, by a part of its name (the makers' data sheets). The first that fits counts.
 PEAK_TFLOPS = {"H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
@@ -149,11 +148,7 @@ def train_in_group(
     last_held_out = held_out_loss(parallel, windows)
     weights = parallel.weights()
     if place.leads:
-        # Without tensors of its own: the memory for a second network may not be there.
-        with torch.device("meta"):
-            final = new_gpt(config, torch.device("meta"))
-        final.load_state_dict(weights, assign=True)
-        recorder.finish(last_held_out.item(), weights, final.write(b"\n", SAMPLE_BYTES, seed=config.seed))
+        recorder.finish(last_held_out.item(), weights)
 
 
 class Windows:

@@ -130,17 +130,6 @@ def test_a_store_is_timed_and_refuses_a_wrong_token(tmp_path: Path) -> None:
     assert TOKEN not in json.dumps([right, wrong])
 
 
-def test_ports_that_are_taken_are_bad(tmp_path: Path) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-        code, checks = examined(tmp_path, "--master-port", port, *LIGHT)
-
-    assert code == 1
-    assert f"port {port} for MASTER_PORT: in use" in worst(checks["ports"])
-
-
 def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     no_place, typo = doctor(tmp_path, "--nnodes", "2"), doctor(tmp_path, "--nnode=2", "--stor", "x")
 
@@ -203,10 +192,3 @@ def test_a_healthy_node_joins_under_a_strict_check_and_says_nothing(tmp_path: Pa
 
     assert (ended.returncode, ended.stdout) == (0, "trained\n")
     assert "healthy" not in ended.stderr
-
-
-def test_a_health_check_is_off_warn_or_strict(tmp_path: Path) -> None:
-    ended = job(tmp_path, "--health-check", "maybe")
-
-    assert ended.returncode == 2
-    assert ended.stderr == "elaunch: --health-check maybe is not one of off, warn, strict\n"

@@ -159,20 +159,6 @@ def test_a_node_alone_ends_as_its_workers_do_when_its_store_was_killed(tmp_path:
         cluster.assert_nothing_is_left(cluster.nodes[0])
 
 
-@pytest.mark.slow
-def test_a_lost_node_that_is_not_the_head_costs_what_a_node_costs(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3, head=True) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3", env=TOKEN)
-        first = cluster.meeting(3)
-
-        cluster.nodes[1].power_off()
-
-        second = cluster.meeting(2, after=first)
-        assert second.hosts == [host for host in first.hosts if host != "node1"]
-        assert second.restarts == 0
-        cluster.end(0, 2)
-
-
 def test_a_head_that_is_started_again_has_no_history_and_the_others_end(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2, head=True) as cluster:
         cluster.start(0, 1, nnodes="2", env=TOKEN)

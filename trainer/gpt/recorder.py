@@ -20,7 +20,7 @@ from torch import Tensor
 from elaunch.trainer.checkpoint.checkpoints import tensors_sha256
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
-from elaunch.trainer.gpt.progress import Line, Progress, printable
+from elaunch.trainer.gpt.progress import Line, Progress
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
@@ -139,13 +139,12 @@ class Recorder:
         if is_checkpoint or step % self._log_every == 0:
             self._write_lines(durably=is_checkpoint)
 
-    def finish(self, held_out: float, weights: dict[str, Tensor], sample: bytes) -> None:
-        """Show what the model has learnt, and write `result.json`, whose presence makes the run complete."""
+    def finish(self, held_out: float, weights: dict[str, Tensor]) -> None:
+        """Show the result, and write `result.json`, whose presence makes the run complete."""
         config, place, loss = self._config, self._place, self.loss
         self._progress.say(
             f"done: {config.steps} steps, loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte; {self._run.path}"
         )
-        print(f"--- a sample of what it writes ---\n{printable(sample)}\n---", flush=True)
         ledger = audit_folder(self._run.ledger, steps=config.steps).text if config.ledger else None
         if ledger is not None:
             self._progress.say(f"ledger: {ledger}")

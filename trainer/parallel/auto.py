@@ -206,7 +206,8 @@ def chosen(
         begun_s = time.monotonic()
 
         def measure(option: PlanOption) -> PlanTrial:
-            tried = replace(config, parallel=option.text)
+            # If nothing is compared, nothing is compiled: that takes no less memory.
+            tried = replace(config, parallel=option.text, compile=config.compile and len(among) > 1)
             sizes = option.candidate.sizes
             return try_plan(tried, sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
 

@@ -125,9 +125,7 @@ else:
 
 
 @pytest.mark.parametrize("entry", ["-m", "script"])
-@pytest.mark.parametrize(
-    "module", ["elaunch.launcher", "elaunch.launcher.cli", "elaunch.launcher.errors", "elaunch.launcher.options.table"]
-)
+@pytest.mark.parametrize("module", ["elaunch.launcher", "elaunch.launcher.options.table"])
 def test_a_ctrl_c_while_the_command_imports_ends_it_without_a_word(module: str, entry: str) -> None:
     pyproject = (REPOSITORY / "pyproject.toml").read_text()
     scripts = re.findall(r'^elaunch = "(.+)"$', pyproject, re.MULTILINE)
@@ -156,7 +154,7 @@ def test_a_reader_that_has_read_enough_of_an_answer_is_no_error(
     assert not isinstance(ended.value, SystemExit) or ended.value.code == 0
 
 
-@pytest.mark.parametrize("words", ["--help", "--version", "submit --help", "submit k8s --help"])
+@pytest.mark.parametrize("words", ["--help", "submit k8s --help"])
 def test_a_text_whose_reader_is_gone_is_no_error(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -168,7 +166,7 @@ def test_a_text_whose_reader_is_gone_is_no_error(words: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("words", ["--help", "--version", "status --help"])
+@pytest.mark.parametrize("words", ["--help"])
 def test_a_text_that_a_full_disk_does_not_take_is_a_sentence(words: str) -> None:
     with Path("/dev/full").open("wb") as full:
         ended = subprocess.run(
@@ -177,18 +175,6 @@ def test_a_text_that_a_full_disk_does_not_take_is_a_sentence(words: str) -> None
 
     said = b"elaunch: stdout cannot be written (No space left on device); make room there, or write it elsewhere\n"
     assert (ended.returncode, ended.stderr) == (3, said)
-
-
-def test_stdout_may_be_closed() -> None:
-    ended = subprocess.run(
-        ["sh", "-c", '"$@" >&-', "sh", *COMMAND, "--version"],
-        stderr=subprocess.PIPE,
-        env=environment(),
-        timeout=180,
-        check=False,
-    )
-
-    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_the_options_of_the_bundled_trainer_are_shown_without_a_job(tmp_path: Path) -> None:

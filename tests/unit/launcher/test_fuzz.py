@@ -8,7 +8,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elaunch.agent.guardian.guardian import JOB_VARIABLES, Kin
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import HostResources
@@ -258,31 +257,6 @@ def test_a_list_of_hosts_is_no_longer_than_an_allocation(text: str) -> None:
 # What fuzzing and reading found, by name.
 
 
-@pytest.mark.parametrize("run_id", ["a\nb", "\udcff", "a\x1b[2J", "a\0b"])
-def test_a_jobs_name_can_be_shown(run_id: str) -> None:
-    with pytest.raises(UsageError, match="cannot be shown"):
-        parse(["--run-id", run_id, "t.py"], {}, no_file)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "nnodes: " + NESTED, "a: " + "{b: " * 20_000, "a: " + "[" * 999, "- " * 30_000, "? " * 30_000,
-        'role: "\\UFFFFFFFF"', "%YAML 1." + "9" * 5000 + "\n---\nnnodes: 2\n",
-        'args: ["a\\0b"]\nscript: t.py\n', 'script: "\\ud800.py"\n', "? [a, b]\n: c\n", "role: x\0y\n",
-        "a: &a0 [x]\n" + "".join(f"b{i}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(20)),
-        "? &a [x]\n: 1\n" + "? &b [" + ", ".join(["*a"] * 9) + "]\n: 1\n",
-        "nnodes: 2 # " + "x" * (1 << 20),
-    ],
-    ids=lambda text: text[:15].strip(),
-)  # fmt: skip
-def test_a_hostile_job_file_is_a_sentence_in_a_moment(text: str) -> None:
-    with bounded(), pytest.raises(UsageError, match=r"job\.yaml") as caught:
-        parse_file(text, "job.yaml")
-
-    assert len(str(caught.value)) < 1000
-
-
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev", "/nowhere", "a\0b"])
 def test_a_job_file_that_is_no_file_is_a_sentence(path: str) -> None:
     with bounded(), pytest.raises(UsageError, match="--config"):
@@ -296,27 +270,3 @@ def test_a_file_that_a_scheduler_names_is_not_waited_for(tmp_path: Path) -> None
 
     with pytest.raises(OSError, match="not a regular file"):
         read_small(str(tmp_path / "pipe"))
-
-
-@pytest.mark.parametrize("token", ["0123456789abcdef\udce9", "0123456789abcdef\n1", "0123456789abcdef\x00"])
-def test_a_token_that_nobody_can_type_is_a_sentence(token: str) -> None:
-    options = parse(["--nnodes", "2", "--rdzv-endpoint", "a", "t.py"], {}, no_file)
-
-    with pytest.raises(UsageError, match="token in ELAUNCH_TOKEN has characters"):
-        plan(options, {"ELAUNCH_TOKEN": token}, lambda _: "")
-
-
-@given(st.dictionaries(st.sampled_from(JOB_VARIABLES), VALUE))
-@example({"OAR_JOB_ID": "1\n2"})
-@example(dict.fromkeys(JOB_VARIABLES, "\udcff" * 100_000))
-def test_a_guardian_knows_its_job_by_whatever_a_scheduler_calls_it(jobs: dict[str, str]) -> None:
-    with bounded():
-        kin = Kin.of_this_process("c0ffee00c0ffee00", jobs)
-        words = kin.text()
-        read = Kin.read(words)
-
-    assert vars(read) == vars(kin)
-    # An argument of a program, whatever the locale.
-    assert words.isascii()
-    assert len(words) < 100_000
-    assert "\0" not in words

@@ -23,11 +23,9 @@ from elaunch.launcher.host import (
     interpreter_options,
     own_address,
     owner_of,
-    physical_cores,
     read_quota_cpus,
     routable_addresses,
     socket_variables,
-    within_quota,
 )
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.resolve import HostAddress
@@ -68,12 +66,6 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(variable: str, expected: 
     assert numbers(NVIDIA, CUDA_VISIBLE_DEVICES=variable) == expected
 
 
-def test_without_a_variable_all_gpus_are_visible() -> None:
-    assert numbers(NVIDIA) == [0, 1, 2, 3]
-    assert numbers(NVIDIA, HIP_VISIBLE_DEVICES="0") == [0, 1, 2, 3]
-    assert visible((), {"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
-
-
 def test_amds_variables_narrow_one_after_the_other() -> None:
     assert numbers(AMD, ROCR_VISIBLE_DEVICES="3,2,1", HIP_VISIBLE_DEVICES="0,2") == [3, 1]
     assert numbers(AMD, CUDA_VISIBLE_DEVICES="1") == [1]
@@ -94,13 +86,6 @@ def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_dri
     assert gpus == (Gpu(Vendor.NVIDIA, "GPU-2-abc", 0), Gpu(Vendor.NVIDIA, "GPU-1-abc", 1))
 
 
-def test_device_nodes_alone_are_counted_too(tmp_path: Path) -> None:
-    write(tmp_path, "dev/nvidia0")
-    write(tmp_path, "dev/nvidia12")
-
-    assert read_gpus(tmp_path, usable=lambda node: True) == (Gpu(Vendor.NVIDIA),) * 2
-
-
 def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(tmp_path: Path) -> None:
     base = "sys/class/kfd/kfd/topology/nodes"
     write(tmp_path, f"{base}/0/properties", "cpu_cores_count 64\nsimd_count 0\n")
@@ -112,18 +97,6 @@ def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(tm
     gpus = read_gpus(tmp_path, usable=lambda node: node.name != "renderD130")
 
     assert gpus == (Gpu(Vendor.AMD, "GPU-00000000000000ff", 1), Gpu(Vendor.AMD, "", -1))
-
-
-def test_hardware_threads_of_one_core_are_one_core() -> None:
-    siblings = {0: "0,4", 4: "0,4", 1: "1,5", 5: "1,5"}
-
-    assert physical_cores([0, 4, 1, 5], siblings) == 2
-    assert physical_cores([0, 1, 7], siblings) == 3
-
-
-@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (100.0, 8), (2.5, 2), (0.5, 1)])
-def test_a_cpu_quota_limits_the_cores(quota: float | None, cores: int) -> None:
-    assert within_quota(8, quota) == cores
 
 
 def test_the_tightest_quota_of_a_v2_group_and_those_above_it_counts(tmp_path: Path) -> None:
@@ -273,15 +246,6 @@ def test_an_address_that_cannot_be_used_without_ipv6_does_not_count(off: str) ->
     # Where only the loopback interface is without IPv6, the host has an address of the link.
     others = "10.98.0.1" if off == "all" else "2001:db8::7 10.98.0.1"
     assert in_a_host("10.98.0.1/24", code=code) == f"['127.0.0.1'] THIS_HOST {others} OTHER_HOST"
-
-
-def test_without_a_default_route_the_only_interface_has_the_address() -> None:
-    code = _OWN_NAME + "print(own_address([Endpoint('host0', 9)]), owner_of('host0').name)"
-
-    assert in_a_host("10.9.8.7/24", code=code) == "10.9.8.7 THIS_HOST"
-    assert in_a_host("fd00:9::7/64", code=code) == "fd00:9::7 THIS_HOST"
-    # No other host can have this address.
-    assert in_a_host(code=code) == "127.0.1.1 THIS_HOST"
 
 
 def test_of_several_interfaces_none_is_guessed() -> None:

@@ -95,16 +95,6 @@ def test_the_traceback_is_shown_once_and_what_was_printed_before_it_too() -> Non
     assert "its last 2 lines" in text
 
 
-def test_the_traceback_of_a_data_loaders_worker_is_not_shown_twice() -> None:
-    whole = f"{TRACEBACK.replace('bad', 'Caught ValueError in DataLoader worker process 0.')}\nOriginal {TRACEBACK}"
-    printed = "\n".join(f"[rank5]: {line}" for line in whole.splitlines())
-
-    text = failed(replace(RAISED, traceback=whole, tail=f"epoch 1\n{printed}\n"))
-
-    assert text.count("ValueError: Caught ValueError") == 1
-    assert "    epoch 1" in text
-
-
 def test_without_a_traceback_the_end_of_stderr_is_shown_and_no_more() -> None:
     text = failed(replace(KILLED, tail="".join(f"line {n}\n" for n in range(100))))
 
@@ -167,33 +157,11 @@ def test_a_success_after_restarts_says_how_many() -> None:
     assert "2 of 3 restarts" in text
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OutcomeKind if kind is not OutcomeKind.REFUSED])
-def test_kept_output_that_lacks_something_is_said_to_and_no_page_of_it_is_offered(kind: OutcomeKind) -> None:
-    outcome = replace(FAILED, kind=kind)
-
-    lacking, whole = (report(outcome, SPEC, Path("/logs/job_1"), is_incomplete) for is_incomplete in (True, False))
-
-    assert "/logs/job_1, incomplete: some of it could not be written\n" in lacking
-    assert "elaunch report" not in lacking
-    assert "incomplete" not in whole
-    is_failure = kind in (OutcomeKind.FAILED, OutcomeKind.UNKNOWN)
-    assert whole.endswith("elaunch: the run as a page: elaunch report /logs/job_1\n") == is_failure
-
-
 def test_a_node_that_does_not_fit_the_job_says_why_and_names_no_output_for_it_had_none() -> None:
     refused = replace(FAILED, kind=OutcomeKind.REFUSED, reason="--nnodes 2 there, 3 here", failure=None)
 
     assert report(refused, SPEC, Path("/logs/job_1")) == "elaunch: --nnodes 2 there, 3 here\n"
     assert refused.exit_code == 2
-
-
-def test_an_end_that_is_not_known_says_why_and_its_exit_code() -> None:
-    unknown = replace(FAILED, kind=OutcomeKind.UNKNOWN, reason="the store did not answer for 60 s", failure=None)
-
-    text = report(unknown, SPEC, Path("/logs/job_1"))
-
-    assert text.startswith("elaunch: the store did not answer for 60 s; exit code 3\n")
-    assert "/logs/job_1" in text
 
 
 def test_the_first_failures_record_is_handed_on_with_its_exit_code(tmp_path: Path) -> None:
@@ -230,14 +198,6 @@ def test_where_there_is_no_whole_record_ours_is_handed_on(tmp_path: Path, text: 
     assert message["errorCode"] == 1
 
 
-def test_no_error_file_is_written_without_a_failure_or_a_place(tmp_path: Path) -> None:
-    write_error_file(replace(FAILED, failure=None), str(tmp_path / "a.json"))
-    write_error_file(FAILED, None)
-    write_error_file(FAILED, "")
-
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- more than anybody reads
 
 CUT = replace(
@@ -260,13 +220,6 @@ def test_a_long_traceback_is_shown_by_its_ends_and_the_report_says_what_is_missi
     assert any("characters are left out here" in line for line in lines), "nor in the record"
     assert any("RuntimeError: xxx" in line and "more characters)" in line for line in lines)
     assert "  in full   : /logs/5/error.json on node-a" in lines
-
-
-def test_without_a_log_folder_no_file_is_named_that_will_be_gone() -> None:
-    text = failed(CUT)
-
-    assert "  in full   : in the output of elaunch on node-a; --log-dir FOLDER keeps it in a file\n" in text
-    assert "error.json" not in text
 
 
 def test_a_module_that_python_does_not_find_is_one_sentence() -> None:
@@ -337,10 +290,6 @@ def refused(failure: Failure) -> str:
 )
 def test_another_end_with_few_words_has_the_whole_report(other: Failure) -> None:
     assert "Root Cause" in refused(other)
-
-
-def test_a_job_that_has_restarted_says_why_it_stopped_after_any_failure() -> None:
-    assert "Why it stopped: " in failed(WRONG_ARGUMENTS)
 
 
 def test_the_object_says_in_which_generation_the_failure_happened() -> None:

@@ -147,9 +147,7 @@ ERROR_RECORDS = (
     | st.sampled_from([NESTED, '{"message":' * 900 + "1" + "}" * 900, "", "7"])
     | TEXTS
 )
-FACTS = Facts(
-    {"/dev/shm": Space("/dev/shm", 1, 0), ".": Space("/", 0, 0)}, gpu_errors=("Xid (0): 79",), oom_killed=True
-)
+FACTS = Facts({"/dev/shm": Space("/dev/shm", 1, 0), ".": Space("/", 0, 0)}, gpu_errors=("Xid (0): 79",))
 PLACE = Place(1, "a-1", "a", 0, 0, 17)
 HEAD = 'Traceback (most recent call last):\n  File "a", line 1, in f\n'
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))

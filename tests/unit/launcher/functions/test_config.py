@@ -101,25 +101,12 @@ def test_the_configuration_of_an_older_torch_has_the_defaults_of_the_fields_that
     assert call._config == with_all
 
 
-def test_one_node_has_nobody_to_meet() -> None:
-    read = options(rdzv_backend="c10d", rdzv_endpoint="localhost:0", rdzv_configs={"store_type": "file"}, run_id="job")
-
-    assert not {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"} & set(read.given)
-    assert (read.nnodes, read.nproc_per_node, read.run_id, read.max_restarts) == ((1, 1), 2, "job", 3)
-
-
 def test_a_static_endpoint_is_the_master_also_of_one_node() -> None:
     read = options(rdzv_backend="static", rdzv_endpoint="127.0.0.1:29500", rdzv_configs={"rank": 0})
 
     assert read.rdzv_backend == "static"
     assert str(read.rdzv_endpoint[0]) == "127.0.0.1:29500"
     assert read.node_rank == 0
-
-
-def test_further_options_win() -> None:
-    read = options(max_restarts=0, options=("--max-restarts", "5", "--failure-grace", "1.5"))
-
-    assert (read.max_restarts, read.failure_grace) == (5, 1.5)
 
 
 def test_log_folder_and_streams(tmp_path: Path) -> None:

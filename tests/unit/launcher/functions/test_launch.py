@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.launcher.functions.launch import _Forwarding, _outcome
+from elaunch.launcher.functions.launch import _Forwarding
 from tests.harness import RUN_LIMIT_S
 
 
@@ -72,11 +71,6 @@ def test_in_the_background_of_a_script_sigint_reaches_the_job_and_under_nohup_si
 
     assert forwarding.seen == [signal.SIGINT]
     assert handlers == [signal.SIG_IGN, signal.SIG_IGN]
-
-
-def test_the_answer_of_a_job_that_was_killed_while_it_wrote_is_none() -> None:
-    assert _outcome(io.BytesIO(b'{"outcome": "fai')) == {}
-    assert _outcome(io.BytesIO(b"")) == {}
 
 
 # Ctrl-C comes when elaunch's own modules are being imported.

@@ -39,20 +39,6 @@ def test_a_pod_of_an_indexed_job_knows_its_index_and_the_heads_full_name() -> No
     assert cluster.sources == ("JOB_COMPLETION_INDEX",)
 
 
-def test_without_a_service_nobody_knows_the_head() -> None:
-    cluster = found("train-1", POD | {"JOB_COMPLETION_INDEX": "1"})
-
-    assert cluster
-    assert (cluster.head, cluster.node_index, cluster.run_id) == (None, 1, "train")
-
-
-def test_a_host_name_that_is_not_the_jobs_names_no_head() -> None:
-    cluster = found("something", POD | {"JOB_COMPLETION_INDEX": "1"}, "else.team.svc.cluster.local")
-
-    assert cluster
-    assert (cluster.head, cluster.run_id, cluster.node_index) == (None, None, 1)
-
-
 @pytest.mark.parametrize(("hostname", "index"), [("lws-2", 0), ("lws-2-3", 3)])
 @pytest.mark.parametrize("tells_index", [True, False])
 def test_a_leader_worker_set_says_it_all(hostname: str, index: int, tells_index: bool) -> None:
@@ -149,15 +135,3 @@ def test_pods_that_meet_at_an_open_etcd_need_no_secret() -> None:
     made = planned(cluster, ELAUNCH_ENDPOINT="etcd:2379")
 
     assert (made.plan.endpoints[0].host, made.plan.token, made.hands_over) == ("etcd", "", False)
-
-
-@pytest.mark.parametrize(("said", "is_warned"), [({}, True), ({"PET_NNODES": "1"}, False)])
-def test_pods_that_do_not_know_how_many_they_are_say_so(said: dict[str, str], is_warned: bool) -> None:
-    environ = POD | {"JOB_COMPLETION_INDEX": "1"}
-    cluster = found("train-1", environ, "train.team.svc.cluster.local")
-    assert cluster
-
-    config = agent_config(settle(options_of(**said), cluster), planned(cluster), {}, CPU_HOST)
-
-    assert any("set PET_NNODES to their number" in note for note in config.notes) == is_warned
-    assert (config.spec.nodes_max, config.spec.run_id) == (1, "team-train")

@@ -146,24 +146,3 @@ def test_what_cannot_be_is_said_in_a_sentence(words: list[str], sentence: str) -
         understand(read(COMMAND, *words))
 
     assert sentence in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["train.py"], "train"),
-        (["src/My_Trainer.py"], "my-trainer"),
-        (["-m", "team.lm.train"], "train"),
-        (["3d.py"], "job-3d"),
-        (["--name", "lm-7", "train.py"], "lm-7"),
-    ],
-)
-def test_a_job_is_called_by_its_program(words: list[str], name: str) -> None:
-    assert understand(read(COMMAND, *IMAGE, *words)).name == name
-
-
-@pytest.mark.parametrize("typed", ["a:2379,b:2379", "https://a:2379,https://b:2379", "https://a:2379,b:2379"])
-def test_an_etcd_with_certificates_is_spoken_to_over_tls(typed: str) -> None:
-    asked = understand(read(COMMAND, *IMAGE, "--etcd", typed, "--etcd-secret", "tls", "train.py"))
-
-    assert asked.etcd == "https://a:2379,https://b:2379"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -42,52 +40,11 @@ def submitted(*words: str) -> list[Object]:
     return [*companions(asked), job(asked)]
 
 
-def unknown(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
-    """The fields of `ours` that a model did not take over."""
-    if isinstance(ours, dict):
-        for name, value in ours.items():
-            if name not in (theirs or {}):
-                yield f"{path}.{name}"
-            else:
-                yield from unknown(value, theirs[name], f"{path}.{name}")
-    elif isinstance(ours, list):
-        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            yield from unknown(one, other, f"{path}[{i}]")
-    elif ours != theirs:
-        yield f"{path} = {ours}"
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_manifests_are_what_kubernetes_knows(folder: str, version: str) -> None:
     for each in rendered(folder):
         kubernetes_validate.validate(each, version, strict=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("model", "made"),
-    [
-        ("JobsetV1alpha2JobSet", lambda: the("JobSet", rendered("jobset"))),
-        (
-            "TrainerV1alpha1ClusterTrainingRuntime",
-            lambda: the("ClusterTrainingRuntime", rendered("kubeflow")),
-        ),
-        (
-            "TrainerV1alpha1TrainJob",
-            lambda: yaml.safe_load((K8S / "kubeflow" / "trainjob.yaml").read_text()),
-        ),
-    ],
-    ids=["JobSet", "ClusterTrainingRuntime", "TrainJob"],
-)
-def test_the_custom_resources_are_what_their_published_models_know(model: str, made: Any) -> None:
-    # Imported here: it takes a second, and every process of a test run collects this file.
-    published = importlib.import_module("kubeflow_trainer_api.models")
-    ours = made()
-
-    theirs = getattr(published, model).from_dict(ours).to_dict()
-
-    assert not list(unknown(ours, theirs))
 
 
 @pytest.mark.parametrize("folder", ALL)
@@ -200,15 +157,6 @@ def test_the_etcd_is_open_to_jobs_and_its_members_alone() -> None:
     assert elsewhere["namespaceSelector"]["matchLabels"]
     assert [set(source) for source in metrics["from"]] == [{"namespaceSelector"}]
     assert peers["from"] == [{"podSelector": spec["podSelector"]}]
-
-
-def test_the_etcds_members_reach_each_other_and_dns() -> None:
-    spec = the("NetworkPolicy", rendered("etcd"))["spec"]
-
-    members, dns = spec["egress"]
-    assert members["to"] == [{"podSelector": spec["podSelector"]}]
-    assert "to" not in dns
-    assert {(each["port"], each["protocol"]) for each in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
 
 
 def test_a_submission_is_the_base() -> None:

@@ -50,23 +50,6 @@ def test_a_range_of_nodes_lives_on_with_what_is_left_of_it() -> None:
     assert "#SBATCH --job-name=pkg.train\n" in text
 
 
-def test_what_has_blanks_is_one_word_to_sbatch_and_the_users_own_lines_are_the_last() -> None:
-    text = written("--name", "my train", "--sbatch=--signal=USR1@300", '--sbatch=--comment=a "b" #c', "t.py")
-
-    lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert lines[0] == '#SBATCH --job-name="my train"'
-    assert lines[-2:] == ["#SBATCH --signal=USR1@300", r'#SBATCH --comment="a \"b\" #c"']
-    assert written("--sbatch=-C ib", "t.py").count("\n#SBATCH -C ib\n") == 1
-
-
-def test_a_job_that_is_not_to_be_queued_again_is_not() -> None:
-    text = written("--no-requeue", "--notice", "120", "train.py")
-
-    assert "#SBATCH --no-requeue\n" in text
-    assert "#SBATCH --signal=USR1@120\n" in text
-    assert "scontrol" not in text
-
-
 @pytest.mark.parametrize("code", [0, 1, 138, 140])
 def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_path: Path, code: int) -> None:
     for name, text in (("srun", f"exit {code}"), ("scontrol", "echo asked to $1 $2 >&2")):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.host import NoAddress
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store import connect
@@ -106,31 +105,6 @@ def test_a_schedulers_node_reaches_the_store_that_its_head_serves() -> None:
     served.close()
 
 
-@pytest.mark.parametrize("scheduler", ["Slurm", ""])
-def test_under_a_scheduler_the_heads_name_may_take_as_long_as_a_node(
-    monkeypatch: pytest.MonkeyPatch, scheduler: str
-) -> None:
-    monkeypatch.setattr(connect, "_ADDRESS_WAIT_S", 0.0)
-    monkeypatch.setattr(connect, "_ADDRESS_PAUSE_S", 0.01)
-    options = parse(["--nnodes", "2", "--rdzv-endpoint", "nobody.invalid", "t.py"], {})
-    answers = [NoAddress("not yet"), NoAddress("not yet"), "192.0.2.7"]
-
-    def own_address(*_: object) -> str:
-        answer = answers.pop(0)
-        if isinstance(answer, str):
-            return answer
-        raise answer
-
-    monkeypatch.setattr(connect, "own_address", own_address)
-    planned = plan(options, {}, str, Cluster(scheduler) if scheduler else None)
-
-    if scheduler:
-        assert connect._own_address(planned, print) == "192.0.2.7"
-    else:
-        with pytest.raises(SiteError, match="is --rdzv-endpoint right"):
-            connect._own_address(planned, print)
-
-
 def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
     options = parse(["--nnodes", "2", "--local-addr", "127.0.0.1", "t.py"], {})
     return options, plan(options, {"ELAUNCH_TOKEN": "told to all pods"} if cluster.is_of_pods else {}, str, cluster)
@@ -183,14 +157,6 @@ def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
 )
 def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str, line: str) -> None:
     assert line_for_others(*asked(*shlex.split(typed)), token="") == line
-
-
-def test_what_came_from_variables_is_written_out() -> None:
-    found = asked("t.py", PET_NNODES="2:4", ELAUNCH_ENDPOINT="host0:5")
-
-    assert line_for_others(*found, token="abc") == (
-        "ELAUNCH_TOKEN=abc elaunch --nnodes 2:4 --rdzv-endpoint host0:5 t.py"
-    )
 
 
 @pytest.mark.parametrize(

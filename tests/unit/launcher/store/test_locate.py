@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import parse
-from elaunch.launcher.options.rdzv_conf import SETTINGS, understand
+from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, Serving, plan
 from elaunch.rendezvous.endpoint import Endpoint, Login, Tls, Transport
@@ -52,15 +52,6 @@ def test_one_node_is_alone_with_a_store_in_its_memory(argv: tuple[str, ...]) -> 
     assert found.serving is Serving.NOTHING
 
 
-def test_what_one_node_does_not_need_is_listed_unless_the_job_is_standalone() -> None:
-    asked = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1", "--rdzv-conf", "a=b", "--store", "memory")
-
-    names = [name for name, _ in planned(*asked).ignored]
-
-    assert names == ["--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--store"]
-    assert planned("--standalone", *asked[:6]).ignored == ()
-
-
 # --- where the store is
 
 
@@ -87,13 +78,6 @@ def test_etcd_is_one_that_runs_already(backend: str) -> None:
     assert found.plan.serving is Serving.NOTHING
     assert [note for note in found.notes if "v2 API is gone" in note] == list(found.notes)
     assert bool(found.notes) is (backend == "etcd-v2")
-
-
-def test_a_cluster_is_several_endpoints_and_nobody_serves() -> None:
-    found = plan_of(*TWO, "--rdzv-endpoint", "a:1,b:2,[::1]:3")
-
-    assert [str(endpoint) for endpoint in found.endpoints] == ["a:1", "b:2", "[::1]:3"]
-    assert found.serving is Serving.NOTHING
 
 
 def test_the_endpoint_may_come_from_variables_of_ours_and_etcdctls() -> None:
@@ -158,12 +142,6 @@ def test_a_rank_out_of_range_is_refused_where_ranks_are_given() -> None:
     assert (c10d.plan.node_rank, c10d.plan.master_addr) == (None, None)
 
 
-def test_the_last_port_leaves_none_for_the_store() -> None:
-    sentence = sentence_of(*TWO, "--node-rank", "0", "--master-addr", "a", "--master-port", "65535")
-
-    assert sentence.startswith("the job's store uses the port after --master-port 65535, and there is no such port")
-
-
 # --- who serves
 
 
@@ -179,13 +157,6 @@ def test_no_store_is_started_where_only_somebody_elses_can_be(argv: tuple[str, .
     assert sentence_of(*TWO, *argv, "--store", "memory") == (
         f"--store memory would start a store, and {words}; leave --store out"
     )
-
-
-@pytest.mark.parametrize("value", ["1", "true", "yes", "T", "0", "n"])
-def test_the_host_may_be_told_that_it_is_one(value: str) -> None:
-    is_host = value in ("1", "true", "yes", "T")
-
-    assert plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"is_host={value}").is_head is is_host
 
 
 # --- secrets
@@ -235,25 +206,6 @@ def test_a_user_of_etcd_is_etcdctls_or_the_settings(conf: str, environ: dict[str
 
 
 @pytest.mark.parametrize(
-    ("argv", "environ"),
-    [
-        (("--rdzv-endpoint", "a:1,b:2"), {"ETCDCTL_USER": "me:pw"}),
-        (("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "user=me,password_file=f"), {}),
-        (("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "transport=grpc"), {"ETCDCTL_USER": "me:pw"}),
-        (("--rdzv-backend", "etcd"), {"ELAUNCH_ENDPOINT": "a:1,b:2", "ETCDCTL_USER": "me:pw"}),
-        ((), {"PET_RDZV_ENDPOINT": "a:1,b:2", "PET_RDZV_CONF": "user=me,password_file=f"}),
-    ],
-)
-def test_a_password_for_an_etcd_wants_to_hear_whether_there_is_tls(
-    argv: tuple[str, ...], environ: dict[str, str]
-) -> None:
-    assert sentence_of(*TWO, *argv, **environ) == (
-        "the password of etcd's user me is sent over TLS only, and a:1,b:2 does not say whether TLS is spoken there;"
-        " type https://a:1,https://b:2, or type http://a:1,http://b:2 to send it unencrypted"
-    )
-
-
-@pytest.mark.parametrize(
     "words",
     [("--rdzv-endpoint", "http://a:1,http://b:2"), ("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "protocol=http")],
 )
@@ -265,27 +217,6 @@ def test_http_that_was_typed_is_an_etcd_without_tls_and_a_password_goes_there_wi
     assert (found.plan.plainly, found.plan.tls, found.plan.serving) == (True, None, Serving.NOTHING)
     assert sum("the password of etcd's user me goes unencrypted to" in note for note in found.notes) == 1
     assert sum("the token is not used: " in note for note in found.notes) == 1
-
-
-@pytest.mark.parametrize(
-    ("conf", "sentence"),
-    [
-        ("user=me", "etcd's user me has no password; add --rdzv-conf password_file=FILE or ETCDCTL_PASSWORD"),
-        ("password_file=f", "--rdzv-conf password_file=f has no user; add user=NAME"),
-        (
-            "user=me:pw",
-            "--rdzv-conf user shows a password to everybody on this host; put it in a file and give password_file,"
-            " or set ETCDCTL_PASSWORD",
-        ),
-        (
-            "password=pw",
-            "--rdzv-conf password would show a secret to every user of this host; put it in a file and give"
-            " password_file, or set ETCDCTL_PASSWORD",
-        ),
-    ],
-)
-def test_half_a_login_and_a_password_in_sight_are_refused(conf: str, sentence: str) -> None:
-    assert sentence_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf) == sentence
 
 
 def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> None:
@@ -303,16 +234,6 @@ def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> 
 
 
 # --- certificates
-
-
-@pytest.mark.parametrize("names", [("cacert", "cert", "key"), ("ca_cert", "ssl_cert", "ssl_cert_key")])
-def test_the_files_of_both_of_torchs_etcd_backends_are_known(names: tuple[str, str, str]) -> None:
-    conf = ",".join(f"{name}=/{i}" for i, name in enumerate(names))
-
-    found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"protocol=https,{conf}")
-
-    assert found.tls == Tls("/0", "/1", "/2")
-    assert plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf).tls == found.tls
 
 
 @pytest.mark.parametrize(
@@ -341,50 +262,6 @@ def test_torchruns_times_are_ours_by_other_names() -> None:
 
     assert (times.join_timeout_s, times.last_call_s, times.store_timeout_s) == (900, 30, 120)
     assert times_of("timeout=900").join_timeout_s == 900
-
-
-@pytest.mark.parametrize(
-    ("conf", "ttl_s"),
-    [
-        ("keep_alive_interval=5,keep_alive_max_attempt=3", 15),
-        ("keep_alive_interval=1", 3),
-        ("keep_alive_max_attempt=2", 10),
-        ("keep_alive_interval=1.5", 5),
-        ("lease_ttl=7", 7),
-    ],
-)
-def test_the_lease_is_as_long_as_torchrun_would_wait_for_a_silent_node(conf: str, ttl_s: int) -> None:
-    times = times_of(conf)
-
-    assert times.lease_ttl_s == ttl_s
-    times.check()
-
-
-def test_graces_of_the_command_line_are_among_the_times() -> None:
-    times = times_of("is_host=1", "--stop-grace", "700", "--failure-grace", "3", "--hang-timeout", "60")
-
-    assert (times.stop_grace_s, times.failure_grace_s, times.hang_timeout_s) == (700, 3, 60)
-    assert times.join_timeout_s > 700
-
-
-@pytest.mark.parametrize(
-    ("conf", "taken_s"),
-    [
-        ("join_timeout=2", 2),
-        ("timeout=0.5", 0.5),
-        ("join_timeout=20,lease_ttl=10", 20),
-        ("last_call_timeout=700,join_timeout=700", 700),
-        ("join_timeout=5,last_call_timeout=1,timeout=5", 5),
-        ("join_timeout=5,timeout=5.0", 5),
-        ("lease_ttl=15,keep_alive_interval=5,join_timeout=9", 9),
-    ],
-)
-def test_a_join_timeout_is_what_was_typed_and_takes_no_line(conf: str, taken_s: float) -> None:
-    found = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf, "--stop-grace", "300")
-
-    assert (found.plan.times.join_timeout_s, found.notes) == (taken_s, ())
-    # A store is given more time than other nodes: it may be one that is restarted.
-    assert found.plan.times.store_wait_s == max(taken_s, 60)
 
 
 @pytest.mark.parametrize(
@@ -441,27 +318,6 @@ def test_the_prefix_of_the_keys_is_the_same_however_its_slashes_are_typed(typed:
     assert found.prefix == "/teams/vision/"
 
 
-@pytest.mark.parametrize(
-    ("typed", "sentence"),
-    [
-        ("/", "etcd_prefix=/ names no prefix; give one like /teams/vision/"),
-        ("//", "etcd_prefix=// names no prefix"),
-        ("/a/../b", "etcd_prefix=/a/../b has . or .. between its slashes, and etcd has no folders"),
-        ("./a", "has . or .. between its slashes"),
-        ("/a\nb", r"etcd_prefix='/a\nb' holds a character that cannot be printed"),
-        ("/a\x1b[2Jb", r"etcd_prefix='/a\x1b[2Jb' holds a character that cannot be printed"),
-        ("/a\udcff", r"etcd_prefix='/a\udcff' holds a character that cannot be printed"),
-        ("/" + "ä" * 127 + "/", "is longer than 255 bytes"),
-    ],
-)
-def test_a_prefix_that_cannot_be_meant_is_one_sentence(typed: str, sentence: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        understand({"etcd_prefix": typed})
-
-    assert sentence in str(raised.value)
-    assert str(raised.value).isprintable()
-
-
 def test_the_transport_can_be_grpc_and_then_nothing_is_served() -> None:
     found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc")
 
@@ -469,15 +325,6 @@ def test_the_transport_can_be_grpc_and_then_nothing_is_served() -> None:
     assert "does not speak gRPC" in sentence_of(
         *TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc", "--store", "memory"
     )
-
-
-def test_a_job_without_a_name_on_somebodys_store_is_told_what_it_is_called() -> None:
-    named = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-backend", "etcd", "--rdzv-id", "mine")
-    unnamed = planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-backend", "etcd")
-
-    assert named.notes == ()
-    assert unnamed.notes == ("the job is unnamed; if several jobs share the store, give each its own --run-id",)
-    assert planned(*TWO, "--rdzv-endpoint", "a").notes == ()
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])

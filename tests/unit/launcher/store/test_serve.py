@@ -24,7 +24,6 @@ from elaunch.launcher.store.serve import (
     StoreProcess,
     check_descriptors,
     listen,
-    listen_everywhere,
     serve,
     serve_if_head,
 )
@@ -34,7 +33,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Absent, Denied, Put, Txn
 from elaunch.rendezvous.times import Times
 from tests.etcd import QUICK, VERSIONS, Etcd
-from tests.harness import DEADLINE_S, Job, free_ports, wait_for
+from tests.harness import DEADLINE_S, free_ports, wait_for
 
 KINDS = pytest.mark.parametrize(
     "kind",
@@ -261,16 +260,6 @@ def test_a_name_that_others_know_by_another_address_is_served_at_all_addresses(m
     by_address.listener.close()
 
 
-def test_two_servers_cannot_have_one_port() -> None:
-    endpoint = place()
-    one = listen(endpoint)
-    assert one
-
-    with one.listener:
-        assert listen(endpoint) is None
-        assert listen_everywhere(endpoint.port) is None
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_etcd_without_the_token_is_spoken_to_unless_the_job_has_one(version: str) -> None:
     with Etcd(version, options=QUICK) as etcd:
@@ -303,24 +292,3 @@ def test_a_job_of_more_nodes_than_can_be_served_is_refused_with_both_numbers_and
         " 1024; raise the hard limit to 8208 (ulimit -Hn, LimitNOFILE= of systemd), or use an etcd: --rdzv-endpoint"
         " etcd-host:2379"
     )
-
-
-def test_a_job_that_may_grow_beyond_what_can_be_served_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-
-    said: list[str] = []
-
-    check_descriptors((2, 1020), said.append)
-    check_descriptors((2, 1021), said.append)
-
-    assert len(said) == 1
-    assert "enough for a store of 1020 nodes, but --nnodes allows 1021: connections of further nodes may be" in said[0]
-
-
-def test_the_command_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    words = ("--nnodes", "16", "--rdzv-endpoint", f"localhost:{free_ports(1)[0]}", "--no-python", "true")
-
-    with Job(tmp_path, *words, prefix=("prlimit", "--nofile=70")) as job:
-        assert job.wait() == 2
-    assert "the limit of open files on this host is 70, which is enough for a store of 13 nodes" in job.stderr
-    assert "ELAUNCH_TOKEN" not in job.stderr

@@ -156,17 +156,6 @@ def test_a_node_waits_for_the_offer_as_long_as_the_heads_store_may_take_to_start
     assert tokens._OFFERED_S > START_S
 
 
-def test_a_store_whose_head_offers_nothing_is_not_waited_for(meeting: Meeting) -> None:
-    begun_s = time.monotonic()
-    with (
-        socket.create_server((meeting.endpoint.host, meeting.endpoint.port)),
-        pytest.raises(SiteError, match="Connection refused"),
-    ):
-        fetch(replace(meeting, may_be_etcd=False), 600, said)
-
-    assert time.monotonic() - begun_s < 300
-
-
 @contextmanager
 def impostor(meeting: Meeting, speak: Callable[[socket.socket], None]) -> Iterator[None]:
     """A stranger's listener at the port of the head's token hand-over, beside a store that listens."""
@@ -335,18 +324,6 @@ def test_what_others_could_have_put_there_is_not_believed(spoilt: Callable[[Path
     spoilt(Path(kept.path))
 
     assert KeptTokens().token_for(DER) == KeptTokens().place_of(PLACE) == ""
-    kept.remove()
-
-
-@pytest.mark.parametrize("host", ["localhost", "::1"])
-@pytest.mark.usefixtures("home")
-def test_a_store_at_a_loopback_address_is_at_that_of_its_own_host(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Endpoint(host, 29400)
-    kept = KeptToken(TOKEN, place)
-    here = KeptTokens().place_of(place)
-    monkeypatch.setattr(tokens, "_here", lambda: "boot 2, network net:[1]")
-
-    assert (here, KeptTokens().place_of(place)) == (f"~/.elaunch/stores/{fingerprint(DER)}", "")
     kept.remove()
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
-from elaunch.trainer.gpt.progress import Line, Progress, printable
+from elaunch.trainer.gpt.progress import Line, Progress
 from elaunch.trainer.gpt.recorder import Metrics, Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
@@ -196,7 +196,3 @@ def test_people_get_about_ten_lines_and_the_held_out_losses_from_rank_0_alone(sp
         assert shown[0] == "step 1/1000  loss 5.000  200 tokens/s  MFU 31.0 %  8:20 left"
         assert shown[1] == "held-out loss 2.500 after step 50"
         assert shown[-1].startswith("step 1000/1000")
-
-
-def test_generated_bytes_cannot_harm_a_terminal() -> None:
-    assert printable(b"def f():\n\t\x1b[2J\xff\r\xc3\xa9") == "def f():\n\\t\\x1b[2J\\xffé"
