@@ -26,8 +26,9 @@ _IN_CPP = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_CPP_LOG_LEVEL", 
 # Of the allocator's settings only the backend is read when torch is loaded (CUDACachingAllocator.cpp).
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 # These are read while modules are imported, and again whenever they are needed.
-_READ_AGAIN = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"} | {
-    *("TMPDIR", "TEMP", "TMP", "LOGNAME", "USER", "LNAME", "USERNAME")
+_READ_AGAIN = {
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"),
+    *("TMPDIR", "TEMP", "TMP", "LOGNAME", "USER", "LNAME", "USERNAME"),
 }
 
 

@@ -13,7 +13,7 @@ import sys
 # `typing` itself is not imported: a fresh worker imports this before its program.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from types import ModuleType
     from typing import Any
 
@@ -228,18 +228,14 @@ def _entries_kept() -> int:
 
 
 def _send_entries(end: Any, dumps: list[Any]) -> None:
-    _send_file(end, b"e", (dump(True, False) + b"\n" for dump in dumps))
-
-
-def _send_file(end: Any, kind: bytes, texts: Iterable[bytes]) -> None:
     """Send a file in memory: a packet holds only a small part of these texts."""
     fd = os.memfd_create("elaunch-answer", os.MFD_CLOEXEC)
     try:
-        for each in texts:
-            text = memoryview(each)
+        for dump in dumps:
+            text = memoryview(dump(True, False) + b"\n")
             while text:
                 text = text[os.write(fd, text) :]
         socket: Any = sys.modules["_socket"]
-        end.sendmsg([kind], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
+        end.sendmsg([b"e"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
     finally:
         os.close(fd)

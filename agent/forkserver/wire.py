@@ -20,8 +20,6 @@ from elaunch.strict_json import parse_json
 # By this variable and by this folder on PYTHONPATH an interpreter runs elaunch's sitecustomize.
 BOOT_VARIABLE = "ELAUNCH_BOOT"
 HOOK_DIR = str(Path(__file__).with_name("hook"))
-# The first word of the variable in a fresh worker, which is not to pause.
-FRESH = "fresh"
 # The name of a fork server that stays, as `ps -o comm` shows it.
 PROCESS_NAME = "elaunch-warm"
 _PACKET_BYTES_MAX = 128 << 10
@@ -78,7 +76,8 @@ def pausing(environment: Mapping[str, str], boot_fd: int) -> dict[str, str]:
 def reporting(environment: Mapping[str, str], crash_fd: int, *, reports_exit: bool) -> dict[str, str]:
     """`environment` with the variables by which a fresh worker prepares its reports (see reports.py)."""
     path = environment.get("PYTHONPATH")
-    words = f"{FRESH} {crash_fd} {'unset' if path is None else 'set'} {int(reports_exit)}"
+    # The sitecustomize looks at the first word: a fresh worker is not to pause.
+    words = f"fresh {crash_fd} {'unset' if path is None else 'set'} {int(reports_exit)}"
     return {**environment, "PYTHONPATH": _behind_hook(path), BOOT_VARIABLE: words}
 
 
