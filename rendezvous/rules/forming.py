@@ -230,7 +230,9 @@ def _decide(
 
 def _said_of_cause(generation: Generation, cause: Failure) -> str:
     """The cause in words if it is not the failure that opened the generation, which every node has told already."""
-    return "" if cause.node_id == generation.node_id else f"{CAUSE}{cause.sentence}"
+    # The same node may have found after a lost peer which other of its ranks was the cause.
+    is_of_opener = not generation.is_secondary or generation.cause.startswith(cause.sentence.partition(")")[0])
+    return "" if cause.node_id == generation.node_id and is_of_opener else f"{CAUSE}{cause.sentence}"
 
 
 def _failed(snapshot: Snapshot, before: RankTable, terms: Terms, reason: str, failure: Failure | None) -> Outcome:

@@ -60,7 +60,7 @@ def test_both_nodes_name_the_rank_that_failed_and_not_those_that_lost_it(
 
     for job in jobs:
         assert re.search(
-            rf"^elaunch: (?:generation 1: .*)?rank {one} \(.* raised ValueError: the bug in generation 0",
+            rf"^elaunch: (?:generation 1: .*|the cause: )?rank {one} \(.* raised ValueError: the bug in generation 0",
             job.stderr,
             re.M,
         ), job.stderr

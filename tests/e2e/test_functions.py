@@ -301,4 +301,6 @@ def test_a_program_of_torchs_elastic_launch_runs_the_same_with_one_import_change
         "shows it": True,
     }
     if module == "elaunch":
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["tmp", "train.py"]
+        # torch._dynamo makes a folder for compiled code when it is imported.
+        left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")}
+        assert left == {"tmp", "train.py"}
