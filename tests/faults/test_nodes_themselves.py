@@ -237,6 +237,7 @@ def test_power_takes_everything_on_the_node_and_brings_back_an_empty_one() -> No
         assert reaches(nodes[1], "node0")
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_not_meet() -> None:
     with Nodes(2) as ours, Nodes(2) as theirs:
         started(theirs[1], LISTENS)
