@@ -82,11 +82,12 @@ class Imports:
     def change(self) -> str:
         """A sentence on a file that has changed since the imports began, or was added or removed; empty without one."""
         for path, known in self._known.items():
-            state = self._state(path)
-            if state != known:
-                return f"{path} has changed"
-            if isinstance(state, tuple) and state[-1] >= self._began_ns:
+            # Their ctimes alone differ when another environment links to the same files, as uv makes it.
+            if isinstance(known, tuple) and known[-1] >= self._began_ns:
                 return f"{path} was written while it was imported"
+            state = self._state(path)
+            if state != known and not (isinstance(state, tuple) and known and state[:-1] == known[:-1]):
+                return f"{path} has changed"
         return ""
 
     def _state(self, path: str) -> tuple[int, ...] | list[str] | None:

@@ -223,6 +223,8 @@ class GuardedState:
             if is_whole:
                 if self.is_checked:
                     self._require_kept(f"step {self.next_version.step} is not committed")
+                else:
+                    self._copies.require_plain_values()
                 if self._rehearsal is not None:
                     self._rehearsal.committing()
                 is_first = not self.version.step and self._copies.lacks_base
