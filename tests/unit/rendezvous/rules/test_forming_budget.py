@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.rendezvous.rules.forming import counted_restarts
 from elaunch.rendezvous.rules.verdict import BARREN_MAX
-from elaunch.rendezvous.types import FailureKind, OutcomeKind, RankTable, Terms
+from elaunch.rendezvous.types import FailureKind, Node, OutcomeKind, RankTable, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, forming, running
 
 SIGNAL = FailureKind.SIGNAL
@@ -24,11 +24,12 @@ def test_a_failure_counts_and_the_table_says_which_restart_it_is() -> None:
     assert (world.table.generation, world.table.restarts, world.table.reason) == (1, 1, "restart 1 of 3")
 
 
-def test_a_cause_on_another_node_than_the_one_that_failed_first_is_told_with_the_restart() -> None:
+@pytest.mark.parametrize("nodes", [(A, B), (A, A)], ids=["on another node", "on the same node"])
+def test_a_cause_beside_the_failure_that_came_first_is_told_with_the_restart(nodes: tuple[Node, ...]) -> None:
     world = running(A, B)
-    world.fail(FailureKind.PEER_LOST, FailureKind.SIGNAL)
+    world.fail(FailureKind.PEER_LOST, FailureKind.SIGNAL, nodes=nodes)
     world.join(A, B)
-    cause = world.snapshot.failures[0][1].sentence
+    cause = world.snapshot.failures[0][-1].sentence
 
     world.seal()
 
