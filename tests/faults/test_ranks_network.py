@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -75,41 +76,37 @@ def test_a_link_that_drops_packets_is_no_lost_host(tmp_path: Path) -> None:
 
 
 ASKS = """
-import os, sys
+import json, sys
 from elaunch.trainer.ranks.meeting import own_address
-words = dict(each.split("=") for each in sys.argv[1:])
-try:
-    print(own_address(words))
-except OSError as error:
-    print(error)
+for environ in json.loads(sys.argv[1]):
+    print(own_address(environ))
 """
 
 
-def own_address(node: Node, folder: Path, **environ: str) -> str:
-    """The address that a rank on this node would tell the others, or why it has none."""
-    program = str(script(folder, ASKS))
-    return node.run(sys.executable, program, *(f"{name}={value}" for name, value in environ.items())).rstrip("\n")
+def own_addresses(node: Node, folder: Path, *environs: dict[str, str]) -> list[str]:
+    """The addresses that ranks on this node with these environments would tell the others."""
+    return node.run(sys.executable, str(script(folder, ASKS)), json.dumps(environs)).splitlines()
 
 
 def test_a_rank_on_the_first_node_tells_an_address_that_the_others_reach(tmp_path: Path) -> None:
     several = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    # Nobody says whether there are other nodes: without a launcher, and without MASTER_ADDR.
+    unknown: list[dict[str, str]] = [{"MASTER_ADDR": "node0", "WORLD_SIZE": "4"}, {}]
+    on_this_host = [{**several, "LOCAL_WORLD_SIZE": "4"}, {**several, "MASTER_ADDR": "127.0.0.1"}]
     with Nodes(2, own_name_is_loopback=True) as nodes:
         first, second = nodes
-        assert own_address(second, tmp_path, **several) in (second.ipv4, second.ipv6)
-        assert own_address(first, tmp_path, **several) == first.ipv4
-        # Nobody says whether there are other nodes: without a launcher, and without MASTER_ADDR.
-        assert own_address(first, tmp_path, MASTER_ADDR="node0", WORLD_SIZE="4") == first.ipv4
-        assert own_address(first, tmp_path) == first.ipv4
-        # All ranks are on this host.
-        assert own_address(first, tmp_path, **{**several, "LOCAL_WORLD_SIZE": "4"}) == "127.0.0.1"
-        assert own_address(first, tmp_path, **{**several, "MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1"
+        (of_second,) = own_addresses(second, tmp_path, several)
+        assert of_second in (second.ipv4, second.ipv6)
+        found = own_addresses(first, tmp_path, several, *unknown, *on_this_host)
+        assert found == [first.ipv4] * 3 + ["127.0.0.1"] * 2
 
         first.run("ip", "link", "add", "other0", "type", "veth", "peer", "name", "other1")
         first.run("ip", "addr", "add", "192.168.7.1/24", "dev", "other0")
-        assert own_address(first, tmp_path, **several) in (first.ipv4, "192.168.7.1")
+        (of_several,) = own_addresses(first, tmp_path, several)
+        assert of_several in (first.ipv4, "192.168.7.1")
 
         first.run("ip", "route", "add", "default", "dev", "eth0")
-        assert own_address(first, tmp_path, **several) == first.ipv4
+        assert own_addresses(first, tmp_path, several) == [first.ipv4]
 
 
 def test_a_host_without_any_network_has_its_loopback_address(tmp_path: Path) -> None:
@@ -117,4 +114,4 @@ def test_a_host_without_any_network_has_its_loopback_address(tmp_path: Path) -> 
         nodes[0].link_down()
         nodes[0].run("ip", "addr", "flush", "dev", "eth0")
 
-        assert own_address(nodes[0], tmp_path, MASTER_ADDR="node0", WORLD_SIZE="2") == "127.0.0.1"
+        assert own_addresses(nodes[0], tmp_path, {"MASTER_ADDR": "node0", "WORLD_SIZE": "2"}) == ["127.0.0.1"]

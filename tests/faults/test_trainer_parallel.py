@@ -36,7 +36,7 @@ def struck(folder: Path, words: tuple[str, ...], forker: RankForker) -> Training
 @pytest.mark.parametrize(
     ("options", "shape", "steps_lost_max", "tolerance"),
     [
-        ("--parallel zero1", (), LOST_MAX, 0.0),
+        slow("--parallel zero1", (), LOST_MAX, 0.0),
         ("--parallel fsdp2", (), LOST_MAX, 1e-5),
         # The compiler draws other dropout masks.
         slow("--compile", ("--dropout", "0"), 0, 1e-5),
