@@ -38,6 +38,7 @@ from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_s
 from elaunch.agent.core.membership import loss_of_keys
 from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, Running, Step, Stopping, WorkersDone
 from elaunch.agent.core.stopping import (
+    NOTICE_S,
     STOPPED_CODES,
     clear_up,
     grace_of_failure,
@@ -300,13 +301,14 @@ def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: flo
 def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
     is_person = ended.kind is OutcomeKind.INTERRUPTED
     grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
-    signum = _signal_for(agent, agent.snapshot.generation, running)
-    stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
+    signum, at_s = _signal_for(agent, agent.snapshot.generation, running, now_s)
+    # The time to save begins when they are told.
+    stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
     if running.has_lost_step:
         return stop_broken(agent, stopping, (said,))
-    return stop_at_boundary(agent, stopping, reason, signum, (said,))
+    return stop_at_boundary(agent, stopping, reason, signum, (said,), signal_at_s=at_s)
 
 
 def _why_stopping(running: Running, generation: Generation) -> Say:
@@ -330,8 +332,8 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    signum = _signal_for(agent, generation, running)
-    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s)
+    signum, at_s = _signal_for(agent, generation, running, now_s)
+    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, signal_at_s=at_s)
 
 
 def _make_way_now(agent: Agent, running: Running, now_s: float) -> Step:
@@ -370,14 +372,17 @@ def _hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action
     return hear_of_hang(agent, running)
 
 
-def _signal_for(agent: Agent, generation: Generation | None, running: Running) -> int:
-    """What ends workers that do not listen: SIGTERM, or a scheduler's notice by which another node leaves.
+def _signal_for(
+    agent: Agent, generation: Generation | None, running: Running, now_s: float
+) -> tuple[int, float | None]:
+    """What ends workers that do not listen, and when: SIGTERM now, or a notice by which another node leaves.
 
-    Where the program has a handler for the notice, SIGTERM would end it unsaved.
+    Where the program has a handler for the notice, SIGTERM would end it unsaved. A scheduler sends it to all nodes,
+    and where it sends it to all processes, these workers are to get it once: so this node waits for its own.
     """
     if generation and generation.number > running.table.generation and generation.signum in agent.notices:
-        return generation.signum
-    return SIGTERM
+        return generation.signum, now_s + min(NOTICE_S, agent.times.boundary_wait_s)
+    return SIGTERM, None
 
 
 def _cause(running: Running, failure: Failure) -> Failure:

@@ -135,15 +135,16 @@ class Running:
 class AtBoundary:
     """Workers that listen on their links stop after the same step as all ranks; the others got a signal.
 
-    Those in `signalled` got `signum`. A worker that has not come to its step's end by `until_s` gets SIGTERM, where
-    that is set. `notice` is a scheduler's signal that another node had first and that was passed on here, 0 if there
-    was none.
+    Those in `signalled` got `signum`; where `signal_at_s` is set, they get it then, or with this node's own signal. A
+    worker that has not come to its step's end by `until_s` gets SIGTERM, where that is set. `notice` is a scheduler's
+    signal that another node had first and that is passed on here, 0 if there is none.
     """
 
     signalled: frozenset[int] = frozenset()
     signum: int = 0
     notice: int = 0
     until_s: float | None = None
+    signal_at_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,10 @@ class Stopping:
     @property
     def reached(self) -> frozenset[int]:
         """Those that got a signal that asks them to end."""
-        return self.mode.signalled if isinstance(self.mode, (AtBoundary, Broken)) else frozenset()
+        match self.mode:
+            case AtBoundary(signalled=signalled, signal_at_s=None) | Broken(signalled=signalled):
+                return signalled
+        return frozenset()
 
     @property
     def spent(self) -> frozenset[int]:
@@ -240,9 +244,8 @@ class Stopping:
     @property
     def next_s(self) -> float:
         """When something is to be done to the workers, if they do not end before."""
-        if isinstance(self.mode, AtBoundary) and self.mode.until_s is not None:
-            return min(self.due_s, self.mode.until_s)
-        return self.due_s
+        times_s = (self.mode.until_s, self.mode.signal_at_s) if isinstance(self.mode, AtBoundary) else ()
+        return min([self.due_s, *(time_s for time_s in times_s if time_s is not None)])
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
         """With no more time than that from now on."""

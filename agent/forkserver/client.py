@@ -166,10 +166,10 @@ class ForkServer:
         order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
         self._send({**order, **details}, fds)
 
-    def signal(self, generation: int, keys: Sequence[int | str], signum: int, *, group: bool) -> None:
+    def signal(self, generation: int, keys: Sequence[int], signum: int, *, group: bool) -> None:
         """Signal those that still live, one right after the other, or their process groups.
 
-        `keys` are local ranks, or "store" for the worker store.
+        `keys` are local ranks.
         """
         self._send({"op": "signal", "keys": keys, "generation": generation, "signum": int(signum), "group": group})
 

@@ -330,8 +330,8 @@ def _budget(terms: Terms) -> str:
 
 def _own_words(failure: Failure) -> str:
     """The message without the other ranks, which chance decides."""
-    ends = {FailureKind.EXIT_CODE: _AWAITED, FailureKind.SIGNAL: _TOO, FailureKind.OUT_OF_MEMORY: _TOO}
-    end = ends.get(failure.kind)
+    exits, kills = (FailureKind.EXIT_CODE, FailureKind.ENDED_EARLY), (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
+    end = {**dict.fromkeys(exits, _AWAITED), **dict.fromkeys(kills, _TOO)}.get(failure.kind)
     return failure.message.partition(end)[0] if end else failure.message
 
 

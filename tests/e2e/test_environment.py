@@ -47,6 +47,7 @@ DIFFERS = {
     "TORCHELASTIC_ERROR_FILE": "below each one's own folder",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "torchrun's note to its own agent, which its workers see by accident",
     "ELAUNCH_GENERATION": "ours",
+    "ELAUNCH_GENERATION_SECRET": "ours",
     "ELAUNCH_LINK": "ours",
     "ELAUNCH_MEMORY": "ours",
     "ELAUNCH_MARKER": "ours",

@@ -166,8 +166,8 @@ def assert_the_same(calm: Curve, resized: Curve) -> None:
 
 
 def uneven(world_size: int, batch: int) -> Plan:
-    """Step 8 ends an epoch of 211 samples. It gets 1 sample with a global batch of 30, and 22 with one of 27."""
-    return Plan([world_size], [9], global_batch=batch, micro_batch=3, tail="short")
+    """Step 8 begins in one epoch of 211 samples and ends in the next."""
+    return Plan([world_size], [9], global_batch=batch, micro_batch=3)
 
 
 def assert_close(curve: Curve, world_size: int) -> None:
@@ -187,17 +187,12 @@ def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(c
     assert_the_same(*curves[:2])
 
 
-@pytest.mark.slow
-def test_so_has_one_with_short_steps(forker: RankForker, tmp_path: Path) -> None:
-    assert_the_same(*train(forker, tmp_path, *resized(global_batch=30, micro_batch=3, tail="short")))
-
-
 def test_the_gradient_is_that_of_one_process_on_the_whole_batch(curves: list[Curve]) -> None:
     assert_close(curves[2], 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "batch"), [(1, 30), (2, 30), (4, 30), (4, 27)])
+@pytest.mark.parametrize(("world_size", "batch"), [(1, 30), (4, 30), (4, 27)])
 def test_so_it_is_at_other_world_sizes(forker: RankForker, tmp_path: Path, world_size: int, batch: int) -> None:
     (found,) = train(forker, tmp_path, uneven(world_size, batch))
 
@@ -219,7 +214,7 @@ x, y = torch.randn(50, 6), torch.randn(50, 1)
 net = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 1))
 alone = copy.deepcopy(net)
 fully_shard(net, mesh=dist.init_device_mesh("cpu", (world_size,)))
-shape = {"seed": 3, "global_batch": 24, "micro_batch": 3, "tail": "short"}
+shape = {"seed": 3, "global_batch": 24, "micro_batch": 3}
 order = Order(50, even=True, **shape)
 for step in (1, 3):
     for model in (net, alone):

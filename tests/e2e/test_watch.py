@@ -441,30 +441,6 @@ computes() if os.environ["RANK"] == "1" else waits()
     assert found["groups"][0]["stack"]["threads"][0]["frames"][0]["function"] == "waits"
 
 
-def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
-    for words, sentence in (
-        (
-            ("status", "a", "b"),
-            "status takes one job, and a b are 2 words; start a script called status with elaunch ./status",
-        ),
-        (
-            ("top", "--nproc-per-node", "2"),
-            "--nproc-per-node is no option of elaunch top; elaunch top --help",
-        ),
-        (("status", "--jsno"), "--jsno is no option of elaunch status; did you mean --json?"),
-        (("stacks", "x", "--run-id", "y"), "stacks x contradicts --run-id y"),
-        (("status", "--token", "s"), "would show the job's token to everybody"),
-    ):
-        ended = asked(*words, cwd=tmp_path)
-
-        assert ended.returncode == 2, words
-        assert sentence in ended.stderr
-        assert ended.stderr.count("\n") == 1
-    absent = asked("status", name_of(tmp_path))
-    assert absent.returncode == 3
-    assert absent.stderr.count("\n") == 1
-
-
 def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_path: Path) -> None:
     run_id = name_of(tmp_path)
     there: dict[str, Any] = {"env": {"ELAUNCH_TOKEN": TOKEN}, "patience_s": DEADLINE_S}

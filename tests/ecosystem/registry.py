@@ -42,10 +42,8 @@ class Program:
         return f"{self.arguments[1].replace('.', '/')}.py" if self.arguments[:1] == ("-m",) else f"{self.name}.py"
 
 
-# torch.compile's cache, which the next run uses.
-_INDUCTOR = ("torchinductor_*",)
 # torch.multiprocessing's file of an error, which a parent that is killed does not read.
-_SPAWN = (*_INDUCTOR, "pytorch-errorfile-*")
+_SPAWN = ("pytorch-errorfile-*",)
 # Python ends the processes of a DataLoader that are left at its own end, and not their folders.
 _LOADERS = ("pymp-*",)
 # Of what is compiled in C++ at the first step, anew in each test's cache.
@@ -63,7 +61,7 @@ PROGRAMS = (
     Program("dcp", _TORCH, "distributed checkpoints, saved beside the training"),
     Program("join", _TORCH, "Join: uneven inputs"),
     Program("zero", _TORCH, "ZeroRedundancyOptimizer"),
-    Program("compile", _TORCH, "torch.compile", leaves=_INDUCTOR, first_step_s=_COMPILED_S),
+    Program("compile", _TORCH, "torch.compile", first_step_s=_COMPILED_S),
     Program("rpc", _TORCH, "torch.distributed.rpc"),
     Program("comm_hooks", _TORCH, "a communication hook: PowerSGD"),
     Program("local_sgd", _TORCH, "post-local SGD"),
@@ -76,9 +74,9 @@ PROGRAMS = (
         _TORCH,
         "a program that spawns its own ranks",
         workers=1,
-        leaves=(*_INDUCTOR, "pytorch-errorfile-*"),
+        leaves=_SPAWN,
     ),
-    Program("own_processes", _TORCH, "a launcher of one's own, by subprocess", workers=1, leaves=_INDUCTOR),
+    Program("own_processes", _TORCH, "a launcher of one's own, by subprocess", workers=1),
     Program("record", _TORCH, "@record, argparse, logging, torch.profiler", arguments=("--lr", "0.1")),
     Program("module", _TORCH, "a package, started by -m", arguments=("-m", "package.train")),
     Program("without_torch", "none", "a program that never imports torch"),
@@ -110,7 +108,6 @@ PROGRAMS = (
         "torchao",
         "an optimizer of 8 bits",
         imports="torchao",
-        leaves=_INDUCTOR,
         first_step_s=_COMPILED_S,
     ),
     Program("with_fairscale", "fairscale", "OSS and ShardedDataParallel", imports="fairscale"),
@@ -119,7 +116,6 @@ PROGRAMS = (
         "DeepSpeed",
         "an engine with ZeRO stage 1",
         imports="deepspeed",
-        leaves=_INDUCTOR,
         # It compiles an extension in C++ for its collectives on CPUs.
         first_step_s=_COMPILED_S,
     ),

@@ -18,6 +18,8 @@ from tests.harness import COMMAND, Job
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCHERS: Mapping[str, Sequence[str]] = {"elaunch": COMMAND, "torchrun": TORCHRUN}
 _STEP = re.compile(r"step (\d+) rank (\d+) pid (\d+) at ([\d.]+)\n")
+# torch.compile's cache, which the next run uses. torch makes the folder with the first optimizer, also in plain Python.
+_INDUCTOR = "torchinductor_*"
 # In the job's own mount namespace /dev/shm is a folder, so that only this job's files are in it.
 _OWN_MEMORY = 'mount --bind "$0" /dev/shm && exec "$@"'
 
@@ -73,7 +75,8 @@ class Place:
     def left(self) -> list[str]:
         """What is left in the temporary folder and in shared memory, but for what the library leaves on purpose."""
         found = [path.name for path in self.temporary.iterdir()]
-        kept = [name for name in found if not any(fnmatch(name, pattern) for pattern in self.program.leaves)]
+        left_on_purpose = (_INDUCTOR, *self.program.leaves)
+        kept = [name for name in found if not any(fnmatch(name, pattern) for pattern in left_on_purpose)]
         return sorted([*kept, *(f"/dev/shm/{path.name}" for path in self.memory.iterdir())])
 
     def abandoned(self) -> list[str]:

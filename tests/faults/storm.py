@@ -111,7 +111,7 @@ class Storm:
             try:
                 pid = self._victim(moment)
             except AssertionError as error:
-                raise AssertionError(f"generation {generation}: {error}\n{self._job.output[-8000:]}") from None
+                raise AssertionError(f"generation {generation}: {error}\n{self.job.output[-8000:]}") from None
             self.seen.update(children(self._server))
             # A worker that had already ended does not count as a kill.
             if _kill(pid):

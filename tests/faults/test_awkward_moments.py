@@ -241,7 +241,8 @@ def test_a_guardian_killed_while_the_agent_waits_for_its_sweep_is_made_up_for_by
         job.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("age_s", [slow(0.0), 0.05, slow(0.2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("age_s", [0.0, 0.05, 0.2])
 def test_a_guardian_killed_while_it_and_the_job_start_is_replaced(tmp_path: Path, age_s: float) -> None:
     script(tmp_path, ENDS_ON_DEMAND)
     with Light(tmp_path, "--nproc-per-node", "1", "train.py") as job:

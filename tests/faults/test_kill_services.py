@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.faults.processes import CHILDREN, SAY, Light, Watched, is_alive, library
-from tests.harness import script, slow, wait_for
+from tests.harness import script, wait_for
 from tests.standin import WITHOUT_TORCH
 
 # Generation 0 waits to be hurt, the next ones succeed.
@@ -56,7 +56,8 @@ def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) ->
         assert new == job.fork_server().pid
 
 
-@pytest.mark.parametrize("how", [slow(("--no-preload", "train.py")), ("--no-python", sys.executable, "train.py")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [("--no-preload", "train.py"), ("--no-python", sys.executable, "train.py")])
 def test_without_preloading_too_a_killed_fork_server_is_a_restart(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, WAITS_IN_GENERATION_0)
     with Watched(tmp_path, "--nproc-per-node", "2", *how, env=WITHOUT_TORCH) as job:

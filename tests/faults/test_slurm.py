@@ -275,7 +275,7 @@ def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple
 
 @pytest.mark.parametrize(
     ("notice", "name"),
-    [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGUSR2, "SIGUSR2"), slow(signal.SIGUSR1, "SIGTERM")],
+    [(signal.SIGUSR1, "SIGUSR1"), slow(signal.SIGUSR2, "SIGUSR2"), slow(signal.SIGUSR1, "SIGTERM")],
 )
 def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_for(
     slurm: Slurm, notice: signal.Signals, name: str

@@ -81,7 +81,7 @@ def test_the_measured_plans_leave_nothing_the_losses_are_those_of_the_chosen_pla
 
 
 @pytest.mark.slow
-def test_plans_of_each_kind_are_tried_compiled(tmp_path: Path, forker: RankForker, plans: list[str]) -> None:
+def test_plans_of_each_kind_are_tried_compiled(tmp_path: Path, forker: RankForker) -> None:
     plans = ["ddp", "fsdp2", "pp=2"]
     # Without processes of the compiler's own, which would outlive their rank.
     env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

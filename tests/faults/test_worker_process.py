@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults.processes import LIGHT, Watched, library
-from tests.harness import script, slow
+from tests.harness import script
 
 FRESH = ("--no-preload",)
 WAYS = pytest.mark.parametrize("how", [LIGHT, FRESH], ids=["forked", "no-preload"])
@@ -141,33 +141,6 @@ class TestFallback:
         told = [line for line in job.said_by_agent() if "fresh interpreter" in line]
         assert len(told) == 1, job.output
         assert why in told[0]
-
-    @pytest.mark.parametrize("how", [slow(("--preload", "torch")), LIGHT], ids=["torch", "json"])
-    def test_a_file_that_would_shadow_a_preloaded_module_is_imported_as_without_us(
-        self, tmp_path: Path, how: tuple[str, ...]
-    ) -> None:
-        name = "json" if how == LIGHT else "profile"
-        # The file is not in the current folder, which is on the search path of a test's agent (python -m).
-        folder = tmp_path / "mine"
-        folder.mkdir()
-        script(folder, "MINE = 'the one beside the script'", f"{name}.py")
-        script(folder, f"import {name}\nprint({name}.MINE)")
-
-        with Watched(tmp_path, *how, "--nproc-per-node", "2", "mine/train.py") as job:
-            self.assert_fresh(job, str(folder / f"{name}.py"))
-
-        assert job.stdout.count("the one beside the script") == 2
-
-    def test_a_sitecustomize_that_asks_for_a_workers_own_variable(self, tmp_path: Path) -> None:
-        """This sitecustomize looks up LOCAL_RANK, that of the next test RANK."""
-        variable = "LOCAL_RANK"
-        env = library(tmp_path, "sitecustomize", f"import os, sys; sys.seen = os.environ.get({variable!r})")
-        script(tmp_path, "import os, sys\nprint('seen', sys.seen == os.environ['RANK'])")
-
-        with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", env=env) as job:
-            self.assert_fresh(job, f"looks up {variable}, which is another one in each worker")
-
-        assert job.stdout.count("seen True") == 2
 
     def test_what_a_sitecustomize_changed_is_not_changed_twice(self, tmp_path: Path) -> None:
         counts = "import os; os.environ['COUNT'] = os.environ.get('COUNT', '') + 'I'; os.environ.get('RANK')"

@@ -7,7 +7,7 @@ from tests.conformance.behaviours.restarts import GRACE
 from tests.conformance.behaviours.workers import MEETING, TWO
 from tests.conformance.trial import MEET, RENDEZVOUS_LINES, Expected, Trial
 
-_PLAN = "tests/unit/launcher/store/test_plan.py"
+_STORE = "tests/unit/launcher/store/test_locate.py"
 _OPTIONS = "tests/unit/launcher/options/test_options.py"
 
 _SETTINGS = (
@@ -56,9 +56,9 @@ BEHAVIOURS = (
             ),
         ),
         proofs=(
-            f"{_PLAN}::test_every_setting_of_torchs_backends_is_known",
-            f"{_PLAN}::test_settings_whose_quotes_no_shell_has_taken_off_are_read",
-            f"{_PLAN}::test_a_wrong_setting_is_one_sentence",
+            f"{_STORE}::test_every_setting_of_torchs_backends_is_known",
+            f"{_STORE}::test_settings_whose_quotes_no_shell_has_taken_off_are_read",
+            f"{_STORE}::test_a_wrong_setting_is_one_sentence",
         ),
     ),
     Behaviour(

@@ -76,8 +76,7 @@ BEHAVIOURS = (
         ),
         proofs=(
             f"{_OPTIONS}::test_a_standalone_job_has_a_name_of_its_own",
-            "tests/unit/launcher/store/test_plan.py"
-            "::test_what_one_node_does_not_need_is_listed_unless_the_job_is_standalone",
+            "tests/unit/launcher/store/test_locate.py::test_one_node_is_alone_with_a_store_in_its_memory",
             _SENTENCES,
         ),
     ),

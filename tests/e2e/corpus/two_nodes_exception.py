@@ -1,7 +1,7 @@
 # slow
 # nodes: 2
 # headline: rank 1 .* raised ModuleNotFoundError: No module named 'yaml_of_node_1'
-# next: install yaml_of_node_1
+# next: install the package that has yaml_of_node_1 on every node
 # not: rank 0 \(.* (?:raised|was killed|lost)
 
 import os

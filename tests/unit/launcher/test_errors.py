@@ -64,9 +64,12 @@ def test_each_command_names_the_option_that_was_meant_in_the_same_sentence(comma
         ("report", "report: no folder is given; "),
         ("stop", "stop needs the job's name or the pid of its elaunch"),
         ("restart", "restart needs the job's name or the pid of its elaunch"),
+        ("status a b", "status takes one job, and a b are 2 words; start a script called status with elaunch ./status"),
+        ("stacks x --run-id y", "stacks x contradicts --run-id y; "),
+        ("status --token s", "--token would show the job's token to everybody"),
     ],
 )
-def test_a_command_without_its_arguments_is_a_usage_error(words: str, sentence: str) -> None:
+def test_a_command_without_its_arguments_or_with_wrong_ones_is_a_usage_error(words: str, sentence: str) -> None:
     assert told(*words.split()).startswith(sentence)
 
 

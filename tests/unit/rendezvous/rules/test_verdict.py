@@ -227,6 +227,7 @@ def test_a_rank_that_ended_before_the_others_is_the_peer_that_they_lost() -> Non
     assert cause.rank == EARLY.rank
     assert cause.message == "ended with exit code 0 at 12:00:00, while ranks 0 and 3 waited in all_reduce,"
     assert decisive_failure([cause, first, later]) == cause
+    assert alike(EARLY, cause), "a report that has both shows one"
 
 
 def test_where_the_others_waited_is_not_said_if_they_waited_in_different_calls() -> None:
