@@ -260,9 +260,10 @@ def test_a_change_of_more_numbers_than_are_kept_is_refused() -> None:
         batches.state_dict()
 
 
-BEFORE = [0, 1, 3, 5, 6, 11, 13, 22, 23]
-# Each loader's worker is a process. Within the first epoch, at its end, and in a later one.
-QUICK_BEFORE = (3, 6, 22)
+# At the start, within the first epoch, at the end of one (of 3, 6 or 22 batches), and in a later one.
+BEFORE = [0, 3, 5, 6, 22, 23]
+# Each loader's worker is a process.
+QUICK = [*zip(WITH_WORKERS, (6, 3, 6, 3), strict=True), (WITH_WORKERS[2], 11)]
 
 
 def taken(batches: Batches, count: int) -> list[list[float]]:
@@ -277,8 +278,8 @@ def taken(batches: Batches, count: int) -> list[list[float]]:
     ("make", "before"),
     [
         *itertools.product(LOADERS, BEFORE),
-        *itertools.product(WITH_WORKERS, QUICK_BEFORE),
-        *(slow(make, before) for make in WITH_WORKERS for before in BEFORE if before not in QUICK_BEFORE),
+        *QUICK,
+        *(slow(*each) for each in itertools.product(WITH_WORKERS, BEFORE) if each not in QUICK),
     ],
 )
 def test_a_new_process_goes_on_with_the_next_batch(make: Callable[[], DataLoader[Any]], before: int) -> None:

@@ -42,7 +42,7 @@ def taken(loader: DataLoader[Any], count: int) -> list[list[int]]:
 
 
 # Four processes that read ahead show it best.
-@pytest.mark.parametrize("workers", [*FEW, pytest.param(FOUR, id="four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", WORKERS[1:])
 def test_what_was_prefetched_when_a_run_was_cut_off_is_neither_lost_nor_repeated(workers: dict[str, Any]) -> None:
     trained: list[int] = []
     after = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ELAUNCH_LINK", raising=False)
     monkeypatch.setenv("ELAUNCH_GENERATION", "0")
     link._open_link.cache_clear()
-    # What another test has left is no part of this program.
+    # What other tests have left is no part of this program: the Keeper does not search it.
     door._held.cache_clear()
+    gc.collect()
+    gc.freeze()
     return folder

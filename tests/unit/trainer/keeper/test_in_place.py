@@ -38,8 +38,10 @@ FORMS: list[Callable[[Tensor], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("where", ["memory", "checkpoint"])
-@pytest.mark.parametrize("form", range(len(FORMS)))
+@pytest.mark.parametrize(
+    ("form", "where"),
+    [*((form, "memory") for form in range(len(FORMS))), (0, "checkpoint"), (2, "checkpoint"), (7, "checkpoint")],
+)
 def test_a_tensor_that_the_program_updates_by_its_own_name_goes_on(
     form: int, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

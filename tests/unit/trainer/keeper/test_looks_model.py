@@ -1,4 +1,4 @@
-"""A model of several ranks that look after the steps they have agreed on, in a thousand random histories.
+"""A model of several ranks that look after the steps they have agreed on, in 400 random histories.
 
 Each rank has its own `Looks`, `Pace` and speed. Requests to stop come at any moment at any rank, ranks die, and a new
 generation goes on. Between two looks the ranks have nothing in common, so each may be any number of steps ahead. Each
@@ -31,7 +31,7 @@ from elaunch.trainer.keeper import sync_schedule as rule
 from elaunch.trainer.keeper.boundary import Agreed, Wants, Wish
 from elaunch.trainer.keeper.sync_schedule import WITHIN_S, Looks, Pace
 
-HISTORIES = 1000
+HISTORIES = 400
 
 
 class Violation(AssertionError):

@@ -97,9 +97,9 @@ def hooked(loop: Loop, steps: int, fails_in: int = 0, accumulate: int = 1) -> di
     return loop.losses
 
 
-@pytest.mark.parametrize("run", [called_back, hooked])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize(
+    ("run", "accumulate", "optimizers"), [(called_back, 2, 1), (called_back, 1, 2), (hooked, 1, 1), (hooked, 2, 2)]
+)
 def test_a_failure_repeats_no_step_of_a_loop_that_belongs_to_others(
     monkeypatch: pytest.MonkeyPatch,
     memory: Path,

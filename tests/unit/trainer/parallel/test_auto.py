@@ -60,7 +60,7 @@ def test_the_plainest_of_equals_is_taken_and_no_further_one_is_measured_when_the
     assert choose(options(), AMPLE, lambda each: PlanTrial(1, 1.0 if each.text == "ddp" else 0.98))[0].text == "ddp"
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed: int) -> None:
     draw = random.Random(seed)
     every = options(draw.choice([1, 2, 3, 4, 6, 8]))
