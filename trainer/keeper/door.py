@@ -96,6 +96,10 @@ _VALUE = (
     "restart resets it. Register it as a buffer, or set it in each step by the step's number"
 )
 _COST = "after a failure all ranks would load one rank's"
+_LATE = (
+    "{} changed outside keeper.commit() after step {}: a failure before the next commit ends may restore the old "
+    "value. Change it in the commit, or at the beginning of a step"
+)
 _EACH_ITS_OWN = (
     f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
     "object with state_dict and load_state_dict"
@@ -211,6 +215,8 @@ class Door:
         if self._evaluated != self._commits or not self._training.shares_buffers:
             # DDP gives all ranks those of rank 0 before any pass.
             self._look_at_buffers()
+        if (late := self._training.settings.late) and not self.is_others:
+            self._tell("late", _LATE.format(some([f"`{name}`" for name in late]), step))
         self._compare_scheduled(step)
 
     def _compare_scheduled(self, step: int, *, with_options: bool = True) -> None:

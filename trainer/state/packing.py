@@ -241,7 +241,7 @@ def not_plain(value: object, path: str, *, durably: bool = False) -> str:
     kind = type(value)
     if durably and kind in (bytearray, frozenset):
         return f"`{path}` is a {kind.__name__}, which no checkpoint can hold; use bytes or a set"
-    if is_quickly_plain(value) or isinstance(value, Tensor | type | bytearray) or is_numpy_scalar(value):
+    if is_quickly_plain(value) or isinstance(value, Tensor | bytearray) or is_numpy_scalar(value):
         return ""
     if kind in _DICTIONARIES:
         for key, item in cast(dict[Any, Any], value).items():

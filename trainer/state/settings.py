@@ -69,6 +69,9 @@ class Settings:
         # The flags as the program or a restore has given them, or as DDP's were compared with them.
         self._given = self._start.requires_grad
         self._restored: list[str] = []
+        # The flags and values at the end of the last commit, and the names of those that were others at the next note.
+        self._of_commit: tuple[list[bool], State] | None = None
+        self.late: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
 
@@ -115,15 +118,27 @@ class Settings:
         if self._noted is None:
             self.values.look(only_often=True)
             self._noted = self._now() if is_whole else self._cut_off()
+            self._compare(self._noted)
+
+    def _compare(self, now: _Noted) -> None:
+        """What has changed since the commit: a copy that was made within it does not have that."""
+        if self._of_commit is None:
+            return
+        (flags, values), self._of_commit = self._of_commit, None
+        pairs = zip(self._names, flags, now.requires_grad, strict=False)
+        self.late = [f"requires_grad of {name}" for name, before, its in pairs if before != its]
+        self.late += [path for path, its in now.values.items() if path not in values or values[path] != its]
 
     def forget(self) -> None:
         """A commit begins."""
-        self._noted = self._modes = None
+        self._noted = self._modes = self._of_commit = None
         self._add_as_usual()
 
     def stepped(self) -> None:
         """The commit has changed everything. An evaluation may follow, which a restart does not make again."""
         self._modes = [*map(_TRAINING, self._modules)]
+        self.values.look(only_often=True)
+        self._of_commit = [*map(_REQUIRES_GRAD, self._parameters)], self.values.now()
 
     def options(self) -> list[list[State]]:
         """The options of all groups of all optimizers."""

@@ -136,6 +136,25 @@ def test_options_that_change_when_a_step_ends_are_named_and_those_that_it_begins
     assert said.startswith(begins) if at == "ends" else said == ""
 
 
+@pytest.mark.parametrize(("name", "value", "named"), [("frozen", True, "requires_grad of 0.weight"), ("p", 2, "p")])
+@pytest.mark.parametrize("at", ["ends", "commits", "begins"])
+def test_a_flag_or_a_value_that_changes_after_the_commit_is_named(at: str, name: str, value: int, named: str) -> None:
+    program = Program()
+    program.model.p = 1  # type: ignore[assignment]
+
+    def change(step: int) -> None:
+        if step == 2 and name == "frozen":
+            program.model[0].weight.requires_grad_(False)
+        elif step == 2:
+            program.model.p = value  # type: ignore[assignment]
+
+    setattr(program, at, change)
+
+    found = [said for said in [program.run(), *program.said] if "outside" in said]
+    assert bool(found) == (at == "ends")
+    assert all(said.startswith(f"`{named}` changed outside keeper.commit() after step 2: a failure") for said in found)
+
+
 def test_an_averaged_model_is_named() -> None:
     program = Program()
     average = AveragedModel(program.model)

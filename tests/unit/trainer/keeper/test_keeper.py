@@ -303,6 +303,7 @@ def test_a_hook_state_that_becomes_one_that_cannot_be_kept_is_refused() -> None:
     [
         (lambda job: job.extra.update(path=[1, {"a": Path("of a file")}]), "extra.0.path.1.a"),
         (lambda job: job.extra.update(array=np.zeros(2)), "extra.0.array"),
+        (lambda job: job.extra.update(kind=Path), "extra.0.kind"),
         (lambda job: setattr(job.scheduler, "odd", Path("of a file")), "scheduler.0.odd"),
         (lambda job: job.optimizer.param_groups[0].update(odd=Path("of a file")), "param_groups.0.0.odd"),
     ],

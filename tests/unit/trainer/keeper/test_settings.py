@@ -318,8 +318,8 @@ def test_a_value_that_the_training_has_not_changed_is_the_programs_own(
 
     assert (again.model[1].momentum, again.model.other, again.model[1].num_features) == (None, 0.7, 5)
     # The last checkpoint before the failure was written or not.
-    assert again.said[-1].startswith("restored with step ")
-    assert again.said[-1].endswith(": `_passes`, `stage`, `level` and 2 more")
+    (restored,) = [said for said in again.said if said.startswith("restored with step ")]
+    assert restored.endswith(": `_passes`, `stage`, `1.momentum` and 2 more")
 
 
 def test_a_restore_says_what_is_other_than_at_the_start(generations: Callable[[], None]) -> None:
