@@ -84,11 +84,6 @@ def catches(pid: int, signum: int) -> bool:
     return _is_in(pid, "SigCgt", signum)
 
 
-def is_pending(pid: int, signum: int) -> bool:
-    """Whether that process was sent the signal and blocks it."""
-    return _is_in(pid, "ShdPnd", signum)
-
-
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread | None:
     """Run `work` in a daemon thread. None if the system gives no other thread (`pids.max`, `ulimit -u`)."""
     thread = threading.Thread(target=work, name=name, daemon=True)

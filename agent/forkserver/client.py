@@ -166,12 +166,16 @@ class ForkServer:
         order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
         self._send({**order, **details}, fds)
 
-    def signal(self, generation: int, keys: Sequence[int], signum: int, *, group: bool) -> None:
+    def signal(
+        self, generation: int, keys: Sequence[int], signum: int, *, group: bool, is_notice: bool = False
+    ) -> None:
         """Signal those that still live, one right after the other, or their process groups.
 
-        `keys` are local ranks.
+        `keys` are local ranks. A scheduler that gave its notice to the fork server too has given it to all processes:
+        with `is_notice` they do not get it again.
         """
-        self._send({"op": "signal", "keys": keys, "generation": generation, "signum": int(signum), "group": group})
+        order = {"op": "signal", "keys": keys, "generation": generation, "signum": int(signum), "group": group}
+        self._send(order | {"is_notice": is_notice})
 
     def ping(self) -> None:
         """Ask the fork server for the answer "here"."""

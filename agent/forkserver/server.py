@@ -190,6 +190,8 @@ class Server:
         match order["op"]:
             case "ask":
                 self._report({"event": "here"})
+            case "signal" if order["is_notice"] and order["signum"] in signal.sigpending():
+                pass
             case "signal":
                 names = {(order["generation"], key) for key in order["keys"]}
                 self._children.signal(names, order["signum"], order["group"])
@@ -214,7 +216,7 @@ class Server:
         if name := self._children.whose(sender) or (None if is_user else self._children.whose_orphan(sender)):
             self._report({"event": "asked", "generation": name[0], "key": name[1], "pid": sender, "signum": signum})
         elif is_user:
-            # A scheduler's, to all processes: it stays pending, by which the agent knows (`Spawner.signal`).
+            # A scheduler's, to all processes: it stays pending, by which `_turn` knows.
             self._accepted -= {signum}
             signal_fd(self._accepted, self._signals)
             os.kill(os.getpid(), signum)

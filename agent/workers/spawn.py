@@ -22,7 +22,7 @@ from elaunch.agent.config import AgentConfig
 from elaunch.agent.environment import extensions_root
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.linux import catches, is_pending
+from elaunch.agent.linux import catches
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers import numa
 from elaunch.agent.workers.group import CrashFile, StoreControl, WorkerGroup
@@ -171,10 +171,8 @@ class Spawner:
         others = sorted(local_ranks)
         if signum in self._config.notices and not self._config.has_named_signals:
             noticing = [rank for rank in others if (pid := group.pids.get(rank, 0)) and catches(pid, signum)]
-            # Some schedulers signal all processes. If the notice is pending in the fork server, which blocks it,
-            # these workers have got it too.
-            if noticing and not is_pending(self._server.pid, signum):
-                self._server.signal(group.generation, noticing, signum, group=False)
+            if noticing:
+                self._server.signal(group.generation, noticing, signum, group=False, is_notice=True)
             others, signum = [rank for rank in others if rank not in noticing], signal.SIGTERM
         if others:
             self._server.signal(group.generation, others, signum, group=self.signals_groups or signum == signal.SIGKILL)
