@@ -964,7 +964,7 @@ def test_a_lease_that_the_store_wrongly_calls_ended_is_ended_before_this_node_en
 
     lost = bench.events[-1]
     assert isinstance(lost, LeaseLost)
-    assert (lost.lease, lost.held_s) == (first.lease, pytest.approx(held_s))
+    assert lost.lease == first.lease
     bench.client.new_lease()
     # The node may still come back under the same name, on the new lease.
     assert bench.store.memory.keep_alive(first.lease)
