@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from elaunch import __version__
 from elaunch.agent.config import OnHang
@@ -35,7 +34,7 @@ from elaunch.agent.core.actions import (
 from elaunch.agent.core.events import Event, OwnStoreLost, Signalled, Tag, Tick
 from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
-from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, entries
+from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Announcement, Entry, announcements, entries
 from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.linux import end_of
 from elaunch.agent.output.timeline import NAME as TIMELINE
@@ -48,15 +47,13 @@ from elaunch.agent.session.session import Session
 from elaunch.agent.workers.exits import signal_name
 from elaunch.agent.workers.group import Reporter
 from elaunch.agent.workers.manager import Workers
+from elaunch.agent.workers.spawn import software
 from elaunch.process_identity import this_process
 from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
 from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
-
-if TYPE_CHECKING:
-    from elaunch.agent.core.timeline import Announcement
 
 _GUARDIANS_MAX = 20
 # The store has this time to take the last writes; the user, who waits for the prompt, waits no longer.
@@ -209,9 +206,6 @@ class Loop:
         for entry in entries(before, self._agent, event):
             self._note(entry)
         if self._hook:
-            # Imported here: only a job with --on-event needs it.
-            from elaunch.agent.core.timeline import announcements
-
             for announcement in announcements(before, self._agent):
                 self._hook.tell(self._message(announcement))
         self._status.note(self._agent.snapshot.question)
@@ -319,9 +313,6 @@ class Loop:
     def _software(self) -> str:
         if self._config.spec.nodes_max == 1:
             return ""
-        # Imported here: a job of one node compares nothing.
-        from elaunch.agent.workers.spawn import software
-
         return software(self._config.spec.program)
 
     @property

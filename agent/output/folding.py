@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from functools import cache
 
+from elaunch.rendezvous.texts import listed
+
 _BEGIN = b"Traceback (most recent call last):"
 # A script that Python cannot compile has no frame, and so no such line.
 _UNCOMPILED = re.compile(rb"^  File \".*\", line \d+$", re.MULTILINE)
@@ -186,9 +188,6 @@ class TracebackFold:
 
 def said_of_folded(lines: dict[int, int], *, is_interrupted: bool) -> str:
     """What the log says of tracebacks that the console did not get. `lines` counts their lines by rank."""
-    # Imported here: a healthy job never needs it.
-    from elaunch.rendezvous.texts import listed
-
     ranks = [str(rank) for rank in sorted(lines)]
     their, are = ("its traceback", "is") if len(ranks) == 1 else ("their tracebacks", "are")
     how = "lost a peer"

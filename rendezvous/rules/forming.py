@@ -12,6 +12,7 @@ from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.excluding import Suspicion, is_excluded, stand
 from elaunch.rendezvous.rules.seating import Seating, in_order_of_rank, seat
 from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.rules.software import mismatch_of
 from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
 from elaunch.rendezvous.rules.verdict import (
@@ -375,7 +376,4 @@ def _mismatch(nodes: Sequence[Node], joined: Mapping[str, Joined]) -> str:
     # What is unknown differs from nothing.
     if len({software for _, software in found if software}) < 2:
         return ""
-    # Imported here: nodes rarely differ.
-    from elaunch.rendezvous.rules.software import mismatch_of
-
     return mismatch_of(found)

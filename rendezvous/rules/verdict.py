@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elaunch.rendezvous.texts import listed
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
 # Generations in a row without progress that end a job whatever their kind (protocol, rule 9).
@@ -97,9 +98,6 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
         return _beside_another_exit(early, failures)
-    # Imported here: a healthy job never needs it.
-    from elaunch.rendezvous.texts import listed
-
     said, _, known = early.message.partition(_AWAITED)
     # A node's record names those of the node.
     named = {f.rank for f in lost}.union(map(int, re.findall(r"\d+", known.partition(" waited")[0])))

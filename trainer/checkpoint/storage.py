@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 # The file that holds all of a state that is no tensor.
 PLAIN = "plain.pt"
 # Where each tensor lies: DCP's account, for its tools, and the same as JSON, which is read here.
-METADATA, LAYOUT = ".metadata", "tensors.json"
+LAYOUT = "tensors.json"
 _FORMAT = 1
 _NAME = re.compile(r"generation-(\d+)-step-(\d+)")
 # Limits of files that are read as a whole. Without them the writer of a folder chooses how much memory a read takes.

@@ -17,8 +17,6 @@ LOSSY_HOOKS = ("bf16", "fp16", "powersgd")
 # best loss-neutral settings take.
 GAIN_MIN = 0.03
 LOSSY_GAIN_MIN = 0.10
-# Passes of a search at most, without and with lossy hooks, and how many more a graph that is static makes of them.
-PASSES_MAX, LOSSY_PASSES_MAX, STATIC_FACTOR = 60, 90, 1.5
 # DDP sums all gradients in one bucket in a first pass, and allocates the real buckets in a second. PowerSGD allocates
 # its matrices in a third.
 _SETTLING = 2

@@ -946,9 +946,9 @@ def test_a_leader_that_goes_begins_the_time_that_is_left_to_the_keys() -> None:
     assert not bench.store.memory.read(KEYS.root).entries
 
 
-@pytest.mark.parametrize(("renewed_s", "held_s"), [(0.0, 1.6), (0.8, 0.8)])
+@pytest.mark.parametrize(("renewed_s", "later_s"), [(0.0, 1.6), (0.8, 0.8)])
 def test_a_lease_that_the_store_wrongly_calls_ended_is_ended_before_this_node_enters_again(
-    renewed_s: float, held_s: float
+    renewed_s: float, later_s: float
 ) -> None:
     """History (a proxy that says "lease not found"): the node was seated twice, once under its former name."""
     bench = Bench().begun()
@@ -957,7 +957,7 @@ def test_a_lease_that_the_store_wrongly_calls_ended_is_ended_before_this_node_en
     if renewed_s:
         bench.now_s += renewed_s
         bench.client.renew()
-    bench.now_s += held_s
+    bench.now_s += later_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.store, "keep_alive", lambda _lease: 0.0)
         bench.client.renew()

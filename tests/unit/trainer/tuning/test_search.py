@@ -10,9 +10,6 @@ import pytest
 
 from elaunch.trainer.tuning.search import (
     LOSSY_HOOKS,
-    LOSSY_PASSES_MAX,
-    PASSES_MAX,
-    STATIC_FACTOR,
     CommSettings,
     SearchResult,
     SearchSpace,
@@ -20,6 +17,9 @@ from elaunch.trainer.tuning.search import (
     search,
     sizes,
 )
+
+# Passes of a search at most, without and with lossy hooks, and how many more a graph that is static makes of them.
+PASSES_MAX, LOSSY_PASSES_MAX, STATIC_FACTOR = 60, 90, 1.5
 
 
 @dataclass
