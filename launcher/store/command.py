@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.table import HELP
 from elaunch.launcher.store.connect import NewToken
-from elaunch.launcher.store.locate import ETCD_PORT, Serving
-from elaunch.launcher.store.serve import Bound, StoreProcess, agents_served, listen, listen_everywhere, serve
+from elaunch.launcher.store.locate import ETCD_PORT
+from elaunch.launcher.store.serve import StoreProcess, listen, listen_everywhere, serve
 from elaunch.rendezvous.endpoint import Endpoint
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,11 +42,11 @@ class StoreRequest:
 def _main(ctx: click.Context) -> int:
     """Serve until a signal comes. Returns the exit code. Raises UsageError and SiteError."""
     request = request_of(ctx.params, ctx.obj.environ)
-    bound = _bound(request)
-    port = bound.listener.getsockname()[1]
+    listener = _listener(request)
+    port = listener.getsockname()[1]
     host = request.endpoint.host if request.endpoint else (routable_addresses() or ["localhost"])[0]
     place = Endpoint(host, port)
-    server = serve(bound, Serving.MEMORY, place, request.token)
+    server = serve(listener, place, request.token)
     try:
         ends = _take_signals()
         new_token = NewToken(server.token, server.kept, server.trouble, is_terminal=os.isatty(2))
@@ -102,12 +103,12 @@ def _place(listen_at: str | None) -> tuple[Endpoint | None, int]:
     return (None if found[0].host in ("0.0.0.0", "::") else Endpoint(found[0].host, number)), number
 
 
-def _bound(request: StoreRequest) -> Bound:
-    bound = listen(request.endpoint, exactly=True) if request.endpoint else listen_everywhere(request.port)
-    if bound is None:
+def _listener(request: StoreRequest) -> socket.socket:
+    found = listen(request.endpoint, exactly=True) if request.endpoint else listen_everywhere(request.port)
+    if found is None:
         where = request.endpoint or f"port {request.port}"
         raise UsageError(f"another program listens at {where} already; choose another port with --listen HOST:PORT")
-    return bound
+    return found
 
 
 def announcement(place: Endpoint, new_token: NewToken | None) -> tuple[str, ...]:
@@ -127,7 +128,6 @@ def announcement(place: Endpoint, new_token: NewToken | None) -> tuple[str, ...]
         *(new_token.hints(place) if new_token else ()),
         "the store is in this host's memory: jobs end when it ends, and a store that is started again is empty;"
         " an etcd cluster outlives any host. Ctrl-C ends the store",
-        f"this host's limit of open files allows {agents_served()} nodes at a time",
     )
 
 

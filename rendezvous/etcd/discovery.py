@@ -111,7 +111,7 @@ class FoundStore:
             check_is_etcd(self._endpoint, self._deadline_s)
             raise Denied(
                 f"what listens at {self._endpoint} does not know the job's token: it is an etcd, or poses as the job's"
-                " store; if you mean this etcd, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
+                f" store; if you mean this etcd, type --rdzv-endpoint http://{self._endpoint}"
             )
         if place := self._keyring.place_of(self._endpoint) if self._keyring else "":
             raise Denied(
@@ -208,7 +208,8 @@ def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float
                     return proven.getpeercert(binary_form=True) or b""
             except ssl.SSLCertVerificationError:
                 raise Denied(
-                    f"the token here is not that of the store at {endpoint}; type the line that elaunch printed there"
+                    f"the token here is not that of the store at {endpoint}; give all nodes the same ELAUNCH_TOKEN, or"
+                    " type the line that elaunch printed there"
                 ) from None
             except (ssl.SSLError, ConnectionError, TimeoutError) as error:
                 if secret is None and "CERTIFICATE" in (getattr(error, "reason", None) or ""):

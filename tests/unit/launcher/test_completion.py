@@ -61,10 +61,9 @@ def test_every_option_of_the_table_is_proposed() -> None:
 
 
 def test_an_options_own_words_are_proposed_as_its_value() -> None:
-    assert words("--store", "") == ["auto", "memory", "etcd"]
     assert words("--rdzv-backend", "etc") == ["etcd", "etcd-v2"]
-    # As bash takes --store= apart.
-    assert words("--store", "=") == ["auto", "memory", "etcd"]
+    # As bash takes --rdzv-backend= apart.
+    assert words("--rdzv-backend", "=") == ["c10d", "etcd", "etcd-v2", "static"]
     assert words("--numa-binding", "so") == ["socket"]
     assert words("--nnodes", "2") == []
 
@@ -106,8 +105,8 @@ def test_a_tab_in_a_real_shell_completes_an_option_and_its_value(tmp_path: Path,
         terminal.wait_for("ready")
         terminal.type("elaunch --max-re\t")
         terminal.wait_for(r"elaunch --max-restarts ")
-        terminal.type("0 --store mem\t")
-        terminal.wait_for(r"--store memory")
+        terminal.type("0 --numa-binding so\t")
+        terminal.wait_for(r"--numa-binding socket")
 
 
 class _Terminal:

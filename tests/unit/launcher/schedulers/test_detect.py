@@ -353,7 +353,7 @@ def test_facts_fill_what_the_command_line_leaves_open() -> None:
     made = planned(of_slurm())
 
     assert made.plan.endpoints == (Endpoint("node0", port_of(77 * 7)),)
-    assert (made.plan.is_head, made.plan.times.nodes_expected, made.hands_over) == (False, 4, True)
+    assert (made.plan.is_head, made.plan.times.nodes_expected, made.has_home_token) == (False, 4, True)
     assert planned(of_slurm(SLURM_NODEID="0")).plan.is_head
     assert settle(options_of(), of_slurm()).run_id == "test-77.0"
 
@@ -362,7 +362,7 @@ def test_the_command_line_wins() -> None:
     made = planned(of_slurm(), "--rdzv-endpoint", "etcd9:2379", "--nnodes", "2:3", ELAUNCH_TOKEN="a token of its user")
 
     assert made.plan.endpoints == (Endpoint("etcd9", 2379),)
-    assert (made.plan.is_head, made.hands_over) == (None, False)
+    assert (made.plan.is_head, made.has_home_token) == (None, False)
     options = settle(options_of("--nnodes", "2:3", "--run-id", "mine"), of_slurm())
     assert (options.nnodes, options.run_id) == ((2, 3), "mine")
 
@@ -401,7 +401,7 @@ def test_a_job_of_several_steps_is_known_by_its_own_name(argv: list[str], enviro
     made = plan(settle(options, cluster), environ, no_file, cluster)
 
     assert settle(options, cluster).run_id is None
-    assert (made.plan.times.nodes_expected, made.hands_over) == (0, False)
+    assert (made.plan.times.nodes_expected, made.has_home_token) == (0, False)
     assert "more nodes than Slurm started here" in cluster.note
 
 

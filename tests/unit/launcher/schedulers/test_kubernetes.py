@@ -101,7 +101,7 @@ def test_what_an_operator_says_is_logged_and_changes_nothing(environ: dict[str, 
     assert config.details[0].startswith(f"Kubernetes operator says: {said}")
     without = plan(options_of(**told), told | secret, no_file, None)
     assert (made.plan.endpoints, made.plan.is_head) == (without.plan.endpoints, without.plan.is_head)
-    assert (made.plan.node_rank, made.hands_over) == (without.plan.node_rank, False)
+    assert (made.plan.node_rank, made.has_home_token) == (without.plan.node_rank, False)
 
 
 LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "lws-2.lws.team", "LWS_GROUP_SIZE": "4"}
@@ -134,4 +134,4 @@ def test_pods_that_meet_at_an_open_etcd_need_no_secret() -> None:
 
     made = planned(cluster, ELAUNCH_ENDPOINT="etcd:2379")
 
-    assert (made.plan.endpoints[0].host, made.plan.token, made.hands_over) == ("etcd", "", False)
+    assert (made.plan.endpoints[0].host, made.plan.token, made.has_home_token) == ("etcd", "", False)

@@ -118,7 +118,7 @@ def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
 
     assert len(kept) == 1
     assert re.search(rb"ELAUNCH_TOKEN=[0-9a-f]{32} elaunch --nnodes 2 ", said)
-    assert list(tmp_path.iterdir()) == []
+    assert not kept[0].exists()
 
 
 def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) 
     assert "a store that is started again is empty; an etcd cluster outlives any host" in job.stderr
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(line[1])), timeout=5).close()
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / ".elaunch" / "stores").iterdir()) == []
 
 
 def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:

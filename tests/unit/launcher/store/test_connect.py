@@ -165,7 +165,7 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
         (
             "--rdzv-endpoint a --max-restarts 2 t.py",
             {"PET_NNODES": "2", "PET_RDZV_ID": "job 7", "PET_MAX_RESTARTS": "9", "PET_RESTART_WINDOW": "60"},
-            "elaunch --nnodes 2 --restart-window 60 --run-id 'job 7' --rdzv-endpoint a --max-restarts 2 t.py",
+            "elaunch --nnodes 2 --rdzv-endpoint a --restart-window 60 --run-id 'job 7' --max-restarts 2 t.py",
         ),
         (
             "pkg",
@@ -193,14 +193,9 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
             "elaunch --nnodes 2 --rdzv-endpoint host0:5 --rdzv-backend static --node-rank 1 t.py",
         ),
         (
-            "--nnodes 2 --node-rank 0 --master-addr host0 t.py",
-            {"ELAUNCH_ENDPOINT": "store:7"},
-            "ELAUNCH_ENDPOINT=store:7 elaunch --nnodes 2 --master-addr host0 --node-rank 1 t.py",
-        ),
-        (
             "--nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
             {"PET_MASTER_PORT": "5", "PET_TOKEN_FILE": "f", "PET_ROLE": "-x"},
-            "elaunch --role=-x --nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
+            "elaunch --nnodes 2 --rdzv-endpoint a --role=-x --master-port 5:9 t.py",
         ),
     ],
 )
