@@ -108,9 +108,6 @@ for name in names:
     if deed == "enters":
         held.append(socket.socket(socket.AF_UNIX))
         held[-1].connect("\\0" + name)
-        held[-1].settimeout(60)
-        # Let in, it would wait for the agent's end.
-        held[-1].recv(1)
 print("done", flush=True)
 sys.stdin.read()
 """
@@ -146,7 +143,7 @@ def test_a_stranger_who_has_taken_the_name_is_named() -> None:
 
 
 @needs_root
-def test_a_stranger_who_knows_the_name_is_turned_away_and_taken_for_none_of_the_others() -> None:
+def test_a_stranger_who_knows_the_name_is_taken_for_none_of_the_other_tasks() -> None:
     cluster = Cluster("Slurm", run_id=f"known-{os.getpid()}", tasks=2)
     with seen_by_others(cluster, said), stranger("enters", _address(cluster)[1:]):
         waiting = companion(str(cluster.run_id))
