@@ -80,7 +80,7 @@ where the time went (ETTR), and curves of loss and step time.""",
 def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Path) -> Report:
     """The report of a job, with links that are right for a page in the folder `beside`. Raises UsageError."""
     found = metrics_path or next((path for each in job if (path := run_folder.metrics_path(each.started))), None)
-    metrics = StepMetrics(run_folder.lines_of(found, run_folder.METRICS_BYTES_MAX)) if found else None
+    metrics = StepMetrics(run_folder.lines_of(found)) if found else None
     if metrics_path and not (metrics and metrics.steps):
         raise UsageError(f"report: --metrics {metrics_path} has no line with a step; give lines of JSON")
     past = history(job)
