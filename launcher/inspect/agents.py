@@ -179,16 +179,10 @@ def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, 
         try:
             owner = path.parent.lstat().st_uid
             connection.connect(str(path))
-        except (TimeoutError, BlockingIOError):
-            # The kernel's backlog for it is full.
-            raise NoAnswer(f"too many others query the elaunch at {path}, or it hangs") from None
-        except FileNotFoundError:
+        except (FileNotFoundError, ConnectionRefusedError):
             raise AgentGone(f"the elaunch of {path.parent} has ended") from None
-        except ConnectionRefusedError:
-            raise AgentGone(
-                f"an elaunch that was killed has left {path.parent}; its user's next one removes it"
-            ) from None
         except OSError as error:
+            # The kernel's backlog may be full: many others query it, or it hangs.
             raise NoAnswer(f"the socket {path} cannot be queried: {error.strerror or error}") from None
         pid, uid = credentials(connection)
         # The folder is its owner's alone, so this is the owner too. A link in it may lead to another user's socket,
@@ -203,7 +197,7 @@ def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, 
         except TimeoutError:
             raise NoAnswer(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
         except (OSError, ValueError):
-            raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
+            answer = None
     if not isinstance(answer, dict):
         raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read")
     if "error" in answer:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from statistics import median
 from typing import Any
 
 import jinja2
 
-from elaunch.launcher.inspect.curves import StepMetrics, charts
 from elaunch.launcher.inspect.goodput import Goodput, StagePart
 from elaunch.launcher.inspect.history import KILLED, Fault, History, PastGeneration, Warned
-from elaunch.launcher.inspect.node_log import NodeLog, known_or
+from elaunch.launcher.inspect.node_log import NodeLog, known_or, real
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, plural, sentence
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.texts import plain
@@ -30,6 +31,42 @@ _LANE_LABELS = {
     "ends": "saves and exits",
 }
 _TICK_STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200)
+# A curve shows at most so many neighbourhoods of steps, each from its lowest to its highest value.
+POINTS = 500
+# The plot's size in the template's units, with room for labels on the left.
+WIDTH, HEIGHT, LEFT = 720, 180, 62
+# Step times above this multiple of the usual one are drawn at the plot's upper edge.
+_FAR = 4.0
+
+Series = list[tuple[int, float]]
+
+
+class StepMetrics:
+    """The series in a metrics file's lines, with `step`, `loss` and `seconds`; `steps` counts the lines of steps."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self.loss: Series = []
+        self.seconds: Series = []
+        self.steps = 0
+        # The first step whose loss is no finite number, -1 if there is none.
+        self.not_finite_step = -1
+        for line in lines:
+            try:
+                # Not `parse_json`: a loss may be NaN.
+                record = json.loads(line)
+            except (ValueError, RecursionError, MemoryError):
+                continue
+            step = record.get("step") if isinstance(record, dict) else None
+            if type(step) is not int or not 0 <= step < 1 << 53:
+                continue
+            self.steps += 1
+            loss, seconds = real(record.get("loss")), real(record.get("seconds"))
+            if not math.isnan(loss):
+                self.loss.append((step, loss))
+            elif isinstance(record.get("loss"), float) and self.not_finite_step < 0:
+                self.not_finite_step = step
+            if seconds >= 0:
+                self.seconds.append((step, seconds))
 
 
 @dataclass(frozen=True)
@@ -248,3 +285,49 @@ def _time_ticks(begin_s: float, length_s: float) -> list[tuple[float, str]]:
     step = next((each for each in _TICK_STEPS if length_s / each <= 10), 86400 * math.ceil(length_s / 864000))
     numbers = range(math.ceil(begin_s / step), math.floor((begin_s + length_s) / step) + 1)
     return [(number * step, offset(number * step).removesuffix(".0")) for number in numbers]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One plot: `path` goes around the lowest and highest values; the axes' ends have labels."""
+
+    title: str
+    path: str
+    low: str
+    high: str
+    first: str
+    last: str
+    remark: str
+
+
+def charts(metrics: StepMetrics) -> list[Chart]:
+    """The plots of the series with two points or more."""
+    found = []
+    if len(metrics.loss) > 1:
+        values = [value for _, value in metrics.loss]
+        at = metrics.not_finite_step
+        remark = f"not a number from step {at:,} on" if at >= 0 else ""
+        found.append(_chart("Loss", metrics.loss, min(values), max(values), remark))
+    if len(metrics.seconds) > 1:
+        step, slowest_s = max(metrics.seconds, key=lambda point: point[1])
+        usual_s = median(value for _, value in metrics.seconds)
+        is_far = slowest_s > _FAR * usual_s > 0
+        remark = f"the slowest step, {step:,}, took {duration(slowest_s)}" if is_far else ""
+        found.append(_chart("Step time (s)", metrics.seconds, 0.0, _FAR * usual_s if is_far else slowest_s, remark))
+    return found
+
+
+def _chart(title: str, series: Series, low: float, high: float, remark: str) -> Chart:
+    first, last = series[0][0], max(series[-1][0], series[0][0] + 1)
+
+    def at(step: int, value: float) -> str:
+        x = LEFT + (step - first) / (last - first) * (WIDTH - LEFT)
+        share = (min(value, high) - low) / (high - low) if high > low else 0.5
+        return f"{x:.2f},{(1 - share) * HEIGHT:.2f}"
+
+    width = math.ceil(len(series) / POINTS)
+    groups = [series[begin : begin + width] for begin in range(0, len(series), width)]
+    outline = [at(group[0][0], max(value for _, value in group)) for group in groups]
+    outline += [at(group[0][0], min(value for _, value in group)) for group in reversed(groups)]
+    ends = (f"{low:.5g}", f"{high:.5g}", f"step {first:,}", f"step {last:,}")
+    return Chart(title, f"M{'L'.join(outline)}Z", *ends, remark)

@@ -251,7 +251,7 @@ def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: 
 
                 both = wait_for(several, "the user finds both jobs")
                 top = asked("top", env=env, prefix=one)
-                chosen = asked("status", "sec", env=env, prefix=one)
+                chosen = asked("status", "second", env=env, prefix=one)
                 refused = [asked(order, "sec", env=env, prefix=one) for order in ("stop", "restart")]
     finally:
         shutil.rmtree(folder)
@@ -296,7 +296,7 @@ def test_a_killed_agent_leaves_no_socket_and_one_killed_with_its_guardian_leaves
             assert private.exists(), "nobody was to remove it yet"
             after = asked("status", **options)
         assert after.returncode == 3
-        assert f"an elaunch that was killed has left {private}; its user's next one removes it" in after.stderr
+        assert f"the elaunch of {private} has ended" in after.stderr
 
         with running(folder, **options):
             wait_for(lambda: not private.exists(), "the next agent's guardian removes it")

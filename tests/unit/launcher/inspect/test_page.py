@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.inspect import page as page_module
-from elaunch.launcher.inspect.curves import POINTS, StepMetrics, charts
 from elaunch.launcher.inspect.goodput import goodput
 from elaunch.launcher.inspect.history import history
 from elaunch.launcher.inspect.node_log import NodeFolder
-from elaunch.launcher.inspect.page import LogLink, Report, render, timeline
+from elaunch.launcher.inspect.page import POINTS, LogLink, Report, StepMetrics, charts, render, timeline
 from elaunch.launcher.inspect.report import printed, summary
 from tests.fuzzing import bounded
 from tests.unit.launcher.inspect.test_history import two_nodes

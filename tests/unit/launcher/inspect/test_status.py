@@ -67,7 +67,6 @@ job night: running, generation 1 for 2 min 3 s
   failure   2 min 5 s ago: rank 3 (local rank 1 on node-b, pid 4711) raised ValueError: loss is nan in generation 0
             at /home/me/train.py:41 in step
             lower the learning rate
-  host      node-a: 40 GiB of 64 GiB of memory are available; load 2.0 on 8 CPUs
 
 rank   host    pid  state      step  step time  last report  memory
 0      node-a  100  running    1200  210 ms     0 s ago      768 MiB
