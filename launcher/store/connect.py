@@ -90,7 +90,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
     keyring = KeptTokens()
     if planned.has_home_token:
         plan, keyring = _with_home_token(options, planned, say)
-    served, invitation = serve_if_head(plan, say, options.nnodes), ""
+    served, invitation = serve_if_head(plan, say, options.nnodes[1]), ""
     if planned.has_home_token and planned.at_its_head and plan.is_head and not served:
         # A scheduler names one head, and this is it: a program that has the port already is no store of this job.
         endpoint = plan.endpoints[0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import select
 import socket
 import subprocess
@@ -23,7 +22,6 @@ from elaunch.launcher.store.token import KeptToken
 from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, new_token
-from elaunch.rendezvous.server.connection_limits import agents_for, descriptors_for, slots
 
 # A store that is not up after this time has failed.
 START_S = 30.0
@@ -111,26 +109,17 @@ class StoreProcess:
             self._process.wait()
 
 
-def serve_if_head(
-    plan: RendezvousPlan, say: Callable[[str], None], nodes: tuple[int, int] = (1, 1)
-) -> StoreProcess | None:
+def serve_if_head(plan: RendezvousPlan, say: Callable[[str], None], agents: int = 1) -> StoreProcess | None:
     """Start the job's store if this node is the head and nothing listens at the endpoint; else return None.
 
-    `nodes` are the least and the largest number of the job's nodes. Raises UsageError if the store cannot be served as
-    asked, and SiteError if its server does not start.
+    `agents` is the largest number of the job's nodes. Raises UsageError if the store cannot be served as asked, and
+    SiteError if its server does not start.
     """
     if not plan.serves or not decide_head(plan, say):
         return None
     endpoint = plan.endpoints[0]
     listener = listen(endpoint)
-    if listener is None:
-        return None
-    try:
-        check_descriptors(nodes, say)
-    except UsageError:
-        listener.close()
-        raise
-    return serve(listener, endpoint, plan.token, nodes[1])
+    return serve(listener, endpoint, plan.token, agents) if listener else None
 
 
 def serve(listener: socket.socket, endpoint: Endpoint, token: str, agents: int = 0) -> StoreProcess:
@@ -221,26 +210,3 @@ def decide_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
             " of them, or use a name of one host in the endpoint"
         )
     return found is Owner.THIS_HOST
-
-
-def check_descriptors(nodes: tuple[int, int], say: Callable[[str], None]) -> None:
-    """Check this host's limit of open files for a store of `nodes`, least and most.
-
-    Call it before the head serves the store. Raises UsageError if the limit is too low for the least.
-    """
-    least, most = nodes
-    limit = hard_limit()
-    served = agents_for(slots(limit, most))
-    if served >= most:
-        return
-    few = f"the limit of open files on this host is {limit}, which is enough for a store of {served} nodes"
-    way_out = f"raise the hard limit to {descriptors_for(most)} (ulimit -Hn, LimitNOFILE= of systemd), or use an etcd"
-    if served < least:
-        raise UsageError(f"{few}, but --nnodes asks for {least}; {way_out}: --rdzv-endpoint etcd-host:2379")
-    say(f"{few}, but --nnodes allows {most}: connections of further nodes may be refused; {way_out}")
-
-
-def hard_limit() -> int:
-    """The number of files that a process of this user may open at a time on this host."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if hard == resource.RLIM_INFINITY else hard

@@ -13,7 +13,6 @@ import pytest
 from elaunch.launcher.inspect import page as page_module
 from elaunch.launcher.inspect.goodput import goodput
 from elaunch.launcher.inspect.history import history
-from elaunch.launcher.inspect.node_log import NodeFolder
 from elaunch.launcher.inspect.page import POINTS, LogLink, Report, StepMetrics, charts, render, timeline
 from elaunch.launcher.inspect.report import printed, summary
 from tests.fuzzing import bounded
@@ -126,25 +125,6 @@ def test_a_rank_starts_trains_and_ends() -> None:
     assert first.name == "rank 0"
     for lane in (first, dead):
         assert all(one.end_s <= other.begin_s for one, other in pairwise(lane.bars))
-
-
-def test_of_very_many_ranks_those_that_failed_have_lanes() -> None:
-    job = Timeline(workers=100).opens(0, 0, world_size=100).dies(9, 0, 75)
-
-    shown = timeline(report_of(job))
-
-    assert (len(shown.lanes), shown.left_out) == (64, 36)
-    assert [lane.name for lane in shown.lanes if lane.marks] == ["rank 75"]
-
-
-def test_two_agents_of_one_host_have_names_of_their_own_and_failures_their_own_folder() -> None:
-    first, second = Timeline(workers=1).opens(0, 0), Timeline(first_rank=1, workers=1).opens(0, 0).dies(20, 0, 0)
-
-    report = report_of(first, second)
-
-    assert [node.name for node in report.history.nodes] == ["node-a (1 of 2)", "node-a (2 of 2)"]
-    assert [fault.folder for fault in report.history.faults] == ["/logs/1"]
-    assert "node-a (2 of 2)" in html(report)
 
 
 def test_nothing_that_a_job_writes_becomes_markup() -> None:
@@ -260,17 +240,3 @@ def test_what_a_curve_does_not_show_is_a_remark() -> None:
     assert loss.remark == "not a number from step 151 on"
     assert seconds.remark == "the slowest step, 99, took 60 s"
     assert (seconds.low, seconds.high, seconds.first, seconds.last) == ("0", "4", "step 1", "step 300")
-
-
-def test_lines_that_are_no_steps_are_left_out() -> None:
-    rows = [b"x", b"[]", b'{"step": true}', b'{"step": -1}', b'{"step": 1e3}', b"\xff\n", b"[" * 60_000, b"\n"]
-
-    with bounded():
-        metrics = StepMetrics([*rows, b'{"step": 1, "loss": "x", "seconds": 1e999, "generation": 10}'])
-
-    assert metrics.steps == 1
-    assert not metrics.loss
-
-
-def test_folders_without_events_are_no_nodes() -> None:
-    assert len(history([restarted().folder(), NodeFolder("/logs/x", "night", ())]).nodes) == 1

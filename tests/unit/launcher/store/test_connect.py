@@ -39,10 +39,6 @@ def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(nodes: str,
         reached("--nnodes", nodes, "--master-addr", ANOTHERS)
 
 
-def test_the_masters_host_serves_as_node_rank_0() -> None:
-    assert is_served_by("--master-addr", "127.0.0.1", "--node-rank", "0")
-
-
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
@@ -108,14 +104,6 @@ def test_a_schedulers_node_reaches_the_store_that_its_head_serves() -> None:
 def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
     options = parse(["--nnodes", "2", "--local-addr", "127.0.0.1", "t.py"], {})
     return options, plan(options, {"ELAUNCH_TOKEN": "told to all pods"} if cluster.is_of_pods else {}, str, cluster)
-
-
-def is_served_by(*argv: str) -> bool:
-    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
-    found = reached("--nnodes", "2", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", *argv)
-    if found.served:
-        found.served.stop()
-    return found.served is not None
 
 
 # --- the line for the other hosts

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,28 +10,19 @@ import psutil
 import pytest
 
 from elaunch.launcher import host as reach
-from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.locate import RendezvousPlan
-from elaunch.launcher.store.serve import StoreProcess, check_descriptors, listen, serve, serve_if_head
+from elaunch.launcher.store.serve import StoreProcess, listen, serve, serve_if_head
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.store import Absent, Denied, Put, Txn
 from elaunch.rendezvous.times import Times
 from tests.etcd import QUICK, VERSIONS, Etcd
-from tests.harness import DEADLINE_S, free_ports, wait_for
+from tests.harness import DEADLINE_S, free_ports
 
 CALL_S = DEADLINE_S
+
+
 # A process that does what another agent on this host would do, and then waits to be killed.
-SERVE = """
-import sys
-from elaunch.launcher.store.serve import *
-endpoint = Endpoint("127.0.0.1", int(sys.argv[1]))
-process = serve(listen(endpoint), endpoint, "")
-print(process.pid, flush=True)
-sys.stdin.read()
-"""
-
-
 def place(host: str = "127.0.0.1") -> Endpoint:
     return Endpoint(host, free_ports(1)[0])
 
@@ -96,35 +83,12 @@ def test_without_the_jobs_token_nobody_comes_in(running: tuple[StoreProcess, End
     client(endpoint, TOKEN).check()
 
 
-def test_the_server_ends_with_the_process_that_started_it() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(place().port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as parent:
-        assert parent.stdout
-        server = psutil.Process(int(parent.stdout.readline()))
-
-        parent.kill()
-
-        wait_for(lambda: not server.is_running(), "the end of the server")
-
-
 def test_the_token_is_in_nobodys_sight(running: tuple[StoreProcess, Endpoint]) -> None:
     process, _ = running
     server = psutil.Process(process.pid)
 
     assert TOKEN not in " ".join(server.cmdline())
     assert "ELAUNCH_TOKEN" not in server.environ()
-
-
-def test_a_token_that_is_too_short_is_refused_before_anything_is_started() -> None:
-    endpoint = place()
-    listener = listen(endpoint)
-    assert listener
-
-    with pytest.raises(UsageError, match="the job's token has 5 characters"):
-        serve(listener, endpoint, "short")
-
-    socket.create_server((endpoint.host, endpoint.port)).close()
 
 
 # --- who is the head
@@ -208,21 +172,3 @@ def test_an_etcd_without_the_token_is_spoken_to_unless_the_job_has_one(version: 
         only_ours = FoundStore(endpoint, "the token of the job", Access(), CALL_S, expects_ours=True)
         with pytest.raises(Denied, match=f"what listens at {endpoint} does not know the job's token"):
             only_ours.check()
-
-
-# --- open files
-
-
-def test_a_job_of_more_nodes_than_can_be_served_is_refused_with_both_numbers_and_the_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-
-    with pytest.raises(UsageError) as raised:
-        check_descriptors((1024, 2048), print)
-
-    assert str(raised.value) == (
-        "the limit of open files on this host is 4096, which is enough for a store of 1020 nodes, but --nnodes asks for"
-        " 1024; raise the hard limit to 8208 (ulimit -Hn, LimitNOFILE= of systemd), or use an etcd: --rdzv-endpoint"
-        " etcd-host:2379"
-    )

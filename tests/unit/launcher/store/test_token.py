@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elaunch.launcher.options.secret_file import read_secret
@@ -133,16 +134,17 @@ from elaunch.launcher.store.serve import listen, serve
 from elaunch.rendezvous.endpoint import Endpoint
 place = Endpoint("127.0.0.1", int(sys.argv[1]))
 process = serve(listen(place), place, "")
-print(process.kept, flush=True)
+print(process.pid, process.kept, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen(
         [sys.executable, "-c", code, str(free_ports(1)[0])], env=environment(), stdout=subprocess.PIPE, text=True
     ) as agent:
         assert agent.stdout
-        path = Path(agent.stdout.readline().strip())
+        pid, name = agent.stdout.readline().split()
+        server, path = psutil.Process(int(pid)), Path(name)
         assert path.exists()
 
         agent.kill()
 
-        wait_for(lambda: not path.exists(), "nothing is left")
+        wait_for(lambda: not path.exists() and not server.is_running(), "nothing is left")
