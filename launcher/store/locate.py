@@ -228,14 +228,7 @@ def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[
     variable = environ.get("ELAUNCH_TOKEN", "").strip()
     is_typed = options.given.get("token_file") is Source.COMMAND_LINE
     file = options.token_file if is_typed or not variable else None
-    token = read_secret(file) if file else variable
-    # The token is one line on the stdin of the store's process, and a person types it on the other hosts.
-    if not token.isprintable():
-        raise UsageError(
-            f"the job's token in {file or 'ELAUNCH_TOKEN'} has characters that cannot be typed; take the output of:"
-            " openssl rand -hex 16"
-        )
-    return token
+    return read_secret(file) if file else variable
 
 
 def _check_secret(made: RendezvousPlan) -> None:

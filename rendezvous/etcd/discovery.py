@@ -32,9 +32,6 @@ from elaunch.rendezvous.store import (
     Watch,
 )
 
-# A prefix under which nobody writes.
-_NOTHING = "/elaunch-nothing/"
-
 Told = TypeVar("Told")
 
 
@@ -90,7 +87,10 @@ class FoundStore:
                 secret = self._kept(certificate)
                 certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
             self._is_ours = certificate is not None
-            self._found = self._proven(secret) if secret and self._is_ours else self._in_the_clear()
+            if secret and self._is_ours:
+                self._found = self._store_by(Access(tls=secret.client_context(), bearer=secret.bearer))
+            else:
+                self._found = self._in_the_clear()
         version = self._found.check()
         self._is_heads = self._is_ours and not version.endswith(SHARED)
         if self._warning:
@@ -127,19 +127,6 @@ class FoundStore:
                 f" --rdzv-endpoint http://{self._endpoint}"
             )
         return self._store_by(self._plainly)
-
-    def _proven(self, secret: Secret) -> Store:
-        """The job's own store: our server, or an etcd that a head started, which would take the bearer for a login."""
-        tls = secret.client_context()
-        ours = self._store_by(Access(tls=tls, bearer=secret.bearer))
-        try:
-            ours.read(_NOTHING)
-        except StoreError as error:
-            ours.close()
-            if not isinstance(error, Denied):
-                raise
-            return self._store_by(Access(tls=tls))
-        return ours
 
     def _store_by(self, access: Access) -> Store:
         return EtcdStore([self._endpoint], access, self._deadline_s)

@@ -13,15 +13,15 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.command import COMMAND as STORE
-from elaunch.launcher.store.command import StoreRequest, announcement, request_of
+from elaunch.launcher.store.command import announcement, place_of
 from elaunch.launcher.store.connect import NewToken
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.commands import read
 from tests.harness import COMMAND, environment, finished
 
 
-def parse(argv: list[str], environ: dict[str, str]) -> StoreRequest:
-    return request_of(read(STORE, *argv).params, environ)
+def place(*argv: str) -> tuple[Endpoint | None, int]:
+    return place_of(read(STORE, *argv).params["listen"])
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_it_listens_is_an_endpoint_or_a_port_of_all_addresses(
     argv: list[str], endpoint: Endpoint | None, port: int
 ) -> None:
-    request = parse(argv, {})
-
-    assert (request.endpoint, request.port) == (endpoint, port)
+    assert place(*argv) == (endpoint, port)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def test_where_it_listens_is_an_endpoint_or_a_port_of_all_addresses(
 )
 def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse(argv, {})
+        place(*argv)
 
     assert sentence in str(raised.value)
 
