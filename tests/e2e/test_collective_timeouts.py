@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
-from tests.harness import Job, on_two_nodes, preloading, script
+from tests.harness import Job, script
 from tests.warm import SharedStart
 
 # Each step of a busy machine must come to its collectives within this time.
@@ -64,7 +62,6 @@ NAMED = (
     rf"did not come to the collective that timed out on rank 0 \(the all-reduce of a backward pass for {TIMEOUT_S} s\);"
     r" it sleeps \(load, train\.py:\d+\), in generation 0"
 )
-WITH_KEEPER = preloading("elaunch.trainer.keeper.keeper")
 
 
 def test_a_late_rank_is_named_no_step_is_lost_and_the_group_starts_again(
@@ -81,32 +78,3 @@ def test_a_late_rank_is_named_no_step_is_lost_and_the_group_starts_again(
     assert job.stdout.count("ends as one process does: True") == 2
     # The late rank has saved what it has, and is ended at once: no grace had to pass.
     assert "SIGKILL" not in job.stderr, job.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--hang-timeout", "60")], ids=["", "hang-timeout"])
-@pytest.mark.parametrize("how", ["kept", "plain"])
-def test_a_rank_that_is_stuck_for_good_is_named_and_ended_too(
-    tmp_path: Path, how: str, options: tuple[str, ...]
-) -> None:
-    script(tmp_path, PROGRAM)
-
-    words = (*WITH_KEEPER, *options, "--nproc-per-node", "2", "--max-restarts", "1", "train.py", how, "1", "1000000")
-    with Job(tmp_path, *words) as job:
-        assert job.wait() == 0, job.output
-
-    assert re.search(NAMED, job.stderr)
-    assert job.stdout.count("ends as one process does: True") == 2
-
-
-@pytest.mark.slow
-def test_a_late_rank_of_another_node_is_named_by_its_own_agent_and_is_the_failure(tmp_path: Path) -> None:
-    script(tmp_path, PROGRAM)
-
-    one, other = on_two_nodes(tmp_path, *WITH_KEEPER, "--max-restarts", "1", "train.py", "kept", "3", LATE_S)
-
-    said = one.stderr + other.stderr
-    named = r"rank 3 \(local rank 1 on \S+, pid \d+\) did not come to the collective that timed out on ranks? [0-2]"
-    assert re.search(named, said), said
-    assert "0 steps are repeated" in one.stdout + other.stdout
-    assert (one.stdout + other.stdout).count("ends as one process does: True") == 4

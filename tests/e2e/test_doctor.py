@@ -80,29 +80,6 @@ def test_json_has_all_checks_with_grades_and_findings(tmp_path: Path) -> None:
             assert finding["grade"] in ("ok", "warn", "bad")
 
 
-def test_a_low_limit_of_open_files_is_bad(tmp_path: Path) -> None:
-    code, checks = examined(tmp_path, *LIGHT, prefix=("sh", "-c", 'ulimit -n 64; exec "$@"', "sh"))
-
-    assert code == 1
-    assert checks["limits"]["grade"] == "bad"
-    assert "is 64, and 1 worker needs 70" in worst(checks["limits"])
-
-
-def test_an_endpoint_without_a_store_is_told_by_who_would_serve_it(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    job = ("--nnodes", "2", "--rdzv-endpoint", f"localhost:{port}", *LIGHT)
-
-    head, etcd = examined(tmp_path, *job), examined(tmp_path, "--rdzv-backend", "etcd", *job)
-    unknown = examined(tmp_path, "--nnodes", "2", "--rdzv-endpoint", "nowhere.invalid:1", *LIGHT)
-
-    assert head[0] == 0
-    assert "this node would serve" in worst(head[1]["store"])
-    assert etcd[0] == 1
-    assert "nothing listens" in worst(etcd[1]["store"])
-    assert unknown[0] == 1
-    assert unknown[1]["address"]["grade"] == unknown[1]["store"]["grade"] == "bad"
-
-
 def test_a_store_is_timed_and_refuses_a_wrong_token(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     for name, token in (("right", TOKEN), ("wrong", TOKEN[::-1])):
@@ -185,10 +162,3 @@ def test_under_warn_an_unhealthy_node_joins_and_says_so(tmp_path: Path) -> None:
     assert code == off.returncode == 0
     assert "generation 0" in default.stderr
     assert "healthy" not in off.stderr
-
-
-def test_a_healthy_node_joins_under_a_strict_check_and_says_nothing(tmp_path: Path) -> None:
-    ended = job(tmp_path, "--health-check", "strict")
-
-    assert (ended.returncode, ended.stdout) == (0, "trained\n")
-    assert "healthy" not in ended.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.options.options import parse
-from tests.documents import PAGES, PROGRAMS, blocks, fences
+from tests.documents import blocks, fences
 from tests.etcd import Etcd, binary
 from tests.harness import REPOSITORY, Job, environment, script, slow
 from tests.standin import WITH_TORCH
@@ -264,15 +264,6 @@ def test_every_command_has_an_entry_and_every_entry_a_command() -> None:
     assert sorted(documented - set(entered)) == []
     assert sorted(set(entered) - documented) == []
     assert len(entered) == len(set(entered))
-
-
-def test_commands_stand_in_fences_that_say_so() -> None:
-    for path in PAGES:
-        for language, text in fences(path.read_text()):
-            if language not in ("sh", "console"):
-                assert not [line for line in text.splitlines() if line.startswith(tuple(f"{p} " for p in PROGRAMS))]
-        outside = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-        assert not re.findall(rf"^    (?:\$ )?(?:{'|'.join(map(re.escape, PROGRAMS))}) .*$", outside, re.MULTILINE)
 
 
 def test_each_test_that_is_named_is_there() -> None:

@@ -13,8 +13,6 @@ from tests.e2e.fidelity.turns import taken
 from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, same_twice, worker
 from tests.harness import script, slow
 
-# The tests of this file do not use torch itself.
-TORCH_ALONE = ("--preload-only", "torch")
 SAY = "import sys\nprint([sys.argv, sys.path, __file__, __name__, __package__, __spec__ and __spec__.name])\n"
 
 
@@ -29,64 +27,6 @@ class TestShadows:
 
         # Whether it is loaded before the script depends on what the fork server itself imports.
         same(tmp_path, "train.py", forked=False if name == "json" else None, named=tmp_path / f"{name}.py")
-
-    def test_standard_names_that_keep_nobody_from_forking(self, tmp_path: Path) -> None:
-        # Python loads some of these at its start (os, encodings), torch loads one (profile), and none loads wave.
-        names = ("os", "encodings", "profile", "wave")
-        for name in names:
-            script(tmp_path, "MINE = True\n", f"{name}.py")
-        said = "".join(f"import {name}\nprint(getattr({name}, 'MINE', False))\n" for name in names)
-        script(tmp_path, said)
-
-        same(tmp_path, "train.py", forked=None)
-
-    @pytest.mark.parametrize("form", [slow("app"), "app.zip"])
-    def test_a_name_inside_a_folder_or_zip_that_is_run(self, tmp_path: Path, form: str) -> None:
-        files = {"__main__.py": "import json\nprint(json.MINE)\n", "json.py": "MINE = True\n"}
-        (tmp_path / "app").mkdir()
-        with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
-            for name, text in files.items():
-                script(tmp_path / "app", text, name)
-                archive.writestr(name, text)
-
-        same(tmp_path, form, forked=False)
-
-    def test_a_name_beside_a_folder_that_is_run_is_nobodys(self, tmp_path: Path) -> None:
-        (tmp_path / "app").mkdir()
-        script(tmp_path / "app", "import json\nprint(hasattr(json, 'MINE'))\n", "__main__.py")
-        (tmp_path / "beside").mkdir()
-        script(tmp_path / "beside", "MINE = True\n", "json.py")
-        (tmp_path / "app").rename(tmp_path / "beside" / "app")
-
-        same(tmp_path, "beside/app", forked=True)
-
-    @pytest.mark.parametrize("files", [("torch.py", "numpy/__init__.py"), slow(("torch/x.py", "numpy/data.txt"))])
-    def test_names_that_only_torch_brings(self, tmp_path: Path, files: tuple[str, ...]) -> None:
-        for file in files:
-            (tmp_path / file).parent.mkdir(exist_ok=True)
-            (tmp_path / file).write_text("MINE = True\n")
-        script(tmp_path, "import numpy, torch\nprint(*[getattr(m, 'MINE', False) for m in (numpy, torch)])\n")
-        expected = fresh(tmp_path, "train.py")
-
-        run = worker(tmp_path, "train.py", how=TORCH_ALONE)
-
-        assert (run.code, run.out) == (0, expected.out), f"{run}\nfresh: {expected}"
-        if b"True" in expected.out:
-            assert len(run.execed) == 1, str(run)
-            assert any(str(tmp_path / file.split("/")[0]) in run.execed[0] for file in files)
-        else:
-            # Python uses a folder without __init__.py only as a last resort, so workers may still be forked with torch.
-            assert not run.execed, str(run)
-
-    @pytest.mark.slow
-    def test_a_script_called_torch_imports_itself_as_it_would_have(self, tmp_path: Path) -> None:
-        script(tmp_path, "import torch\nprint(__name__, torch.__file__, hasattr(torch, 'Tensor'))\n", "torch.py")
-
-        expected = fresh(tmp_path, "torch.py")
-        run = worker(tmp_path, "torch.py", how=TORCH_ALONE)
-
-        assert (run.code, run.out) == (0, expected.out), str(run)
-        assert len(run.execed) == 1, str(run)
 
     def test_a_users_module_on_pythonpath_shadows_a_preloaded_one(self, tmp_path: Path) -> None:
         for folder in ("first", "second", "mine"):
@@ -128,20 +68,6 @@ class TestOtherFolders:
             assert ours.code == 0
         assert "fresh interpreter" not in turns.said
 
-    def test_a_link_to_the_script_finds_the_modules_beside_the_real_one(self, tmp_path: Path) -> None:
-        (tmp_path / "real").mkdir()
-        script(tmp_path / "real", "HELP = 1\n", "helper.py")
-        script(tmp_path / "real", SAY + "import helper\nprint(helper.__file__)\n")
-        (tmp_path / "link.py").symlink_to("real/train.py")
-
-        same(tmp_path, "link.py")
-
-    def test_a_script_without_a_suffix(self, tmp_path: Path) -> None:
-        """tests/e2e/fidelity/test_ends.py has all kinds of bytes at a script's start and at the ends of its lines."""
-        script(tmp_path, "#!/usr/bin/env python\n" + SAY, "train")
-
-        same(tmp_path, "train")
-
 
 LOCALES = {
     "C": {"LANG": "C"},
@@ -178,23 +104,6 @@ class TestLetters:
         twice = locale == "ascii"
         env = {**unset, "WÖRD": "wört", **LOCALES[locale]}
         same(tmp_path, os.fsencode(name), "ärgument", env=env, no_preload=twice)
-
-    def test_a_name_that_is_no_text(self, tmp_path: Path) -> None:
-        name = b"tr\xe4in \xff.py"
-        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(
-            "import os, sys\nprint(ascii([sys.argv, __file__]))\n"
-        )
-
-        same(tmp_path, name, b"\xe4", no_preload=True)
-
-    def test_the_traceback_of_such_a_script_is_shown_and_recorded(self, tmp_path: Path) -> None:
-        folder = tmp_path / "mein Ordner ü"
-        folder.mkdir()
-        script(folder, "def f():\n    raise ValueError('schön')\nf()\n", "träin.py")
-
-        run = same(tmp_path, "mein Ordner ü/träin.py", env={"LC_ALL": "C.UTF-8"})
-
-        assert "träin.py".encode() in run.err
 
 
 def _package(folder: Path) -> Path:
@@ -236,24 +145,6 @@ class TestArchives:
         run = same_twice(tmp_path, form, "--lr", "0.1", "two words")
 
         assert b"from the archive" in run.err
-
-    def test_modules_in_an_egg_on_pythonpath_and_on_sys_path(self, tmp_path: Path) -> None:
-        for name in ("one", "two"):
-            with zipfile.ZipFile(tmp_path / f"{name}.egg", "w") as archive:
-                archive.writestr(f"of_{name}.py", f"NAME = {name!r}\n")
-        script(
-            tmp_path,
-            "import sys\nimport of_one\nsys.path.insert(0, 'two.egg')\nimport of_two\n"
-            "print(of_one.NAME, of_one.__file__, of_two.NAME, of_two.__file__, of_two.__loader__.archive)\n",
-        )
-
-        same(tmp_path, "train.py", env={"PYTHONPATH": str(tmp_path / "one.egg")})
-
-    def test_a_zip_without_a_main_is_refused_as_python_does(self, tmp_path: Path) -> None:
-        with zipfile.ZipFile(tmp_path / "empty.zip", "w") as archive:
-            archive.writestr("other.py", "")
-
-        same(tmp_path, "empty.zip")
 
     def test_a_module_run_by_its_name_from_an_archive(self, tmp_path: Path) -> None:
         package = _package(tmp_path)

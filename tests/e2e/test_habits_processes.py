@@ -193,13 +193,6 @@ def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_wit
     wait_for(lambda: not _alive(pid), "the daemon's end")
 
 
-def test_a_worker_that_becomes_a_daemon_has_ended_well_and_leaves_nothing(left: Left) -> None:
-    assert left.lines(3) == [], str(left.run)
-
-    pid = int((left.folder / "itself").read_text())
-    wait_for(lambda: not _alive(pid), "the daemon's end")
-
-
 # The program closes all descriptors before it fails. Then it closes only those above 2, before it raises.
 CLOSES = """
 import os, sys
@@ -222,25 +215,11 @@ def closed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return worker(folder, "train.py", how=(*request.param, "--max-restarts", "1")), folder
 
 
-def test_a_worker_may_close_every_descriptor_of_its_own_and_end_well(left: Left) -> None:
-    # The program's descriptor 3 is now a file of its own: elaunch must not write to it.
-    assert (left.folder / "mine").read_text() == "3"
-    assert left.lines(2) == []
-
-
 def test_a_worker_may_close_every_descriptor_of_its_own_and_fail(closed: tuple[Run, Path]) -> None:
     run, folder = closed
 
     assert (folder / "mine").read_text() == "3", str(run)
     assert "exited with code 7 in generation 0" in str(run)
-
-
-def test_a_worker_that_closes_the_link_and_fails_is_reported_as_ever(closed: tuple[Run, Path]) -> None:
-    run, folder = closed
-
-    assert run.code == 1
-    assert "raised ValueError: after that in generation 1" in str(run)
-    assert (folder / "kept").read_text() == ""
 
 
 HOOKS = {
@@ -297,11 +276,6 @@ def test_what_a_script_forks_is_its_own(forked: Turns, name: str) -> None:
     assert_same(forked, name)
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_what_a_script_installs_in_the_interpreter_works(forked: Turns, name: str) -> None:
-    assert_same(forked, name)
-
-
 @pytest.mark.parametrize("way", ["forked", "execed"])
 @pytest.mark.parametrize("name", EXECS)
 def test_a_script_that_execs_becomes_that(forked: Turns, execed: Turns, name: str, way: str) -> None:
@@ -313,17 +287,6 @@ def assert_same(turns: Turns, name: str) -> None:
     assert (ours.code, ours.out) == (theirs.code, theirs.out)
     assert ADDRESS.sub(b"", ours.err).decode() == ADDRESS.sub(b"", theirs.err).decode()
     assert "fresh interpreter" not in turns.said
-
-
-def test_faulthandler_shows_the_scripts_frames_alone_when_it_crashes(tmp_path: Path) -> None:
-    script(tmp_path, "import faulthandler\nfaulthandler.enable()\ndef f():\n    faulthandler._sigsegv()\nf()\n")
-    expected = fresh(tmp_path, "train.py")
-    assert b"Segmentation fault" in expected.err
-
-    run = worker(tmp_path, "train.py")
-
-    assert "SIGSEGV" in str(run)
-    assert re.findall(rb'  File ".*" in .*', run.err)[:2] == re.findall(rb'  File ".*" in .*', expected.err), str(run)
 
 
 def test_a_handler_that_a_script_installs_gets_the_jobs_sigterm(tmp_path: Path) -> None:

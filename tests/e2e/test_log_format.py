@@ -59,14 +59,6 @@ def test_a_collector_gets_objects_only_and_the_files_stay_as_they_were(tmp_path:
     assert (tmp_path / "logs" / "latest" / "attempt_0" / "1" / "stderr.log").read_text() == "err 1\n"
 
 
-def test_the_only_worker_writes_objects_too(tmp_path: Path) -> None:
-    script(tmp_path, "print('out')")
-
-    job = finished(tmp_path, "--log-format", "json", "--no-preload", "train.py")
-
-    assert json.loads(job.stdout)["text"] == "out"
-
-
 @pytest.mark.parametrize(
     ("options", "env", "pattern"),
     [

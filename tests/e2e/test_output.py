@@ -87,14 +87,6 @@ class TestLoneWorker:
 
         assert [line for line in output if not line.startswith("elaunch: ")] == [f"line {i}" for i in range(2000)]
 
-    def test_the_report_calls_the_end_of_both_in_one_file_output_and_not_stderr(self, tmp_path: Path) -> None:
-        script(tmp_path, "import os; print('words on stdout', flush=True); os._exit(7)")
-
-        report = "\n".join(_one_file(tmp_path, *LIGHT, "--max-restarts", "0", "train.py", code=1))
-
-        assert "\n  output    : its last line\n    words on stdout\n" in report
-        assert "stderr" not in report
-
     @pytest.mark.parametrize("start", [LIGHT, slow(("--no-preload",))], ids=["forked", "exec'd"])
     def test_it_keeps_its_terminal_and_can_ask_the_user(self, start: tuple[str, ...], tmp_path: Path) -> None:
         script(tmp_path, "import os; print('terminals', *map(os.isatty, range(3))); print('hello', input('name? '))")
@@ -159,31 +151,6 @@ class TestPrefix:
             code = terminal.process.wait(DEADLINE_S)
 
         assert code == 0, terminal.text
-
-    def test_a_second_ctrl_c_at_a_debuggers_prompt_ends_the_job_at_once(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\nwait('never')\n")
-
-        # No deadline of this test is as long as this grace.
-        options = (*LIGHT, "--stop-grace", "600", "--nproc-per-node", "2")
-        with Terminal(tmp_path, *options, "train.py") as terminal:
-            terminal.read_until("(Pdb) ")
-            terminal.type("\x03")
-            terminal.read_until("Ctrl-C again kills now")
-            terminal.type("\x03")
-            terminal.read_until("exit code 130")
-            code = terminal.process.wait(DEADLINE_S)
-
-        assert code == 130, terminal.text
-
-    def test_a_debugger_that_is_quit_ends_the_job_with_a_word_on_what_to_do(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\nwait('never')\n")
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
-
-        assert job.code == 1
-        assert re.search(r"rank 1 \(.*\) left its debugger \(BdbQuit\) in generation 0", job.stderr), job.stderr
-        assert "start elaunch at a terminal" in job.stderr
-        assert "generation 1" not in job.stderr
 
 
 # A line is never taken for a prompt because its writer has waited for a CPU.
@@ -378,11 +345,6 @@ else:
 
 
 class TestChattyRank:
-    def test_another_ranks_line_arrives_while_it_still_writes(self, told: dict[str, object]) -> None:
-        assert told["others"] == [b"[1] a word of rank 1\n"]
-        assert told["still_wrote"]
-        assert told["code"] == 0
-
     def test_no_byte_is_lost_on_the_console(self, told: dict[str, object]) -> None:
         assert told["console"] == told["wrote"]
 
@@ -634,18 +596,6 @@ for stream in sys.stdout, sys.stderr:
         where = f"elaunch: the workers' output is in {run}, incomplete: some of it could not be written"
         assert where in job.stderr.splitlines()
 
-    def test_a_failure_is_reported_with_its_traceback_all_the_same(
-        self, small_disk: Callable[[str], Path], tmp_path: Path
-    ) -> None:
-        disk = small_disk("size=64k")
-        (disk / "ballast").write_bytes(bytes(60 << 10))
-        script(tmp_path, "print('x' * 100_000)\nraise ValueError('the disk is full and more')")
-
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "0", "--log-dir", str(disk / "logs"), "train.py")
-
-        assert job.code == 1
-        assert re.search(r"^rank 0 .* raised ValueError: the disk is full and more", job.stderr, re.MULTILINE)
-
 
 ENDLESS = """
 import os, signal, sys, time
@@ -724,27 +674,6 @@ class TestReaderGone:
             code = process.wait(DEADLINE_S)
 
         assert (code, said.count(b"trained")) == (0, 2)
-
-    def test_a_full_disk_behind_stdout_is_named_and_costs_no_worker(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "write('more\\n')\nPath(f'trained {rank}').touch()")
-
-        with Path("/dev/full").open("w") as full:
-            done = subprocess.run(
-                [*COMMAND, "--no-preload", "--nproc-per-node", "2", "train.py"],
-                cwd=tmp_path,
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=full,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
-
-        assert done.returncode == 0, done.stderr
-        assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
-        said = "elaunch: stdout cannot be written (No space left on device); training goes on without it\n"
-        assert done.stderr.count(said) == 1, done.stderr
 
     def test_training_goes_on_when_its_terminal_is_gone(self, tmp_path: Path) -> None:
         script(tmp_path, WAIT + "write('first\\n')\nwait('gone')\nwrite('more\\n')\nPath(f'trained {rank}').touch()")
@@ -838,22 +767,3 @@ def _tree(folder: Path) -> dict[str, str]:
     """All files of the workers below a run's `folder`, by their path in it."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "timeline.jsonl")
     return {str(path.relative_to(folder)): path.read_text() for path in files}
-
-
-def test_an_unfinished_line_is_shown_before_what_its_worker_writes_to_the_other_stream(tmp_path: Path) -> None:
-    script(tmp_path, "import sys\nprint('loading', end='', flush=True)\nprint('trouble', file=sys.stderr, flush=True)")
-    words = [*COMMAND, "--nproc-per-node", "2", "train.py"]
-
-    ended = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        check=True,
-    )
-
-    for rank in range(2):
-        assert ended.stdout.index(f"[{rank}] loading") < ended.stdout.index(f"[{rank}] trouble")

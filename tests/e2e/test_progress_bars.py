@@ -41,17 +41,6 @@ else:
         print("line", step, flush=True)
 """
 
-# The width as shutil, tqdm before 4.70 (utils._screen_shape_linux) and rich find it.
-WIDTHS = """
-import os, shutil
-from rich.console import Console
-
-console = Console()
-tqdm = [int(os.environ[name]) - 1 for name in ("COLUMNS", "LINES")] if "LINES" in os.environ else None
-print("rank", os.environ["RANK"], shutil.get_terminal_size((1, 1)), tqdm, console.width, console.is_terminal)
-print("tqdm", *map(os.environ.get, ("TQDM_NCOLS", "FORCE_COLOR", "CLICOLOR_FORCE")), flush=True)
-"""
-
 
 def test_a_terminal_shows_each_state_of_a_rich_bar_and_no_other_ranks_line_suffers(tmp_path: Path) -> None:
     script(tmp_path, BAR)
@@ -71,28 +60,6 @@ def test_a_terminal_shows_each_state_of_a_rich_bar_and_no_other_ranks_line_suffe
     assert re.search(r"\x1b\[[\d;]*m━", terminal.text), terminal.text
     # The cursor is back.
     assert terminal.text.rindex("\x1b[?25h") > terminal.text.rindex("\x1b[?25l")
-
-
-def test_workers_know_the_terminals_width_less_their_prefix(tmp_path: Path) -> None:
-    script(tmp_path, WIDTHS)
-
-    with Terminal(tmp_path, *LIGHT, "train.py", columns=COLUMNS, rows=40, env=XTERM) as terminal:
-        assert terminal.read_all() == 0, terminal.text
-
-    width = COLUMNS - len("[0] ")
-    told = f"os.terminal_size(columns={width}, lines=40) [{width - 1}, 39] {width} True"
-    assert sorted(line for line in terminal.shown() if "rank" in line) == [f"[{r}] rank {r} {told}" for r in range(2)]
-    assert terminal.text.count(f"tqdm {width - 1} 1 1") == 2
-
-
-def test_the_users_own_variables_stay(tmp_path: Path) -> None:
-    script(tmp_path, WIDTHS)
-    own = {**XTERM, "COLUMNS": "70", "TTY_COMPATIBLE": "0"}
-
-    with Terminal(tmp_path, *LIGHT, "train.py", columns=COLUMNS, rows=40, env=own) as terminal:
-        assert terminal.read_all() == 0, terminal.text
-
-    assert "[1] rank 1 os.terminal_size(columns=70, lines=40) [69, 39] 70 False" in terminal.shown()
 
 
 @pytest.mark.parametrize("form", ["a pipe", "json", "a dumb terminal"])
@@ -131,25 +98,3 @@ with Progress() as progress:
         assert terminal.read_all() == 1, terminal.text
 
     assert terminal.text.rindex("\x1b[?25h") > terminal.text.rindex("\x1b[?25l")
-
-
-def test_the_prefix_of_torchs_traceback_is_not_doubled_on_the_console_and_stays_in_the_file(tmp_path: Path) -> None:
-    # As torch.distributed.init_process_group sets sys.excepthook.
-    script(
-        tmp_path,
-        """
-import os, sys, time
-if os.environ["RANK"] == "1":
-    for line in ("Traceback (most recent call last):", "  Here", "ValueError: bad batch"):
-        print(f"[rank1]: {line}", file=sys.stderr)
-    sys.exit(1)
-time.sleep(60)
-""",
-    )
-
-    job = finished(tmp_path, *LIGHT, "--max-restarts", "0", "--log-dir", "logs", "train.py")
-
-    assert "\n[1] ValueError: bad batch\n" in job.stderr, job.stderr
-    assert "[1] [rank1]" not in job.stderr
-    (file,) = (tmp_path / "logs").glob("latest/*/1/stderr.log")
-    assert "[rank1]: ValueError: bad batch\n" in file.read_text()

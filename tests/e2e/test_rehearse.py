@@ -114,18 +114,6 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-@pytest.mark.slow
-def test_a_script_that_fails_alone_is_not_rehearsed(tmp_path: Path) -> None:
-    script(tmp_path, "open('data')\n")
-
-    ended = rehearse(tmp_path, "train.py")
-
-    assert ended.returncode == 1
-    assert "FileNotFoundError" in ended.stdout
-    assert "the script fails although nothing was killed" in ended.stdout
-    assert "--link PATH" in ended.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -94,11 +94,6 @@ def killed(folder: Path, victim: int, *, workers: int = 3, steps: int = 300) -> 
 
 
 @pytest.mark.slow
-def test_the_whole_script_loses_no_sample_by_a_kill(tmp_path: Path) -> None:
-    assert "[0] step 150: loss" in killed(tmp_path / "killed", 0, workers=2, steps=150).stdout
-
-
-@pytest.mark.slow
 def test_the_command_for_an_object_store_works_and_goes_on_from_there(tmp_path: Path) -> None:
     section = PAGE.read_text().split("### In an object store\n", 1)[1]
     words = section.split("```sh\n", 1)[1].splitlines()[0].split()
@@ -124,17 +119,3 @@ def test_the_whole_script_loses_no_bit_by_a_kill(tmp_path: Path, victim: int) ->
     last = re.compile(r"^\[0\] (step 300: loss .*)$", re.MULTILINE)
 
     assert last.findall(killed(tmp_path / "killed", victim).stdout) == last.findall(whole(tmp_path / "calm").stdout)
-
-
-@pytest.mark.slow
-def test_the_whole_script_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command.append(str(kept(tmp_path, "A whole script", steps=300)))
-
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=120
-    )
-
-    assert ended.returncode == 0, ended.stderr
-    assert "step 300: loss" in ended.stdout
-    assert audit_folder(tmp_path / "ledger", steps=300).ok

@@ -62,20 +62,3 @@ def check(place: Path, ranks: set[int]) -> None:
         assert 0 < each["computation_s"] < each["seconds"], each
     names = {e["args"]["name"] for e in loaded(place / "trace.json.gz")["traceEvents"] if e["name"] == "process_name"}
     assert names == {f"rank {rank}" for rank in ranks}
-
-
-PLANS = [("zero1", 2), ("fsdp2", 2), ("hsdp", 4), ("tp=2", 2), ("pp=2", 2), ("tp=2,pp=2", 4)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plan", "workers"), PLANS)
-def test_each_plan_is_profiled_on_all_ranks(tmp_path: Path, plan: str, workers: int) -> None:
-    words = [*preloading("elaunch.trainer.train"), "--log-dir", "logs", "--nproc-per-node", str(workers)]
-    words += ["-m", "elaunch.trainer", *SHAPE, "--layers", "4", "--parallel", plan, "--profile", "4-5"]
-
-    job = finished(tmp_path, *words, env={"OMP_NUM_THREADS": "1"})
-
-    assert job.code == 0, job.output
-    place = tmp_path / "logs" / "latest" / "attempt_0" / "profile"
-    check(place, set(range(workers)))
-    assert "profile: steps 4 to 5 took" in job.output

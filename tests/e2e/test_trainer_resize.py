@@ -191,14 +191,6 @@ def test_the_gradient_is_that_of_one_process_on_the_whole_batch(curves: list[Cur
     assert_close(curves[2], 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "batch"), [(1, 30), (4, 30), (4, 27)])
-def test_so_it_is_at_other_world_sizes(forker: RankForker, tmp_path: Path, world_size: int, batch: int) -> None:
-    (found,) = train(forker, tmp_path, uneven(world_size, batch))
-
-    assert_close(found, world_size)
-
-
 SHARDED = """
 import copy, json, os, sys
 import torch, torch.distributed as dist
@@ -240,28 +232,9 @@ def sharded(forker: RankForker, folder: Path, world_size: int) -> list[Ended]:
     return ended_ranks(forker, world_size, script(folder, SHARDED))
 
 
-def assert_same_gradient(ended: list[Ended]) -> None:
-    said = said_by(ended)
-    assert [one["step"] for one in said].count(3) == len(ended), ended
-    assert max(one["apart"] for one in said) < 1e-5
-
-
 @pytest.fixture(scope="module")
 def sharded_on_3(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     return sharded(forker, tmp_path_factory.mktemp("sharded"), 3)
-
-
-def test_sharded_models_get_the_same_gradient_with_even_ranks(sharded_on_3: list[Ended]) -> None:
-    assert_same_gradient(sharded_on_3)
-
-
-@pytest.mark.slow
-def test_so_do_those_of_two_workers(forker: RankForker, tmp_path: Path) -> None:
-    ended = sharded(forker, tmp_path, 2)
-
-    # With two workers, 8 micro-batches are shared evenly in both cases.
-    assert [rank.code for rank in ended] == [0, 0], ended
-    assert_same_gradient(ended)
 
 
 def test_sharded_models_on_uneven_ranks_are_refused_and_do_not_hang(sharded_on_3: list[Ended]) -> None:

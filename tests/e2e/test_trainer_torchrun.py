@@ -196,16 +196,6 @@ def test_a_run_that_is_complete_is_not_trained_again(alone: Alone) -> None:
     assert (alone.folder / "result-0").read_text() == (alone.folder / "result-1").read_text()
 
 
-def test_no_thread_of_the_process_group_outlives_the_training(alone: Alone) -> None:
-    # Such a thread aborts or hangs an interpreter that ends meanwhile (pytorch #190489).
-    assert alone.out.count("gloo's threads: []\n") == 2, alone.out
-
-
-def test_the_trainer_does_without_numpy(alone: Alone) -> None:
-    assert "exit code: 0\n" in alone.out
-    assert "umPy" not in alone.errors + alone.errors_again
-
-
 @pytest.mark.slow
 def test_a_run_without_out_is_found_again_by_the_same_command(start: Start, tmp_path: Path) -> None:
     assert finish(start(*TRAINER, *SHORT))[0] == 0
@@ -291,20 +281,3 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
     assert "Traceback" not in ended[0][2] + ended[1][2]
     assert ended[1][2] == ""
     assert not (tmp_path / "run" / "result.json").exists()
-
-
-@pytest.mark.slow
-def test_a_corrupt_newest_checkpoint_costs_one_step_and_not_the_result(start: Start, tmp_path: Path) -> None:
-    assert finish(start(*TRAINER, "--out", "calm", *SHORT))[0] == 0
-    assert finish(start(*TRAINER, "--out", "run", *SHORT))[0] == 0
-    (tmp_path / "run" / "result.json").unlink()
-    newest = tmp_path / "run" / "checkpoints" / marks(tmp_path / "run" / "checkpoints")[-1].folder_name
-    os.truncate(newest / "__0_0.distcp", 1000)
-
-    code, _, errors = finish(start(*TRAINER, "--out", "run", *SHORT))
-
-    assert code == 0
-    assert f"skipping run/checkpoints/{newest.name}: it is torn or corrupt" in errors
-    assert "resuming after step 5 of 6" in errors
-    assert result(tmp_path / "run") == {**result(tmp_path / "calm"), "steps_lost": 1, "steps_repeated": 1}
-    assert losses(tmp_path / "run") == losses(tmp_path / "calm")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 
 from tests.faults.census import Census, alive, cgroups_named, shared_memory_of
 from tests.faults.processes import Watched
-from tests.faults.storm import Moment, Storm, seeded
-from tests.harness import DEADLINE_S, wait_for
+from tests.faults.storm import Storm, seeded
 
 # Every process of a test run collects this file, and needs no torch for that.
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ SHAPE += ["--context", "16", "--dropout", "0.1", "--seed", "5", "--data", "text"
 # The number of Python objects stays the same. Only the holes between them grow, a little and ever more slowly.
 AGENT_GROWTH_KIB_MAX = 1024
 FORK_SERVER_GROWTH_KIB_MAX = 512
-# From the command to the first steps it takes about two seconds.
-AGENT_LIFE_S = 2.5
 
 
 def train(folder: Path, out: str, workers: int, steps: int, *options: str) -> Watched:
@@ -87,82 +83,6 @@ def test_a_storm_of_kills_changes_no_bit_and_leaves_nothing(
     assert_no_trace(job, storm, private, marker)
     assert_memory_is_flat(census)
     assert_same_run(tmp_path / "stormy", calm(workers, steps))
-
-
-@pytest.mark.parametrize(
-    ("workers", "starts", "steps"),
-    [
-        pytest.param(3, 2, 200, id="short"),
-        *(pytest.param(n, 67, 1000, id=f"{n}-workers") for n in (2, 3, 4)),
-    ],
-)
-def test_without_restarts_each_kill_ends_the_job_and_an_outer_loop_ends_with_the_same_bits(
-    tmp_path: Path, calm: Calm, workers: int, starts: int, steps: int
-) -> None:
-    dice = seeded()
-    moments = [Moment.FORKING, Moment.STARTING, Moment.TRAINING, Moment.SAVING]
-    started_s = time.monotonic()
-    for start in range(starts):
-        with train(tmp_path, "looped", workers, steps, "--max-restarts", "0") as job:
-            storm = Storm(job, tmp_path / "looped", workers, dice)
-            # The short form has one run that saves a checkpoint, and one run that goes on from it.
-            moment = dice.choice(moments) if start else Moment.SAVING
-            wait_for(lambda job=job: job.run_dirs(), "the run directory")  # type: ignore[misc]
-            job.wait_for_output(rf"^elaunch: generation 0: {workers} workers")
-            if not start:
-                # The first run must save a checkpoint before the kill, or the next run has nothing to go on from.
-                complete = (tmp_path / "looped" / "checkpoints").glob
-                wait_for(lambda glob=complete: list(glob("[!.]*")), "a checkpoint")  # type: ignore[misc]
-            storm.strike(0, moment)
-            assert job.wait() == 1, f"{moment}:\n{job.output}"
-            job.assert_nothing_is_left(pids=storm.seen)
-        assert_report(job, storm)
-        assert not list(job.tmp.iterdir())
-        assert not shared_memory_of(storm.seen)
-
-    with train(tmp_path, "looped", workers, steps, "--max-restarts", "0") as job:
-        assert job.wait(300) == 0, job.output
-    print(f"{workers} workers, {starts} starts that were killed, {time.monotonic() - started_s:.0f} s")
-    assert "resuming after step" in job.output
-    assert_same_run(tmp_path / "looped", calm(workers, steps))
-
-
-@pytest.mark.parametrize(
-    ("workers", "starts", "steps"),
-    [pytest.param(3, 2, 200, id="short"), pytest.param(3, 60, 4000, id="long")],
-)
-def test_agents_killed_at_random_moments_leave_nothing_and_the_run_goes_on_to_the_same_bits(
-    tmp_path: Path, calm: Calm, workers: int, starts: int, steps: int
-) -> None:
-    dice = seeded()
-    for start in range(starts):
-        with train(tmp_path, "orphaned", workers, steps, "--max-restarts", "0") as job:
-            if start:
-                time.sleep(dice.uniform(0, AGENT_LIFE_S))
-            else:
-                job.wait_for_output("^.0. step ")
-            # `job` learns the processes and folders of the agent before it dies.
-            had = [process.pid for process in job.processes()]
-            assert job.process.poll() is None, f"it ended before the kill:\n{job.output}"
-
-            job.process.kill()
-
-            assert job.process.wait(DEADLINE_S) == -signal.SIGKILL
-            job.assert_nothing_is_left(had)
-        assert not list(job.tmp.iterdir())
-        assert not shared_memory_of(had)
-
-    with train(tmp_path, "orphaned", workers, steps, "--max-restarts", "0") as job:
-        assert job.wait(300) == 0, job.output
-    assert_same_run(tmp_path / "orphaned", calm(workers, steps))
-
-
-def assert_report(job: Watched, storm: Storm) -> None:
-    pids = "|".join(str(kill.pid) for kill in storm.kills)
-    box = job.stderr[job.stderr.index("elaunch.trainer FAILED") :]
-    assert re.search(rf"^rank \d+ .*pid ({pids})\) was killed by SIGKILL in generation 0", box, re.MULTILINE), box
-    assert re.search(rf"^  exitcode  : -9 \(pid: ({pids})\)  \(SIGKILL\)", box, re.MULTILINE), box
-    assert "max_restarts is 0, so any failure ends the job" in box
 
 
 def job_marker(job: Watched) -> str:

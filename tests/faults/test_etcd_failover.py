@@ -86,21 +86,6 @@ def test_the_leaders_death_loses_no_event_and_no_lease(etcd: Etcd, transport: st
     traffic.assert_the_lease_is_kept()
 
 
-@by_gateway
-def test_a_rolling_restart_loses_no_event_and_no_lease(etcd: Etcd, store: EtcdStore, fresh: EtcdStore) -> None:
-    with Traffic(store) as traffic:
-        for member in etcd.members:
-            member.terminate()
-            traffic.wait_for_writes(10)
-            member.start()
-            member.wait_ready()
-            etcd.leader()
-            traffic.wait_for_writes(10)
-
-    traffic.assert_nothing_was_lost_or_repeated(fresh)
-    traffic.assert_the_lease_is_kept()
-
-
 @by_grpc
 def test_a_member_that_hangs_is_left_by_calls_and_watches(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
     # This member is not the leader, so only this connection fails.
@@ -115,20 +100,6 @@ def test_a_member_that_hangs_is_left_by_calls_and_watches(etcd: Etcd, transport:
     traffic.assert_nothing_was_lost_or_repeated(fresh)
     traffic.assert_the_lease_is_kept()
     assert max(traffic.gaps_s) > 0.4, "the call to the stopped member must have run into its deadline"
-
-
-@by_gateway
-def test_a_leader_that_hangs_is_replaced(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
-    leader = etcd.leader()
-    with at_first(etcd, leader, transport) as store, Traffic(store) as traffic:
-        leader.stop()
-        traffic.wait_for_writes(20)
-
-        leader.go_on()
-        traffic.wait_for_writes(20)
-    traffic.assert_nothing_was_lost_or_repeated(fresh)
-    traffic.assert_the_lease_is_kept()
-    assert max(traffic.gaps_s) > 0.4, "the call to the stopped leader must have run into its deadline"
 
 
 @by_grpc
@@ -147,21 +118,6 @@ def test_without_a_majority_calls_fail_in_words_and_go_on_when_it_is_back(
     traffic.assert_nothing_was_lost_or_repeated(fresh)
     traffic.assert_the_lease_is_kept()
     assert all(member.endpoint in traffic.unavailable[failed + 1] for member in etcd.members)
-
-
-@by_gateway
-def test_the_end_of_all_members_is_outlived(etcd: Etcd, store: EtcdStore, fresh: EtcdStore) -> None:
-    with Traffic(store, keep_alive=False, ttl_s=60) as traffic:
-        for member in etcd.members:
-            member.kill()
-        failed = len(traffic.unavailable)
-        wait_for(lambda: len(traffic.unavailable) >= failed + 10, "calls that fail")
-
-        for member in etcd.members:
-            member.start()
-        traffic.wait_for_writes(20)
-    traffic.assert_nothing_was_lost_or_repeated(fresh)
-    traffic.assert_the_lease_is_kept()
 
 
 def test_a_watch_leaves_a_member_that_has_no_leader(etcd: Etcd) -> None:
@@ -205,12 +161,3 @@ def test_a_store_whose_revision_went_back_has_lost_its_history(version: str) -> 
     with pytest.raises(HistoryLost):
         store.commit(Txn(()))
     store.close()
-
-
-def test_another_cluster_among_the_endpoints_is_noticed() -> None:
-    with Etcd() as one, Etcd() as other, closing(EtcdStore([*one.addresses, *other.addresses])) as store:
-        store.read(PREFIX)
-        one.members[0].kill()
-
-        with pytest.raises(HistoryLost, match=r"cluster \d+ before, cluster \d+ now"):
-            store.read(PREFIX)

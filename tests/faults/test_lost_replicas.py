@@ -103,24 +103,3 @@ def test_all_nodes_with_a_shard_cost_the_steps_since_the_snapshot(
 
     assert_goes_on(killed(), SNAPSHOT, resumed)
     assert f"restored step {SNAPSHOT} from memory (of generation 0" in resumed[0][-1]["said"][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [(0, 2), (1, 3)])
-def test_all_nodes_with_a_shard_whose_second_copies_did_not_arrive_cost_the_steps_since_the_checkpoint(
-    killed: Callable[..., Job], tmp_path: Path, memories: list[Path], lost: tuple[int, ...]
-) -> None:
-    resumed = killed("deaf").resumed_without(lost, tmp_path / "run", memories)
-
-    assert_goes_on(killed("deaf"), CHECKPOINT, resumed)
-    assert f"restored step {CHECKPOINT} from the checkpoint in " in resumed[0][-1]["said"][0]
-
-
-@pytest.mark.slow
-def test_with_a_checkpoint_alone_the_job_goes_on_after_the_loss_of_all_nodes(
-    killed: Callable[..., Job], tmp_path: Path, memories: list[Path]
-) -> None:
-    resumed = killed().resumed_without((0, 1, 2, 3), tmp_path / "run", memories)
-
-    for *notes, ended in resumed:
-        assert ended["began"] == notes[0]["step"] == CHECKPOINT

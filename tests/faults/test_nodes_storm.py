@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.etcd import Member
-from tests.faults.cluster import Cluster, LightCluster
+from tests.faults.cluster import Cluster
 from tests.faults.meetings import Meeting
 from tests.harness import DEADLINE_S, wait_for
 from tests.nodes import needs_nodes
@@ -321,23 +321,3 @@ def _met_again(cluster: Cluster) -> Meeting:
 @pytest.mark.parametrize("store", STORES)
 def test_a_short_storm_of_faults_ends_well(tmp_path: Path, store: str) -> None:
     blow(tmp_path, int(os.environ.get("ELAUNCH_TEST_SEED", "1")), 4, store)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("store", STORES)
-def test_an_hour_of_jobs_under_faults_ends_well(tmp_path: Path, store: str) -> None:
-    seed = int(os.environ.get("ELAUNCH_TEST_SEED", random.randrange(10**6)))
-    until_s = time.monotonic() + float(os.environ.get("ELAUNCH_TEST_SOAK_S", "3600"))
-    struck: Counter[str] = Counter()
-    failed: list[str] = []
-    while time.monotonic() < until_s:
-        # One job of four with torch: the others leave the CPUs to the agents.
-        kind = LightCluster if seed % 4 else Cluster
-        try:
-            struck += blow(tmp_path / str(seed), seed, random.Random(seed).randint(2, 8), store, kind).struck
-        except AssertionError as error:
-            failed.append(f"seed {seed} with {store}: {error}")
-            print(failed[-1], flush=True)
-        seed += 1
-    print(f"{sum(struck.values())} faults: {dict(struck)}")
-    assert not failed, "\n".join(failed)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import PATIENT, LightCluster
-from tests.faults.processes import LIGHT, SAY, Light, Watched
+from tests.faults.processes import LIGHT, SAY, Light
 from tests.harness import script, slow, wait_for
 from tests.nodes import needs_nodes
 
@@ -29,12 +29,6 @@ while not saving:
 time.sleep(0.3)
 sys.exit(0)
 """
-SHELL = """\
-name=$(test "$RANK" = 0 && echo USR1 || echo TERM)
-trap 'echo "told by SIG$name pid $$"; exit 0' $name
-echo "worker pid $$"
-while :; do sleep 0.05; done
-"""
 
 
 @pytest.mark.parametrize("to_all", [slow(False), True], ids=["agent", "all"])
@@ -52,29 +46,6 @@ def test_a_python_program_is_told_once_in_the_way_that_it_understands(tmp_path: 
         assert [name for name, _ in told] == ["SIGUSR1", "SIGTERM"]
         assert {pid for _, pid in told} == set(job.pids("worker"))
         job.assert_nothing_is_left()
-
-
-def test_a_shell_may_catch_it_and_one_that_does_not_gets_sigterm(tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text(SHELL)
-    with Watched(tmp_path, "--no-python", "--nproc-per-node", "2", "sh", "train.sh", env=SLURM) as job:
-        wait_for(lambda: len(job.pids("worker")) == 2, "2 workers")
-
-        job.signal(signal.SIGUSR1)
-
-        assert job.wait() == 128 + signal.SIGUSR1
-        assert [len(job.pids(f"told by SIG{name}")) for name in ("USR1", "TERM")] == [1, 1]
-
-
-def test_who_names_the_signal_has_it_passed_on_as_it_is(tmp_path: Path) -> None:
-    script(tmp_path, ON_SIGNAL)
-    named = ("--signals-to-handle", "SIGUSR1,SIGTERM")
-    with Light(tmp_path, *named, "train.py", "SIGTERM", env=SLURM) as job:
-        wait_for(lambda: job.pids("worker"), "the worker")
-
-        job.signal(signal.SIGUSR1)
-
-        assert job.wait() == 128 + signal.SIGUSR1
-        assert "told by" not in job.stdout
 
 
 @needs_nodes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -11,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import PRELOAD, REDUCER
+from tests.faults.cluster import REDUCER
 from tests.faults.processes import LIGHT, described
 from tests.faults.test_signals import STUBBORN
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, script, wait_for
-from tests.manifests import K8S, Object, rendered, the
+from tests.manifests import K8S, rendered, the
 from tests.nodes import Node, needs_nodes
-from tests.pods import NAMESPACE, JobPod, Pods
+from tests.pods import NAMESPACE, Pods
 from tests.standin import WITHOUT_TORCH
 
 pytestmark = needs_nodes
@@ -69,70 +68,6 @@ def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_anoth
         assert again.node.ipv4 != other.node.ipv4
         second = pods.meeting(head, again, after=first)
         assert second.restarts == 0
-        pods.end(head, again)
-
-
-@pytest.mark.slow
-def test_a_job_whose_first_pod_is_deleted_begins_anew_in_new_pods(tmp_path: Path) -> None:
-    """Exit code 3 does not end the Job (podFailurePolicy), so both pods are replaced."""
-    job = the("Job", rendered("base"))
-    program = (*PRELOAD, str(REDUCER), str(tmp_path))
-    with Pods(tmp_path, 4, TOKEN) as pods:
-        head, other = (pods.run(job, ordinal, *program) for ordinal in (0, 1))
-        pods.meeting(head, other)
-
-        assert pods.delete(head) == 143
-        assert other.process.wait(DEADLINE_S) == 3
-        # Start the pod that waits for the head first: the head's name cannot be resolved until the head is back.
-        again = pods.run(job, 1, *program)
-        again.process.wait_for_output("elaunch:")
-        first = pods.run(job, 0, *program)
-
-        since = len(pods.records.all())
-        wait_for(lambda: len({r["host"] for r in pods.records.of("step", since=since)}) == 2, "both train again")
-        pods.end(first, again)
-
-
-def jobs_of_a_jobset(jobset: Object) -> Object:
-    """The one Job that the JobSet controller makes of it."""
-    (only,) = jobset["spec"]["replicatedJobs"]
-    job = copy.deepcopy(only["template"])
-    name = jobset["metadata"]["name"]
-    job["metadata"] = {"name": f"{name}-{only['name']}-0"}
-    job["spec"]["template"]["spec"]["subdomain"] = name
-    return job
-
-
-def kubeflows(rank: int) -> dict[str, str]:
-    """Variables that Trainer v2 sets in the pods of a TrainJob called train (pkg/runtime/framework/plugins/torch)."""
-    numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
-    return {**numbers, "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kubeflow", "jobset"])
-def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path, kind: str) -> None:
-    if kind == "kubeflow":
-        jobset = the("ClusterTrainingRuntime", rendered(kind))["spec"]["template"] | {"metadata": {"name": "train"}}
-    else:
-        jobset = the("JobSet", rendered(kind))
-    job = jobs_of_a_jobset(jobset)
-    program = (*LIGHT, str(REDUCER), str(tmp_path))
-    with Pods(tmp_path, 3, TOKEN) as pods:
-
-        def run(rank: int) -> JobPod:
-            more = kubeflows(rank) if kind == "kubeflow" else {}
-            return pods.run(job, rank, *program, env={**WITHOUT_TORCH, **more})
-
-        head, other = run(0), run(1)
-        first = pods.meeting(head, other)
-        assert first.hosts == ["train-node-0-0", "train-node-0-1"]
-
-        assert pods.delete(other) == 143
-        again = run(1)
-
-        second = pods.meeting(head, again, after=first)
-        assert second.hosts == first.hosts
         pods.end(head, again)
 
 

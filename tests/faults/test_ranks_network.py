@@ -3,76 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.harness import environment, script
+from tests.harness import script
 from tests.nodes import Node, Nodes, needs_nodes
 
 pytestmark = needs_nodes
-
-# Two ranks, whose store is a folder.
-RANK = """
-import os, pathlib, sys, time
-from elaunch.trainer.ranks import connections
-from elaunch.trainer.ranks.meeting import own_address
-from elaunch.trainer.ranks.channel import Channel
-
-class Folder:
-    own_address = staticmethod(lambda: own_address(os.environ))
-    def publish(self, rank, content):
-        pathlib.Path(f".{rank}").write_bytes(content)
-        pathlib.Path(f".{rank}").rename(f"contact-{rank}")
-    def find(self, rank):
-        path = pathlib.Path(f"contact-{rank}")
-        return path.read_bytes() if path.exists() else None
-
-rank, region = int(sys.argv[1]), bytearray(int(sys.argv[2]))
-channel = Channel("test", rank, 2, Folder(), timeout_s=60)
-channel.largest([rank])
-print("ready", flush=True)
-sys.stdin.readline()
-began_s = time.monotonic()
-try:
-    if rank:
-        channel.receive_into(memoryview(region)[:channel.length_from(0)], 0)
-    else:
-        region[:] = b"x" * len(region)
-        channel.begin_send(1, memoryview(region))
-        channel.flush()
-    channel.largest([rank])
-    print("same" if region[-1:] == b"x" else "other")
-except connections.PeerLost as error:
-    print(f"{time.monotonic() - began_s:.1f} s: {error}")
-"""
-
-
-def started(nodes: Nodes, folder: Path, size: int) -> list[subprocess.Popen[str]]:
-    """A rank on each of two nodes; they have met."""
-    program = str(script(folder, RANK))
-    env = environment({"GLOO_SOCKET_IFNAME": "eth0"})
-    ends = {"cwd": folder, "env": env, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    found = [node.popen(sys.executable, program, *map(str, (rank, size)), **ends) for rank, node in enumerate(nodes)]
-    for each in found:
-        assert each.stdout
-        assert each.stdout.readline() == "ready\n"
-    return found
-
-
-def test_a_link_that_drops_packets_is_no_lost_host(tmp_path: Path) -> None:
-    with Nodes(2) as nodes:
-        # A packet may be lost several times in a row.
-        ranks = started(nodes, tmp_path, 16 << 20)
-        nodes.lose(10)
-
-        for each in ranks:
-            assert each.stdin
-            each.stdin.write("go\n")
-            each.stdin.flush()
-
-        assert [each.communicate(timeout=180)[0] for each in ranks] == ["same\n"] * 2
-        assert nodes.lost() > 10
 
 
 ASKS = """
@@ -107,11 +44,3 @@ def test_a_rank_on_the_first_node_tells_an_address_that_the_others_reach(tmp_pat
 
         first.run("ip", "route", "add", "default", "dev", "eth0")
         assert own_addresses(first, tmp_path, several) == [first.ipv4]
-
-
-def test_a_host_without_any_network_has_its_loopback_address(tmp_path: Path) -> None:
-    with Nodes(1, own_name_is_loopback=True) as nodes:
-        nodes[0].link_down()
-        nodes[0].run("ip", "addr", "flush", "dev", "eth0")
-
-        assert own_addresses(nodes[0], tmp_path, {"MASTER_ADDR": "node0", "WORLD_SIZE": "2"}) == ["127.0.0.1"]

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.etcd.transport import Rpc
 from tests.etcd import VERSIONS, Etcd
 from tests.faults import soak
-from tests.faults.answers import ALL, Answer, fits
 
 SOAK_S = float(os.environ.get("ELAUNCH_TEST_SOAK_S", "3600"))
 # Jobs that run at the same time. They wait most of the time.
@@ -29,19 +27,6 @@ AT_ONCE = 3
 def etcds() -> Iterator[list[Etcd]]:
     with Etcd(VERSIONS[0]) as old, Etcd(VERSIONS[1]) as new:
         yield [old, new]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rpc", [Rpc.TXN, Rpc.KEEP_ALIVE, Rpc.RANGE, None], ids=lambda rpc: rpc.name if rpc else "ANY")
-@pytest.mark.parametrize("answer", [each for each in ALL if fits(each, Rpc.TXN)], ids=str)
-def test_a_failure_while_the_store_answers_so_is_said_and_the_job_ends_well_or_says_why(
-    tmp_path: Path, etcds: list[Etcd], answer: Answer, rpc: Rpc | None
-) -> None:
-    refused = soak.Phase(8, (answer,), 1.0, rpc, kill=(1, 0.2))
-
-    silences = soak.played(tmp_path / "job", etcds[1], soak.Plan(2, (soak.START, refused), heals=True), "one")
-
-    assert not silences, "\n".join(f"{name}\n{history}" for name, history in silences.items())
 
 
 @pytest.mark.slow

@@ -107,29 +107,6 @@ def test_a_worker_that_fails_while_its_node_is_denied_is_started_again_when_the_
     fleet.goes_on(1)
 
 
-def test_a_node_whose_watch_is_refused_says_so_once_and_hears_of_failures_by_asking(job: Job) -> None:
-    proxies, fleet, generation = job.running()
-    heard = len(fleet.agents[0].stderr)
-    proxies[0].refuse(Rpc.WATCH, answers.BAD_GATEWAY)
-    proxies[0].cut_streams()
-    said = r"the store refuses to tell of changes: .*HTTP status 502.*; they are read every 3 s"
-    fleet.says(0, said, after=heard)
-
-    fleet.kill_worker(1)
-
-    fleet.run(generation + 1)
-    assert fleet.agents[0].stderr[heard:].count("refuses to tell of changes") == 1, fleet.story()
-    fleet.goes_on(0)
-
-
-def test_a_job_that_was_refused_now_and_then_ends_well(job: Job) -> None:
-    _, fleet, _ = job.running()
-
-    fleet.end()
-
-    assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
-
-
 @pytest.mark.parametrize(
     ("rpc", "answer", "words"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import RUN_LIMIT_S, slow, wait_for
+from tests.harness import slow
 from tests.ranks import RankForker, Ranks
 
 SCRIPT = Path(__file__).with_name("shards.py")
@@ -136,18 +135,6 @@ def test_a_smaller_group_and_a_larger_one_after_it_cut_the_state_anew(nodes: Nod
         assert loaded["digest"] == answer["digest"]
 
 
-def test_two_lost_neighbours_are_too_many(nodes: Nodes, saved: Saved) -> None:
-    before, first = saved(LIGHT)
-    nodes.take_over(before)
-    nodes.lose(0)
-    nodes.lose(1)
-
-    answer = nodes.run(4, LIGHT, "load", "train", "1", generation=1)[0]
-
-    (fresh,) = first["notes"]
-    assert (answer["loaded"], answer["step"], answer["digest"]) == (None, 1, fresh["digest"])
-
-
 @pytest.mark.parametrize("nodes", [4], indirect=True)
 def test_two_lost_neighbours_of_hsdp_are_made_up_for_by_their_replicas(nodes: Nodes) -> None:
     # One rank on each node. The third and the fourth are replicas of the first and the second.
@@ -177,70 +164,6 @@ def test_a_rank_killed_inside_a_snapshot_leaves_the_version_before(nodes: Nodes,
     assert loaded["digest"] != at_two["digest"]
 
 
-@pytest.fixture
-def small_memory(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(folder)], capture_output=True, timeout=RUN_LIMIT_S
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=RUN_LIMIT_S)
-
-
-def test_memory_that_does_not_suffice_is_a_sentence_and_training_goes_on(
-    forker: RankForker, tmp_path: Path, small_memory: Path
-) -> None:
-    nodes = Nodes(forker, tmp_path, [small_memory])
-
-    answers = nodes.run(3, LIGHT, "train", "1", "save", "train", "1", "save", "train", "1")
-
-    said = [sentence for answer in answers for sentence in answer["said"]]
-    assert answers[0]["step"] == 3
-    assert 1 <= len(said) <= 3
-    assert (
-        f"no room for a snapshot of 0.0 MB in {small_memory} (No space left on device; 0.0 MB are free there)"
-        in said[0]
-    )
-    assert nodes.pieces(0) == []
-
-
-def test_memory_that_does_not_suffice_for_the_other_nodes_part_ends_second_copies_and_nothing_else(
-    nodes: Nodes, small_memory: Path
-) -> None:
-    # Room for two pieces, not for three: the second version of this node's own piece has none.
-    nodes.memories[1] = small_memory
-
-    answers = nodes.run(2, LIGHT, "train", "1", "save", "train", "1", "save", "train", "1")
-
-    assert answers[0]["step"] == 3
-    assert answers[0]["said"] == []
-    assert len(answers[1]["said"]) == 1
-    assert (
-        f"rank 1: there are no more second copies on other nodes (no room in {small_memory} for other nodes' parts: No "
-        in (answers[1]["said"][0])
-    )
-    assert [path.name for path in nodes.pieces(0)] == ["piece-0-0", "piece-0-1"]
-    assert [path.name for path in nodes.pieces(1)] == ["piece-1-0", "piece-1-1"]
-    assert nodes.run(2, LIGHT, "load", generation=1)[0]["loaded"] == [0, 2]
-
-
-def test_a_newer_snapshot_replaces_the_old_one_only_when_it_is_whole_on_both_nodes(nodes: Nodes) -> None:
-    saved = nodes.run(2, LIGHT, "train", "2", "save")[0]
-    # Rank 1 is killed before it has sent its part of the next snapshot to the other node.
-    actions = ["load", "train", "1", "die", "unsent", "1", "begin"]
-    with nodes.begin(2, LIGHT, *actions, generation=1) as ranks:
-        assert ranks.end_of(1).code == -9
-        wait_for(lambda: nodes.is_whole(0, "piece-0-1"), "rank 0's part")
-    nodes.lose(1)
-
-    loaded = nodes.run(2, LIGHT, "load", generation=2)[0]
-
-    assert (loaded["loaded"], loaded["digest"]) == ([0, 2], saved["digest"])
-
-
 def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_said(nodes: Nodes) -> None:
     actions = ("train", "1", "save", "train", "1", "garble", "1", "save", "note", "die", "copy", "0")
     with nodes.begin(2, LIGHT, *actions, "train", "1", "begin") as ranks:
@@ -260,8 +183,3 @@ def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_sa
         "rank 0's part of the snapshot is on its own node only: it arrived damaged at rank 1: its checksum is wrong"
         in said[1][0]
     )
-
-
-def test_a_rank_without_room_for_its_record_keeps_step_with_the_others(tmp_path: Path, forker: RankForker) -> None:
-    with Ranks(forker, 2, Path(__file__).with_name("unlike.py"), str(tmp_path)) as ranks:
-        assert ranks.answers() == [[[0, 1], 1]] * 2

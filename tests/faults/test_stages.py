@@ -50,22 +50,3 @@ def test_each_stage_comes_back_with_its_own_parameters_from_4_to_2_to_4_ranks(
     assert [rank.notes[0] for rank in second] in ([{"began": 6}] * 2, [{"began": 7}] * 2)
     # No step is lost.
     assert_done(third, began=11)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_stages_is_loaded_by_their_names(forker: RankForker, tmp_path: Path, memory: str) -> None:
-    assert_done(generation(forker, tmp_path, memory, 0, 4, steps=8), began=0)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as empty:
-        ended = generation(forker, tmp_path, empty, 0, 2)
-
-    assert_done(ended, began=8)
-
-
-def test_stages_whose_optimizers_have_different_options_are_refused(
-    forker: RankForker, tmp_path: Path, memory: str
-) -> None:
-    ended = generation(forker, tmp_path, memory, 0, 2, OTHER_RATES="1")
-
-    assert [rank.code for rank in ended] == [1, 1]
-    said = "rank 1's optimizer has other options than rank 0's"
-    assert all(said in rank.err for rank in ended)

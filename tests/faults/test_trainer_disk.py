@@ -91,39 +91,6 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_the_end_is_waited_for(full_twice: OneNode) -> None:
-    run = full_twice
-
-    assert f"the checkpoint of step {STEPS} could not be written: No space left on device" in run.job.output
-    assert f"the checkpoint of step {STEPS} is written" in run.job.output
-    assert found(run.out / "checkpoints")[-1][0].step == STEPS
-    assert run.result["steps_lost"] == 0
-
-
-@pytest.mark.slow
-def test_a_disk_that_stays_full_at_the_end_is_a_failure_on_all_ranks_and_a_restart_makes_no_step_again(
-    tmp_path: Path,
-) -> None:
-    launch, asks = "--max-restarts 1 --hang-timeout 10", [f"hold:forward-0-{STEPS}-0"]
-    with (
-        small_disk(tmp_path / "disk") as disk,
-        OneNode(tmp_path / "run", 2, asks=asks, launch=launch, disk=disk) as run,
-    ):
-        run.wait_for("held", step=STEPS)
-        filler = fill(disk)
-        run.release(f"forward-0-{STEPS}-0")
-        run.ended(1)
-        filler.unlink()
-
-    assert re.search(r"rank 0 \(.*\) raised .*NotDurable: the end of the training is not on", run.job.output)
-    said = [line for line in run.job.output.splitlines() if line.startswith("[0] ")]
-    assert sum("it is the last one: it is tried again for 60 s" in line for line in said) == 2
-    assert sum(f"restored step {STEPS} from memory" in line for line in said) == 1
-    assert run.job.output.count("NotDurable: the end") >= 4
-    assert not (run.out / "result.json").exists()
-
-
-@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_they_are_counted(
     tmp_path: Path, calm_training: CalmTrainings
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.cluster import Cluster
 from tests.faults.node_trainings import OnNodes
-from tests.faults.trainings import GENTLE, RESTORED, CalmTrainings, OneNode, Trained
+from tests.faults.trainings import GENTLE, RESTORED, CalmTrainings, Trained
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -71,89 +71,4 @@ def test_a_node_is_lost_another_joins_and_is_preempted(
     assert {repeated for *_, repeated in re.findall(RESTORED, nodes.output)} == {"0"}
     assert {line["world_size"] for line in nodes.lines} == {1, 2}
     nodes.assert_complete()
-    nodes.assert_close(calm)
-
-
-@pytest.mark.slow
-def test_rank_0_is_lost_with_its_node_while_its_checkpoint_gets_its_name(nodes: OnNodes, calm: Trained) -> None:
-    nodes.ask("hold:publish-0-20-0")
-    nodes.ask("hold:forward-0-24-0")
-
-    nodes.start(0, 1, nnodes="2", options=GENTLE)
-    nodes.wait_for("held", moment="publish")
-    nodes.wait_for("held", moment="forward")
-    nodes.lose(0)
-    nodes.start(2, nnodes="2", options=GENTLE)
-    nodes.cluster.ended({1: 0, 2: 0})
-
-    assert nodes.began(1) == 23
-    names = sorted(path.name for path in (nodes.out / "checkpoints").iterdir() if path.is_dir())
-    # That of step 20 was not complete, and is made up for at once; three are kept.
-    assert names == [f"generation-0001-step-000000{step}" for step in (23, 30, 40)]
-    nodes.assert_complete()
-    # Both generations have the same size, and ranks keep no random state of their own, so the results are equal.
-    nodes.assert_same(calm)
-
-
-@pytest.mark.slow
-def test_a_node_that_has_just_joined_is_lost_while_it_receives_the_state(nodes: OnNodes, calm: Trained) -> None:
-    for name in ("forward-0-20-0", "restore-1-0-1", "forward-2-22-0"):
-        nodes.ask(f"hold:{name}")
-
-    nodes.start(0, nnodes="1:2", options=GENTLE)
-    nodes.wait_for("held", generation=0)
-    nodes.start(1, nnodes="1:2", options=GENTLE)
-    nodes.wait_for("told", reason="join")
-    nodes.release("forward-0-20-0")
-    nodes.wait_for("held", generation=1)
-    nodes.lose(1)
-    nodes.wait_for("held", generation=2)
-    nodes.release("forward-2-22-0")
-    nodes.cluster.ended({0: 0})
-
-    assert nodes.began(2) == 20
-    nodes.assert_complete()
-    nodes.assert_close(calm)
-
-
-@pytest.mark.slow
-def test_all_workers_of_a_node_are_killed_and_get_the_state_from_the_other(
-    nodes: OnNodes, calm_training: CalmTrainings
-) -> None:
-    for rank in (0, 1):
-        nodes.ask(f"together-0-20-{rank}")
-
-    # No copy is due at step 19.
-    nodes.start(0, 1, nnodes="2", workers=2, options=("--lose-at-most", "7"))
-    nodes.cluster.ended({0: 0, 1: 0})
-
-    assert sorted(nodes.struck()) == ["together-0-20-0", "together-0-20-1"]
-    assert nodes.began(1) == 19
-    assert "restored step 19 from memory (of generation 0; sent to rank 0 from rank 2); 0 steps" in nodes.output
-    nodes.assert_complete()
-    nodes.assert_same(calm_training(4))
-
-
-@pytest.mark.slow
-def test_a_run_resized_from_4_to_3_and_back_has_the_losses_of_one_that_was_not(tmp_path: Path) -> None:
-    options = (*GENTLE, "--steps", "240")
-    with OneNode(tmp_path / "calm", 4, *options) as calm:
-        calm.ended()
-    with Cluster(tmp_path, 5) as cluster:
-        nodes = OnNodes(tmp_path / "run", cluster)
-        for name in ("backward-0-81-3", "forward-1-161-0"):
-            nodes.ask(f"hold:{name}")
-
-        nodes.start(0, 1, 2, 3, nnodes="3:4", options=options)
-        nodes.wait_for("held", generation=0)
-        nodes.lose(3)
-        nodes.wait_for("held", generation=1)
-        nodes.start(4, nnodes="3:4", options=options)
-        nodes.wait_for("told", reason="join")
-        nodes.release("forward-1-161-0")
-        cluster.ended(dict.fromkeys((0, 1, 2, 4), 0))
-
-    assert [nodes.began(1), nodes.began(2)] == [80, 161]
-    assert [line["world_size"] for line in nodes.lines] == [4] * 80 + [3] * 81 + [4] * 79
-    nodes.assert_complete(steps=240)
     nodes.assert_close(calm)

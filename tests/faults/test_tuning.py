@@ -75,50 +75,6 @@ def test_all_ranks_choose_alike_a_kill_costs_no_step_and_the_restart_uses_the_ch
 
 
 @pytest.mark.slow
-def test_a_worker_killed_while_tuning_costs_nothing_and_the_restart_tunes_anew(
-    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
-) -> None:
-    with Tuned(tmp_path / "run", forker, ("tuning-0-0-1",)) as run:
-        killed = run.generation(0, 2)
-        again = run.generation(1, 2)
-
-    assert run.struck() == ["tuning-0-0-1"]
-    assert killed[1].code == -signal.SIGKILL
-    assert killed[0].code != 0
-    assert run.choices(0) == []
-    assert [size for size, _ in run.choices(1)] == [SMALL, SMALL]
-    assert [rank.code for rank in again] == [0, 0]
-    run.assert_same(calm_training(2, *SHORT, steps=STEPS))
-
-
-@pytest.mark.slow
-def test_with_three_workers_a_killed_run_has_the_bits_of_an_unkilled_one_with_the_same_choice(
-    tmp_path: Path, forker: RankForker
-) -> None:
-    with Tuned(tmp_path / "calm", forker) as calm:
-        calm.generation(0, 3)
-    with Tuned(tmp_path / "run", forker, ("loss-0-14-1",)) as run:
-        run.generation(0, 3)
-        run.generation(1, 3)
-
-    assert run.struck() == ["loss-0-14-1"]
-    assert [size for size, _ in run.choices(1)] == [SMALL] * 3
-    run.assert_complete(lost=0, steps=STEPS)
-    run.assert_same(calm)
-
-
-@pytest.mark.slow
-def test_at_another_number_of_workers_a_restart_keeps_the_choice_of_the_run(tmp_path: Path, forker: RankForker) -> None:
-    with Tuned(tmp_path / "run", forker, ("loss-0-14-2",)) as run:
-        run.generation(0, 3)
-        fewer = run.generation(1, 2)
-
-    assert run.choices(1) == [(SMALL, 0), (SMALL, 0)]
-    assert "as this run measured with 3 workers" in fewer[0].err
-    assert [rank.code for rank in fewer] == [0, 0]
-
-
-@pytest.mark.slow
 def test_a_killed_run_with_powersgd_goes_on_with_the_hooks_state_bit_for_bit(
     tmp_path: Path, forker: RankForker
 ) -> None:

@@ -142,34 +142,6 @@ class TestFallback:
         assert len(told) == 1, job.output
         assert why in told[0]
 
-    def test_what_a_sitecustomize_changed_is_not_changed_twice(self, tmp_path: Path) -> None:
-        counts = "import os; os.environ['COUNT'] = os.environ.get('COUNT', '') + 'I'; os.environ.get('RANK')"
-        env = library(tmp_path, "sitecustomize", counts)
-        script(tmp_path, "import os\nprint('count', os.environ['COUNT'])")
-
-        with Watched(tmp_path, *LIGHT, "train.py", env=env) as job:
-            self.assert_fresh(job, "looks up RANK")
-
-        # The agent, which is a Python program too, adds one, and the worker adds one. The fork server adds none.
-        assert "count II\n" in job.stdout
-
-    def test_a_file_that_python_was_started_with_stays_open(self, tmp_path: Path) -> None:
-        kept = "import os; kept = os.open(os.devnull, os.O_RDONLY)"
-        env = library(tmp_path, "sitecustomize", kept)
-        asks = "os.path.samestat(os.fstat(sitecustomize.kept), os.stat('/dev/null'))"
-        script(tmp_path, f"import os, sitecustomize\nprint('open', {asks})")
-
-        with Watched(tmp_path, *LIGHT, "train.py", env=env) as job:
-            self.assert_fresh(job, "keeps /dev/null open")
-
-        assert "open True" in job.stdout
-
     def test_without_a_reason_workers_are_forked(self, jobs: dict[str, Watched]) -> None:
         assert jobs["told"].stdout.count("forked True") == 2
         assert "fresh interpreter" not in jobs["told"].output
-
-    @pytest.mark.parametrize("name", ["told", "sitecustomize"])
-    def test_signals_that_were_blocked_when_it_started_are_so_in_every_worker(
-        self, jobs: dict[str, Watched], name: str
-    ) -> None:
-        assert jobs[name].stdout.count(f"blocked [{int(signal.SIGUSR2)}]") == 2

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import pty
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.fidelity import probe, probe_process
-from tests.e2e.fidelity.ways import EXECED, HERE, LIGHT, look, looks, share, with_crash_stack, without_launchers
-from tests.harness import COMMAND, environment, script
+from tests.e2e.fidelity.ways import EXECED, HERE, LIGHT, look, looks, with_crash_stack, without_launchers
+from tests.harness import script
 
 ARGS = ("--lr", "0.1", "two words", "", "ü")
 FORMS = {
@@ -140,12 +135,6 @@ def test_a_fact_is_as_in_a_fresh_interpreter(seen: Seen, way: str, form: str, na
         _equal(name, worker, fresh)
 
 
-@pytest.mark.parametrize(("variant", "name"), [p for variant in VARIANTS for p in _params(variant, variant)])
-def test_a_fact_follows_pythons_own_variables(seen: Seen, variant: str, name: str) -> None:
-    for worker in seen.worker(LIGHT, "script", variant):
-        _equal(name, worker, seen.fresh("script", variant))
-
-
 @pytest.mark.parametrize("name", probe.UNLIKE)
 def test_what_is_drawn_differs_between_ranks_and_jobs(seen: Seen, name: str) -> None:
     runs = (("forked", "script"), ("light", "package"))
@@ -160,35 +149,3 @@ def test_the_launchers_variables_are_there(seen: Seen) -> None:
     found = seen.worker(TORCH, "script")[1]["environ"]
 
     assert found.keys() - without_launchers(found).keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "ELAUNCH_LINK"}
-
-
-def test_a_terminal_is_the_workers_own(tmp_path: Path) -> None:
-    folder = _folder(tmp_path.resolve())
-    records = []
-    for command in ((*COMMAND, *LIGHT, "--nproc-per-node", "1"), (sys.executable, "-u")):
-        leader, terminal = pty.openpty()
-        env = environment({"OMP_NUM_THREADS": share(1), "TMPDIR": str(tmp_path)})
-        try:
-            subprocess.run(
-                [*command, "train.py"],
-                cwd=folder,
-                env=env,
-                stdin=terminal,
-                stdout=terminal,
-                stderr=terminal,
-                start_new_session=True,
-                timeout=180,
-                check=True,
-            )
-        finally:
-            os.close(leader)
-            os.close(terminal)
-        (path,) = folder.glob("facts*.json")
-        records.append(json.loads(path.read_text()))
-        path.unlink()
-
-    worker, fresh = records
-
-    assert fresh["standard_streams"]["stdin"]["file"][1] is True
-    for name in ("standard_streams", "streams_are_the_originals", "descriptors", "text_encoding"):
-        assert worker[name] == fresh[name], name
