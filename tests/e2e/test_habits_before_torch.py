@@ -204,27 +204,6 @@ def test_what_a_script_removes_before_import_torch_is_gone_or_told(
     assert_effect_or_word(found["gone again"], with_compiler(alone(folder, 0, SHELL), False), told(run, 0))
 
 
-@pytest.mark.slow
-def test_variables_are_followed_again_after_a_restart(shell_job: tuple[Path, Run, dict[str, Any]]) -> None:
-    _, run, _ = shell_job
-
-    found = re.findall(r"^\[1\] found (.*)$", run.out.decode(), re.MULTILINE)
-
-    assert [json.loads(each) for each in found] == [["0", 2, "INFO"], ["1", 2, "INFO"]], str(run)
-
-
-def test_torch_is_found_by_every_kind_of_import_and_not_there_before_the_first(
-    job: tuple[Path, Run, dict[str, Any]],
-) -> None:
-    folder, _, found = job
-    name = "MKL alone, by torch.nn"
-
-    asked = found[name]["asked"]
-
-    assert asked[:2] == [False, False]
-    assert asked == alone(folder, list(SETS).index(name), {})["asked"]
-
-
 THREADS = """
 import os, sys, threading
 sys.setswitchinterval(1e-5)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
 
 import pytest
 
 from elaunch.rendezvous.etcd.json_codec import range_end
-from elaunch.rendezvous.etcd.json_transport import JsonStream, JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Delete, HistoryLost, Put, Txn, Unavailable, Update
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, Member, answered, client
@@ -71,22 +69,6 @@ def at_first(etcd: Etcd, member: Member, transport: str) -> closing[EtcdStore]:
 
 
 @by_grpc
-def test_the_leaders_death_loses_no_event_and_no_lease(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
-    term = etcd.term()
-    leader = etcd.leader()
-    with at_first(etcd, leader, transport) as store, Traffic(store) as traffic:
-        leader.kill()
-        traffic.wait_for_writes(20)
-
-        assert etcd.term() > term, "another one was elected"
-        leader.start()
-        leader.wait_ready()
-        traffic.wait_for_writes(20)
-    traffic.assert_nothing_was_lost_or_repeated(fresh)
-    traffic.assert_the_lease_is_kept()
-
-
-@by_grpc
 def test_a_member_that_hangs_is_left_by_calls_and_watches(etcd: Etcd, transport: str, fresh: EtcdStore) -> None:
     # This member is not the leader, so only this connection fails.
     member = next(member for member in etcd.members if member is not etcd.leader())
@@ -118,26 +100,6 @@ def test_without_a_majority_calls_fail_in_words_and_go_on_when_it_is_back(
     traffic.assert_nothing_was_lost_or_repeated(fresh)
     traffic.assert_the_lease_is_kept()
     assert all(member.endpoint in traffic.unavailable[failed + 1] for member in etcd.members)
-
-
-def test_a_watch_leaves_a_member_that_has_no_leader(etcd: Etcd) -> None:
-    class Counting(JsonTransport):
-        opened = 0
-
-        def stream(self, *args: Any) -> JsonStream:
-            self.opened += 1
-            return super().stream(*args)
-
-    transport = Counting()
-    with closing(EtcdStore(etcd.addresses[:1], transport=transport)) as store:
-        store.watch(PREFIX, answered(lambda: store.read(PREFIX)).revision, lambda _: None)
-        wait_for(lambda: transport.opened, "the watch")
-
-        for member in etcd.members[1:]:
-            member.stop()
-        opened = transport.opened
-
-        wait_for(lambda: transport.opened > opened, "another attempt")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -155,23 +155,6 @@ def test_a_watch_whose_history_was_compacted_is_told_a_view_and_goes_on(
     assert told.entries == direct.read(PREFIX).entries
 
 
-def test_a_deletion_at_the_very_revision_that_is_compacted_is_not_missed(
-    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener
-) -> None:
-    told = Told()
-    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
-    put(direct, A)
-    told.wait_for(put(direct, B))
-
-    way.cut()
-    etcd.compact(direct.commit(Txn((), (Delete(A),))).revision)
-    way.restore()
-    told.wait_for(put(direct, B, "last"))
-
-    # etcd itself takes a watch from the deletion's own revision, and never tells of it.
-    assert list(told.entries) == [B]
-
-
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
     etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener, seed: int

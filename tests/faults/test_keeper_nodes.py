@@ -92,7 +92,7 @@ def test_a_node_whose_only_worker_died_gets_the_step_from_a_peer_and_its_own_par
     assert_same(mended.run, calm(2))
 
 
-# The third node imports torch too. Without agents test_restore_chain.py shows where a node gets the state from.
+# The third node imports torch too.
 @pytest.mark.slow
 def test_a_replaced_node_gets_the_state_from_a_peer(tmp_path: Path, calm: Calm) -> None:
     mended = mend(tmp_path, replaces=True)

@@ -16,7 +16,6 @@ from tests.harness import slow
 from tests.ranks import RankForker, Ranks
 
 SCRIPT = Path(__file__).with_name("shards.py")
-KINDS = ["fsdp2", slow("fsdp1"), "zero"]
 # For tests that are not about the kind: the first steps of FSDP2 take each rank half a second of CPU time.
 LIGHT = "zero"
 
@@ -85,25 +84,6 @@ def saved(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield save
 
 
-one_node = pytest.mark.parametrize("nodes", [1], indirect=True)
-
-
-# With FSDP2 the tests of lost nodes and of other sizes have what is restored.
-@one_node
-@pytest.mark.parametrize("kind", [slow("fsdp2"), slow("fsdp1"), "zero"])
-def test_a_killed_rank_costs_the_steps_since_the_snapshot(nodes: Nodes, kind: str) -> None:
-    actions = ("train", "2", "save", "note", "train", "1", "save", "note", "train", "1", "kill", "2")
-    with nodes.begin(3, kind, *actions) as ranks:
-        ended = ranks.end_of(2)
-    assert ended.code == -9
-    at_two, at_three = ended.notes
-
-    loaded = nodes.run(3, kind, "load", generation=1)[0]
-
-    assert (loaded["loaded"], loaded["step"], loaded["digest"]) == ([0, 3], 3, at_three["digest"])
-    assert loaded["digest"] != at_two["digest"]
-
-
 @pytest.mark.parametrize(
     ("kind", "lost"),
     [("fsdp2", 0), slow("fsdp2", 1), slow("fsdp1", 0), slow("fsdp1", 1), slow("zero", 0), ("zero", 1)],
@@ -122,19 +102,6 @@ def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, saved: Saved, kin
     assert (again["loaded"], again["digest"]) == ([1, 3], answer["digest"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_smaller_group_and_a_larger_one_after_it_cut_the_state_anew(nodes: Nodes, saved: Saved, kind: str) -> None:
-    before, answer = saved(kind)
-    nodes.take_over(before)
-    nodes.lose(1)
-
-    for generation, world_size in enumerate((3, 4), start=1):
-        loaded = nodes.run(world_size, kind, "load", "save", generation=generation)[0]
-
-        assert (loaded["loaded"], loaded["step"]) == ([generation - 1, 3], 3)
-        assert loaded["digest"] == answer["digest"]
-
-
 @pytest.mark.parametrize("nodes", [4], indirect=True)
 def test_two_lost_neighbours_of_hsdp_are_made_up_for_by_their_replicas(nodes: Nodes) -> None:
     # One rank on each node. The third and the fourth are replicas of the first and the second.
@@ -147,21 +114,6 @@ def test_two_lost_neighbours_of_hsdp_are_made_up_for_by_their_replicas(nodes: No
 
     assert (loaded["loaded"], loaded["digest"]) == ([0, 3], saved["digest"])
     assert loaded["digest"] != saved["notes"][0]["digest"]
-
-
-@one_node
-@pytest.mark.parametrize("moment", [slow("copy"), "unmarked"])
-def test_a_rank_killed_inside_a_snapshot_leaves_the_version_before(nodes: Nodes, moment: str) -> None:
-    actions = ["train", "2", "save", "note", "train", "1", "save", "note", "train", "1", "die", moment, "1", "save"]
-    with nodes.begin(3, LIGHT, *actions) as ranks:
-        ended = ranks.end_of(1)
-    assert ended.code == -9
-    at_two, at_three = ended.notes
-
-    loaded = nodes.run(3, LIGHT, "load", generation=1)[0]
-
-    assert (loaded["loaded"], loaded["digest"]) == ([0, 3], at_three["digest"])
-    assert loaded["digest"] != at_two["digest"]
 
 
 def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_said(nodes: Nodes) -> None:

@@ -71,30 +71,6 @@ def test_a_restart_with_other_workers_takes_a_plan_that_can_go_on_with_the_state
         assert run.difference(calm) <= TOLERANCE
 
 
-@pytest.mark.slow
-def test_a_new_job_goes_on_from_a_checkpoint_with_its_plan_and_one_without_a_checkpoint_chooses_anew(
-    tmp_path: Path, forker: RankForker
-) -> None:
-    words = (*SHAPE, *ANY_NUMBER, "--checkpoint-every", "6")
-
-    # The first checkpoint is that of step 6. It is written beside the steps.
-    with Forked(tmp_path / "run", forker, asks=["loss-0-3-1", "published-0-6-0"]) as run:
-        assert run.generation(0, 2, *words)[1].code == -signal.SIGKILL
-        run.forget()
-        run.release("loss-0-3-1")
-        again = run.generation(0, 2, *words)
-        assert again[0].code == -signal.SIGKILL
-        run.forget()
-        run.release("published-0-6-0")
-        plan = plan_of(run)
-        last = run.generation(0, 2, *words)
-
-    assert "as this run has chosen" not in again[0].err
-    assert f"parallel: {plan}, as this run has chosen\n" in last[0].err
-    assert [rank.code for rank in last] == [0, 0]
-    assert [line["step"] for line in run.lines] == [*range(1, STEPS + 1)]
-
-
 def test_a_network_for_which_no_plan_has_memory_is_refused_with_the_values_by_rank_0_alone(
     tmp_path: Path, forker: RankForker
 ) -> None:

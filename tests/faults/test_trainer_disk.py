@@ -88,30 +88,3 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
     assert run.losses.items() <= calm.losses.items()
     assert set(run.losses) >= {*range(1, 15), *range(36, STEPS)}
     assert run.result["ledger"].startswith("not exactly once")
-
-
-@pytest.mark.slow
-def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_they_are_counted(
-    tmp_path: Path, calm_training: CalmTrainings
-) -> None:
-    # Kill the agent, so that the workers and their memory are gone too.
-    with OneNode(tmp_path / "run", 3, asks=["hold:forward-0-33-0"]) as run:
-        run.wait_for("held")
-        run.job.kill_agent()
-        run.job.assert_nothing_is_left()
-        run.assert_no_memory_is_left()
-        run.release("forward-0-33-0")
-        newest = run.out / "checkpoints" / found(run.out / "checkpoints")[-1][1].name
-        with next(newest.glob("*.distcp")).open("r+b") as file:
-            file.seek(500)
-            file.write(b"corrupt")
-
-        run.start(3)
-        run.ended()
-
-    assert newest.name == "generation-0000-step-00000030"
-    assert f"skipping {newest}: it is torn or corrupt" in run.job.output
-    assert "restored step 20 from the checkpoint" in run.job.output
-    # Steps 31 and 32 had no checkpoint, and that of steps 21 to 30 is skipped.
-    run.assert_complete(lost=12)
-    run.assert_same(calm_training(3))

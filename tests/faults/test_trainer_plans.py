@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode, Trained
+from tests.faults.trainings import GENTLE, CalmTrainings, Forked, Trained
 from tests.ranks import RankForker
 
 STEPS, LOSE_AT_MOST = 20, 5
@@ -77,17 +77,3 @@ def test_a_run_with_a_failure_is_to_the_bit_the_run_without_it(
 
         assert run.struck() == ["loss-0-9-2"]
         run.assert_same(calm)
-
-
-def test_under_an_agent_a_killed_stage_comes_back_and_no_step_is_lost(
-    tmp_path: Path, calm_training: CalmTrainings
-) -> None:
-    calm = calm_training(2, *SHAPE, steps=STEPS)
-    words = (*SHAPE, "--eval-every", "11", "--parallel", "dp=2,pp=2", "--lose-at-most", "0")
-
-    with OneNode(tmp_path / "run", 4, *words, asks=["loss-0-14-3"]) as launched:
-        run = launched.ended()
-
-    assert run.struck() == ["loss-0-14-3"]
-    assert run.began(1) == 13
-    assert_trained(run, calm, 0)

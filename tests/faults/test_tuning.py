@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.faults.trainings import CalmTrainings, Forked
 from tests.harness import script
@@ -72,28 +69,6 @@ def test_all_ranks_choose_alike_a_kill_costs_no_step_and_the_restart_uses_the_ch
     run.assert_complete(lost=0, steps=STEPS)
     # Two summands have one order: with any buckets the result is that of a run without tuning, bit for bit.
     run.assert_same(calm_training(2, *SHORT, steps=STEPS))
-
-
-@pytest.mark.slow
-def test_a_killed_run_with_powersgd_goes_on_with_the_hooks_state_bit_for_bit(
-    tmp_path: Path, forker: RankForker
-) -> None:
-    times = {"powersgd": 0.3, "alone": 0.2}
-    options = ("lossy", "--lose-at-most", "4")
-    with Tuned(tmp_path / "calm", forker, times=times) as calm:
-        calm.generation(0, 2, *options)
-    with Tuned(tmp_path / "run", forker, ("loss-0-18-1",), times=times) as run:
-        run.generation(0, 2, *options)
-        second = run.generation(1, 2, *options)
-
-    assert run.struck() == ["loss-0-18-1"]
-    for one, generation in ((calm, 0), (run, 0), (run, 1)):
-        assert [each["settings"]["hook"] for each in one.of("tuned", generation=generation)] == ["powersgd"] * 2
-    # A dead rank's error feedback is that of the last copy in memory; checkpoints have none.
-    assert re.search(r"restored step \d+ from memory", second[0].err)
-    assert run.began(1) >= 16
-    run.assert_complete(lost=17 - run.began(1), steps=STEPS)
-    run.assert_same(calm)
 
 
 # A model of 1.5 MiB, trained in one process group: as it is, tuned, and with the choice remembered.
