@@ -13,6 +13,7 @@ _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # A comment behind a command is set off by two blanks.
 _COMMENT = re.compile(r"\s{2,}# .*$")
 
+
 @dataclass(frozen=True)
 class Block:
     """The commands of one fence, in order, without comments."""
