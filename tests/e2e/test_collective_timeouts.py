@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.harness import Job, script
 from tests.warm import SharedStart
 
@@ -64,6 +66,7 @@ NAMED = (
 )
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named_no_step_is_lost_and_the_group_starts_again(
     tmp_path: Path, keeper_start: SharedStart
 ) -> None:

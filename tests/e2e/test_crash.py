@@ -25,12 +25,6 @@ def forward():
 
 forward()
 """
-# The numbers of closed descriptors are taken again by files.
-TAKES_FDS = """
-os.closerange(3, 4096)
-os.mkdir("files")
-files = [open(f"files/{number}", "w") for number in range(500)]
-"""
 
 
 def crashed(folder: Path, start: tuple[str, ...], text: str, env: dict[str, str] | None = None) -> tuple[Job, str, str]:
@@ -70,14 +64,3 @@ def test_a_user_of_faulthandler_gets_the_stack_on_stderr_as_ever(
     assert written.count("Fatal Python error: Segmentation fault") == 1
     assert report.count("Fatal Python error: Segmentation fault") == 1
     assert re.search(r"\(crashed in \S+/train\.py:7 in forward\)", report)
-
-
-@BOTH
-def test_the_stack_of_a_program_that_has_closed_everything_gets_into_no_file_of_its_own(
-    start: tuple[str, ...], tmp_path: Path
-) -> None:
-    _, _, report = crashed(tmp_path, start, CRASHES.replace("BEFORE", TAKES_FDS))
-
-    assert "was killed by SIGSEGV" in report
-    written = {path.name for path in (tmp_path / "files").iterdir() if path.stat().st_size}
-    assert written == set()

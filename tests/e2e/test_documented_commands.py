@@ -159,18 +159,6 @@ def test_the_commands_for_an_etcd_work_on_one(tmp_path: Path) -> None:
                 assert ETCD[command] in output, output
 
 
-def test_a_running_jobs_processes_are_shown(tmp_path: Path) -> None:
-    (tmp_path / "hold").touch()
-    with Job(tmp_path, "--no-preload", "--nproc-per-node", "2", str(script(tmp_path, TRAIN))) as job:
-        job.wait_for_output("rank 1 of 2")
-
-        shown = shell(tmp_path, ('ps -efww --forest | grep -A 5 "[e]launch"',))
-
-        (tmp_path / "hold").unlink()
-        assert job.wait() == 0
-    assert "guardian" in shown
-
-
 def test_a_job_file_of_the_documentation_is_read(tmp_path: Path) -> None:
     (text,) = [text for language, text in fences((REPOSITORY / "docs" / "nodes.md").read_text()) if language == "yaml"]
     (tmp_path / "job.yaml").write_text(text.replace("nnodes: 2", "nnodes: 1").replace("node0", "localhost"))

@@ -77,13 +77,6 @@ SETS = {
     " TORCHINDUCTOR_MAX_AUTOTUNE='1', PYTORCH_JIT='0', CUDA_VISIBLE_DEVICES='7', TORCH_CPP_LOG_LEVEL='ERROR',"
     " TORCH_SHOW_CPP_STACKTRACES='1')",
     "MKL alone, by torch.nn": "as_asked(MKL_NUM_THREADS='1')\n" + ASKS,
-    "level and logs by a module": "sys.path.insert(0, 'mine'); import settings; import torch.utils.data",
-    "nothing": "",
-    "what is there already": "as_asked(**{n: v for n, v in os.environ.items() if 'THREADS' in n or 'TORCH' in n})\n"
-    "os.environ.setdefault('OMP_NUM_THREADS', '64'); os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')",
-    # As Lightning does. torch reads it in each `is_available()`, and not when it is imported.
-    "what a function looks up": "as_asked(PYTORCH_NVML_BASED_CUDA_CHECK='1')",
-    "forbids": "sys.modules['numpy'] = None\nimport torch\nfound(sys.modules['numpy'])\nsys.exit()",
 }
 # In the first generation only the last rank runs its program, and ends the generation.
 UNSETS = {
@@ -109,12 +102,6 @@ def launched(
     folder: Path, programs: Mapping[str, str], env: Mapping[str, str], max_restarts: int = 0
 ) -> tuple[Run, dict[str, Any]]:
     """Run all programs, one in each rank. Returns the run, and the final facts of each program."""
-    (folder / "mine").mkdir(exist_ok=True)
-    script(
-        folder / "mine",
-        "import os\nos.environ['TORCH_DISTRIBUTED_DEBUG'] = 'INFO'\nos.environ['TORCH_LOGS'] = '+inductor'\n",
-        "settings.py",
-    )
     branches = "".join(
         f"{'el' if rank else ''}if os.environ['RANK'] == '{rank}':\n"
         + "".join(f"    {line}\n" for line in (text or "pass").splitlines())
@@ -202,21 +189,3 @@ def test_what_a_script_removes_before_import_torch_is_gone_or_told(
     folder, run, found = shell_job
 
     assert_effect_or_word(found["gone again"], with_compiler(alone(folder, 0, SHELL), False), told(run, 0))
-
-
-THREADS = """
-import os, sys, threading
-sys.setswitchinterval(1e-5)
-failed = []
-def load(name):
-    try:
-        __import__(name)
-    except BaseException as error:
-        failed.append((name, repr(error)))
-names = ("numpy", "torch", "torch.nn", "numpy.linalg", "torch._dynamo", "torch.distributed") * 2
-threads = [threading.Thread(target=load, args=(name,)) for name in names]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-import numpy, torch
-os.write(1, repr([failed, torch.nn.Linear(1, 1).in_features, numpy.ones(2).sum()]).encode() + b"\\n")
-"""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, worker
-from tests.harness import script, slow
+from tests.e2e.habits import LIGHT, fresh, same, worker
+from tests.harness import script
 
 SAY = """
 import sys, warnings
@@ -145,17 +144,6 @@ def test_a_variable_for_python_has_its_effect(runs: InterpreterRuns, name: str) 
     assert "startup ran" not in shown
 
 
-@pytest.mark.parametrize("how", [LIGHT, slow(NO_PRELOAD)], ids=["forked", "no-preload"])
-def test_with_a_hash_seed_all_workers_have_the_fresh_interpreters_hashes(tmp_path: Path, how: tuple[str, ...]) -> None:
-    script(tmp_path, "print(hash('a word'), list({'a', 'b', 'c', 'd'}))\n")
-    env = {"PYTHONHASHSEED": "7"}
-
-    run = worker(tmp_path, "train.py", how=(*how, "--nproc-per-node", "2"), env=env)
-
-    expected = fresh(tmp_path, "train.py", env=env).out.decode().strip()
-    assert sorted(run.out.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
-
-
 # A .pth file or sitecustomize that leaves one line per run, and marks the interpreter.
 SITECUSTOMIZE = """
 import builtins, os, sys
@@ -201,44 +189,7 @@ class TestSitecustomize:
         assert "thread" in run.execed[0]
 
 
-@pytest.fixture(scope="module")
-def own_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter of a virtual environment with a user's .pth files, which finds this one's packages."""
-    folder = tmp_path_factory.mktemp("venv")
-    venv.create(folder, system_site_packages=True, with_pip=False, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    ours = sysconfig.get_path("purelib")
-    (packages / "a_ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-    (packages / "extra").mkdir()
-    script(packages / "extra", "NAME = 'by a .pth file'\n", "by_pth.py")
-    (packages / "b_users.pth").write_text(
-        "extra\nimport sys, os; sys.habit = getattr(sys, 'habit', 0) + 1; os.environ['BY_PTH'] = 'set'\n"
-    )
-    return folder / "bin" / "python"
-
-
 class TestVirtualEnvironment:
-    def test_pth_files_and_usercustomize_have_their_effect_as_often_as_in_a_fresh_one(
-        self, tmp_path: Path, own_python: Path
-    ) -> None:
-        base = {"PYTHONUSERBASE": str(tmp_path / "user")}
-        place = Path(sysconfig.get_path("purelib", "posix_user", vars={"userbase": base["PYTHONUSERBASE"]}))
-        place.mkdir(parents=True)
-        script(place, "import sys\nsys.user_habit = getattr(sys, 'user_habit', 0) + 1\n", "usercustomize.py")
-        script(
-            tmp_path,
-            "import os, sys, by_pth\nprint(sys.habit, sys.user_habit, by_pth.NAME, os.environ['BY_PTH'], sys.path)\n"
-            "print(sys.prefix, sys.executable, 'usercustomize' in sys.modules)\n",
-        )
-
-        run = same(tmp_path, "train.py", env=base, python=(str(own_python),))
-
-        # Python decides how often site reads a .pth file. A worker must not read it more often.
-        assert b" 1 by a .pth file set" in run.out, str(run)
-        for isolated in ({"PYTHONNOUSERSITE": "1"}, {"HOME": "/nowhere"}):
-            script(tmp_path, "import sys, site\nprint(sys.habit, site.ENABLE_USER_SITE, hasattr(sys, 'user_habit'))\n")
-            same(tmp_path, "train.py", env={**base, **isolated}, python=(str(own_python),))
-
     def test_python_exec_names_another_environments_interpreter(self, tmp_path: Path) -> None:
         venv.create(tmp_path / "other", with_pip=False, symlinks=True)
         python = str(tmp_path / "other" / "bin" / "python")

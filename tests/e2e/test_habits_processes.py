@@ -193,35 +193,6 @@ def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_wit
     wait_for(lambda: not _alive(pid), "the daemon's end")
 
 
-# The program closes all descriptors before it fails. Then it closes only those above 2, before it raises.
-CLOSES = """
-import os, sys
-if os.environ["ELAUNCH_GENERATION"] == "0":
-    os.closerange(0, 256)
-    for _ in range(3): os.open(os.devnull, os.O_RDWR)
-    mine = open("mine", "w")
-    mine.write(f"{mine.fileno()}"); mine.flush()
-    sys.exit(7)
-os.closerange(3, 256)
-kept = open("kept", "w")
-raise ValueError("after that")
-"""
-
-
-@pytest.fixture(scope="module", params=[LIGHT, slow(NO_PRELOAD)], ids=["forked", "no-preload"])
-def closed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
-    folder = tmp_path_factory.mktemp("closed")
-    script(folder, CLOSES)
-    return worker(folder, "train.py", how=(*request.param, "--max-restarts", "1")), folder
-
-
-def test_a_worker_may_close_every_descriptor_of_its_own_and_fail(closed: tuple[Run, Path]) -> None:
-    run, folder = closed
-
-    assert (folder / "mine").read_text() == "3", str(run)
-    assert "exited with code 7 in generation 0" in str(run)
-
-
 HOOKS = {
     "excepthook that ends the process": "def hook(kind, error, tail):\n"
     "    sys.__excepthook__(kind, error, tail)\n    sys.stderr.flush(); os._exit(9)\nsys.excepthook = hook\n1 / 0",

@@ -7,7 +7,6 @@ import signal
 import stat
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.harness import DEADLINE_S, Job, script
@@ -140,31 +139,6 @@ def test_each_way_to_hang_is_told_from_the_others(tmp_path: Path, torch_start: S
             job.stderr,
         )
     assert job.stdout.count("done well") == 3
-
-
-@pytest.mark.slow
-def test_a_job_that_only_warns_goes_on_and_says_so(tmp_path: Path) -> None:
-    # Rank 1 is looked into by nobody but this test: it stops itself, and is continued.
-    script(tmp_path, PROGRAM)
-    with Job(
-        tmp_path,
-        "--preload-only",
-        "torch.distributed",
-        *OPTIONS,
-        "--on-hang=warn",
-        "--max-restarts=0",
-        "train.py",
-        "stopped",
-    ) as job:
-        job.wait_for_output(r"the job seems to hang: rank 1 \(pid \d+ on \S+\) is stopped by a signal \(SIGSTOP\)")
-        held = [process for process in job.processes() if process.status() == psutil.STATUS_STOPPED]
-        for process in held:
-            process.resume()
-        assert job.wait() == 0, job.output
-
-    assert len(held) == 1
-    assert job.stderr.count("the job seems to hang") == 1
-    assert job.stdout.count("done stopped") == 3
 
 
 ENDS = """

@@ -57,23 +57,3 @@ def test_a_collector_gets_objects_only_and_the_files_stay_as_they_were(tmp_path:
     assert (report["outcome"], report["exit_code"], report["failure"]["rank"]) == ("failed", 1, 1)
     assert "train.py FAILED" in lines[-1]["text"]
     assert (tmp_path / "logs" / "latest" / "attempt_0" / "1" / "stderr.log").read_text() == "err 1\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "env", "pattern"),
-    [
-        ((), {"PET_LOG_FORMAT": ""}, f"{TIME}elaunch: no.py does not exist in .*\n"),
-        (("--log-format", "plain"), {}, r"elaunch: no.py does not exist in .*\n"),
-        ((), {"PET_LOG_FORMAT": "json"}, r'\{.*"level": "error".*"text": "no.py does not exist in .*\}\n'),
-        (("--log-format=json", "--nnodes", "x"), {}, r'\{.*"level": "error".*"text": "--nnodes x .*\}\n'),
-        (("--log_format=json", "--nnodes", "x"), {}, r'\{.*"level": "error".*"text": "--nnodes x .*\}\n'),
-        (("--log-format", "yaml"), {"PET_LOG_FORMAT": ""}, f"{TIME}elaunch: --log-format yaml is not one of .*json\n"),
-    ],
-)
-def test_what_is_wrong_with_the_command_line_has_the_same_form(
-    tmp_path: Path, options: tuple[str, ...], env: dict[str, str], pattern: str
-) -> None:
-    job = finished(tmp_path, *options, "no.py", env=env)
-
-    assert job.code == 2
-    assert re.fullmatch(pattern, job.stderr), job.stderr

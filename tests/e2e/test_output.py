@@ -613,28 +613,6 @@ class TestReaderGone:
             after = errors.partition("(the job starts)\n")[2]
             assert after == "elaunch: stopped, since nobody reads its stdout any more; exit code 141\n"
 
-    def test_training_goes_on_when_the_reader_of_stderr_leaves(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "wait('gone')\nprint('x' * 100, file=sys.stderr)\nprint('trained')")
-
-        with (
-            subprocess.Popen(
-                [*COMMAND, "--no-preload", "--nproc-per-node", "2", "train.py"],
-                cwd=tmp_path,
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            ) as process,
-            killed_at_deadline(process),
-        ):
-            assert process.stdout
-            assert process.stderr
-            process.stderr.close()
-            (tmp_path / "gone").touch()
-            said = process.stdout.read()
-            code = process.wait(DEADLINE_S)
-
-        assert (code, said.count(b"trained")) == (0, 2)
-
 
 @contextmanager
 def killed_at_deadline(process: subprocess.Popen[bytes]) -> Iterator[None]:

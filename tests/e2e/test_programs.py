@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,6 @@ from tests.faults.processes import is_alive
 from tests.harness import (
     COMMAND,
     DEADLINE_S,
-    RUN_LIMIT_S,
     Job,
     environment,
     finished,
@@ -55,14 +53,6 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
     return finished(folder, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "train.py"), folder
 
 
-def test_files_left_open_are_flushed_and_threads_may_write_after_the_last_line(late: tuple[Job, Path]) -> None:
-    job, folder = late
-
-    assert job.code == 0, job.output
-    assert {(folder / f"file{i}").read_text() for i in range(40)} == {"x" * 10}
-    assert (folder / "late").read_text() == "late"
-
-
 def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_waits_at_the_store(
     tmp_path: Path,
 ) -> None:
@@ -90,6 +80,7 @@ def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_wa
     assert "generation 1" not in job.stderr
 
 
+@pytest.mark.slow
 def test_a_hundred_short_workers_are_no_sign_of_a_dead_fork_server(tmp_path: Path) -> None:
     script(tmp_path, "print('hello')\n")
 
@@ -146,25 +137,3 @@ def test_what_cannot_work_to_the_end_is_refused_at_the_start(tmp_path: Path, opt
     assert said in job.stderr
     assert job.stderr.count("\n") == 1
     assert job.stdout == ""
-
-
-# The other forms are those of tests/e2e/fidelity/test_start.py.
-@pytest.mark.parametrize("form", [slow("./train.py"), "./pkg"])
-def test_a_programs_paths_are_those_that_python_gives_it(tmp_path: Path, form: str) -> None:
-    said = "import sys\nprint([sys.argv[0], sys.path[0], __file__, __spec__ and __spec__.name])\n"
-    script(tmp_path, said)
-    (tmp_path / "pkg").mkdir()
-    script(tmp_path / "pkg", said, "__main__.py")
-    fresh = subprocess.run(
-        [sys.executable, "-u", form],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-    )
-
-    job = finished(tmp_path, *LIGHT, form)
-
-    assert job.stdout == fresh.stdout
-    assert fresh.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import finished, script
+from tests.harness import script
 from tests.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -60,22 +60,6 @@ def test_a_terminal_shows_each_state_of_a_rich_bar_and_no_other_ranks_line_suffe
     assert re.search(r"\x1b\[[\d;]*m━", terminal.text), terminal.text
     # The cursor is back.
     assert terminal.text.rindex("\x1b[?25h") > terminal.text.rindex("\x1b[?25l")
-
-
-@pytest.mark.parametrize("form", ["a pipe", "json", "a dumb terminal"])
-def test_without_a_terminal_workers_are_told_nothing_of_one(form: str, tmp_path: Path) -> None:
-    names = ("COLUMNS", "LINES", "TTY_COMPATIBLE", "TQDM_NCOLS", "FORCE_COLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
-    script(tmp_path, f"import os\nprint('told', [name for name in {names} if name in os.environ])")
-
-    if form == "a pipe":
-        shown = finished(tmp_path, *LIGHT, "train.py").stdout
-    else:
-        options, term = (("--log-format", "json"), "xterm") if form == "json" else ((), "dumb")
-        with Terminal(tmp_path, *LIGHT, *options, "train.py", columns=200, env={"TERM": term}) as terminal:
-            assert terminal.read_all() == 0, terminal.text
-        shown = terminal.text
-
-    assert shown.count("told []") == 2, shown
 
 
 def test_a_rank_that_is_killed_in_its_bar_leaves_a_terminal_with_a_cursor(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -13,7 +11,7 @@ import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import described
-from tests.harness import REPOSITORY, Job, environment, script, wait_for
+from tests.harness import REPOSITORY, Job, script, wait_for
 from tests.s3 import s3_server
 from tests.warm import SharedStart
 
@@ -53,20 +51,6 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart
     assert 50 <= int(found[1]) < 300
     assert "step 300: loss" in job.output
     assert list((tmp_path / "checkpoints").glob("generation-0001-step-00000300"))
-
-
-@pytest.mark.slow
-def test_it_runs_under_torchrun(tmp_path: Path) -> None:
-    program = str(kept(tmp_path, steps=50))
-    # One worker shows it: each imports torch anew.
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", program]
-
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=120
-    )
-
-    assert ended.returncode == 0, ended.stderr
-    assert "step 50: loss" in ended.stdout
 
 
 def whole(folder: Path, victim: int | None = None, *, workers: int = 3, steps: int = 300) -> Job:

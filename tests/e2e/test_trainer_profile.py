@@ -39,6 +39,7 @@ def loaded(path: Path) -> Any:
     return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
 
 
+@pytest.mark.slow
 def test_the_traces_of_all_ranks_are_joined_and_the_table_has_each_rank(profiled: tuple[Path, Job]) -> None:
     folder, job = profiled
 

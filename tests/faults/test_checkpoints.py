@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elaunch.trainer.checkpoint.storage import Mark, marks
-from tests.harness import script, slow, wait_for
+from tests.harness import script, wait_for
 from tests.ranks import Ended, RankForker, Ranks
 from tests.s3 import S3, s3_server
 
@@ -102,7 +102,7 @@ def assert_is_loaded(group: Group, kind: str, saved: Any, world_size: int) -> No
     assert loaded["said"] == []
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", slow("fsdp1"), "zero"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero"])
 def test_what_four_ranks_saved_is_loaded_by_three_and_one(saved: Callable[[str], tuple[Group, Any]], kind: str) -> None:
     group, answer = saved(kind)
 
@@ -127,9 +127,7 @@ DEATHS = {
     ("folder", "ddp"): [(0, "write"), (0, "manifest"), (0, "publish")],
     # A step of FSDP2 takes each rank much longer.
     ("folder", "zero"): [(1, "write"), (1, "part")],
-    ("folder", "fsdp2-slow"): [(0, "publish"), (1, "write"), (1, "part"), (0, "write"), (0, "part"), (0, "manifest")],
     ("s3", "ddp"): [(0, "publish")],
-    ("s3", "fsdp2-slow"): [(0, "manifest"), (0, "publish"), (1, "part")],
 }
 
 
@@ -160,7 +158,7 @@ def deaths(
             for name, value in (s3.env if s3 else {}).items():
                 patched.setenv(name, value)
             group = Group(forker, tmp_path_factory.mktemp(f"{store}-{kind}"), s3)
-            kind, planned = kind.removesuffix("-slow"), DEATHS[store, kind]
+            planned = DEATHS[store, kind]
             # One rank less is a client of the object store less: DDP's second rank would only wait.
             size = 1 if (store, kind) == ("s3", "ddp") else 2
             places = {death: group.within("-".join(map(str, death))) for death in planned}
@@ -184,11 +182,7 @@ def deaths(
 
 @pytest.mark.parametrize(
     ("store", "kind", "victim", "moment"),
-    [
-        (slow if kind.endswith("slow") else pytest.param)(store, kind, *death)
-        for (store, kind), planned in DEATHS.items()
-        for death in planned
-    ],
+    [(store, kind, *death) for (store, kind), planned in DEATHS.items() for death in planned],
 )
 def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
     deaths: Callable[[str, str], Deaths], store: str, kind: str, victim: int, moment: str

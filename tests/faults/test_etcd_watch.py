@@ -14,7 +14,7 @@ import pytest
 
 from elaunch.rendezvous.etcd import watch as watching_module
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.store import Changes, Delete, KeyEntry, Put, Txn, Update, View
+from elaunch.rendezvous.store import Changes, Delete, HistoryLost, KeyEntry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
 from tests.harness import DEADLINE_S, slow, wait_for
 from tests.relay import Listener, relay, silent
@@ -240,3 +240,26 @@ def test_a_watch_from_now_misses_nothing_that_is_written_while_it_begins(
         told.wait_for(written[-1])
         assert told.entries == direct.read(PREFIX).entries
         assert [A in update.entries for update in told.updates].count(True) == 1, "told once"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_store_whose_revision_went_back_has_lost_its_history(version: str) -> None:
+    told: list[Update] = []
+    with Etcd(version) as etcd:
+        store = EtcdStore(etcd.addresses)
+        port = etcd.addresses[0].port
+        for _ in range(5):
+            store.commit(Txn((), (Put(f"{PREFIX}n", ""),)))
+        store.watch(PREFIX, store.read(PREFIX).revision, told.append)
+        peer_port = int(etcd.peers[0].rpartition(":")[2])
+    with pytest.raises(Unavailable, match="nobody listens"):
+        store.read(PREFIX)
+
+    with Etcd(version, ports=[port, peer_port]), pytest.raises(HistoryLost, match="revision 6 before, revision 1 now"):
+        store.read(PREFIX)
+
+    wait_for(lambda: told, "the watch's end")
+    assert [type(update) for update in told] == [HistoryLost]
+    with pytest.raises(HistoryLost):
+        store.commit(Txn(()))
+    store.close()

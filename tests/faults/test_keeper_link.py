@@ -68,6 +68,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stuck", ["pass", slow("time.sleep(600)")], ids=["raises", "stuck"])
 def test_two_keepers_are_both_given_the_time_that_they_need_to_save(
     tmp_path: Path, torch_start: SharedStart, stuck: str
@@ -188,8 +189,3 @@ def told(tmp_path_factory: pytest.TempPathFactory, torch_start: SharedStart) -> 
         job.signal(signal.SIGTERM)
         job.wait()
     return job
-
-
-def test_the_exception_of_a_program_that_is_to_stop_is_told(told: Watched) -> None:
-    assert told.code == 143, told.output
-    assert re.search(r"^\[0\] ValueError: asked for by the test", told.stderr, re.MULTILINE)

@@ -123,20 +123,3 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
     assert "lost" not in stormy.said
     assert "anew" not in stormy.said
     assert stormy.ends == calm("hook=powersgd").ends
-
-
-@pytest.mark.slow
-def test_pieces_of_each_step_stay_on_their_nodes_and_the_snapshot_counts_when_one_is_lost(
-    tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
-) -> None:
-    stormy = Nodes(tmp_path / "stormy", forker, memories, "lose_at_most=1", "snapshot_every=5", "shards=fsdp2")
-    # Both nodes have their pieces of step 19. The last snapshot is of step 16.
-    assert stormy.generation(0, all_die(0, 20)) == [-9, -9]
-    # There is a snapshot at the start, and the next would be after step 24.
-    assert stormy.generation(1, all_die(1, 24)) == [-9, -9]
-    stormy.lose(1)
-
-    assert stormy.generation(2) == [0, 0], stormy.said
-
-    assert [stormy.began(1), stormy.began(2)] == [19, 19]
-    assert stormy.ends == calm("shards=fsdp2").ends

@@ -79,6 +79,7 @@ def mend(folder: Path, *, replaces: bool) -> Mended:
     return Mended(nodes, re.findall(r"restored step .*", nodes.output()))
 
 
+@pytest.mark.slow
 def test_a_node_whose_only_worker_died_gets_the_step_from_a_peer_and_its_own_part_from_its_memory(
     tmp_path: Path, calm: Calm
 ) -> None:

@@ -77,23 +77,10 @@ def assert_goes_on(stopped: Stopped, calm: Calm) -> None:
     assert_same(stopped.run, calm(2))
 
 
+@pytest.mark.slow
 def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(stopped: Stopped, calm: Calm) -> None:
     assert stopped.code == 143, stopped.output
     assert_goes_on(stopped, calm)
-
-
-@pytest.mark.slow
-def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> None:
-    # All die in step 20: the newest copy in memory is of step 17, the newest checkpoint of step 15.
-    options = ("lose_at_most=8", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=5")
-    asks = [f"together-0-20-{rank}" for rank in range(3)] + ["forward-1-30-2"]
-
-    with Run(tmp_path / "run", 3, *options, asks=asks) as run:
-        run.ended()
-
-    assert re.search(r"restored step 17 from memory \(of generation 0\); 2 steps are repeated", run.job.output)
-    assert re.search(r"restored step 29 from memory .*; 0 steps are repeated", run.job.output)
-    assert_same(run, calm(3))
 
 
 @pytest.mark.slow

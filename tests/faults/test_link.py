@@ -170,6 +170,7 @@ def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grac
 # --- hang
 
 
+@pytest.mark.slow
 def test_a_node_whose_agent_and_workers_were_all_stopped_does_not_hang_when_they_go_on(tmp_path: Path) -> None:
     script(
         tmp_path,

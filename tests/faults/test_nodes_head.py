@@ -73,6 +73,7 @@ def asleep(folder: Path) -> Path:
     return program
 
 
+@pytest.mark.slow
 def test_a_program_that_notices_nothing_ends_when_the_heads_host_has_lost_its_power(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2, head=True) as cluster:
         # With an address there is nothing to look up, and the kernel's error changes: no answer, no route to the host.

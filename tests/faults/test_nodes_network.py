@@ -72,6 +72,7 @@ def test_the_job_goes_on_without_the_node_of_rank_0_from_another_address_and_end
     cluster.end(*({0, 1, 2} - {lost.index}))
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_between_healthy_ranks_is_a_lost_peer_and_no_ranks_own_failure(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         one, other = cluster.nodes[0], cluster.nodes[1]

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from tests.faults.cluster import REDUCER
 from tests.faults.processes import LIGHT, described
 from tests.faults.test_signals import STUBBORN
@@ -69,33 +67,6 @@ def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_anoth
         second = pods.meeting(head, again, after=first)
         assert second.restarts == 0
         pods.end(head, again)
-
-
-@pytest.mark.slow
-def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_path: Path) -> None:
-    job = the("Job", rendered("overlays/elastic"))
-    members = the("StatefulSet", rendered("etcd"))
-    program = (*LIGHT, str(REDUCER), str(tmp_path))
-    with Pods(tmp_path, 8, etcd_secrets(tmp_path / "tls")) as pods:
-        etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]
-        for each in etcds:
-            pods.etcd_is_ready(each)
-        first_pod, *others = (pods.run(job, ordinal, *program, env=WITHOUT_TORCH) for ordinal in range(3))
-        first = pods.meeting(first_pod, *others)
-
-        pods.lose(etcds[0])
-        member = pods.run_etcd(members, 0)
-        pods.etcd_is_ready(member, times=2)
-        pods.goes_on(first)
-        pods.lose(first_pod)
-
-        second = pods.meeting(*others, after=first)
-        again = pods.run(job, 0, *program, env=WITHOUT_TORCH)
-        third = pods.meeting(*others, again, after=second)
-        assert third.restarts == 0
-        pods.ask("kill", generation=third.generation, rank=1)
-        assert pods.meeting(*others, again, after=third).restarts == 1
-        pods.end(*others, again)
 
 
 def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_reaches_nobody(tmp_path: Path) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import slow
 from tests.ranks import RankForker, Ranks
 
 SCRIPT = Path(__file__).with_name("shards.py")
@@ -44,53 +41,18 @@ class Nodes:
         shutil.rmtree(self.memories[node])
         self.memories[node].mkdir()
 
-    def take_over(self, other: Nodes) -> None:
-        """Copy the memories of those nodes into these."""
-        for memory, source in zip(self.memories, other.memories, strict=True):
-            shutil.copytree(source, memory, dirs_exist_ok=True)
-
-    def is_whole(self, node: int, name: str) -> bool:
-        path = self.memories[node] / name
-        # The mark at its beginning is written last (trainer/state/region.py, which imports torch).
-        return path.exists() and any(path.read_bytes()[:8])
-
-    def pieces(self, node: int) -> list[Path]:
-        return sorted(self.memories[node].glob("piece-*"))
-
 
 @pytest.fixture
-def nodes(forker: RankForker, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    """As many nodes as the test's parameter, else two."""
-    folders = [tempfile.TemporaryDirectory(dir="/dev/shm") for _ in range(getattr(request, "param", 2))]
+def nodes(forker: RankForker, tmp_path: Path) -> Iterator[Nodes]:
+    folders = [tempfile.TemporaryDirectory(dir="/dev/shm") for _ in range(2)]
     yield Nodes(forker, tmp_path, [Path(folder.name) for folder in folders])
     for folder in folders:
         folder.cleanup()
 
 
-Saved = Callable[[str], tuple[Nodes, Any]]
-
-
-@pytest.fixture(scope="module")
-def saved(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
-    """Snapshots of step 3 and answers of four ranks of a kind on two nodes; a note is of step 1. Tests use copies."""
-    with ExitStack() as stack:
-
-        @functools.cache
-        def save(kind: str) -> tuple[Nodes, Any]:
-            memories = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in range(2)]
-            nodes = Nodes(forker, tmp_path_factory.mktemp(kind), memories)
-            return nodes, nodes.run(4, kind, "train", "1", "note", "train", "2", "save")[0]
-
-        yield save
-
-
-@pytest.mark.parametrize(
-    ("kind", "lost"),
-    [("fsdp2", 0), slow("fsdp2", 1), slow("fsdp1", 0), slow("fsdp1", 1), slow("zero", 0), ("zero", 1)],
-)
-def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, saved: Saved, kind: str, lost: int) -> None:
-    before, answer = saved(kind)
-    nodes.take_over(before)
+@pytest.mark.parametrize(("kind", "lost"), [("fsdp2", 0), ("zero", 1)])
+def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, kind: str, lost: int) -> None:
+    answer = nodes.run(4, kind, "train", "3", "save")[0]
     nodes.lose(lost)
 
     loaded = nodes.run(4, kind, "load", "save", generation=1)[0]
@@ -100,20 +62,6 @@ def test_a_lost_node_is_made_up_for_by_the_other(nodes: Nodes, saved: Saved, kin
     nodes.lose(1 - lost)
     again = nodes.run(4, kind, "load", generation=2)[0]
     assert (again["loaded"], again["digest"]) == ([1, 3], answer["digest"])
-
-
-@pytest.mark.parametrize("nodes", [4], indirect=True)
-def test_two_lost_neighbours_of_hsdp_are_made_up_for_by_their_replicas(nodes: Nodes) -> None:
-    # One rank on each node. The third and the fourth are replicas of the first and the second.
-    saved = nodes.run(4, "hsdp", "train", "2", "save", "note", "train", "1", "save")[0]
-    # Rank 0's part of the newest snapshot was on these two nodes only.
-    nodes.lose(0)
-    nodes.lose(1)
-
-    loaded = nodes.run(4, "hsdp", "load", generation=1)[0]
-
-    assert (loaded["loaded"], loaded["digest"]) == ([0, 3], saved["digest"])
-    assert loaded["digest"] != saved["notes"][0]["digest"]
 
 
 def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_said(nodes: Nodes) -> None:

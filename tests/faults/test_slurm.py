@@ -120,17 +120,6 @@ def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> 
     assert not SECRET.search(output)
 
 
-def test_each_node_of_a_slurm_job_is_examined_with_the_needs_of_that_job(slurm: Slurm) -> None:
-    """Two tasks on each node, one report of each; the head would serve the store, and the other waits for it."""
-    output = slurm.call("srun", "-N2", "--ntasks-per-node=2", *COMMAND, "doctor", "--no-python", "true")
-
-    lines = output.splitlines()
-    assert {line.partition(": ")[0] for line in lines} == {"node0", "node1"}
-    assert [line for line in lines if re.search("node0: ok +store +.*this node would serve the job's store", line)]
-    assert [line for line in lines if re.search("node1: warn store +.*nothing listens at node0:", line)]
-    assert len([line for line in lines if "this node can train" in line]) == 2
-
-
 def test_without_munge_the_secret_goes_through_a_shared_home_and_tasks_beside_the_agent_wait(slurm: Slurm) -> None:
     tools = slurm.home / "tools"
     tools.mkdir()

@@ -28,6 +28,7 @@ def plan_of(run: Forked | OneNode) -> str:
 DEATHS = ["measuring-0-0-1", "loss-1-9-0"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step_cost_no_step(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
 ) -> None:

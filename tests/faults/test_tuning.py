@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.trainings import CalmTrainings, Forked
 from tests.harness import script
 from tests.ranks import Ended, RankForker, Ranks
@@ -49,6 +51,7 @@ class Tuned(Forked):
         return [(each["settings"]["bucket_mb"], each["passes"]) for each in self.of("tuned", generation=generation)]
 
 
+@pytest.mark.slow
 def test_all_ranks_choose_alike_a_kill_costs_no_step_and_the_restart_uses_the_choice(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
 ) -> None:

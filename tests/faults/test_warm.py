@@ -213,24 +213,3 @@ def test_a_folder_or_a_socket_of_another_user_is_refused(tmp_path: Path, place: 
     assert "no fork server stays" in of_socket.stderr
     assert cold(of_folder.stderr).startswith(f"{place} belongs to the user with id {OTHER}; ")
     assert told(of_socket)[0] == told(of_folder)[0] == "one"
-
-
-@needs_root
-def test_on_a_full_disk_or_without_a_place_the_job_runs_and_says_so(tmp_path: Path, place: Path) -> None:
-    small, long = tmp_path / "s", tmp_path / ("x" * 100)
-    small.mkdir()
-    long.mkdir()
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True, timeout=RUN_LIMIT_S
-    )
-    try:
-        full = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(small))
-    finally:
-        subprocess.run(["umount", small], check=True, timeout=RUN_LIMIT_S)
-    nowhere = again(tmp_path, XDG_RUNTIME_DIR="/proc")
-    too_long = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(long))
-
-    assert "no fork server stays: No space left on device" in full.stderr
-    assert "no fork server stays: [Errno 2] No such file or directory: '/proc/elaunch_warm'" in nowhere.stderr
-    assert "is too long for a socket" in too_long.stderr
-    assert told(full)[0] == told(nowhere)[0] == told(too_long)[0] == "one"

@@ -159,12 +159,6 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return outputs(tmp_path_factory.mktemp("torch"), 2, "fork")
 
 
-@pytest.fixture(scope="module")
-def with_torch_anew(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The output of all ranks of WITH_TORCH. Three of their processes import torch anew."""
-    return outputs(tmp_path_factory.mktemp("anew"), 4, "fork", "spawn")
-
-
 def outputs(folder: Path, workers: int, *methods: str) -> list[Any]:
     """The output of each rank of WITH_TORCH. No rank may print anything else."""
     script(folder, WITH_TORCH)
@@ -192,8 +186,3 @@ def test_data_loaders_load_what_a_loop_loads_in_order_and_with_one_thread(with_t
 
 def test_a_script_that_has_used_torch_may_fork(with_torch: list[Any]) -> None:
     assert with_torch[1] == 4
-
-
-@pytest.mark.slow
-def test_torchs_own_spawn_shares_tensors(with_torch_anew: list[Any]) -> None:
-    assert with_torch_anew[2] == [7, 0]

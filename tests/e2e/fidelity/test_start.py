@@ -17,15 +17,11 @@ from tests.harness import script
 ARGS = ("--lr", "0.1", "two words", "", "ü")
 FORMS = {
     "script": ("train.py",),
-    "path": ("./sub/../train.py",),
     "module": ("-m", "train"),
     "package": ("-m", "pack"),
-    "submodule": ("-m", "pack.inner"),
     "folder": ("pack",),
     "zip": ("pack.zip",),
 }
-# For the slow suite: a script by another path is one too, and a module of a package is a module.
-RARE_FORMS = ("path", "submodule")
 # One way to name a program is tested with torch preloaded, as test_torch.py has it by default. The other ways preload a
 # light module.
 TORCH = ("--preload-only", "torch")
@@ -35,37 +31,18 @@ RUNS = {
     **{("execed", form): EXECED for form in ("script", "module")},
 }
 
-# The variables that Python itself and its start-up files read, all at once.
-PYTHONS_OWN = {
-    "PYTHONWARNINGS": "error::UserWarning,ignore::ResourceWarning",
-    "PYTHONIOENCODING": "latin-1:replace",
-    "PYTHONFAULTHANDLER": "1",
-    "PYTHONOPTIMIZE": "1",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONHASHSEED": "7",
-    "PYTHONSAFEPATH": "1",
-    "PYTHONBREAKPOINT": "0",
-    "PYTHONUTF8": "1",
-}
-VARIANTS = {
-    # PYTHONTRACEMALLOC is not among them: every import under it takes four times as long.
-    "PYTHON variables": PYTHONS_OWN,
-    "C locale and own customize": {"LANG": "C", "LC_ALL": "", "LC_CTYPE": "", "PYTHONPATH": "customized"},
-}
-
 
 @functools.cache
 def _folder(base: Path) -> Path:
     """The probe under all its names, with its other half beside each."""
     text = (HERE / "probe.py").read_text()
-    for folder in (base, base / "pack", base / "sub", base / "customized"):
+    for folder in (base, base / "pack", base / "customized"):
         folder.mkdir(exist_ok=True)
     beside = (HERE / "probe_process.py").read_text()
     for folder in (base, base / "pack"):
         script(folder, beside, "probe_process.py")
     script(base, text)
     script(base / "pack", text, "__main__.py")
-    script(base / "pack", text, "inner.py")
     (base / "pack" / "__init__.py").touch()
     script(base / "customized", "import sys\nsys.ran = [*getattr(sys, 'ran', []), __name__]\n", "sitecustomize.py")
     shutil.copy(base / "customized" / "sitecustomize.py", base / "customized" / "usercustomize.py")
@@ -83,19 +60,11 @@ class Seen:
         self.worker = functools.cache(self._worker)
         self.fresh = functools.cache(self._fresh)
 
-    def _worker(self, how: tuple[str, ...], form: str, variant: str = "") -> list[dict[str, Any]]:
-        return looks(self.folder, how, *FORMS[form], *ARGS, env=self._variables(variant))
+    def _worker(self, how: tuple[str, ...], form: str) -> list[dict[str, Any]]:
+        return looks(self.folder, how, *FORMS[form], *ARGS)
 
-    def _fresh(self, form: str, variant: str = "") -> dict[str, Any]:
-        return look(self.folder, *FORMS[form], *ARGS, env=self._variables(variant))
-
-    def _variables(self, variant: str) -> dict[str, str]:
-        variables = VARIANTS.get(variant, {})
-        paths = {"PYTHONPATH": str(self.folder / "customized")} if "PYTHONPATH" in variables else {}
-        if variables.get("PYTHONSAFEPATH"):
-            # Without the script's folder on sys.path, the probe finds its other half by PYTHONPATH.
-            paths = {"PYTHONPATH": str(self.folder)}
-        return {**variables, **paths}
+    def _fresh(self, form: str) -> dict[str, Any]:
+        return look(self.folder, *FORMS[form], *ARGS)
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +75,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 def _params(where: str, *values: str) -> list[Any]:
     """A row for each fact."""
-    marks = [pytest.mark.slow] if not {*RARE_FORMS}.isdisjoint(values) else []
-    facts = (*probe_process.FACTS, *probe.FACTS)
-    return [pytest.param(*values, name, id=f"{where}-{name}", marks=marks) for name in facts]
+    return [pytest.param(*values, name, id=f"{where}-{name}") for name in (*probe_process.FACTS, *probe.FACTS)]
 
 
 def _equal(name: str, worker: dict[str, Any], fresh: dict[str, Any]) -> None:
