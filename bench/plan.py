@@ -176,7 +176,6 @@ def _losses(settings: Settings) -> Iterator[Task]:
 def _scale(settings: Settings) -> Iterator[Task]:
     rounds = max(1, settings.samples // SAMPLES_PER_ROUND)
     limit_s = settings.limit_s
-    torchs = dict.fromkeys(min(agents, scale.TORCH_MAX) for agents in settings.agents)
     for turn in range(rounds):
         label = f"many agents, round {turn + 1} of {rounds}"
         for agents in settings.agents:
@@ -186,12 +185,6 @@ def _scale(settings: Settings) -> Iterator[Task]:
                     return scale.rendezvous(version, agents, limit_s)
 
                 yield Task(label, f"{agents} agents, {scale.ours(version)}", scale.IDLE_S + 6 + agents / 100, run)
-        for agents in torchs if TORCHRUN in settings.contenders else ():
-
-            def run_torch(agents: int = agents) -> Iterator[Sample]:
-                return scale.torch_handlers(agents, limit_s)
-
-            yield Task(label, f"{agents} agents, {scale.TORCH}", 8 + agents / 8, run_torch)
 
 
 def _steady(settings: Settings) -> Iterator[Task]:
