@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -22,22 +21,7 @@ while not os.path.exists("said"):
     time.sleep(0.01)
 sys.exit(5)
 """
-TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 JOB = ("--no-preload", "--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", "logs", "train.py")
-
-
-def test_a_file_gets_the_time_before_elaunchs_lines_and_workers_lines_as_they_are(tmp_path: Path) -> None:
-    script(tmp_path, SPEAKS)
-
-    job = finished(tmp_path, *JOB, env={"PET_LOG_FORMAT": ""})
-
-    own = [line for line in job.stderr.splitlines() if "elaunch: " in line]
-    assert job.code == 1, job.output
-    assert len(own) >= 3
-    assert [line for line in own if not re.match(f"{TIME}elaunch: ", line)] == []
-    assert sorted(job.stdout.splitlines()) == ["[0] out 0", "[1] out 1"]
-    assert re.search(r"^\[1\] err 1$", job.stderr, re.MULTILINE)
-    assert re.search("^=+\ntrain.py FAILED$", job.stderr, re.MULTILINE)
 
 
 def test_a_collector_gets_objects_only_and_the_files_stay_as_they_were(tmp_path: Path) -> None:
