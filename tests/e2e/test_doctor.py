@@ -53,6 +53,7 @@ def mounts() -> None:
         pytest.skip("needs a mount namespace of its own (root)")
 
 
+@pytest.mark.slow
 def test_this_node_can_train(tmp_path: Path) -> None:
     ended = doctor(tmp_path)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.habits import TORCH, Run, fresh, worker
-from tests.harness import script
+from tests.harness import script, slow
 
 PROGRAMS = """
 import json, os, sys
@@ -159,7 +159,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, 
     return (folder, *launched(folder, SETS, {}))
 
 
-@pytest.mark.parametrize("name", ["all of them", "MKL alone, by torch.nn"])
+@pytest.mark.parametrize("name", ["all of them", slow("MKL alone, by torch.nn")])
 def test_what_a_script_sets_before_import_torch_has_its_effect_or_is_told(
     job: tuple[Path, Run, dict[str, Any]], name: str
 ) -> None:

@@ -193,38 +193,9 @@ def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_wit
     wait_for(lambda: not _alive(pid), "the daemon's end")
 
 
-HOOKS = {
-    "excepthook that ends the process": "def hook(kind, error, tail):\n"
-    "    sys.__excepthook__(kind, error, tail)\n    sys.stderr.flush(); os._exit(9)\nsys.excepthook = hook\n1 / 0",
-    "excepthook that exits": "sys.excepthook = lambda *_: sys.exit(8)\n1 / 0",
-    "excepthook that raises": "def hook(*_): raise KeyError('in the hook')\nsys.excepthook = hook\n1 / 0",
-    "traceback in a file": "def hook(kind, error, tail):\n    print(len(traceback.extract_tb(tail)),"
-    " traceback.extract_tb(tail)[0].filename)\nsys.excepthook = hook\n1 / 0",
-    "stack": "def f(): return [(f.filename, f.name) for f in traceback.extract_stack()]\nprint(f())",
-    "faulthandler.dump_traceback": "faulthandler.enable()\nfaulthandler.dump_traceback()",
-    "faulthandler on a signal": "faulthandler.register(signal.SIGUSR1)\nos.kill(os.getpid(), signal.SIGUSR1)",
-    "handlers at import": "seen = []\ndef handle(s, f): seen.append(print('alarm in', f.f_code.co_name, f.f_back))\n"
-    "signal.signal(signal.SIGALRM, handle)\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\n"
-    # Not pause(): it would miss a signal that comes just before it.
-    "while not seen: signal.sigtimedwait([], 0.1)\nprint(signal.getsignal(signal.SIGTERM))",
-    "help": "sys.argv[1:] = ['--help']\n"
-    "parser = argparse.ArgumentParser(); parser.add_argument('--lr', type=float)\nparser.parse_args()",
-    "recursion": "def f(n): return 1 + f(n + 1)\ntry: f(0)\nexcept RecursionError: print('deep enough')\n"
-    "print(sys.getrecursionlimit())",
-    "settrace": "sys.settrace(lambda *_: None); print(sys.gettrace() is not None)",
-    "exit in a thread": "threading.Thread(target=lambda: os._exit(5)).start()\ntime.sleep(60)",
-    "warnings": "import warnings\nwarnings.warn('from the script'); warnings.warn('old', DeprecationWarning)",
-    "interactive flag": "print(sys.flags.interactive, hasattr(sys, 'ps1'), sys.flags.inspect)",
-}
-
-
 TURNS = {
     **{name: f"import atexit, os, sys, threading\nme = os.getpid()\n{text}" for name, text in FORKS.items()},
     **{name: f"import os, sys\n{text}" for name, text in EXECS.items()},
-    **{
-        name: f"import argparse, faulthandler, os, signal, sys, threading, time, traceback\n{text}"
-        for name, text in HOOKS.items()
-    },
 }
 
 
@@ -235,22 +206,14 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Turns:
     return taken(folder, LIGHT, TURNS, "one")
 
 
-@pytest.fixture(scope="module")
-def execed(tmp_path_factory: pytest.TempPathFactory) -> Turns:
-    folder = tmp_path_factory.mktemp("execed").resolve()
-    script(folder, OTHER, "other.py")
-    return taken(folder, NO_PRELOAD, {name: TURNS[name] for name in EXECS}, "one")
-
-
 @pytest.mark.parametrize("name", FORKS)
 def test_what_a_script_forks_is_its_own(forked: Turns, name: str) -> None:
     assert_same(forked, name)
 
 
-@pytest.mark.parametrize("way", ["forked", "execed"])
 @pytest.mark.parametrize("name", EXECS)
-def test_a_script_that_execs_becomes_that(forked: Turns, execed: Turns, name: str, way: str) -> None:
-    assert_same(forked if way == "forked" else execed, name)
+def test_a_script_that_execs_becomes_that(forked: Turns, name: str) -> None:
+    assert_same(forked, name)
 
 
 def assert_same(turns: Turns, name: str) -> None:

@@ -12,7 +12,7 @@ from tests.warm import SharedStart
 
 # The ranks meet over a channel, which uses what the agent gave them. Generation 0 fails then.
 GIVEN = """
-import os, pathlib
+import os, pathlib, time
 import torch.distributed as dist
 from elaunch.trainer.ranks.meeting import GroupMember
 
@@ -26,7 +26,7 @@ os.rename("." + rank, generation + rank)
 if generation == "0" and rank == "1":
     raise ValueError("again")
 while not channel.broadcast(b"end" if rank == "0" and pathlib.Path("end").exists() else b""):
-    pass
+    time.sleep(0.02)
 """
 
 

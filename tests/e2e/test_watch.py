@@ -119,7 +119,7 @@ def trains(run_id: str, ranks: int, **options: Any) -> dict[str, Any]:
         return status if sum(rank["step_s"] is not None for rank in status.get("ranks", ())) == ranks else {}
 
     # Steps are read once a second, and each question is an interpreter of its own.
-    return wait_for(found, f"{ranks} ranks of {run_id} with steps", every_s=1.0)
+    return wait_for(found, f"{ranks} ranks of {run_id} with steps", every_s=2.5)
 
 
 def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budget(tmp_path: Path) -> None:

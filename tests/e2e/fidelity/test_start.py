@@ -19,7 +19,6 @@ FORMS = {
     "script": ("train.py",),
     "module": ("-m", "train"),
     "package": ("-m", "pack"),
-    "folder": ("pack",),
     "zip": ("pack.zip",),
 }
 # One way to name a program is tested with torch preloaded, as test_torch.py has it by default. The other ways preload a
@@ -28,7 +27,7 @@ TORCH = ("--preload-only", "torch")
 RUNS = {
     ("forked", "script"): TORCH,
     **{("light", form): LIGHT for form in FORMS if form != "script"},
-    **{("execed", form): EXECED for form in ("script", "module")},
+    ("execed", "script"): EXECED,
 }
 
 
