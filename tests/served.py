@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -101,6 +102,10 @@ class Gateway:
             return response.status, json.loads(text)
         except ValueError:
             return response.status, text
+
+    def put(self, key: bytes, value: bytes = b"", lease: int = 0) -> tuple[int, Any]:
+        put = {"key": b64encode(key).decode(), "value": b64encode(value).decode(), "lease": str(lease)}
+        return self.call("/v3/kv/txn", {"success": [{"request_put": put}]})
 
     def watch(self, create: dict[str, Any]) -> WatchStream:
         return WatchStream(self._connection(), create, self.headers)

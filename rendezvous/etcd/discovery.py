@@ -144,8 +144,8 @@ class FoundStore:
     def _store_by(self, access: Access) -> Store:
         return EtcdStore([self._endpoint], access, self._deadline_s)
 
-    def read(self, *prefixes: str) -> View:
-        return self._ask(lambda store: store.read(*prefixes))
+    def read(self, prefix: str) -> View:
+        return self._ask(lambda store: store.read(prefix))
 
     def commit(self, txn: Txn) -> Answer:
         return self._ask(lambda store: store.commit(txn))

@@ -37,7 +37,7 @@ class WatchSource(Protocol):
         """A watch's stream from one member; each `attempt` asks another member. Raises StoreError."""
         ...
 
-    def read(self, *prefixes: str) -> View:
+    def read(self, prefix: str) -> View:
         """Read from any member. Raises StoreError: Denied if every member refuses."""
         ...
 

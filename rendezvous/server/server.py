@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.engine.mvcc import Refused
+from elaunch.rendezvous.engine.engine import Engine, Refused
 from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, http_response, stream_head
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server.arrivals import WAY_OUT, Arrivals
@@ -38,7 +37,7 @@ from elaunch.rendezvous.server.routes import (
     error_reply,
 )
 from elaunch.rendezvous.server.unauthenticated import CROWD_S, PER_ADDRESS, UnauthenticatedConnections
-from elaunch.rendezvous.server.watchers import KeyRange, Watchers
+from elaunch.rendezvous.server.watchers import Watchers
 
 BACKLOG = 4096
 # etcd's gRPC accepts requests up to 2 MiB; this is that size as base64 in JSON.
@@ -278,7 +277,7 @@ class Server:
         if isinstance(answer, WatchRequest):
             client.closes = False
             client.put(stream_head() + chunk(self._routes.created()))
-            client.watcher = self._watchers.add(KeyRange(answer.key, answer.end), answer.start_revision, client)
+            client.watcher = self._watchers.add(answer.prefix, answer.start_revision, client)
             return
         client.put(http_response(answer.status, answer.body, request.closes))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Outcome, OutcomeKind
 from tests.etcd import VERSIONS, Etcd
 from tests.faults.processes import LIGHT
 from tests.harness import DEADLINE_S, Job, slow, wait_for
@@ -85,24 +85,6 @@ def test_an_error_of_megabytes_costs_one_restart_and_is_told_in_a_report_that_ca
         assert found
         # Both nodes of this test share a disk, where the whole text is.
         assert len(json.loads(Path(found[1]).read_text())["message"]["message"]) > size * 0.9
-
-
-def test_an_etcd_that_takes_small_requests_only_gets_shorter_texts_and_the_job_goes_on(tmp_path: Path) -> None:
-    """A site may set its own limit. A text that is too large for it is cut, and nothing waits for the store."""
-    (tmp_path / "train.py").write_text(LOUD)
-    with Etcd("3.5", options=("--max-request-bytes=4000",)) as etcd, ExitStack() as stack:
-        words = ("--nnodes", "2", "--rdzv-endpoint", etcd.endpoints, "--nproc-per-node", "1", "--max-restarts", "1")
-        words += (*LIGHT, "train.py", "60000", "lines", "1")
-        jobs = [stack.enter_context(Job(tmp_path, *words, env=WITHOUT_TORCH)) for _ in range(2)]
-
-        assert [job.wait(DEADLINE_S) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
-
-        assert all("generation 1: 2 workers on 2 nodes (restart 1 of 1" in job.output for job in jobs)
-        assert "refuses" not in jobs[0].output + jobs[1].output
-        records = json.loads(etcd.ctl("get", "--prefix", "/elaunch/none/failures/", "-w", "json"))["kvs"]
-        sizes = [len(b64decode(kv["value"])) for kv in records]
-        assert max(sizes) < 4000
-        assert any(decode(Failure, b64decode(kv["value"]).decode()).is_cut for kv in records)
 
 
 FAILS_ONCE = 'test "$TORCHELASTIC_RESTART_COUNT" = 1 || { echo some words >&2; exit 7; }'

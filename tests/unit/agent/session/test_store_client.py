@@ -28,7 +28,6 @@ from elaunch.rendezvous.store import (
     Put,
     Rejected,
     StoreError,
-    TooLarge,
     Txn,
     Unavailable,
     View,
@@ -545,19 +544,6 @@ def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_write
 # --- transactions
 
 
-@pytest.mark.parametrize("tag", [None, Tag.RUN, Tag.LEAD])
-def test_a_transaction_that_is_too_large_is_sent_again_with_shorter_texts(tag: Tag | None) -> None:
-    bench = Bench().begun()
-    value = encode(Generation(1, OpenKind.FAIL, "x" * 500))
-    bench.store.fail("commit", TooLarge("413"))
-
-    bench.client.commit(Txn((), (Put(KEYS.generation, value),)), tag)
-
-    written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
-    assert len(written) < len(value) // 2
-    assert decode(Generation, written).number == 1
-
-
 def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
     """An opening has no tag. If it were dropped, its node would wait for a generation that no node opens."""
     bench = Bench().begun()
@@ -589,14 +575,6 @@ def test_an_opening_whose_lease_is_gone_since_the_store_lost_its_history_says_th
 
     with pytest.raises(HistoryLost):
         bench.client.commit(opening, None)
-
-
-def test_a_transaction_without_texts_that_is_too_large_is_told_and_kept() -> None:
-    bench = Bench().begun()
-    bench.store.fail("commit", *[TooLarge("413")] * 2)
-
-    with pytest.raises(TooLarge):
-        bench.client.commit(Txn((), (Put(KEYS.leader, "x" * 500),)), Tag.LEAD)
 
 
 def test_a_transaction_with_a_tag_is_answered_and_one_without_is_not() -> None:
