@@ -7,9 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial, is_silence
-from elaunch.rendezvous.http.resolve import resolve
+from elaunch.rendezvous.http.dial import Deadline, dial, is_silence, resolve
 
 _TRY_S = 2.0
 REFUSED = "refused"

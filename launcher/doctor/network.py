@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import calendar
+import http.client
 import random
 import socket
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from statistics import median
 
@@ -29,11 +30,7 @@ from elaunch.launcher.store.serve import decide_head, listen
 from elaunch.rendezvous.addresses import is_address, is_loopback
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.discovery import unverified_context
-from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial
-from elaunch.rendezvous.http.request import DATE_FORMAT
-from elaunch.rendezvous.http.resolve import resolve
-from elaunch.rendezvous.http.response import Garbled, ResponseReader
+from elaunch.rendezvous.http.dial import Deadline, dial, resolve
 from elaunch.rendezvous.store import Denied, StoreError
 
 _RESOLVE_S, _DIAL_S = 2.0, 2.0
@@ -241,16 +238,12 @@ def _skew(plan: RendezvousPlan) -> tuple[float, float] | None:
 
 def _date_of(endpoint: Endpoint) -> float | None:
     """The time in the response of the server there, whoever it is: no token is shown to it."""
-    for context in (unverified_context(), None):
-        with suppress(OSError, Garbled, ValueError):
-            deadline = Deadline(_SAMPLE_S)
-            connected = dial(resolve(endpoint.host, endpoint.port, _RESOLVE_S), deadline.left)
-            connected.settimeout(_SAMPLE_S)
-            with closing(context.wrap_socket(connected) if context else connected) as line:
-                line.sendall(f"GET /version HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n\r\n".encode())
-                reply = ResponseReader()
-                while not reply.status and (data := line.recv(4096)):
-                    reply.feed(data)
-                text = reply.headers.get("date", "")
-                return float(calendar.timegm(time.strptime(text, DATE_FORMAT))) if text else None
+    for line in (
+        http.client.HTTPSConnection(endpoint.host, endpoint.port, timeout=_SAMPLE_S, context=unverified_context()),
+        http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=_SAMPLE_S),
+    ):
+        with closing(line), suppress(OSError, http.client.HTTPException, ValueError):
+            line.request("GET", "/version")
+            date = line.getresponse().headers["Date"]
+            return parsedate_to_datetime(date).timestamp() if date else None
     return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import select
 import socket
 import struct
@@ -26,7 +27,6 @@ from typing import Any
 
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.transport import Rpc
-from elaunch.rendezvous.http.response import ResponseReader
 from tests.etcd import Etcd
 from tests.faults.answers import LAST_CHUNK, NO_LEADER, Answer, Fault, chunk, fits
 from tests.harness import wait_for
@@ -322,6 +322,14 @@ class Waiting:
         return request.rpc, " ".join(request.keys).encode() if is_same_by_keys else request.body
 
 
+def _is_whole(raw: bytes) -> bool:
+    """Whether this is a whole answer of etcd."""
+    head, end, body = raw.partition(b"\r\n\r\n")
+    if length := re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE):
+        return bool(end) and len(body) >= int(length[1])
+    return body.endswith(LAST_CHUNK)
+
+
 class _Server:
     """A connection to etcd, opened when first needed."""
 
@@ -338,14 +346,13 @@ class _Server:
 
     def answer(self, request: Request) -> tuple[bytes, int]:
         """The whole answer as it came, and its status."""
-        upstream, reply, raw = self.ask(request), ResponseReader(), b""
-        while not reply.finished:
+        upstream, raw = self.ask(request), b""
+        while not _is_whole(raw):
             data = upstream.recv(_RECEIVE_BYTES)
             if not data:
                 raise ConnectionError("etcd has hung up")
             raw += data
-            reply.feed(data)
-        return raw, reply.status
+        return raw, int(raw[9:12])
 
     def close(self) -> None:
         if self._socket:

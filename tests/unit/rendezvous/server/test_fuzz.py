@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 
 from elaunch.rendezvous.engine.engine import Engine
 from elaunch.rendezvous.http.request import BadRequest, RequestReader
-from elaunch.rendezvous.http.response import Garbled, ResponseReader
 from elaunch.rendezvous.server.routes import Routes
 
 TEXTS = [
@@ -66,7 +65,7 @@ def test_any_json_is_answered(seed: int) -> None:
         statuses.add(getattr(routes.answer("POST", rng.choice(paths), body), "status", None))
 
     # And None, a watch.
-    assert statuses >= {200, 400, 404}
+    assert {200, 400} <= statuses <= {None, 200, 400, 404}
 
 
 def requests(data: bytes) -> None:
@@ -82,18 +81,9 @@ def requests(data: bytes) -> None:
                 pass
 
 
-def answers(data: bytes) -> None:
-    reply = ResponseReader()
-    with suppress(Garbled):
-        for place in range(0, len(data), 7):
-            reply.feed(data[place : place + 7])
-        reply.end()
-
-
-@pytest.mark.parametrize("read", [requests, answers])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_bytes_are_http_or_refused(seed: int, read: Callable[[bytes], None]) -> None:
+def test_any_bytes_are_http_or_refused(seed: int) -> None:
     rng = random.Random(seed)
 
     for _ in range(2000):
-        read(b"".join(rng.choice(PIECES) for _ in range(rng.randrange(12))))
+        requests(b"".join(rng.choice(PIECES) for _ in range(rng.randrange(12))))
