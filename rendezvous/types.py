@@ -296,11 +296,6 @@ class Failure(Bounded):
         return self.kind is FailureKind.REFUSED and self.code is None
 
     @property
-    def is_killed_parent(self) -> bool:
-        """Whether the parent process of a node's ranks was killed by SIGKILL; the `code` is then the parent's."""
-        return self.kind is FailureKind.TEMPLATE_LOST and (self.code or 0) < 0
-
-    @property
     def sentence(self) -> str:
         """Which rank failed and how, without a full stop."""
         if self.rank < 0:

@@ -15,7 +15,7 @@ from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
 from elaunch.agent.terminal import terminal_size
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.rendezvous.rules.roles import role_of
+from elaunch.rendezvous.rules.assign_ranks import role_of
 
 
 class Stdio:

@@ -23,7 +23,7 @@ from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.table import TABLE
 from elaunch.rendezvous.job_spec import ProgramKind
-from elaunch.rendezvous.rules.roles import counts_in
+from elaunch.rendezvous.rules.assign_ranks import counts_in
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
 from elaunch.rendezvous.job_spec import SLOTS_MAX
-from elaunch.rendezvous.rules.roles import counts_in
+from elaunch.rendezvous.rules.assign_ranks import counts_in
 
 Raw = str | list[str] | dict[str, str]
 Convert = Callable[[Raw], object]

@@ -178,7 +178,7 @@ def test_what_is_not_there_hangs_or_is_no_etcd_is_said() -> None:
 def test_a_users_protobuf_is_left_alone() -> None:
     program = """
 import sys
-from elaunch.rendezvous.etcd.grpc_messages import load
+from elaunch.rendezvous.etcd.grpc_transport import load
 load()
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 pool = descriptor_pool.Default()
@@ -190,7 +190,7 @@ for name in ("rpc.proto", "kv.proto", "auth.proto"):
 file = descriptor_pb2.FileDescriptorProto(name="rpc.proto", package="etcdserverpb", syntax="proto3")
 file.message_type.add(name="RangeRequest")
 pool.AddSerializedFile(file.SerializeToString())
-print(load().etcdrpc.RangeRequest(key=b"k").SerializeToString())
+print(load().messages["RangeRequest"](key=b"k").SerializeToString())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
 
