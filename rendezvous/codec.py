@@ -52,14 +52,14 @@ def decode(kind: type[Decoded], text: str) -> Decoded:
     Raises ValueError if the text is no such record.
     """
     try:
-        return _build(kind, parse_with(_RECORD, text))  # type: ignore[no-any-return]
+        return build(kind, parse_with(_RECORD, text))  # type: ignore[no-any-return]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a {kind.__name__}: {shown_text(text)!r} ({shown_text(str(error))})") from error
 
 
 def decode_fields(hints: Mapping[str, Any], fields: Any) -> dict[str, Any]:
     """The values of the fields in `hints`, with their types. Raises KeyError, TypeError and ValueError."""
-    return {name: _build(hint, fields[name]) for name, hint in hints.items()}
+    return {name: build(hint, fields[name]) for name, hint in hints.items()}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-# Made once: a leader reads thousands of small records. `_build` checks the numbers of a record with their types.
+# Made once: a leader reads thousands of small records. `build` checks the numbers of a record with their types.
 _RECORD = json.JSONDecoder(parse_constant=no_constant, object_pairs_hook=_unique)
 
 
@@ -85,22 +85,23 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _build(kind: Any, value: Any) -> Any:
+def build(kind: Any, value: Any) -> Any:
+    """The value of type `kind` from its JSON. Raises KeyError, TypeError and ValueError."""
     # Strings and numbers first: most values are these.
     if type(value) is kind:
         return _checked(value)
     if get_origin(kind) in (Union, UnionType):
         inner = next(arg for arg in get_args(kind) if arg is not type(None))
-        return None if value is None else _build(inner, value)
+        return None if value is None else build(inner, value)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise TypeError(f"{shown(value)} is no list")
-        return tuple(_build(get_args(kind)[0], item) for item in value)
+        return tuple(build(get_args(kind)[0], item) for item in value)
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
             raise TypeError(f"{shown(value)} is no {kind.__name__}")
         hints = _hints(kind)
-        return kind(**{name: _build(hint, value[name]) for name, hint in hints.items() if name in value})
+        return kind(**{name: build(hint, value[name]) for name, hint in hints.items() if name in value})
     # In Python true == 1, so an enum of numbers would accept true.
     if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
         return kind(value)
