@@ -327,7 +327,8 @@ def _is_whole(raw: bytes) -> bool:
     head, end, body = raw.partition(b"\r\n\r\n")
     if length := re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE):
         return bool(end) and len(body) >= int(length[1])
-    return body.endswith(LAST_CHUNK)
+    # The last chunk, and perhaps trailers.
+    return bool(re.search(rb"(?:\A|\r\n)0\r\n(?:[^\r\n]+\r\n)*\r\n\Z", body))
 
 
 class _Server:
