@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX
+from elaunch.rendezvous.server.admission import CONNECTIONS_MAX
 from elaunch.rendezvous.server.server import Server
 from tests.harness import DEADLINE_S, joined
 

@@ -15,8 +15,7 @@ from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.agent.diagnosis.stack_groups import Stack, full_text, group_words, grouped, ranks_words
 from elaunch.agent.diagnosis.waits import Doing, does_where, doing
 from elaunch.agent.peer_lost import TIMED_OUT
-from elaunch.rendezvous.rules.hang_records import Hang, StillNode, hang_words
-from elaunch.rendezvous.rules.hanging import confirm_s, tell_still
+from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode, confirm_s, hang_words, tell_still
 from elaunch.rendezvous.types import Failure, host_of
 
 # Groups of equal stacks that the console shows; the others are in the file.

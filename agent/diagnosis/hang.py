@@ -15,7 +15,7 @@ from enum import Enum
 
 from elaunch.agent.diagnosis.stack_groups import Stack, place_words, ranks_words
 from elaunch.agent.diagnosis.waits import Doing, does_where, doing, helpers_work, waits_for_ranks
-from elaunch.rendezvous.rules.hang_records import GROUPS_MAX, StillGroup, StillKind, StillNode
+from elaunch.rendezvous.rules.hang_verdict import GROUPS_MAX, StillGroup, StillKind, StillNode
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from elaunch.launcher.options.command_line import Command, Group, HelpRequested,
 from elaunch.launcher.options.endpoints import endpoints
 from elaunch.launcher.options.signal_names import signal_names
 from elaunch.launcher.schedulers.detect import SCHEDULERS
-from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
+from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
 def _switch(name: str, group: Group, help: str, **more: Any) -> Option:

@@ -35,7 +35,7 @@ from elaunch.launcher.store.token import KeptToken
 from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, new_token
-from elaunch.rendezvous.server.connection_limits import agents_for, descriptors_for, slots
+from elaunch.rendezvous.server.admission import agents_for, descriptors_for, slots
 
 # A store that is not up after this time has failed.
 START_S = 30.0

@@ -9,9 +9,8 @@ from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
 
-from elaunch.rendezvous.codec import build, shown_text
-from elaunch.rendezvous.rules.credible import check_seats, check_table
-from elaunch.rendezvous.types import RankTable, Seat
+from elaunch.rendezvous.codec import Name, build, shown_text
+from elaunch.rendezvous.types import SLOTS_MAX, RankTable, Seat
 from elaunch.strict_json import parse_json
 
 # Above this size it takes longer to send a table to every node than to compress it once.
@@ -41,10 +40,13 @@ def decode_table(text: str) -> RankTable:
         record = parse_json(_unpacked(text) if text.startswith(_PACKED) else text)
         nodes = [*zip(*(record.pop(name) for name in ("nodes", "slots", "roles")), strict=True)]
         if not all(map(_is_seat, nodes)):
-            raise TypeError("a seat is no name with a number and a role")
-        check_seats([node_id for node_id, _, _ in nodes], {slots for _, slots, _ in nodes})
+            raise TypeError("a seat is no name with a number of slots and a role")
+        node_ids = [node_id for node_id, _, _ in nodes]
+        if len(set(node_ids)) < len(node_ids):
+            raise ValueError("a node has two seats")
+        # All names in one check: every agent reads the names of all nodes.
+        Name().check("".join(node_ids) or "nobody")
         table: RankTable = build(RankTable, {"master_addr": "", "reason": "", **record, "seats": []})
-        check_table(table)
         return replace(table, seats=seats_of(nodes))
     except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
         raise ValueError(f"not a rank table: {shown_text(text)!r} ({shown_text(str(error))})") from error
@@ -69,4 +71,4 @@ def _unpacked(text: str) -> bytes:
 
 def _is_seat(seat: tuple[Any, Any, Any]) -> bool:
     node_id, slots, role = seat
-    return type(node_id) is str and type(slots) is int and type(role) is str
+    return type(node_id) is str and type(slots) is int and 1 <= slots <= SLOTS_MAX and type(role) is str

@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.server import admission
 from elaunch.rendezvous.server import server as server_module
-from elaunch.rendezvous.server import unauthenticated
-from elaunch.rendezvous.server.connection_limits import slots_for
-from elaunch.rendezvous.server.unauthenticated import PER_ADDRESS
+from elaunch.rendezvous.server.admission import PER_ADDRESS, slots_for
 from tests.harness import joined, wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
@@ -130,8 +129,8 @@ def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_tr
     secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough for a slow machine too.
-    monkeypatch.setattr(unauthenticated, "CROWD_S", 60.0)
-    monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 60.0)
+    monkeypatch.setattr(admission, "CROWD_S", 60.0)
+    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 60.0)
     agents, context = 64, secret.client_context()
     with thread_serving(secret, slots_for(agents)) as (server, port), ExitStack() as stack:
         plain = [connected(port) for _ in range(agents)]
@@ -147,7 +146,7 @@ def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_tr
 def test_one_address_may_hold_few_unauthenticated_connections_for_long(
     secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unauthenticated, "CROWD_S", 0.2)
+    monkeypatch.setattr(admission, "CROWD_S", 0.2)
     with (
         thread_serving(secret) as (_, port),
         crowd(port, 3 * PER_ADDRESS) as them,
@@ -173,7 +172,7 @@ def silence(client: socket.socket) -> None:
 def test_no_byte_buys_an_unauthenticated_connection_time(
     secret: Secret, monkeypatch: pytest.MonkeyPatch, does: Callable[[socket.socket], None], with_tls: bool
 ) -> None:
-    monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 1.0)
+    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 1.0)
     with thread_serving(secret if with_tls else None) as (_, port), connected(port) as plain:
         client: socket.socket = secret.client_context().wrap_socket(plain) if with_tls else plain
         assert until_closed(client, does, 60) < 50

@@ -14,14 +14,13 @@ from functools import cache
 
 import pytest
 
+from elaunch.rendezvous.codec import RUN_ID_BYTES_MAX
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-from elaunch.rendezvous.limits import RUN_ID_BYTES_MAX
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import LeaderState, lead
-from elaunch.rendezvous.rules.pruning import FAILURES_KEPT
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.table_codec import decode_table, seats_of
-from elaunch.rendezvous.rules.transactions import open_loss
+from elaunch.rendezvous.rules.transactions import FAILURES_KEPT, open_loss
 from elaunch.rendezvous.store import Delete, Put, Txn
 from elaunch.rendezvous.types import (
     Failure,

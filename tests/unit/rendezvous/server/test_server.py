@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server import connection, server, unauthenticated
-from elaunch.rendezvous.server.connected_client import OUTGOING_BYTES_MAX
+from elaunch.rendezvous.server import admission, connection, server
+from elaunch.rendezvous.server.connection import OUTGOING_BYTES_MAX
 from elaunch.rendezvous.server.server import Server
 from tests.descriptors import opened
 from tests.harness import RUN_LIMIT_S, wait_for
@@ -362,7 +362,7 @@ def test_silent_connections_are_closed_and_watches_are_not(
 ) -> None:
     _, port = served
     monkeypatch.setattr(server, "IDLE_S", 0.1)
-    monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 0.1)
+    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 0.1)
     gateway = Gateway("127.0.0.1", port)
     watch = gateway.watch(EVERYTHING)
 
