@@ -9,7 +9,7 @@ from elaunch.agent.core.events import Leased, LeaseLost, Looked, StoreLost, Stor
 from elaunch.agent.core.membership import belongs_to_run, lease_lost, leased, loss_of_keys, with_own_id
 from elaunch.agent.core.state import Agent, Joining, Running, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
-from elaunch.rendezvous.addresses import is_meant_locally
+from elaunch.rendezvous.endpoint import is_meant_locally
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
 from elaunch.rendezvous.rules.excluding import exclusion_of

@@ -28,7 +28,7 @@ from elaunch.agent.workers import numa
 from elaunch.agent.workers.group import CrashFile, StoreControl, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.stdio import Stdio
-from elaunch.rendezvous.addresses import is_loopback
+from elaunch.rendezvous.endpoint import is_loopback
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 _VERSION = re.compile(r"^__version__ = ['\"]([^'\"]{1,80})['\"]", re.MULTILINE)

@@ -27,8 +27,7 @@ from elaunch.launcher.host import (
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import RendezvousPlan, Serving
 from elaunch.launcher.store.serve import decide_head, listen
-from elaunch.rendezvous.addresses import is_address, is_loopback
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback
 from elaunch.rendezvous.etcd.discovery import unverified_context
 from elaunch.rendezvous.http.dial import Deadline, dial, resolve
 from elaunch.rendezvous.store import Denied, StoreError

@@ -32,8 +32,15 @@ from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.locate import MASTER_PORT, Planned, RendezvousPlan, Serving, way_of
 from elaunch.launcher.store.serve import StoreProcess, decide_head, listen, serve_if_head
 from elaunch.launcher.store.token import STORES, KeptTokens, Meeting, Offer, fetch, port_taken_error, token_at_home
-from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally, is_unspecified
-from elaunch.rendezvous.endpoint import Access, Endpoint, Transport
+from elaunch.rendezvous.endpoint import (
+    Access,
+    Endpoint,
+    Transport,
+    is_address,
+    is_loopback,
+    is_meant_locally,
+    is_unspecified,
+)
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.etcd.discovery import FoundStore, check_is_etcd
 from elaunch.rendezvous.etcd.store import EtcdStore
