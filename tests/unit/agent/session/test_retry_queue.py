@@ -69,18 +69,6 @@ def test_requests_keep_their_order_though_the_first_must_be_tried_again() -> Non
     assert bench.tried == ["first", "first", "first", "second", "second", "third"]
 
 
-def test_a_renewal_goes_before_what_waits_and_stays_wanted_until_it_is_done() -> None:
-    bench = Bench()
-    bench.failing["renewal"] = [AWAY]
-    bench.requests.add(bench.request("first"))
-    bench.requests.add_renewal()
-    bench.requests.add_renewal()
-
-    bench.run()
-
-    assert bench.tried == ["renewal", "renewal", "first"]
-
-
 def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -> None:
     bench = Bench()
     bench.requests.add(bench.request("first", AWAY, Unavailable("timed out")))
@@ -89,16 +77,6 @@ def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -
     bench.run()
 
     assert bench.events == [StoreAway("no route"), StoreAway("timed out"), StoreBack()]
-
-
-def test_the_first_answer_ever_is_told() -> None:
-    bench = Bench()
-    for name in ("first", "second"):
-        bench.requests.add(bench.request(name))
-
-    bench.run()
-
-    assert bench.events == [StoreBack()]
 
 
 def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
@@ -173,17 +151,6 @@ def test_what_this_agent_lacks_is_not_the_heads_silence() -> None:
     bench.run()
 
     assert bench.events == [StoreAway("no more files", is_own=True), StoreBack()]
-
-
-def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> None:
-    bench = Bench()
-    bench.requests.add(bench.request("first", Rejected("etcd is full"), Denied("no permission")))
-    bench.requests.add(bench.request("second"))
-
-    pauses_s = bench.run()
-
-    assert bench.done == ["first", "second"]
-    assert pauses_s == [BACKOFF_MAX_S, BACKOFF_MAX_S, 0.0, 0.0]
 
 
 def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
@@ -269,10 +236,3 @@ def test_at_the_end_a_renewal_of_an_absent_store_does_not_hold_up_the_last_words
 
     assert bench.tried == ["renewal", *["goodbye"] * LAST_TRIES]
     assert bench.requests.is_over
-
-
-def test_without_requests_nothing_is_done() -> None:
-    bench = Bench()
-
-    assert bench.requests.do_next(0.0) == 0.0
-    assert (bench.tried, bench.events) == ([], [])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elaunch.agent.core.events import Leased, Looked, StoreEvent
+from elaunch.agent.core.events import Looked, StoreEvent
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import SLOW_BACKOFF_MAX_S, RetryQueue
@@ -15,7 +15,7 @@ from elaunch.agent.session.store_client import StoreClient
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.rules.snapshot import Keys
-from elaunch.rendezvous.store import Answer, Delete, Put, TimedOut, Txn, Unavailable, Update, View, Watch
+from elaunch.rendezvous.store import Answer, Put, TimedOut, Txn, Unavailable, Update, View, Watch
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Generation, OpenKind
 
@@ -128,57 +128,12 @@ def agent(store: FarStore) -> Agent:
     return agent
 
 
-@pytest.mark.parametrize("fails_at", ["grant", "watch"])
-def test_a_beginning_that_is_tried_again_goes_on_where_it_was(store: FarStore, fails_at: str) -> None:
-    agent = Agent(store)
-    store.away = {fails_at}
-    with pytest.raises(Unavailable):
-        agent.client.begin()
-
-    store.away = set()
-    agent.client.begin()
-
-    # The failing request is tried again once it is known that nothing else is wrong.
-    assert store.asked["watch"] == (3 if fails_at == "watch" else 1)
-    assert store.asked["check"] == (1 if fails_at == "watch" else 0)
-    assert [event for event in agent.posted if isinstance(event, Leased)] == [Leased(4712, "host-00001267")]
-    assert agent.generation() == 0
-
-
-def test_a_beginning_takes_the_lease_last_so_that_none_is_renewed_meanwhile(store: FarStore) -> None:
-    agent = Agent(store)
-    store.away = {"watch"}
-    with pytest.raises(Unavailable):
-        agent.client.begin()
-
-    assert store.asked["grant"] == 0
-    assert agent.client.due_s is None
-
-
 def test_while_nothing_changes_nothing_is_read(store: FarStore, agent: Agent) -> None:
     agent.live(4 * TIMES.lease_ttl_s)
 
     assert store.asked.keys() == {"commit"}
     assert 3 <= store.asked["commit"] <= 4
     assert agent.generation() == 0
-
-
-def test_what_the_watch_never_told_is_found_within_a_lease_time(store: FarStore, agent: Agent) -> None:
-    open_generation(store, 1)
-    store.lose()
-    agent.live(TIMES.lease_ttl_s + TIMES.keepalive_s)
-
-    assert agent.generation() == 1
-
-
-def test_a_key_that_is_gone_is_found_too(store: FarStore, agent: Agent) -> None:
-    MemoryStore.commit(store, Txn((), (Delete(KEYS.leader),)))
-    store.lose()
-    agent.live(TIMES.lease_ttl_s + TIMES.keepalive_s)
-
-    looked = agent.client.look()
-    assert isinstance(looked, Looked)
-    assert looked.snapshot.leader == ""
 
 
 def test_a_watch_that_was_only_late_is_kept(store: FarStore, agent: Agent) -> None:
@@ -200,17 +155,6 @@ def test_a_deaf_watch_is_replaced(store: FarStore, agent: Agent) -> None:
     open_generation(store, 2)
     store.deliver()
     assert agent.generation() == 2
-
-
-def test_reads_do_not_pile_up_while_the_store_is_away(store: FarStore, agent: Agent) -> None:
-    store.away = {"commit", "read"}
-    agent.live(10 * TIMES.lease_ttl_s)
-    store.away, store.asked = set(), Counter()
-
-    agent.live(1.0)
-
-    # At most the commit that was waiting, and the commit that is due.
-    assert 1 <= store.asked["commit"] <= 2
 
 
 @pytest.mark.parametrize(
