@@ -146,17 +146,6 @@ class AgentRun:
         except NoPort as error:
             raise CannotRun(str(error)) from error
 
-    def without_shown(self, outcome: Outcome) -> Outcome:
-        """The same for the report, with a line in place of a traceback that stands just above on this console."""
-        return replace(outcome, failure=self._shortened(outcome.failure), first=self._shortened(outcome.first))
-
-    def _shortened(self, failure: Failure | None) -> Failure | None:
-        if failure and (where := self._services.pump.tracebacks.near(failure.traceback)):
-            before, _, _ = failure.tail.partition(failure.traceback)
-            of = f", of {failure.frame}" if failure.frame else ""
-            return replace(failure, traceback=f"{where}{of}", tail=before)
-        return failure
-
     def write_report(self, text: str, record: Mapping[str, object]) -> None:
         """Write the report to stderr, as text or as a record, after all that the workers wrote."""
         self._services.pump.write_report(text, record)
