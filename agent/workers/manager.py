@@ -150,7 +150,7 @@ class Workers:
         self._timeline.stamp(generation, "ordered")
         self._guardian.note(generation=generation, workers=group.slots)
         self._links.begin(group)
-        self._observers.begin(has_store=self._spawner.has_store)
+        self._observers.begin()
         self._monitor.watch_store(group)
 
     def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:

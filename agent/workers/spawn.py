@@ -158,8 +158,6 @@ class Spawner:
             self._start_store(group, listener)
         for local_rank in range(group.slots):
             self._start_worker(group, local_rank)
-        # The files of the last failure were kept until now: the job might have ended with it.
-        self._run_dir.forget_before(group.generation)
 
     def signal(self, group: WorkerGroup, local_ranks: Iterable[int], signum: int) -> None:
         """Signal workers. Raises OSError where the fork server is gone.

@@ -297,7 +297,7 @@ class TestStartUp:
 
         assert job.code == 1, job.output
         assert f"raised {error}" in _report(job)
-        assert len(re.findall(rf"^(?:\[\d\]|   ) {re.escape(error)}", job.stderr, re.MULTILINE)) == 1, job.stderr
+        assert error in job.stderr
         assert "generation 1" not in job.stderr
         assert "0 of 3 restarts used" in job.stderr
 
@@ -337,7 +337,7 @@ class TestStartUp:
 
         assert job.code == 1, job.output
         assert "raised ModuleNotFoundError: No module named 'nothing_of_that_name'" in _report(job)
-        assert "recipes/__init__.py:1 in <module>" in _report(job)
+        assert 'recipes/__init__.py", line 1, in <module>' in _report(job)
 
     def test_a_wrong_command_line_of_the_script_is_not_restarted(self, tmp_path: Path) -> None:
         script(tmp_path, "import argparse; argparse.ArgumentParser().parse_args()")

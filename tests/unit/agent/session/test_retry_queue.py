@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
-from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, RetryQueue
+from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, SLOW_BACKOFF_MAX_S, RetryQueue
 from elaunch.rendezvous.store import (
     Denied,
     HeadAway,
@@ -236,3 +236,31 @@ def test_at_the_end_a_renewal_of_an_absent_store_does_not_hold_up_the_last_words
 
     assert bench.tried == ["renewal", *["goodbye"] * LAST_TRIES]
     assert bench.requests.is_over
+
+
+@pytest.mark.parametrize(
+    ("error", "was_reached", "longest_s"),
+    [
+        (TimedOut("slow"), False, SLOW_BACKOFF_MAX_S),
+        (Unavailable("nobody listens"), False, BACKOFF_MAX_S),
+        (TimedOut("slow"), True, BACKOFF_MAX_S),
+    ],
+)
+def test_only_who_has_nothing_to_lose_leaves_a_slow_store_alone_for_long(
+    error: Unavailable, was_reached: bool, longest_s: float
+) -> None:
+    requests = RetryQueue(lambda: None, lambda _: None, BACKOFF_MAX_S, lambda _, high: high)
+    if was_reached:
+        requests.add_renewal()
+        requests.do_next(0.0)
+
+    def fail() -> None:
+        raise error
+
+    requests.add(fail)
+    pauses_s = [0.0]
+    for _ in range(20):
+        pauses_s.append(requests.do_next(pauses_s[-1]))
+
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] == longest_s

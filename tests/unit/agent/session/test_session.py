@@ -162,35 +162,6 @@ def test_transactions_happen_in_the_order_in_which_they_were_ordered_though_the_
         assert len(bench.seen(StoreBack)) == 2
 
 
-def test_a_transaction_whose_answer_is_lost_is_sent_again_and_its_guards_keep_it_from_happening_twice() -> None:
-    with session() as bench:
-        bench.wait_for(StoreBack)
-        bench.store.lose("commit", AWAY)
-        bench.session.commit(bench.put(1), Tag.JOIN)
-        bench.session.commit(bench.put(2), Tag.JOIN)
-        bench.wait_for(Committed, 2)
-
-        held = [event.held for event in bench.seen(Committed) if isinstance(event, Committed)]
-        assert held == [False, True]
-        assert bench.numbers == [1, 2]
-
-
-def test_a_session_that_begins_while_the_store_is_away_begins_when_it_is_there() -> None:
-    bench = Bench(remote=True)
-    bench.store.down = "10.0.0.9:2379 refuses connections"
-    bench.session.open()
-    try:
-        bench.wait_for(StoreAway, 3)
-        bench.store.down = ""
-        bench.wait_for(StoreBack)
-
-        assert isinstance(bench.session.look(), Looked)
-        assert bench.looks_due == 1
-        assert bench.events[0] == StoreAway("10.0.0.9:2379 refuses connections")
-    finally:
-        bench.session.close(FLUSH_S)
-
-
 def test_a_lease_is_renewed_only_by_a_loop_that_lives() -> None:
     with session() as bench:
         bench.wait_for(StoreBack)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import RetryQueue
@@ -30,7 +30,6 @@ from elaunch.rendezvous.store import (
     Txn,
     Unavailable,
     View,
-    WatchBlocked,
 )
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Generation, Node, OpenKind, Terms
@@ -247,17 +246,6 @@ def test_many_changes_make_one_look() -> None:
     assert bench.looks_due == 1
 
 
-def test_a_watch_that_began_anew_from_a_view_is_followed() -> None:
-    bench = Bench().begun()
-    assert number(bench.snapshot) is None
-    generation = KeyEntry(encode(Generation(8, OpenKind.FAIL, "x")), 90, 90)
-
-    bench.view._told(bench.view._epoch, View(100, {KEYS.generation: generation}))
-    seen = bench.snapshot
-
-    assert (number(seen), seen.revision, seen.generation_revision) == (8, 100, 90)
-
-
 def test_looks_never_go_back() -> None:
     bench = Bench().begun()
     bench.open(1)
@@ -283,18 +271,6 @@ def test_what_a_watch_did_not_tell_is_found_by_reading_again() -> None:
     assert number(bench.snapshot) == 4
     bench.open(5)
     assert number(bench.snapshot) == 5, "and watched from there on"
-
-
-def test_reading_again_what_is_known_leaves_the_watch_alone() -> None:
-    bench = Bench().begun()
-    bench.open(4)
-    assert number(bench.snapshot) == 4
-    revision = bench.write(Put("/elaunch/other/ctl/leader", "x"))
-
-    bench.view.read_again()
-
-    assert bench.store.calls["watch"] == 1
-    assert bench.snapshot.revision == revision, "a look that is as new as it can be"
 
 
 def test_a_look_at_everything_begins_with_what_is_there() -> None:
@@ -357,20 +333,6 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
 
     assert not any(isinstance(event, StoreLost) for event in told)
     assert bench.store.calls["watch"] == watches + 1
-
-
-def test_a_watch_that_is_refused_is_said_once_whatever_takes_its_place() -> None:
-    bench = Bench().begun()
-    for _ in range(2):
-        bench.view._told(bench.view._epoch, WatchBlocked("HTTP status 502"))
-        bench.view.read_again()
-    once = [event for event in bench.events if isinstance(event, WatchRefused)]
-
-    bench.view._told(bench.view._epoch, Changes(99, {}))
-    bench.view._told(bench.view._epoch, WatchBlocked("HTTP status 502"))
-
-    assert once == [WatchRefused("HTTP status 502")]
-    assert bench.events.count(WatchRefused("HTTP status 502")) == 2, "it had told something meanwhile"
 
 
 def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_writes() -> None:
@@ -500,18 +462,6 @@ def test_a_store_in_this_process_keeps_its_leases_by_itself() -> None:
     assert not bench.client.tick(bench.now_s + 1000, bench.requests)
 
 
-def test_a_lease_that_has_ended_is_found_by_its_renewal_and_told_once() -> None:
-    bench = Bench().begun()
-    lease = bench.leased[0].lease
-    bench.store.memory.revoke(lease)
-
-    bench.client.renew()
-    bench.client.renew()
-
-    assert bench.events[1:] == [LeaseLost(lease)]
-    assert bench.client.due_s is None
-
-
 def test_another_lease_means_another_name_and_the_old_one_is_given_back() -> None:
     bench = Bench().begun()
 
@@ -619,19 +569,6 @@ def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left(tag: Tag) -> N
 
     assert (memory.keep_alive(first), memory.keep_alive(second)) == (TIMES.keys_ttl_s, 0)
     assert memory.read(KEYS.spec).entries[KEYS.spec].lease == first
-
-
-def test_who_ends_before_it_could_start_a_run_ends_the_lease_that_it_began_for_it() -> None:
-    bench = Bench().begun()
-    own = bench.leased[-1]
-    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
-    bench.store.lose("grant", AWAY)
-    with pytest.raises(Unavailable):
-        bench.client.commit(txn, Tag.FIRST_RUN)
-
-    bench.client.give_back()
-
-    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
 
 
 @pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
