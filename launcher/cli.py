@@ -27,8 +27,8 @@ from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options import job_file
 from elaunch.launcher.options.command_line import HelpRequested, Reading
 from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import RUN, Options
-from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.pid1 import stand_in
 from elaunch.launcher.preflight import (
     check_hook,

@@ -33,8 +33,8 @@ from elaunch.launcher.doctor.findings import (
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import JobCommand, Options, options_of
-from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.preflight import check_folder
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster

@@ -625,7 +625,7 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("words", "sentence"),
         [
-            ([], "no script to run"),
+            ([], "no program to run"),
             (["--no-such-flag", "train.py"], "--no-such-flag is no option"),
             (["trian.py"], "did you mean train.py?"),
             (["--max-restarts", "-1", "train.py"], "--max-restarts -1 is out of range"),
