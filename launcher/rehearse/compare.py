@@ -39,7 +39,8 @@ def steps_done(records: Records, name: str) -> int:
 
 def repeated(records: Records) -> int:
     """How many steps a rank has done more than once."""
-    return max(sum(max(0, end["step"] - now["step"]) for end, now in _restarts(its)) for its in records.values())
+    lost = [sum(max(0, int(end["step"] - now["step"])) for end, now in _restarts(its)) for its in records.values()]
+    return max(lost, default=0)
 
 
 def difference(right: Values, killed: Records) -> tuple[str, str]:
