@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,10 @@ from torch import Tensor
 
 from elaunch.trainer.memory.mirror import Mirror, mirrors
 from elaunch.trainer.memory.slots import Slot, Slots
-from elaunch.trainer.ranks.channel import Channel
-from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import pack
 from elaunch.trainer.state.version import Piece, Version
 from tests.harness import DEADLINE_S
-from tests.unit.trainer.ranks.channels import Book
+from tests.unit.trainer.ranks.thread_peers import Book, ThreadPeers
 
 
 @pytest.mark.parametrize(
@@ -42,23 +39,6 @@ def test_the_second_copy_is_on_the_next_node(nodes: str, expected: list[int | No
 
     assert found == expected
     assert all(mirror is None or nodes[mirror] != nodes[rank] for rank, mirror in enumerate(found))
-
-
-class ThreadPeers(Peers):
-    """One of several ranks of this process. `books` has a store for each of their channels."""
-
-    def __init__(self, rank: int, world_size: int, books: dict[str, Book]) -> None:
-        super().__init__()
-        self.rank, self.world_size, self._books = rank, world_size, books
-        self._opened = self.opened("ranks")
-
-    def apart(self, purpose: str) -> Any:
-        other = super().apart(purpose)
-        other._opened = self.opened(purpose)
-        return other
-
-    def opened(self, purpose: str) -> Channel:
-        return Channel(purpose, self.rank, self.world_size, self._books[purpose], timeout_s=DEADLINE_S)
 
 
 class FailingSlots(Slots):
