@@ -15,7 +15,6 @@ Keeper's. See moments.py for FOLDER. Moments:
 and with step 0, at a start:
 
     response      another rank's proof has come, and this one's has not been sent
-    challenge     another rank's challenge has come, and has not been answered
     inventory     all ranks have said what they have
     chain         a part of the state that goes from rank to rank has been passed on
     part          this rank is about to load its part
@@ -81,7 +80,6 @@ def before(owner: Any, name: str, moment: str, step: Callable[[], int] = now) ->
 
 def plant_at_starts() -> None:
     before(Contact, "confirmation", "response")
-    before(Contact, "response", "challenge")
     before(copies, "decide", "inventory")
     before(Training, "load_whole", "part")
     arriving = Connections._arriving

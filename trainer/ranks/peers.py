@@ -192,10 +192,6 @@ class Peers:
         """
         self._receive(_data_of(region), rank, pass_on)
 
-    def skip(self, length: int, rank: int) -> None:
-        """Receive what `length_from` has told, and keep nothing of it."""
-        self.receive(torch.empty(length, dtype=torch.uint8), rank)
-
     def _begin_send(self, content: memoryview, rank: int) -> None:
         self._connections.send(rank, _HEAD.pack(_Kind.REGION, len(content)), content)
 
