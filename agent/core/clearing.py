@@ -143,7 +143,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         return with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
 
     def with_cause(failure: Failure) -> Failure:
-        return explained(failure, event.facts.get(failure.local_rank), clearing.table.mismatch)
+        return explained(failure, event.facts, clearing.table.mismatch)
 
     if not failures:
         # The outcome of a node that bows out alone.

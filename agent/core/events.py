@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-from elaunch.agent.diagnosis.causes.cause import Facts
+from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts
 from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -147,8 +147,7 @@ class WorkerExited:
     """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`.
 
     `end` is the record of a program that came to its end without an exception, of the kind ENDED_EARLY. It counts if
-    other ranks still wait for this one. A signal may have ended the process on its way out. `told` are the records of
-    other workers whose programs have ended while their processes still run: one of them may be the peer that was lost.
+    other ranks still wait for this one. A signal may have ended the process on its way out.
     """
 
     generation: int
@@ -156,7 +155,6 @@ class WorkerExited:
     code: int
     failure: Failure | None = None
     end: Failure | None = None
-    told: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -297,14 +295,14 @@ class Cleared:
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
     where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out about the failures of local ranks. `hidden` is a line about output that the console did not get.
+    found out on this host after a failure. `hidden` is a line about output that the console did not get.
     """
 
     generation: int
     tails: Mapping[int, str] = field(default_factory=dict)
     reached_store: bool | None = None
     progressed: bool = False
-    facts: Mapping[int, Facts] = field(default_factory=dict)
+    facts: Facts = NO_FACTS
     hidden: str = ""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from elaunch.agent.core import clearing, joining, leaving, membership, running, stopping, store_outage
+from elaunch.agent.core import clearing, hangs, joining, leaving, membership, running, stopping, store_outage
 from elaunch.agent.core.actions import Say
 from elaunch.agent.core.events import (
     Cleared,
@@ -116,8 +116,8 @@ ROWS: tuple[Row[Any], ...] = (
     Row(WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
     Row(WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
     Row(Reported, NO_WORKERS, running.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(Sampled, NO_WORKERS, running.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(StacksTaken, NO_WORKERS, running.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(Sampled, NO_WORKERS, hangs.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(StacksTaken, NO_WORKERS, hangs.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
     Row(WorkerAsked, NO_WORKERS, running.worker_asked, stopping.worker_asked, NONE_LEFT, ALL_DONE),
     Row(ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
@@ -162,8 +162,7 @@ def deadline_s(agent: Agent) -> float | None:
         _phase_due_s(agent.phase),
         agent.lead_at_s,
         agent.waiting.due_s,
-        agent.waiting.invite_s,
-        agent.reach.unsaid_until_s,
+        agent.reach.log_at_s,
         gives_up_at_s(agent),
     )
     return min((at_s for at_s in timers_s if at_s is not None), default=None)

@@ -239,8 +239,6 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
         stopping = replace(stopping, due_s=min(stopping.due_s, now_s + LAST_WORDS_S))
-    if any(_has_told(known, event) for known in stopping.failures):
-        return _end_as_told(agent, stopping, event)
     if event.end and event.local_rank in stopping.words.returned - stopping.words.stopped:
         # It was on its way out when a peer noticed that it had gone.
         stopping = replace(stopping, ends=(*stopping.ends, event.end))
@@ -425,23 +423,6 @@ def _heard(event: Signalled, stopping: Stopping, now_s: float, part: str) -> Say
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
     stopping = replace(stopping, mode=Killing(stopping.mode.notice), due_s=now_s + KILL_WAIT_S)
     return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
-
-
-def _has_told(known: Failure, event: WorkerExited) -> bool:
-    """Whether `known` is the record of this worker, made from what it told before its process ended."""
-    is_end = known.kind is not FailureKind.HANG and not known.asks_to_end
-    return known.local_rank == event.local_rank and is_end
-
-
-def _end_as_told(agent: Agent, stopping: Stopping, event: WorkerExited) -> Step:
-    """Replace what the worker told by the record of its real end. If the cause is another one, say so."""
-    failure = event.failure if event.failure and not _is_by_us(event, event.failure, stopping) else event.end
-    if failure is None or failure.code is None:
-        return go_on_stopping(agent, stopping)
-    failures = tuple(failure if _has_told(known, event) else known for known in stopping.failures)
-    first, stopping = stopping.failures[0], replace(stopping, failures=failures)
-    is_other = first.local_rank == failure.local_rank and first.kind is not failure.kind
-    return go_on_stopping(agent, stopping, (Say(f"the cause: {failure.sentence}", "error"),) if is_other else ())
 
 
 def _is_by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:

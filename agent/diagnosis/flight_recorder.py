@@ -48,8 +48,6 @@ class FlightRecorder:
         self._answered_s = 0.0
         self.counts: Counts = {}
         self._sampled: Counts = {}
-        # Questions since the last call of `take_asked`.
-        self._asked = 0
         # Begins and ends of answers with entries: odd while the worker writes one. The second is the newest one told.
         self._turns, self._turns_told = 0, 0
 
@@ -78,7 +76,6 @@ class FlightRecorder:
                 self._text, self.counts = newest, read_counts(newest)
         if newest is not None or self._asked_s is None:
             self._asked_s = now_s
-            self._asked += 1
             self._end.send(b"n", socket.MSG_NOSIGNAL)
         return None if newest is None else self.counts
 
@@ -96,11 +93,6 @@ class FlightRecorder:
         """Whether since the last call a collective has not ended, and the worker has entered and ended none."""
         before, self._sampled = self._sampled, self.counts
         return now_s - self._answered_s < _FRESH_S and is_stalled(before, self.counts)
-
-    def take_asked(self) -> int:
-        """How often the worker was asked since the last call."""
-        asked, self._asked = self._asked, 0
-        return asked
 
     def take_disturbed(self) -> bool:
         """Whether the worker wrote down entries since the last call. That takes it up to 60 ms, and memory.

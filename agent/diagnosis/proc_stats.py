@@ -46,8 +46,6 @@ class _Watched:
         self.schedstat = schedstat
         self.counts: _Counts | None = None
         self.more: _More | None = None
-        # The length of the window in which `more` was read first, if the process may have stood still in it.
-        self.first_s = 0.0
 
     def close(self) -> None:
         for fd in (self.stat, self.schedstat):
@@ -130,13 +128,10 @@ def _window(watched: _Watched, seconds: float, *, is_disturbed: bool) -> Window 
         return window
     watched.more = more = _more(watched.pid, now)
     if known is None:
-        watched.first_s = seconds if may_stand_still(window) else 0.0
         return window
-    earlier_s, watched.first_s = watched.first_s, 0.0
     return replace(
         window,
         is_whole=True,
-        earlier_s=earlier_s,
         io_bytes=more.io_bytes - known.io_bytes,
         switches=more.switches - known.switches,
         # A child that ended unseen took its time with it.

@@ -164,9 +164,9 @@ class Observers:
         disturbed = frozenset(rank for rank, recorder in group.recorders.items() if recorder.take_disturbed())
         windows = self._vitals.look(group.pids, now_s, disturbed)
         for rank, recorder in group.recorders.items():
-            answers, is_outstanding = recorder.take_asked(), recorder.is_stalled(now_s)
+            is_outstanding = recorder.is_stalled(now_s)
             if window := windows.get(rank):
-                windows[rank] = replace(window, answers=answers, is_outstanding=is_outstanding)
+                windows[rank] = replace(window, is_outstanding=is_outstanding)
         if windows:
             self._samples.append(Sampled(group.generation, windows))
 

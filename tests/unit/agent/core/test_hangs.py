@@ -94,18 +94,6 @@ def test_a_look_at_the_collectives_of_a_rank_does_not_count_as_work_of_that_rank
     assert said(driver).count("the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin") == 1
 
 
-def test_a_window_that_could_not_be_whole_counts_if_the_next_one_shows_a_standstill() -> None:
-    first = dict.fromkeys(ALL, replace(IDLE, earlier_s=5.0))
-
-    state = after_windows(Standstill(), ALL, first, is_alone=True)
-    later = after_windows(state, ALL, first, is_alone=True)
-    slept = after_windows(Standstill(), ALL, dict.fromkeys(ALL, replace(IDLE, earlier_s=3600.0)), is_alone=True)
-    # One has exited: how long the others waited for it says nothing.
-    fewer = after_windows(state, frozenset({0, 1}), first, is_alone=True)
-
-    assert [each.spell_s for each in (state, later, slept, fewer)] == [10.0, 15.0, 5.0, 5.0]
-
-
 def test_it_is_said_once_and_a_failure_only_on_request() -> None:
     driver = watching(restarts=True)
     samples(driver, 300, IDLE_AND_LOOP, ONE_LOOPS)
@@ -386,7 +374,7 @@ def test_the_verdict_is_given_when_it_has_held_for_a_while() -> None:
         # Two ranks on one core: the rest of the time it waited for the core.
         (replace(SPINS, cpu_s=2.0, main_cpu_s=2.0, main_delay_s=2.9), True),
         (replace(SPINS, faults=50), False),
-        (replace(SPINS, switches=100), False),
+        (replace(SPINS, switches=101), False),
         (WORKS, False),
         (OUTSTANDS, True),
         (replace(OUTSTANDS, seconds=3600.0), False),
@@ -471,15 +459,6 @@ def test_the_time_in_which_ranks_write_down_their_collectives_counts_as_the_time
     samples(driver, 5, IDLE_AND_LOOP, ONE_LOOPS)
 
     assert "hang" not in early
-    assert "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin" in said(driver)
-
-
-def test_a_rank_that_loses_the_gil_to_the_answers_still_spins() -> None:
-    driver = watching()
-    asked = replace(SPINS, switches=90, answers=5)
-
-    samples(driver, 80, {**IDLE_AND_LOOP, 1: asked}, ONE_LOOPS)
-
     assert "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin" in said(driver)
 
 

@@ -17,7 +17,7 @@ from elaunch.agent.core.actions import (
 )
 from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
-from elaunch.agent.core.running import HOLD_S, STOPPED_HOLD_S
+from elaunch.agent.core.running import STOPPED_HOLD_S
 from elaunch.agent.core.state import Finished, Joining, Running, Stopping
 from elaunch.agent.core.step import deadline_s
 from elaunch.agent.core.stopping import NOTICE_S
@@ -35,12 +35,8 @@ from tests.unit.agent.driver import (
     STOP_GRACE_S,
     TERM,
     TIMES,
-    TWO,
     Driver,
     cleared,
-    lost,
-    pair,
-    settle,
     started,
 )
 
@@ -477,20 +473,6 @@ def test_when_a_person_ends_the_job_elsewhere_who_listens_stops_after_a_step() -
 TWO_ALONE = replace(SPEC, nodes_max=2)
 
 
-def test_a_node_that_leaves_has_the_others_stop_after_the_same_step() -> None:
-    first, second = pair(TWO)
-    for driver in (first, second):
-        listening(driver)
-
-    leaving = first.happen(Signalled(TERM, "SIGTERM"))
-    settle(first, second)
-
-    assert leaving == [tell(LEAVE, 0, 1, 2)]
-    assert tell(LEAVE, 0, 1, 2) in second.all_acted
-    assert isinstance(second.agent.phase, Stopping)
-    assert not [action for action in second.all_acted if isinstance(action, SignalWorkers)]
-
-
 def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handlers_have_less() -> None:
     deaf, hearing = started(), listening(started(), 0)
     for driver in (deaf, hearing):
@@ -514,23 +496,6 @@ def test_a_failure_elsewhere_is_told_alike(kind: OpenKind) -> None:
     assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
 
 
-def test_a_lost_worker_store_is_told_as_a_failure() -> None:
-    driver = listening(started())
-
-    assert driver.happen(lost(0, workers_too=False)) == [tell(PeerFailed(0), 0, 1, 2)]
-
-
-def test_words_of_another_generation_change_nothing() -> None:
-    driver = listening(started())
-    driver.exits(1, 3)
-    before = driver.agent
-
-    for event in (WorkerSaved(1, 0, 7), WorkerStopped(1, 0, 7), WorkerListens(1, 0, to_stop=True, to_failure=True)):
-        assert driver.happen(event) == []
-
-    assert driver.agent == before
-
-
 def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() -> None:
     driver = listening(started())
     driver.happen(WorkerSaving(0, 0, 7))
@@ -551,13 +516,6 @@ def test_who_saved_and_listens_no_more_has_no_more_time_than_others() -> None:
 
     assert told == [tell(PeerFailed(0), 2), signal(TERM, 0)]
     assert driver.happen(Tick()) == [signal(KILL, 0, 2)]
-
-
-def test_who_listens_no_more_gets_the_signal() -> None:
-    driver = listening(started())
-    listening(driver, 1, to_stop=False, to_failure=False)
-
-    assert driver.happen(Signalled(INT, "SIGINT")) == [tell(INTERRUPT, 0, 2), signal(INT, 1)]
 
 
 def test_who_was_asked_to_stop_for_another_signal_gets_that_one() -> None:
@@ -634,14 +592,6 @@ def test_where_nothing_is_heard_any_other_exit_is_a_failure() -> None:
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
 
 
-def test_who_has_not_stopped_is_held_no_longer_than_before() -> None:
-    driver = listening(started())
-
-    driver.exits(0, -TERM)
-
-    assert deadline_s(driver.agent) == START_S + HOLD_S
-
-
 @pytest.mark.parametrize("signum", [1, 3, 10, 12])
 def test_any_signal_that_a_scheduler_may_send_to_agent_and_workers_is_held(signum: int) -> None:
     driver = started()
@@ -652,23 +602,6 @@ def test_any_signal_that_a_scheduler_may_send_to_agent_and_workers_is_held(signu
     assert held == []
     assert told == [signal(signum, 1, 2)]
     assert not driver.snapshot.failures
-
-
-def test_after_a_signal_the_boundary_may_be_waited_for_as_long_as_the_grace_lasts() -> None:
-    driver = listening(started())
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    driver.now_s += STOP_GRACE_S
-    done = driver.happen(Tick())
-
-    assert done == [signal(KILL, 0, 1, 2)]
-
-
-def test_a_second_ctrl_c_kills_those_that_listen_too() -> None:
-    driver = listening(started())
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    assert driver.happen(Signalled(INT, "SIGINT")) == [signal(KILL, 0, 1, 2)]
 
 
 def test_a_signal_after_a_failure_disturbs_nobody_that_saves() -> None:

@@ -155,17 +155,6 @@ def test_survivors_that_fail_of_it_are_told_too_and_the_cause_is_the_first() -> 
     assert [entry.fields["rank"] for entry in named(driver, "cause")] == [1]
 
 
-def test_a_job_that_ends_well_gives_up_nothing() -> None:
-    driver = started()
-
-    ends(driver)
-    driver.settle()
-
-    check(driver)
-    assert not named(driver, "gave_up", "failed", "cause", "restarting")
-    assert driver.entries[-1].fields["outcome"] == "succeeded"
-
-
 def test_a_node_that_leaves_is_not_lost() -> None:
     first, second = pair(replace(TWO, nodes_min=1))
 
