@@ -158,8 +158,8 @@ class WorkerExited:
 
 
 @dataclass(frozen=True)
-class WorkerRaised:
-    """A worker's program ended by an exception; the process is on its way out, and may never arrive.
+class WorkerEnded:
+    """A worker's program ended, by an exception if it `raised`; the process is on its way out, and may never arrive.
 
     `over_s` is when it left its process group, or else ended, on this host's monotonic clock.
     """
@@ -167,15 +167,7 @@ class WorkerRaised:
     generation: int
     local_rank: int
     over_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class WorkerReturned:
-    """A worker's program ended without an exception; the process is on its way out. `over_s` as in `WorkerRaised`."""
-
-    generation: int
-    local_rank: int
-    over_s: float = 0.0
+    raised: bool = False
 
 
 @dataclass(frozen=True)
@@ -312,7 +304,7 @@ class Tick:
 
 
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
-LinkEvent = WorkerRaised | WorkerReturned | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
+LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = (
     LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkerAsked | ServiceLost | Cleared
 )

@@ -23,10 +23,9 @@ from elaunch.agent.core.events import (
     StoreLost,
     Tick,
     WorkerAsked,
+    WorkerEnded,
     WorkerExited,
     WorkerListens,
-    WorkerRaised,
-    WorkerReturned,
     WorkerSaving,
     WorkersHung,
     WorkerStopped,
@@ -36,7 +35,6 @@ from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_s
 from elaunch.agent.core.membership import loss_of_keys
 from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping, WorkersDone
 from elaunch.agent.core.stopping import (
-    NOTICE_S,
     STOPPED_CODES,
     clear_up,
     grace_of_failure,
@@ -116,21 +114,13 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
     return _fail(agent, rest, _cause(running, failure), now_s)
 
 
-def worker_raised(agent: Agent, running: Running, event: WorkerRaised, now_s: float) -> Step:
-    """Give it time to end by itself, then SIGKILL."""
-    if event.local_rank not in running.live:
-        return agent, ()
-    end = ProgramEnd(event.local_rank, event.over_s, now_s, True, now_s + agent.times.stop_grace_s)
-    words = replace(running.words, ended=(*running.words.ended, end))
-    return replace(agent, phase=replace(running, words=words)), ()
-
-
-def worker_returned(agent: Agent, running: Running, event: WorkerReturned, now_s: float) -> Step:
-    """Note that it ends by itself: its peers may notice that before its process is gone, which a thread may keep."""
-    held, after_s = running.held, agent.times.hang_after_s
-    limit_s = now_s + after_s + AFTER_HANG_S if after_s else math.inf
-    end = ProgramEnd(event.local_rank, event.over_s, now_s, False, limit_s)
-    if held and held.effects:
+def worker_ended(agent: Agent, running: Running, event: WorkerEnded, now_s: float) -> Step:
+    """Give it time to end by itself: its peers may notice that before its process is gone, which a thread may keep."""
+    times, held = agent.times, running.held
+    lingers_s = times.hang_after_s + AFTER_HANG_S if times.hang_after_s else math.inf
+    limit_s = now_s + (times.stop_grace_s if event.raised else lingers_s)
+    end = ProgramEnd(event.local_rank, event.over_s, now_s, event.raised, limit_s)
+    if held and held.effects and not event.raised:
         held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
     words = replace(running.words, ended=(*running.words.ended, end))
     return replace(agent, phase=replace(running, words=words, held=held)), ()
@@ -262,14 +252,12 @@ def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: flo
 def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
     is_person = ended.kind is OutcomeKind.INTERRUPTED
     grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
-    signum, at_s = _signal_for(agent, agent.snapshot.generation, running, now_s)
-    # The time to save begins when they are told.
-    stopping = replace(Stopping.of(running, now_s, grace_s + (NOTICE_S if at_s else 0.0)), then=ended)
+    stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
     said = Say(f"stopping: the job has ended: {ended.reason}")
     if running.is_broken:
         return stop_broken(agent, stopping, (said,))
-    return stop_at_boundary(agent, stopping, reason, signum, (said,), signal_at_s=at_s)
+    return stop_at_boundary(agent, stopping, reason, _signal_for(agent, running), (said,))
 
 
 def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
@@ -286,8 +274,7 @@ def _make_way(agent: Agent, running: Running, generation: Generation, now_s: flo
     is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    signum, at_s = _signal_for(agent, generation, running, now_s)
-    return stop_at_boundary(agent, stopping, reason, signum, said, until_s=now_s + wait_s, signal_at_s=at_s)
+    return stop_at_boundary(agent, stopping, reason, _signal_for(agent, running), said, until_s=now_s + wait_s)
 
 
 def _grace_s(agent: Agent, running: Running, now_s: float) -> float:
@@ -296,17 +283,14 @@ def _grace_s(agent: Agent, running: Running, now_s: float) -> float:
     return max(grace_of_failure(agent, running), exit_s)
 
 
-def _signal_for(
-    agent: Agent, generation: Generation | None, running: Running, now_s: float
-) -> tuple[int, float | None]:
-    """What ends workers that do not listen, and when: SIGTERM now, or a notice by which another node leaves.
+def _signal_for(agent: Agent, running: Running) -> int:
+    """What ends workers that do not listen: SIGTERM, or a scheduler's notice by which another node leaves.
 
-    Where the program has a handler for the notice, SIGTERM would end it unsaved. A scheduler sends it to all nodes,
-    and where it sends it to all processes, these workers are to get it once: so this node waits for its own.
+    Where the program has a handler for the notice, SIGTERM would end it unsaved.
     """
-    if generation and generation.number > running.table.generation and generation.signum in agent.notices:
-        return generation.signum, now_s + min(NOTICE_S, agent.times.boundary_wait_s)
-    return SIGTERM, None
+    generation = agent.snapshot.generation
+    is_notice = generation and generation.number > running.table.generation and generation.signum in agent.notices
+    return generation.signum if generation and is_notice else SIGTERM
 
 
 def _cause(running: Running, failure: Failure) -> Failure:

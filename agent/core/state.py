@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from elaunch.agent.core.actions import Action, Exit
-from elaunch.agent.core.events import Signalled, Tag
+from elaunch.agent.core.events import Tag
 from elaunch.agent.diagnosis.hang import Quiet, Standstill
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
@@ -149,16 +149,15 @@ class Running:
 class AtBoundary:
     """Workers that listen on their links stop after the same step as all ranks; the others got a signal.
 
-    Those in `signalled` got `signum`; where `signal_at_s` is set, they get it then, or with this node's own signal. A
-    worker that has not come to its step's end by `until_s` gets SIGTERM, where that is set. `notice` is a scheduler's
-    signal that another node had first and that is passed on here, 0 if there is none.
+    Those in `signalled` got `signum`. A worker that has not come to its step's end by `until_s` gets SIGTERM, where
+    that is set. `notice` is a scheduler's signal that another node had first and that is passed on here, 0 if there is
+    none.
     """
 
     signalled: frozenset[int] = frozenset()
     signum: int = 0
     notice: int = 0
     until_s: float | None = None
-    signal_at_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class Stopping:
     def reached(self) -> frozenset[int]:
         """Those that got a signal that asks them to end."""
         match self.mode:
-            case AtBoundary(signalled=signalled, signal_at_s=None) | Broken(signalled=signalled):
+            case AtBoundary(signalled=signalled) | Broken(signalled=signalled):
                 return signalled
         return frozenset()
 
@@ -254,8 +253,8 @@ class Stopping:
     @property
     def next_s(self) -> float:
         """When something is to be done to the workers, if they do not end before."""
-        times_s = (self.mode.until_s, self.mode.signal_at_s) if isinstance(self.mode, AtBoundary) else ()
-        return min([self.due_s, *(time_s for time_s in times_s if time_s is not None)])
+        until_s = self.mode.until_s if isinstance(self.mode, AtBoundary) else None
+        return self.due_s if until_s is None else min(self.due_s, until_s)
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
         """With no more time than that from now on."""
@@ -273,13 +272,9 @@ class WorkersStopped:
 
 @dataclass(frozen=True)
 class WorkersDone:
-    """All workers exited with 0; `ends` as in `Running`.
-
-    `summons` is a signal that came since: it is obeyed once that is recorded.
-    """
+    """All workers exited with 0; `ends` as in `Running`."""
 
     ends: tuple[Failure, ...] = ()
-    summons: Signalled | None = None
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,10 @@ from elaunch.agent.core.events import (
     Tick,
     WatchRefused,
     WorkerAsked,
+    WorkerEnded,
     WorkerEvent,
     WorkerExited,
     WorkerListens,
-    WorkerRaised,
-    WorkerReturned,
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
@@ -62,7 +61,6 @@ NO_WORKERS = Ignored("no worker of this node runs")
 ALL_DONE = Ignored("all workers of this node have exited with 0")
 NONE_LEFT = Ignored("the last worker is gone")
 OVER = Ignored("this agent's work is done")
-ASKED_TO = Ignored("its signal may be the reason")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
 HAS_GRACE = Ignored("the stop's own deadline covers this worker")
 FORMING = Ignored("another generation is about to start, or the job ends")
@@ -109,8 +107,7 @@ ROWS: tuple[Row[Any], ...] = (
     Row(OwnStoreLost, store_outage.lost_without_workers, store_outage.lost_with_workers, store_outage.lost_with_workers,
         store_outage.lost_with_workers, store_outage.lost_without_workers),
     Row(WorkerExited, NO_WORKERS, running.worker_exited, stopping.worker_exited, NONE_LEFT, ALL_DONE),
-    Row(WorkerRaised, NO_WORKERS, running.worker_raised, HAS_GRACE, NONE_LEFT, ALL_DONE),
-    Row(WorkerReturned, NO_WORKERS, running.worker_returned, ASKED_TO, NONE_LEFT, ALL_DONE),
+    Row(WorkerEnded, NO_WORKERS, running.worker_ended, HAS_GRACE, NONE_LEFT, ALL_DONE),
     Row(WorkerListens, NO_WORKERS, running.worker_listens, stopping.worker_listens, NONE_LEFT, ALL_DONE),
     Row(WorkerSaving, NO_WORKERS, running.worker_saving, stopping.worker_saving, NONE_LEFT, ALL_DONE),
     Row(WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),

@@ -55,8 +55,6 @@ from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
-# From the first node of a job that has a scheduler's notice to the last.
-NOTICE_S = 1.0
 # A worker that listens for failures has at least so long to report that it saves, or has saved.
 _LISTENER_S = 2.0
 
@@ -69,18 +67,16 @@ def stop_at_boundary(
     actions: tuple[Action, ...] = (),
     *,
     until_s: float | None = None,
-    signal_at_s: float | None = None,
 ) -> Step:
     """Ask workers that listen to stop after the same step as all ranks; the others get the signal.
 
-    They get it at `signal_at_s`, if that is given. A worker that has not come to its step's end by `until_s` gets
-    SIGTERM then. None has been told of anything before.
+    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None has been told of anything before.
     """
     live, words = stopping.live, stopping.words
     asked = live & words.to_stop
     ended = live - asked
     notice = signum if signum in agent.notices else 0
-    mode = AtBoundary(ended, signum, notice, until_s if asked - words.stopped else None, signal_at_s if ended else None)
+    mode = AtBoundary(ended, signum, notice, until_s if asked - words.stopped else None)
     stopping = replace(stopping, mode=mode)
     return _tell(agent, stopping, asked, StopAtStepBoundary(reason), stopping.reached, signum, actions)
 
@@ -103,15 +99,6 @@ def stop_otherwise(
     else:
         stopping = replace(stopping, mode=AtBoundary(reached | ended, signum))
     return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, signum, actions)
-
-
-def pass_notice_on(agent: Agent, stopping: Stopping, boundary: AtBoundary, signum: int) -> Step:
-    """Give the workers what waits for them: this node's own notice has come, or its time is over."""
-    told = stopping.live & boundary.signalled
-    asked = told & stopping.words.to_stop
-    mode = replace(boundary, signalled=boundary.signalled - asked, signum=signum, signal_at_s=None)
-    message = StopAtStepBoundary(StopReason.LEAVE)
-    return _tell(agent, replace(stopping, mode=mode), asked, message, told - asked, signum, ())
 
 
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
@@ -292,10 +279,9 @@ def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: fl
     rank = stopping.live & {event.local_rank}
     now: frozenset[int] = frozenset()
     match mode:
-        case AtBoundary(signalled=signalled, signal_at_s=at_s):
+        case AtBoundary(signalled=signalled):
             now = rank - words.to_stop - words.stopped - signalled
             mode = replace(mode, signalled=signalled | now)
-            now = now if at_s is None else frozenset()
         case Broken(signalled=signalled, spent=spent):
             now = rank - words.to_failure - words.stopped - words.returned - signalled - spent
             mode = replace(mode, signalled=signalled | now)
@@ -349,9 +335,6 @@ def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) 
     agent, unheard = take_signal(agent, event)
     if stopping.then is None:
         agent, actions = _leave_after(agent, stopping, event, now_s)
-    elif isinstance(mode := stopping.mode, AtBoundary) and mode.signal_at_s is not None and event.signum != SIGINT:
-        # The job ends of what another node was told, and now this one is.
-        agent, actions = pass_notice_on(agent, stopping, mode, event.signum)
     elif event.signum == SIGINT:
         agent, actions = _end_too(agent, stopping, event, now_s)
     else:
@@ -360,7 +343,7 @@ def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) 
 
 
 def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
-    """Act where a time is over: a notice's, a step boundary's, the grace; SIGKILL, then another fork server."""
+    """Act where a time is over: a step boundary's, the grace; SIGKILL, then another fork server."""
     agent, said = say_waits(agent, now_s)
     agent, actions = _hasten(agent, stopping, now_s)
     return agent, (*said, *actions)
@@ -369,8 +352,6 @@ def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
 def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     mode, live = stopping.mode, ranks(stopping.live)
     match mode:
-        case AtBoundary(signal_at_s=at_s) if at_s is not None and now_s >= at_s:
-            return pass_notice_on(agent, stopping, mode, mode.signum)
         case AtBoundary(until_s=until_s) if until_s is not None and now_s >= until_s:
             return past_boundary(agent, stopping, mode, now_s)
         case _ if now_s < stopping.due_s:

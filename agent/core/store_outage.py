@@ -22,7 +22,7 @@ from elaunch.agent.core.state import (
     WorkersStopped,
     exit_with,
 )
-from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable
+from elaunch.rendezvous.types import Outcome, OutcomeKind
 
 # A store that stays away is a long wait: nobody should wonder whether anything still happens.
 STILL_AWAY_S = 60.0
@@ -175,11 +175,10 @@ def end_if_store_is_gone(agent: Agent) -> Step:
         return agent, ()
     match agent.phase:
         case Finished(table=table):
-            others = _not_done(agent, table)
-            if not others:
+            done = {agent.me.node_id, *agent.snapshot.done.get(table.generation, ())}
+            if {seat.node_id for seat in table.seats} <= done:
                 return exit_with(agent, agent.outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0"))
-            nodes = "the other node is" if len(others) == 1 else f"{len(others)} other nodes are"
-            why = f"this node's workers have all exited with 0, and this node cannot know how {nodes} doing"
+            why = "this node's workers have all exited with 0, and this node cannot know how the others are doing"
         case Joining():
             why = "no worker can start without it"
         case _:
@@ -200,9 +199,3 @@ def _without_store(agent: Agent, event: OwnStoreLost) -> Agent:
     """This store is not away for a time but gone: lines about its absence end here."""
     reach = replace(agent.reach, failing_since_s=None, silent_since_s=None, log_at_s=None, is_said=False)
     return replace(agent, store_gone=event.why, reach=reach)
-
-
-def _not_done(agent: Agent, table: RankTable) -> list[str]:
-    """The other nodes of this generation that this node does not know as done."""
-    done = agent.snapshot.done.get(table.generation, frozenset())
-    return [seat.node_id for seat in table.seats if seat.node_id not in done and seat.node_id != agent.me.node_id]

@@ -11,9 +11,8 @@ from elaunch.agent.core.events import (
     Cleared,
     Signalled,
     Tick,
+    WorkerEnded,
     WorkerExited,
-    WorkerRaised,
-    WorkerReturned,
 )
 from elaunch.agent.core.running import EXIT_S, HOLD_S
 from elaunch.agent.core.state import Running
@@ -104,7 +103,7 @@ def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
     code: int, message: str, kind: FailureKind
 ) -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
     held = driver.exits(0, 1, kind)
     driver.now_s += EXIT_S / 2
     held += driver.happen(Tick())
@@ -127,8 +126,8 @@ def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
 
 def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_read() -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerReturned(0, 0, over_s=7.5))
-    driver.happen(WorkerReturned(0, 1, over_s=7.4))
+    driver.happen(WorkerEnded(0, 0, over_s=7.5))
+    driver.happen(WorkerEnded(0, 1, over_s=7.4))
 
     held = driver.exits(0, 1)
     settle_with_exit_of_rank_1(driver)
@@ -140,7 +139,7 @@ def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_re
 
 def test_a_process_that_lingers_after_its_program_delays_no_restart() -> None:
     driver = started()
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
     driver.now_s += 60.0
 
     stopped = driver.exits(0, -KILL, FailureKind.SIGNAL)
@@ -150,7 +149,7 @@ def test_a_process_that_lingers_after_its_program_delays_no_restart() -> None:
 
 def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> None:
     driver = started()
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
 
     driver.open(1, OpenKind.FAIL, "rank 9 lost a peer")
     stopped = driver.look()
@@ -168,7 +167,7 @@ def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> Non
 
 def test_an_abort_after_another_programs_end_is_an_effect_and_without_one_it_is_a_failure() -> None:
     driver, alone = started(replace(SPEC, max_restarts=0)), started()
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
 
     # As NCCL's watchdog ends a survivor.
     held = driver.exits(0, -ABRT, FailureKind.SIGNAL)
@@ -193,8 +192,8 @@ def test_what_nobody_has_explained_waits_for_the_next_exit_and_not_for_long() ->
 
 def test_a_rank_that_raised_before_its_peer_lost_it_is_awaited_and_named() -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerRaised(0, 1, over_s=7.0))
-    driver.happen(WorkerRaised(0, 0, over_s=7.1))
+    driver.happen(WorkerEnded(0, 1, over_s=7.0, raised=True))
+    driver.happen(WorkerEnded(0, 0, over_s=7.1, raised=True))
 
     held = driver.exits(0, 1, FailureKind.PEER_LOST)
     driver.exits(1, 1, FailureKind.EXCEPTION)
@@ -284,7 +283,7 @@ def test_the_held_death_stays_the_first_failure_when_another_worker_fails_too() 
 
 def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() -> None:
     driver = started()
-    driver.happen(WorkerRaised(0, 1))
+    driver.happen(WorkerEnded(0, 1, raised=True))
     driver.now_s += STOP_GRACE_S - 0.001
     early = driver.happen(Tick())
     driver.now_s += 0.001
@@ -299,7 +298,7 @@ def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() 
 
 def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
     driver = started()
-    driver.happen(WorkerRaised(0, 1))
+    driver.happen(WorkerEnded(0, 1, raised=True))
     assert deadline_s(driver.agent) == driver.now_s + STOP_GRACE_S
 
     driver.happen(exited(0, 1, 0))
@@ -452,7 +451,7 @@ def test_an_exit_code_that_our_own_signal_made_is_no_cause() -> None:
 @pytest.mark.parametrize("code", [7, -KILL])
 def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(code: int) -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
     driver.exits(0, 1, FailureKind.PEER_LOST)
 
     driver.now_s += EXIT_S
@@ -474,9 +473,9 @@ def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(
 
 def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
     driver.exits(0, 1, FailureKind.PEER_LOST)
-    driver.happen(WorkerReturned(0, 2))
+    driver.happen(WorkerEnded(0, 2))
 
     stopped = driver.exits(2, 0)
     driver.exits(1, 7)
@@ -525,7 +524,7 @@ def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
 def test_on_a_full_disk_which_keeps_no_record_the_rank_that_raised_first_is_awaited() -> None:
     driver = started(replace(SPEC, max_restarts=0))
     for rank in (1, 0):
-        driver.happen(WorkerRaised(0, rank))
+        driver.happen(WorkerEnded(0, rank, raised=True))
 
     # Its exit code is all that is known.
     held = driver.exits(0, 1)

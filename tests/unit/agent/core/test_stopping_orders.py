@@ -20,7 +20,6 @@ from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSave
 from elaunch.agent.core.running import STOPPED_HOLD_S
 from elaunch.agent.core.state import Finished, Joining, Running, Stopping
 from elaunch.agent.core.step import deadline_s
-from elaunch.agent.core.stopping import NOTICE_S
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
@@ -355,66 +354,20 @@ def test_a_notice_ends_a_job_without_restarts_and_its_workers_get_it_too() -> No
     driver = started()
     driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
     driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "node-b leaves", 1, 0, 0))))
-    driver.look()
 
-    assert deadline_s(driver.agent) == START_S + NOTICE_S
-    own = driver.happen(Signalled(10, "SIGX"))
-
-    assert own == [signal(10, *ALL)]
-    assert deadline_s(driver.agent) == START_S + NOTICE_S + FAILURE_GRACE_S
+    assert driver.look() == [signal(10, *ALL)]
 
 
 @pytest.mark.parametrize("signum", [10, 12])
-def test_a_notice_that_another_node_had_first_is_passed_on_once_when_it_is_time(signum: int) -> None:
+def test_a_notice_that_another_node_had_first_is_passed_on_once(signum: int) -> None:
     driver = listening(started(), 0)
     driver.open(1, OpenKind.LEAVE, "node-b leaves", signum)
 
     told = driver.look()
-    driver.now_s += NOTICE_S
-    late = driver.happen(Tick())
     own = driver.happen(Signalled(signum, "SIGX"))
 
-    assert told == [tell(LEAVE, 0)]
-    assert late == [signal(signum, 1, 2)]
+    assert told == [tell(LEAVE, 0), signal(signum, 1, 2)]
     assert own == [tell(LEAVE, 0)], "they have it already"
-
-
-def test_a_notice_that_this_node_has_a_moment_later_is_passed_on_once() -> None:
-    driver = started()
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
-
-    told = driver.look()
-    own = driver.happen(Signalled(10, "SIGX"))
-    driver.now_s += NOTICE_S
-    late = driver.happen(Tick())
-
-    assert (told, own, late) == ([], [signal(10, *ALL)], [])
-
-
-def test_who_begins_or_ceases_to_listen_while_a_notice_is_waited_for_gets_it_once_in_its_way() -> None:
-    driver = listening(started(), 0)
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
-    driver.look()
-
-    driver.happen(WorkerListens(0, 1, to_stop=True, to_failure=True))
-    deaf = driver.happen(WorkerListens(0, 0, to_stop=False, to_failure=False))
-    driver.now_s += NOTICE_S
-
-    assert deaf == []
-    assert driver.happen(Tick()) == [tell(LEAVE, 1), signal(10, 0, 2)]
-    assert driver.happen(Tick()) == []
-
-
-def test_a_failure_while_a_notice_is_waited_for_stops_at_once() -> None:
-    driver = listening(started(), 0)
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
-    driver.look()
-    driver.open(2, OpenKind.LOSS, "node-c was lost")
-
-    assert driver.look() == [tell(PeerFailed(0), 0), signal(TERM, 1, 2)]
-
-    driver.now_s += NOTICE_S
-    assert driver.happen(Tick()) == []
 
 
 def test_any_other_signal_by_which_a_node_leaves_is_its_own() -> None:
