@@ -1,10 +1,11 @@
-"""What can happen to an agent, and the signals that the core speaks of, by their numbers on Linux."""
+"""What can happen to an agent, and the signals that the core speaks of."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts
 from elaunch.agent.diagnosis.hang import Window
@@ -12,25 +13,10 @@ from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
-
-class Signal(IntEnum):
-    """As `signal.Signals`, and equal to it."""
-
-    SIGHUP = 1
-    SIGINT = 2
-    SIGQUIT = 3
-    SIGABRT = 6
-    SIGKILL = 9
-    SIGUSR1 = 10
-    SIGUSR2 = 12
-    SIGPIPE = 13
-    SIGTERM = 15
-
-
-SIGHUP, SIGINT, SIGQUIT, SIGABRT = Signal.SIGHUP, Signal.SIGINT, Signal.SIGQUIT, Signal.SIGABRT
-SIGKILL, SIGUSR1, SIGUSR2, SIGTERM = Signal.SIGKILL, Signal.SIGUSR1, Signal.SIGUSR2, Signal.SIGTERM
+SIGHUP, SIGINT, SIGQUIT, SIGABRT = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT
+SIGKILL, SIGUSR1, SIGUSR2, SIGTERM = signal.SIGKILL, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 # Not sent by anybody: the agent found that nobody reads its stdout any more (agent/output/streams.py).
-SIGPIPE = Signal.SIGPIPE
+SIGPIPE = signal.SIGPIPE
 # Those that end the job on all nodes, not only this node's part in it: they are a person's.
 ENDS_JOB = frozenset((SIGINT, SIGPIPE))
 # Exit code of a program that a signal ended, as a shell says it: this and the signal.

@@ -80,7 +80,6 @@ class Window:
     and the children's CPU time.
 
     `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
-    `is_disturbed` says that the agent had the worker write down its collectives: what it did in that time says nothing.
     """
 
     seconds: float
@@ -94,7 +93,6 @@ class Window:
     switches: int = 0
     children_cpu_s: float = 0.0
     is_outstanding: bool = False
-    is_disturbed: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,10 +201,6 @@ def _after_window(before: tuple[Sort, float] | None, window: Window) -> tuple[So
     """How a rank stands still, and for how long, after another window; None while it works."""
     if window.seconds > LOOK_S_MAX:
         return None
-    if window.is_disturbed and before:
-        # If it worked meanwhile, the next window or the next stack shows it.
-        sort, for_s = before
-        return sort, for_s + window.seconds
     sort_now = _sort(window)
     if sort_now is None:
         return None

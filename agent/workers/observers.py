@@ -13,8 +13,7 @@ from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import hang, stacks
-from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, evidence, slow_rank, slow_text
-from elaunch.agent.diagnosis.flight_recorder import all_entries
+from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
 from elaunch.agent.diagnosis.proc_stats import Vitals
 from elaunch.agent.diagnosis.reach import unreachable_text, why_not
@@ -31,8 +30,6 @@ _FIRST_LOOK_S = 1.0
 _COUNT_EVERY_S = 0.7
 # The longest look is a part of the time after which idle ranks hang.
 _LOOKS_PER_LIMIT = 6
-# Workers that seem to hang may be asked for many entries: it takes a worker 30 µs for each.
-_ENTRIES_MAX = 50_000
 # The node of rank 0 may start its workers later than this one, or just be losing them: a second try decides.
 _MASTER_AFTER_S = 5.0
 STACKS_FILE = "stacks.txt"
@@ -161,8 +158,7 @@ class Observers:
         group = self._current.group
         if not self._vitals.is_due(now_s):
             return
-        disturbed = frozenset(rank for rank, recorder in group.recorders.items() if recorder.take_disturbed())
-        windows = self._vitals.look(group.pids, now_s, disturbed)
+        windows = self._vitals.look(group.pids, now_s)
         for rank, recorder in group.recorders.items():
             is_outstanding = recorder.is_stalled(now_s)
             if window := windows.get(rank):
@@ -230,7 +226,8 @@ class Observers:
             found: tuple[Stack, ...] = ()
             try:
                 found = stacks.take(pids)
-                entered = evidence(all_entries(recorders, _ENTRIES_MAX)) if recorders else {}
+                now_s = time.monotonic()
+                entered = {rank: last_entered(recorder.fresh_counts(now_s)) for rank, recorder in recorders.items()}
                 found = tuple(
                     replace(each, entered=said.words, waits=said.waits, has_begun=said.has_begun)
                     if (said := entered.get(each.rank))

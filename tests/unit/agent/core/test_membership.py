@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Action, Exit, Join, Renew, Spawn, Widen
-from elaunch.agent.core.events import Committed, Signalled, Tag, Tick
-from elaunch.agent.core.state import Exited, Joining, Running
-from elaunch.agent.core.step import deadline_s
+from elaunch.agent.core.actions import Action, Exit, Join, Renew, Widen
+from elaunch.agent.core.events import Committed, Signalled, Tag
+from elaunch.agent.core.state import Exited, Running
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
@@ -17,9 +16,7 @@ from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind
 from tests.unit.agent.driver import (
     KEYS,
     SPEC,
-    START_S,
     TERM,
-    TIMES,
     TWO,
     Driver,
     ends,
@@ -33,40 +30,6 @@ ENDED = Outcome(OutcomeKind.FAILED, "the budget is spent", 0, 0, 3)
 
 
 # --- entering
-
-
-def test_who_could_not_start_the_run_joins_it_once_it_is_seen_whatever_else_was_written_meanwhile() -> None:
-    first = Driver(TWO, host="node-a").begin()
-    second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
-    for driver in (first, second):
-        driver.answer()
-    late = second.looked
-    first.look()
-    narrow = second.looked
-    # The second agent does not watch these keys, so it knows no newer revision than that of the run.
-    first.write(Put(KEYS.member("node-c-00000001"), encode(replace(first.agent.me, node_id="node-c-00000001"))))
-    second.happen(late)
-    second.answer()
-
-    done = second.happen(narrow)
-
-    assert done == [Join(second.lease, False, False)]
-
-
-def test_one_transaction_is_awaited_at_a_time() -> None:
-    driver = Driver().begin()
-    driver.answer()
-    awaited = []
-
-    while not isinstance(driver.agent.phase, Running):
-        driver.look()
-        awaited.append(len(tags(driver)))
-        driver.look()
-        awaited.append(len(tags(driver)))
-        if driver.answers:
-            driver.answer()
-
-    assert max(awaited) == 1
 
 
 def test_nothing_is_decided_from_a_look_older_than_the_last_answer() -> None:
@@ -149,22 +112,6 @@ def test_who_comes_to_a_run_that_has_ended_while_members_are_still_there_ends_as
 # --- joining
 
 
-def test_a_join_that_was_refused_since_the_generation_moved_is_tried_for_the_newer_one() -> None:
-    first, second = pair()
-    first.exits(0, 3)
-    ends(first, -TERM)
-    second.settle()
-    ends(second, -TERM)
-    assert tags(second) == [Tag.JOIN]
-    second.open(2, OpenKind.LOSS, "node-c was lost")
-    second.answers.clear()
-    done = second.happen(Committed(Tag.JOIN, False, second.store.read(KEYS.root).revision)) + second.look()
-
-    assert done == [Join(second.lease, True, True)]
-    assert isinstance(second.agent.phase, Joining)
-    assert second.agent.phase.asked == 2
-
-
 def test_an_evicted_node_comes_back_as_a_new_one_and_says_so() -> None:
     first, second = pair()
     evicted = second.node_id
@@ -239,25 +186,6 @@ def test_a_join_with_a_lease_that_has_ended_is_made_again_with_another() -> None
     assert second.incarnations == 2
 
 
-def test_who_comes_back_from_a_spares_wait_joins_every_generation() -> None:
-    first, second = pair()
-    spare = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
-    spare.settle()
-    assert isinstance(spare.agent.phase, Joining)
-    first.exits(0, 3)
-
-    done = spare.settle()
-
-    assert done == [Join(spare.lease, True, False)]
-    ends(first, -TERM)
-    second.settle()
-    ends(second, -TERM)
-    settle(first, second, spare)
-    assert first.snapshot.table
-    assert first.snapshot.table.group_rank(spare.node_id) is None
-    assert spare.node_id in first.snapshot.joined[1]
-
-
 # --- leading
 
 
@@ -278,18 +206,6 @@ def test_a_follower_that_becomes_leader_looks_at_everything_before_it_acts() -> 
     assert acted == []
     assert second.snapshot.generation
     assert second.snapshot.generation.kind is OpenKind.LOSS
-
-
-def test_a_leader_looks_again_at_its_deadlines() -> None:
-    driver = Driver(replace(SPEC, nodes_max=2)).begin()
-    driver.settle()
-
-    due_s = deadline_s(driver.agent)
-    driver.now_s = START_S + TIMES.last_call_s
-    done = driver.happen(Tick()) + driver.settle()
-
-    assert due_s == START_S + TIMES.last_call_s
-    assert [type(action) for action in done] == [Spawn]
 
 
 # --- going
@@ -313,19 +229,6 @@ def test_the_terms_of_an_old_run_bind_nobody() -> None:
     assert isinstance(new.agent.phase, Running)
     assert new.snapshot.terms
     assert new.snapshot.terms.max_restarts == 9
-
-
-def test_a_run_without_a_leader_for_the_moment_is_joined_and_not_started_anew() -> None:
-    first, second = pair(replace(SPEC, nodes_min=2, nodes_max=3))
-    generation = first.snapshot.generation
-    first.write(Delete(KEYS.leader))
-    third = Driver(replace(SPEC, nodes_min=2, nodes_max=3), store=first.store, host="node-c", remote=True).begin()
-
-    third.settle()
-
-    assert third.snapshot.generation == generation
-    assert third.node_id in third.snapshot.members
-    assert isinstance(second.agent.phase, Running)
 
 
 def test_who_lost_an_election_to_another_stays_who_it_is() -> None:
@@ -353,19 +256,6 @@ def test_followers_never_write_what_is_the_leaders() -> None:
     assert second.snapshot.generation.number == 0
     assert not second.agent.leads
     assert first.agent.leads
-
-
-def test_a_spare_that_is_told_to_go_leaves_the_others_alone() -> None:
-    first, _ = pair()
-    spare = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
-    spare.settle()
-
-    done = spare.happen(Signalled(TERM, "SIGTERM"))
-
-    assert [type(action) for action in done] == [Exit]
-    assert spare.node_id not in first.snapshot.members
-    assert first.snapshot.generation
-    assert first.snapshot.generation.number == 0
 
 
 def test_a_node_on_its_way_out_writes_nothing_more_for_the_job() -> None:

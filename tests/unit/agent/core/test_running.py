@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Clear, Commit, Exit, Say, SignalWorkers
+from elaunch.agent.core.actions import Action, Clear, Commit, Exit, Say, SignalWorkers
 from elaunch.agent.core.events import (
     Cleared,
     Signalled,
@@ -62,17 +62,6 @@ def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> N
     assert [f.local_rank for f in snapshot.failures[0]] == [1]
     assert "stopping 2 others" in driver.said
     assert [action.level for action in driver.acted if isinstance(action, Say)] == ["error"]
-
-
-def test_the_failure_is_written_in_the_transaction_that_opens_the_generation() -> None:
-    driver = started()
-
-    driver.exits(1, 3)
-
-    (written,) = driver.commits
-    own = {KEYS.failure(0, driver.node_id), KEYS.detailed(0, driver.node_id)}
-    assert {op.key for op in written.then} == {KEYS.generation} | own
-    assert set(written.guards) == {driver.agent.snapshot.gen_guard, driver.agent.snapshot.live_guard}
     assert isinstance(driver.acted[0], Commit), "the others are told before anything is stopped"
 
 
@@ -224,37 +213,20 @@ def test_a_node_tells_which_of_its_workers_had_ended_when_a_rank_of_another_node
     assert not [key for key in driver.store.read(KEYS.root).entries if key.startswith(KEYS.detailed(0))]
 
 
-def test_the_loss_of_the_worker_store_is_a_failure_that_stops_all_workers() -> None:
+@pytest.mark.parametrize(
+    ("workers_too", "done", "kind"),
+    [
+        (False, SignalWorkers(0, ALL, TERM), FailureKind.STORE_LOST),
+        (True, Clear(0), FailureKind.TEMPLATE_LOST),
+    ],
+)
+def test_the_loss_of_the_worker_store_or_of_the_fork_server_is_a_failure(
+    workers_too: bool, done: Action, kind: FailureKind
+) -> None:
     driver = started()
 
-    done = driver.happen(lost(0, workers_too=False))
-
-    assert done == [SignalWorkers(0, ALL, TERM)]
-    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.STORE_LOST]
-
-
-def test_the_loss_of_the_fork_server_is_a_failure_that_leaves_nobody_to_stop() -> None:
-    driver = started()
-
-    done = driver.happen(lost(0, workers_too=True))
-
-    assert done == [Clear(0)]
-    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.TEMPLATE_LOST]
-
-
-@pytest.mark.parametrize("code", [-TERM, -INT])
-def test_a_worker_that_died_of_a_schedulers_signal_is_no_failure_if_the_agents_comes_too(code: int) -> None:
-    driver = started()
-
-    held = driver.exits(0, code)
-    due_s = deadline_s(driver.agent)
-    driver.now_s += HOLD_S / 2
-    told = driver.happen(Signalled(-code, "SIGX"))
-
-    assert held == []
-    assert due_s == START_S + HOLD_S
-    assert told == [SignalWorkers(0, frozenset({1, 2}), -code)]
-    assert not driver.snapshot.failures
+    assert driver.happen(lost(0, workers_too=workers_too)) == [done]
+    assert [f.kind for f in driver.snapshot.failures[0]] == [kind]
 
 
 def test_a_worker_that_died_of_sigterm_alone_is_a_failure_after_a_moment() -> None:

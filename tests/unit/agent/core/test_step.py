@@ -163,21 +163,6 @@ def test_a_node_without_a_seat_waits_and_says_so_once(
     assert isinstance(driver.agent.phase, Joining)
 
 
-def test_a_table_of_a_generation_that_the_node_has_not_joined_starts_nothing() -> None:
-    driver = started()
-    driver.exits(0, 3)
-    for rank in (1, 2):
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
-    # The table has the node's name, but the node cannot be in it: it has not joined this generation.
-    seats = seats_of([(driver.node_id, 3, "default")])
-    driver.write(Put(KEYS.table(1), encode_table(RankTable(1, seats, "a", 1, "forged"))))
-
-    done = driver.look()
-
-    assert not [action for action in done if isinstance(action, Spawn)]
-
-
 @pytest.mark.parametrize(
     ("kind", "grace_s"), [(OutcomeKind.INTERRUPTED, STOP_GRACE_S), (OutcomeKind.FAILED, FAILURE_GRACE_S)]
 )
@@ -291,20 +276,6 @@ def test_a_node_whose_end_met_a_written_over_generation_reports_it_again_once() 
     assert driver.agent.phase.outcome.kind is OutcomeKind.SUCCEEDED
 
 
-def test_restarts_age_by_the_agents_own_clock() -> None:
-    driver = started(replace(SPEC, restart_window_s=60.0, max_restarts=10))
-    for generation, at_s in enumerate((110.0, 125.0, 180.0)):
-        driver.now_s = at_s
-        driver.happen(lost(generation, workers_too=True))
-        driver.happen(cleared(generation))
-        driver.settle()
-
-    table = driver.snapshot.table
-    assert table
-    assert table.restarts == 3
-    assert table.restart_ages_s == (55.0, 0.0), "the first one, 70 s ago, is not held against the job any more"
-
-
 def test_a_second_failure_gives_the_workers_no_more_time_than_the_first() -> None:
     driver = started()
     driver.open(1)
@@ -353,29 +324,6 @@ def test_an_end_that_was_written_ends_a_finished_agent() -> None:
     driver.write(Put(KEYS.ended, encode(ended)))
 
     assert driver.look() == [Exit(ended)]
-
-
-def test_a_store_that_is_lost_while_workers_stop_after_a_signal_changes_no_outcome() -> None:
-    driver = started()
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    driver.happen(StoreLost("the store's history is lost"))
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-
-    assert driver.outcome.exit_code == 128 + TERM
-
-
-def test_an_agent_wants_no_tick_without_a_deadline() -> None:
-    driver = Driver().begin()
-    deadlines = [deadline_s(driver.agent)]
-    driver.settle()
-    deadlines.append(deadline_s(driver.agent))
-    driver.happen(lost(0, workers_too=True))
-    deadlines.append(deadline_s(driver.agent))
-
-    assert deadlines == [None, None, None]
 
 
 def test_every_first_look_at_a_table_begins_its_age() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from typing import get_args
 
@@ -19,7 +18,6 @@ from elaunch.agent.core.events import (
     RestartOrdered,
     Sampled,
     ServiceLost,
-    Signal,
     Signalled,
     StacksTaken,
     StoreAway,
@@ -147,9 +145,3 @@ def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], even
 
     assert type(newer) is type(old)
     assert step(driver.agent, newer, driver.now_s) == (driver.agent, ())
-
-
-def test_the_cores_signals_are_the_operating_systems() -> None:
-    assert {item.name: item.value for item in Signal} == {
-        item.name: item.value for item in signal.Signals if item.name in Signal.__members__
-    }

@@ -474,19 +474,6 @@ def test_killed_workers_get_no_other_signal_when_the_node_is_asked_to_leave() ->
     assert driver.outcome.exit_code == 128 + TERM
 
 
-def test_sigterm_where_a_generation_forms_already_deletes_the_nodes_keys_and_opens_nothing() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.settle()
-
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    snapshot = driver.snapshot
-    assert snapshot.generation
-    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.FAIL)
-    assert (snapshot.members, snapshot.leader) == ({}, "")
-
-
 def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
     driver = started()
     ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
@@ -569,18 +556,6 @@ def test_of_signals_close_after_each_other_the_first_one_is_named(signums: tuple
     assert driver.outcome.reason == f"SIG{signums[0]} was received by node-a"
 
 
-def test_a_signal_while_stopping_after_a_failure_still_kills_in_time_and_says_the_right_number() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    driver.now_s = START_S + FAILURE_GRACE_S
-    done = driver.happen(Tick())
-
-    assert done == [SignalWorkers(0, frozenset({0, 2}), KILL)]
-    assert "after 2 s" in driver.said
-
-
 def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
     driver = started()
     for rank in range(3):
@@ -591,17 +566,6 @@ def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
     driver.settle()
 
     assert driver.outcome.kind is OutcomeKind.SUCCEEDED
-
-
-def test_a_signal_while_no_workers_run_ends_the_agent_at_once() -> None:
-    driver = Driver().begin()
-    driver.answer()
-    driver.look()
-
-    done = driver.happen(Signalled(TERM, "SIGTERM"))
-
-    assert [type(action) for action in done] == [Exit]
-    assert driver.outcome.exit_code == 143
 
 
 def test_where_the_job_goes_on_output_is_waited_for_however_long_it_takes() -> None:

@@ -15,7 +15,6 @@ from elaunch.agent.core.actions import (
     StopReason,
     TellWorkers,
 )
-from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.core.running import STOPPED_HOLD_S
 from elaunch.agent.core.state import Finished, Joining, Running, Stopping
@@ -213,21 +212,6 @@ def test_for_nodes_that_come_and_go_who_listens_is_asked_to_stop_after_a_step(
 
     assert done == [tell(message, 0, 2), signal(TERM, 1)]
     assert driver.look() == []
-
-
-def test_they_stop_and_exit_and_the_next_generation_starts() -> None:
-    driver = listening(started())
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
-
-    said = says_stopped(driver, *ALL)
-    ends = [driver.exits(0, 128 + TERM), driver.exits(1, 0), driver.exits(2, 128 + TERM)]
-    driver.happen(cleared(0))
-
-    assert said == []
-    assert ends == [[], [], [Clear(0)]]
-    assert not driver.snapshot.failures
-    assert isinstance(driver.agent.phase, Joining)
 
 
 def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_grace() -> None:
@@ -436,19 +420,6 @@ def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handler
     assert [deadline_s(driver.agent) for driver in (deaf, hearing)] == [START_S + 0.5, START_S + 2.0]
 
 
-@pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
-def test_a_failure_elsewhere_is_told_alike(kind: OpenKind) -> None:
-    driver = listening(started())
-    driver.open(1, kind)
-
-    done = driver.look()
-
-    assert done == [tell(PeerFailed(0), 0, 1, 2)]
-    assert driver.look() == []
-    assert says_saved(driver, 1) == [signal(KILL, 1)]
-    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
-
-
 def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() -> None:
     driver = listening(started())
     driver.happen(WorkerSaving(0, 0, 7))
@@ -503,33 +474,6 @@ def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhi
 
     assert (told, spared) == ([], [])
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
-
-
-def test_when_all_have_ended_nobody_waits_for_a_boundary_any_more() -> None:
-    driver = listening(started())
-    driver.open(1, OpenKind.LEAVE, "node-b leaves")
-    driver.look()
-
-    for rank in ALL:
-        driver.exits(rank, 128 + TERM)
-    before_s = deadline_s(driver.agent)
-    driver.now_s += BOUNDARY_WAIT_S + 1
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    assert before_s is None
-    assert deadline_s(driver.agent) == driver.now_s + LAST_WORDS_S
-
-
-def test_who_listens_for_stops_only_gets_sigterm_when_a_stop_for_a_join_becomes_one_for_a_failure() -> None:
-    driver = listening(started(), 0, 1, to_failure=False)
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    first = driver.look()
-    driver.open(2, OpenKind.FAIL)
-
-    second = driver.look()
-
-    assert first == [tell(JOIN, 0, 1), signal(TERM, 2)]
-    assert second == [signal(TERM, 0, 1)]
 
 
 def test_where_nothing_is_heard_any_other_exit_is_a_failure() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Exit, SignalWorkers
-from elaunch.agent.core.events import LeaseLost, StoreAway, StoreBack, StoreRefuses, Tick
+from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tick
 from elaunch.agent.core.state import WORTH_A_WORD_S, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.agent.core.store_outage import STILL_AWAY_S
@@ -74,36 +74,6 @@ def test_a_store_that_was_never_there_is_waited_for_with_a_word_on_what_may_be_w
         " and is --rdzv-endpoint right?"
     )
     assert driver.said == "the store answers, after 5.0 s"
-
-
-def test_workers_go_on_however_long_the_store_is_away() -> None:
-    driver = started()
-    driver.happen(StoreAway("no route"))
-    driver.now_s += WORTH_A_WORD_S
-    driver.happen(Tick())
-
-    driver.now_s += 1_000_000
-    driver.happen(Tick())
-
-    assert isinstance(driver.agent.phase, Running)
-
-
-def test_who_lost_its_own_lease_declares_nobody_lost_before_the_others_could_come_back() -> None:
-    first, second = pair()
-    first.store.revoke(second.lease)
-    first.lose_lease()
-    first.settle()
-    was_leader = first.agent.leads
-    opened = first.snapshot.generation
-
-    second.happen(LeaseLost(second.lease))
-    settle(second, first)
-
-    assert was_leader
-    assert opened
-    assert opened.number == 0
-    assert first.snapshot.generation == opened
-    assert set(first.snapshot.members) == {first.node_id, second.node_id}
 
 
 def test_a_leader_that_was_cut_off_declares_nobody_lost_before_the_others_could_come_back() -> None:
