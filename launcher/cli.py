@@ -289,7 +289,6 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
                 replace(
                     config,
                     master_addr=reached.address,
-                    invitation=reached.invitation,
                     only_here=reached.only_here,
                 ),
                 reached.network,

@@ -76,7 +76,7 @@ def test_a_worker_killed_for_memory_is_told_from_one_killed_by_hand(tmp_path: Pa
     assert "survived" not in job.output
     said = (
         r"rank 1 .* was killed by SIGKILL \(out of memory, says the kernel log; it held \d+(\.\d)? MiB; its cgroup may"
-        r" hold 500 MiB, of which (4\d\d|500) MiB were used; rank 0 held \d+(\.\d)? MiB\)"
+        r" hold 500 MiB, of which (4\d\d|500) MiB were used\)"
     )
     assert re.search(said, job.output), job.output
     assert re.search(r"^Next step: give the job more memory \(its limit is 500 MiB\)", job.output, re.MULTILINE)
@@ -91,7 +91,7 @@ def test_a_worker_store_killed_for_memory_is_named_so(tmp_path: Path, tight_memo
     with Job(tmp_path, "--no-preload", "--max-restarts", "0", "train.py", preexec_fn=enter) as job:
         assert job.wait() == 1
 
-    said = r"the worker store was killed by SIGKILL \((?:out of memory, says|its memory cgroup counted).*rank 0 held \d"
+    said = r"the worker store was killed by SIGKILL \((?:out of memory, says|its memory cgroup counted)"
     assert re.search(said, job.output), job.output
     assert re.search(r"^Next step: give the job more memory, or hold less", job.output, re.MULTILINE)
 
