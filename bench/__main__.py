@@ -21,7 +21,7 @@ from bench.samples import Run, Sample, combined
 from tests.nodes import missing
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "bench" / "results" / "README.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="raw samples (runs/bench/<date>.json)")
     parser.add_argument(
-        "--page", type=Path, default=PAGE, metavar="FILE", help="page to update or make (docs/performance.md)"
+        "--page", type=Path, default=PAGE, metavar="FILE", help="page to update or make (bench/results/README.md)"
     )
     parser.add_argument(
         "--render",

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and of the terminal, from samples. Pure: text in, text out."""
+"""The tables of bench/results/README.md and of the terminal, from samples. Pure: text in, text out."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from elaunch.agent.forkserver.warm_client import Cold, connected, greeting, servers, stop
+from elaunch.agent.forkserver.client import Cold, connected, greeting, servers, stop
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.table import HELP

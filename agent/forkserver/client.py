@@ -1,26 +1,43 @@
-"""The agent's end of the fork server (see server.py)."""
+"""The agent's end of fork servers: of its own one (server.py), and of those that stay between runs (warm.py)."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import socket
+import stat
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-from elaunch.agent.forkserver import warm_client, wire
-from elaunch.agent.forkserver.warm_client import Borrowed, Cold
-from elaunch.agent.linux import is_stopped
+from elaunch.agent.forkserver import wire
+from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot
+from elaunch.agent.linux import credentials, is_stopped, name
 from elaunch.rendezvous.job_spec import Program
+from elaunch.rendezvous.texts import plain
 
 _ORDER_WAIT_S = 60.0
 _REAPS_S = 1.0
 _STAYS_S = 5.0
+_ADDRESS_BYTES_MAX = 107
+# A server answers in milliseconds, unless it is stopped or the host has no CPU for it.
+_GREETING_S = 2.0
+# It looks at each file that is loaded, which may be on a slow network file system.
+_CHECKS_S = 10.0
+_EXIT_S = 1.0
+# In /proc/self/status.
+_STATUS = (
+    "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "CapInh", "CapPrm", "CapEff", "CapBnd",
+    "CapAmb", "Cpus_allowed_list", "Mems_allowed_list", "THP_enabled", "Umask", "SigBlk", "SigIgn",
+)  # fmt: skip
+_FILES = ("cgroup", "personality", "coredump_filter", "timerslack_ns", "attr/current", "sessionid", "oom_score_adj")
 
 
 Fds = tuple[int, ...]
@@ -75,7 +92,7 @@ class ForkServer:
     def _borrow(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
         ours, theirs = wire.pair()
         try:
-            process = warm_client.borrow(self._boot(theirs, self.preload), theirs)
+            process = borrow(self._boot(theirs, self.preload), theirs)
         except Cold as error:
             self.how = f"cold start: {error}" if str(error) else ""
             ours.close()
@@ -96,7 +113,7 @@ class ForkServer:
         if not self._warm_s or not self.preload or not self._has_imported or self.is_warm:
             return ""
         try:
-            path = warm_client.place_for(self._program)
+            path = place_for(self._program)
             release(self.pid)
             self._socket.settimeout(_STAYS_S)
             self._send({"op": "stay", "path": os.fspath(path), "idle_s": self._warm_s})
@@ -112,9 +129,9 @@ class ForkServer:
         minutes = f"{self._warm_s / 60:g} min"
         return f"a fork server stays for {minutes}, so that the next start needs no import; elaunch warm --stop ends it"
 
-    def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> wire.Boot:
-        facts = warm_client.facts(self._program, self._ignored) if self._warm_s else {}
-        return wire.Boot(
+    def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> Boot:
+        own = facts(self._program, self._ignored) if self._warm_s else {}
+        return Boot(
             os.getpid(),
             control.fileno(),
             self._program,
@@ -122,7 +139,7 @@ class ForkServer:
             self._environment.get("PYTHONPATH"),
             self._ignored,
             packages=self.packages,
-            facts=tuple(facts.items()),
+            facts=tuple(own.items()),
             environment=tuple(self._environment.items()) if self._warm_s else (),
         )
 
@@ -224,8 +241,188 @@ class ForkServer:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         self._process.kill()
-        return self._ended()
-
-    def _ended(self) -> str:
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+class Cold(Exception):
+    """No fork can be had; the text says why, empty where no fork server is there."""
+
+
+def facts(program: Program, ignored: tuple[int, ...]) -> dict[str, str]:
+    """What this process's children have from it and cannot take over from another one, by its name."""
+    fields = dict(line.partition(":")[::2] for line in _text("status").splitlines())
+    limits = {line[:26].strip(): " ".join(line[26:].split()) for line in _text("limits").splitlines()[1:]}
+    here, root = os.stat("."), os.stat("/")  # noqa: PTH116
+    return {
+        "the program": " ".join(program.argv[: len(program.argv) - len(program.args)]),
+        "elaunch": __file__,
+        "the current folder": f"{here.st_dev}:{here.st_ino}",
+        "the root folder": f"{root.st_dev}:{root.st_ino}",
+        "the ignored signals": " ".join(map(str, ignored)),
+        **{f"{field} in /proc/self/status": fields.get(field, "").strip() for field in _STATUS},
+        **{f"the limit {limit}": value for limit, value in limits.items()},
+        **{f"the {kind} namespace": os.readlink(f"/proc/self/ns/{kind}") for kind in os.listdir("/proc/self/ns")},  # noqa: PTH115, PTH208
+        "the nice value": str(os.getpriority(os.PRIO_PROCESS, 0)),
+        "the scheduling policy": f"{os.sched_getscheduler(0)} {os.sched_getparam(0).sched_priority}",
+        "the NUMA policy": " ".join(_text("numa_maps").partition("\n")[0].split()[1:2]),
+        **{file: _text(file).strip() for file in _FILES},
+    }
+
+
+def _text(file: str) -> str:
+    with suppress(OSError):
+        return Path("/proc/self", file).read_text(errors="replace")
+    return ""
+
+
+def folder(environ: Mapping[str, str]) -> Path:
+    """The user's folder for the sockets, which need not exist."""
+    runtime = Path(environ.get("XDG_RUNTIME_DIR", ""))
+    # sudo and su may keep the variable: a folder of root's would stand in the user's way there.
+    with suppress(OSError):
+        if runtime.is_absolute() and runtime.stat().st_uid == os.geteuid():
+            return runtime / "elaunch_warm"
+    return Path("/tmp", f"elaunch_warm_{os.geteuid()}")
+
+
+def checked(place: Path) -> Path:
+    """`place`, if nobody else can enter it. Raises Cold, with a reason unless it is not there."""
+    try:
+        found = place.lstat()
+    except OSError:
+        raise Cold("") from None
+    if found.st_uid != os.geteuid():
+        raise Cold(f"{place} belongs to the user with id {found.st_uid}; have it removed, or set XDG_RUNTIME_DIR")
+    if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise Cold(f"{place} is no folder that only you can enter; remove it, or chmod 700 {place}")
+    return place
+
+
+def socket_path(program: Program) -> Path:
+    """Where the fork server for this program, in this folder, listens. Raises Cold if the path is too long."""
+    # Containers may share the folder: a server of another one can be neither used nor ended.
+    parts = (os.readlink("/proc/self/ns/pid"), os.getcwd(), program.interpreter, program.kind.value, program.target)  # noqa: PTH109, PTH115
+    path = folder(os.environ) / f"{crc32(json.dumps(parts).encode()):08x}"
+    # With the pid that its name ends in at first.
+    if len(os.fsencode(path)) + len(".4194304") > _ADDRESS_BYTES_MAX:
+        raise Cold(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
+    return path
+
+
+def place_for(program: Program) -> Path:
+    """Where a fork server for this program may listen from now on; one that is there is ended. Raises Cold, OSError."""
+    path = socket_path(program)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    checked(path.parent)
+    stop(path)
+    return path
+
+
+@contextmanager
+def connected(path: Path) -> Iterator[socket.socket]:
+    """A connection to the fork server at `path`. Raises Cold."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_GREETING_S)
+        try:
+            connection.connect(os.fspath(path))
+        except FileNotFoundError:
+            raise Cold("") from None
+        except ConnectionRefusedError:
+            raise Cold(f"the fork server that stayed at {path} was killed") from None
+        except OSError as error:
+            raise Cold(f"{path} cannot be reached ({error.strerror})") from error
+        if (uid := credentials(connection)[1]) != os.geteuid():
+            raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
+        yield connection
+
+
+def greeting(connection: socket.socket) -> dict[str, Any]:
+    """What the fork server says of itself. Raises Cold."""
+    return _receive(connection, _GREETING_S)[0]
+
+
+def _receive(connection: socket.socket, timeout_s: float) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The fork server's next packet. Raises Cold if none comes, or if it says that the start is cold."""
+    connection.settimeout(timeout_s)
+    try:
+        packet = wire.receive(connection)
+    except OSError as error:
+        pid = credentials(connection)[0]
+        raise Cold(f"the fork server that stayed (pid {pid}) does not answer; elaunch warm --stop ends it") from error
+    if packet is None:
+        raise Cold("the fork server that stayed has ended")
+    if packet[0].get("event") == "cold":
+        raise Cold(plain(str(packet[0].get("why"))))
+    return packet
+
+
+class Borrowed:
+    """A job's fork server that one that stayed has forked, with the methods of a Popen that an agent uses.
+
+    `server` is what the one that stayed says of itself.
+    """
+
+    def __init__(self, pid: int, pidfd: int, connection: socket.socket, server: Mapping[str, Any]) -> None:
+        self.pid = pid
+        self.server = server
+        self._pidfd = pidfd
+        self._connection = connection
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if self._code is None:
+            with suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, negative for a signal; -9 if the fork server that stayed is gone, and nobody knows.
+
+        Raises subprocess.TimeoutExpired.
+        """
+        if self._code is None:
+            if not select.select([self._pidfd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("elaunch: fork server", timeout or 0.0)
+            os.close(self._pidfd)
+            self._code = -signal.SIGKILL
+            with self._connection, suppress(Cold, KeyError):
+                self._code = int(_receive(self._connection, _EXIT_S)[0]["code"])
+        return self._code
+
+
+def borrow(boot: Boot, control: socket.socket) -> Borrowed:
+    """A fork for `boot`, whose end of the socket is `control`. Raises Cold."""
+    path = socket_path(boot.program)
+    checked(path.parent)
+    with connected(path) as connection:
+        # Nothing is sent before: while a server does not read, the kernel would keep the job's files open.
+        server = greeting(connection)
+        boot_fd = boot.memfd()
+        try:
+            wire.send(connection, {"op": "fork"}, (boot_fd, 2, control.fileno()))
+        except OSError as error:
+            raise Cold("the fork server that stayed has ended") from error
+        finally:
+            os.close(boot_fd)
+        forked, fds = _receive(connection, _CHECKS_S)
+        return Borrowed(int(forked["pid"]), fds[0], connection.dup(), server)
+
+
+def servers() -> list[Path]:
+    """The sockets of this user's fork servers that stayed. Raises Cold."""
+    return sorted(checked(folder(os.environ)).iterdir())
+
+
+def stop(path: Path) -> bool:
+    """Kill the fork server at `path`, and remove the socket; jobs go on. Returns whether one was there. Raises Cold."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setblocking(False)
+        is_there = connection.connect_ex(os.fspath(path)) == 0
+        pid, uid = credentials(connection) if is_there else (0, os.geteuid())
+    if uid != os.geteuid() or (is_there and name(pid) != PROCESS_NAME):
+        raise Cold(f"{path} is a socket of the process {pid} of the user with id {uid}; remove it")
+    if is_there:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    path.unlink(missing_ok=True)
+    return is_there

@@ -358,8 +358,8 @@ def _without_group(optimizers: Sequence[Any]) -> str:
         if left := [each for each in keys if isinstance(each, Tensor) and id(each) not in known]:
             return (
                 f"{type(one).__name__} has the state of {len(left)} parameters that are in none of its groups any "
-                "more, which its state_dict cannot name; remove that too (optimizer.state.pop(parameter)), or leave the "
-                "group with lr=0"
+                "more, which its state_dict cannot name; remove that too (optimizer.state.pop(parameter)), or leave "
+                "the group with lr=0"
             )
     return ""
 

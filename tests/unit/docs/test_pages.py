@@ -32,9 +32,9 @@ def test_a_page_opens_with_what_it_is_for_and_a_command(page: Path) -> None:
     assert fence < table, f"{page.name} has a table, or nothing, before its first command"
 
 
-def test_readme_is_short_and_its_figures_are_those_of_the_performance_page() -> None:
+def test_readme_is_short_and_its_figures_are_those_of_the_measurements() -> None:
     text = README.read_text()
-    measured = (DOCS / "performance.md").read_text()
+    measured = (REPOSITORY / "bench" / "results" / "README.md").read_text()
 
     assert len(text.splitlines()) <= README_LINES_MAX
     rows = re.findall(r"^\| (?:from|the same|steps).* \| (.*) \| (.*) \|$", text, re.MULTILINE)
