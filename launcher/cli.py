@@ -27,8 +27,8 @@ from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options import job_file
 from elaunch.launcher.options.command_line import HelpRequested, Reading
 from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import RUN, Options
-from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.pid1 import stand_in
 from elaunch.launcher.preflight import (
     check_hook,
@@ -37,7 +37,6 @@ from elaunch.launcher.preflight import (
     check_open_files,
     check_program,
     take_program_from_stdin,
-    temporary_folder_warning,
 )
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
@@ -172,7 +171,7 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     if logs and not logs.is_dir():
         agent.warn(f"the workers' output was in {logs}, and that folder was removed")
         logs = None
-    text = report(agent.without_shown(outcome), config.spec, logs, agent.is_log_incomplete)
+    text = report(outcome, config.spec, logs, agent.is_log_incomplete)
     agent.write_report(text, record(outcome, logs))
 
 
@@ -210,8 +209,6 @@ def _run_agent(
         with begin(config) as agent:
             if health:
                 health.done(agent.warn)
-            if warning := temporary_folder_warning(environ):
-                agent.warn(warning)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import write_error_file
 
@@ -292,7 +289,6 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
                 replace(
                     config,
                     master_addr=reached.address,
-                    invitation=reached.invitation,
                     only_here=reached.only_here,
                 ),
                 reached.network,

@@ -64,8 +64,8 @@ train_step()
 print("done", CASE, flush=True)
 """
 FOR_ALL = r"wait for the other ranks to make the process group \(<module>, train\.py:\d+\)"
-SECOND = r"in collective 2 of the default group \(all_reduce\)"
-AFTER = r", after collective 1 of the default group \(all_reduce\)"
+SECOND = r"in collective 2 of the default group"
+AFTER = r", after collective 1 of the default group"
 WAIT = rf"ranks 0, 2 wait in all_reduce \(train_step, train\.py:\d+\), {SECOND}"
 # How the failure's sentence goes on after "rank 1 (…)".
 VERDICTS = {

@@ -12,6 +12,7 @@ reason.
 from __future__ import annotations
 
 import json
+import re
 import select
 import socket
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from http import HTTPStatus
 
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.transport import Rpc
-from elaunch.rendezvous.http.response import ResponseReader
 from tests.etcd import Etcd
 from tests.relay import Listener
 
@@ -128,14 +128,22 @@ class Refusing:
                 client.sendall(_whole_answer(server))
 
 
+def _is_whole(raw: bytes) -> bool:
+    """Whether this is a whole answer of etcd."""
+    head, end, body = raw.partition(b"\r\n\r\n")
+    if length := re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE):
+        return bool(end) and len(body) >= int(length[1])
+    # The last chunk, and perhaps trailers.
+    return bool(re.search(rb"(?:\A|\r\n)0\r\n(?:[^\r\n]+\r\n)*\r\n\Z", body))
+
+
 def _whole_answer(server: socket.socket) -> bytes:
-    reply, raw = ResponseReader(), b""
-    while not reply.finished:
+    raw = b""
+    while not _is_whole(raw):
         data = server.recv(_RECEIVE_BYTES)
         if not data:
             raise ConnectionError("etcd has hung up")
         raw += data
-        reply.feed(data)
     return raw
 
 

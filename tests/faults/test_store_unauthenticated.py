@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import socket
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -14,17 +13,16 @@ import psutil
 import pytest
 
 from elaunch.rendezvous.secret import Secret
+from elaunch.rendezvous.server import admission
 from elaunch.rendezvous.server import server as server_module
-from elaunch.rendezvous.server import unauthenticated
-from elaunch.rendezvous.server.connection_limits import slots_for
-from elaunch.rendezvous.server.unauthenticated import PER_ADDRESS
+from elaunch.rendezvous.server.admission import PER_ADDRESS, slots_for
 from tests.harness import wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
 OPEN_FILES = 60
 # The server itself uses 16 descriptors.
 UNAUTHENTICATED = (OPEN_FILES - 16) // 4
-EVERYTHING = {"key": b64encode(b"\0").decode(), "range_end": b64encode(b"\0").decode()}
+EVERYTHING = {"key": "AA==", "range_end": "AA=="}
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +114,8 @@ def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_tr
     secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long enough for a slow machine too.
-    monkeypatch.setattr(unauthenticated, "CROWD_S", 60.0)
-    monkeypatch.setattr(unauthenticated, "FIRST_REQUEST_S", 60.0)
+    monkeypatch.setattr(admission, "CROWD_S", 60.0)
+    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 60.0)
     agents, context = 64, secret.client_context()
     with thread_serving(secret, slots_for(agents)) as (server, port), ExitStack() as stack:
         plain = [connected(port) for _ in range(agents)]
@@ -133,7 +131,7 @@ def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_tr
 def test_one_address_may_hold_few_unauthenticated_connections_for_long(
     secret: Secret, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unauthenticated, "CROWD_S", 0.2)
+    monkeypatch.setattr(admission, "CROWD_S", 0.2)
     with (
         thread_serving(secret) as (_, port),
         crowd(port, 3 * PER_ADDRESS) as them,
@@ -209,11 +207,10 @@ def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -
     with thread_serving() as (server, port):
         gateway = Gateway("127.0.0.1", port)
         read, unread = gateway.watch(EVERYTHING), gateway.watch(EVERYTHING)
-        value = b64encode(b"x" * 500_000).decode()
         revision = 0
         # More than the buffers of both sides and of the kernel hold.
         for _ in range(60):
-            _, answer = gateway.call("/v3/kv/put", {"key": "YQ==", "value": value})
+            _, answer = gateway.put(b"a", b"x" * 500_000)
             revision = int(answer["header"]["revision"])
             read.events_until(revision)
         assert sum(bool(client.watcher) for client in server._clients) == 2
@@ -225,4 +222,4 @@ def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def put_again(gateway: Gateway) -> bool:
-    return gateway.call("/v3/kv/put", {"key": "YQ=="})[0] == 200
+    return gateway.put(b"a")[0] == 200

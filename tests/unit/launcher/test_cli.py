@@ -208,12 +208,12 @@ def test_a_ctrl_c_while_the_stores_name_is_looked_up_says_that_nothing_was_start
 ) -> None:
     script = """
 import signal, sys
-from elaunch.rendezvous.http import resolve
+from elaunch.rendezvous.http import dial
 def hangs(*_):
     # As a resolver whose server is silent.
     signal.raise_signal(signal.SIGINT)
     signal.pause()
-resolve.resolve.__globals__["_Lookup"].join = hangs
+dial._Lookup.join = hangs
 from elaunch.launcher.cli import main
 sys.argv = ["elaunch", "--no-preload", "--nnodes=2", "--rdzv-endpoint=no-such-name:2379", "train.py"]
 main()
