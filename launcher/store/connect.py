@@ -23,17 +23,24 @@ from elaunch.launcher.host import (
     routable_addresses,
     socket_variables,
 )
+from elaunch.launcher.options.files import FOLDER, TOKEN_LINE
 from elaunch.launcher.options.options import Options, words_of
 from elaunch.launcher.options.rdzv_conf import understand
-from elaunch.launcher.options.secret_file import FOLDER, TOKEN_LINE
 from elaunch.launcher.options.shell_words import joined, quoted
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, way_of
 from elaunch.launcher.store.serve import StoreProcess, decide_head, serve_if_head
 from elaunch.launcher.store.token import STORES, KeptTokens, token_at_home
-from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally, is_unspecified
-from elaunch.rendezvous.endpoint import Access, Endpoint, Transport
+from elaunch.rendezvous.endpoint import (
+    Access,
+    Endpoint,
+    Transport,
+    is_address,
+    is_loopback,
+    is_meant_locally,
+    is_unspecified,
+)
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.etcd.store import EtcdStore
@@ -57,7 +64,7 @@ class Reached:
     `is_remote` is true if the store is in another process. `address` is this node's address for the other nodes, and
     `network` holds variables that tell the workers so. `served` is the store's process if this agent started it. `way`
     is how another process of this user reaches the store (`locate.way_of`), empty for a store in this process.
-    `invitation` and `only_here` are as in `AgentConfig`.
+    `only_here` is as in `AgentConfig`.
     """
 
     store: Store
@@ -66,7 +73,6 @@ class Reached:
     network: Mapping[str, str] = field(default_factory=dict)
     served: StoreProcess | None = None
     way: str = ""
-    invitation: str = ""
     only_here: str = ""
 
     def close(self) -> None:
@@ -90,7 +96,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
     keyring = KeptTokens()
     if planned.has_home_token:
         plan, keyring = _with_home_token(options, planned, say)
-    served, invitation = serve_if_head(plan, say, options.nnodes[1]), ""
+    served = serve_if_head(plan, say, options.nnodes[1])
     if planned.has_home_token and planned.at_its_head and plan.is_head and not served:
         # A scheduler names one head, and this is it: a program that has the port already is no store of this job.
         endpoint = plan.endpoints[0]
@@ -107,7 +113,6 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             lecture, *lines = invite(options, plan, new_token)
             for line in (lecture, *lines) if options.verbose else lines:
                 say(line)
-            invitation = lines[0]
         if served:
             plan = replace(plan, token=served.token)
         number = _numeric_address(address, planned, say)
@@ -118,7 +123,6 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             socket_variables(number, os.environ, say, verbose=options.verbose),
             served,
             way_of(plan),
-            invitation,
             only_here(plan),
         )
     except BaseException:

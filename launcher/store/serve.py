@@ -19,8 +19,7 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of
 from elaunch.launcher.store.locate import RendezvousPlan
 from elaunch.launcher.store.token import KeptToken
-from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.secret import Secret, new_token
 
 # A store that is not up after this time has failed.

@@ -16,9 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elaunch.agent.guardian.guardian import boot_id
-from elaunch.launcher.options.secret_file import FOLDER, private_folder, read_own
-from elaunch.rendezvous.addresses import is_meant_locally
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.launcher.options.files import FOLDER, private_folder, read_own
+from elaunch.rendezvous.endpoint import Endpoint, is_meant_locally
 from elaunch.rendezvous.secret import Secret, fingerprint
 
 STORES = f"{FOLDER}/stores"

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.store.token import KeptToken, KeptTokens, token_at_home
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
