@@ -18,7 +18,7 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.workers.link import Link, Links
+from elaunch.agent.workers.link import Link, Links, StartMark
 
 
 @pytest.fixture
@@ -114,11 +114,11 @@ def test_marks_of_a_start_are_taken_once_and_are_no_sign_of_life(pair: tuple[Lin
     says(worker, event="mark", name="restored", monotonic_s="now")
     link.read()
 
-    (first, second) = link.take_marks()
+    (first, second) = link.take_news()
     assert first == ("restoring", 1.5)
+    assert isinstance(second, StartMark)
     # Nobody can know a later time.
     assert second.said_s < ahead_s
-    assert link.take_marks() == []
     assert link.reports == 0
 
 
