@@ -16,7 +16,6 @@ from elaunch.agent.linux import has_pidfd
 from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
-from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import program_text
 from elaunch.launcher.schedulers.detect import mark_of
@@ -82,7 +81,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
             **worker_env(options, signals),
             **mark_of(environ),
         },
-        role=options.roles or options.role,
+        role=options.role,
         output=output,
         times=planned.plan.times,
         store_prefix=planned.plan.prefix,
@@ -105,7 +104,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         notes=(
             *_of_the_scheduler(options, cluster, slots, host),
             *planned.notes,
-            *_without_effect((*_lonely(options), *cannot)),
+            *_without_effect(cannot),
             *_warnings(options, interpreter, host),
             *_misspelt_variables(environ),
         ),
@@ -161,7 +160,7 @@ def _signals(options: Options) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     SIGUSR1 and SIGUSR2 are notices by default: schedulers announce the end of a job by one of them
     (`sbatch --signal=USR1@60`); so do schedulers that elaunch does not know. Unhandled, it would end the agent.
     """
-    numbers = tuple(dict.fromkeys(map(signal_number, options.signals_to_handle)))
+    numbers = tuple(dict.fromkeys(int(signal.Signals[name]) for name in options.signals_to_handle))
     has_named = "signals_to_handle" in options.given
     return numbers, tuple(number for number in numbers if number in _NOTICES), has_named
 
@@ -372,14 +371,6 @@ def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
         names_by_reason.setdefault(why, []).append(name)
     parts = [f"{', '.join(names)} ({why})" for why, names in names_by_reason.items()]
     return (f"without effect here: {'; '.join(parts)}",) if parts else ()
-
-
-def _lonely(options: Options) -> tuple[tuple[str, str], ...]:
-    """Options that were given without the one that they are about."""
-    lonely: list[tuple[str, str]] = []
-    if "hang_timeout" in options.given and options.hang_timeout and options.on_hang is OnHang.OFF:
-        lonely.append(("--hang-timeout", "--on-hang is off"))
-    return tuple(lonely)
 
 
 def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...]:

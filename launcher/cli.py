@@ -27,8 +27,8 @@ from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options import job_file
 from elaunch.launcher.options.command_line import HelpRequested, Reading
 from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import RUN, Options
-from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.pid1 import stand_in
 from elaunch.launcher.preflight import (
     check_hook,
@@ -37,7 +37,6 @@ from elaunch.launcher.preflight import (
     check_open_files,
     check_program,
     take_program_from_stdin,
-    temporary_folder_warning,
 )
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
@@ -210,8 +209,6 @@ def _run_agent(
         with begin(config) as agent:
             if health:
                 health.done(agent.warn)
-            if warning := temporary_folder_warning(environ):
-                agent.warn(warning)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import write_error_file
 

@@ -23,9 +23,9 @@ from elaunch.launcher.host import (
     routable_addresses,
     socket_variables,
 )
+from elaunch.launcher.options.files import TOKEN_LINE
 from elaunch.launcher.options.options import Options, Source, words_of
 from elaunch.launcher.options.rdzv_conf import understand
-from elaunch.launcher.options.secret_file import TOKEN_LINE
 from elaunch.launcher.options.shell_words import joined, quoted
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch

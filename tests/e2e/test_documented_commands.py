@@ -37,7 +37,7 @@ HERE = {
     "elaunch --nproc-per-node 2 train.py": "rank 1 of 2",
     "elaunch --nproc-per-node 3 script.py": "rank 2 of 3",
     "elaunch --no-preload --nproc-per-node 2 train.py": "rank 1 of 2",
-    "elaunch --roles ps=1,trainer=3 train.py": "rank 3 of 4",
+    "elaunch --role ps=1,trainer=3 train.py": "rank 3 of 4",
     "elaunch --max-restarts 0 --nproc-per-node 1 train.py": "rank 0 of 1",
     "OMP_NUM_THREADS=1 elaunch --nproc-per-node 1 --max-restarts 0 train.py": "rank 0 of 1",
     "elaunch --max-restarts 0 --nproc-per-node 2 train.py": "rank 1 of 2",
@@ -84,7 +84,7 @@ ETCD = {
 }
 # Commands that another test runs.
 ELSEWHERE = {
-    "elaunch --roles ps=1,trainer=3 examples/rpc/parameter_server.py": (
+    "elaunch --role ps=1,trainer=3 examples/rpc/parameter_server.py": (
         "test_the_death_of_a_process_changes_nothing_of_the_result"
     ),
     "elaunch --nnodes 2 --rdzv-endpoint node0:2379 --role ps --nproc-per-node 1 train.py": (
@@ -314,7 +314,7 @@ def shell(folder: Path, commands: tuple[str, ...], env: dict[str, str] | None = 
 
 # Blocks of one command that runs a job. The quick suite runs two of them, and reads the options of all.
 JOBS = [part for part in _parts(HERE) if len(part) == 1 and HERE[part[0]].startswith("rank ")]
-QUICK = ("elaunch train.py", "elaunch --roles ps=1,trainer=3 train.py")
+QUICK = ("elaunch train.py", "elaunch --role ps=1,trainer=3 train.py")
 
 
 @pytest.mark.parametrize("command", [part[0] for part in JOBS])

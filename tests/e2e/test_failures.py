@@ -308,12 +308,7 @@ class TestStartUp:
         (tmp_path / "recipes" / "__init__.py").touch()
         below = finished(tmp_path, *start, "--nproc-per-node", "2", "--max-restarts", "3", "-m", "recipes.nothing")
 
-        if start == LIGHT:
-            # A preloaded module could make the program importable, so it is tried again.
-            assert nowhere.code == 1, nowhere.output
-        else:
-            assert nowhere.code == 2, nowhere.output
-            assert len(nowhere.output.splitlines()) == 1
+        assert nowhere.code == 1, nowhere.output
         assert below.code == 1, below.output
         assert below.stderr.splitlines()[-1] == (
             f"elaunch: recipes.nothing FAILED on {socket.gethostname()}: Python cannot run it with -m (No module named"
@@ -606,9 +601,9 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("words", "sentence"),
         [
-            ([], "no script to run"),
-            (["--no-such-flag", "train.py"], "--no-such-flag is no option"),
-            (["trian.py"], "did you mean train.py?"),
+            ([], "no program to run"),
+            (["--no-such-flag", "train.py"], "No such option"),
+            (["trian.py"], "trian.py does not exist"),
             (["--max-restarts", "-1", "train.py"], "--max-restarts -1 is out of range"),
             (["--nnodes", "2:1", "train.py"], "nodes_min (2) is larger than nodes_max (1)"),
             (["--preload-only", "json", "--no-preload", "train.py"], "contradicts --no-preload"),

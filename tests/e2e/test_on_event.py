@@ -100,16 +100,13 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
-        ("./notify.hs", r"--on-event \./notify\.hs is not an executable file in \S+; did you mean \./notify\.sh\?"),
-        ("notify.sh", r"--on-event notify\.sh is not an executable file on PATH; write \./notify\.sh"),
-        ("./train.py", r"--on-event \./train\.py is not an executable file; chmod \+x \./train\.py"),
+        ("./notify.hs", r"--on-event \./notify\.hs is not an executable file in \S+; give its path"),
+        ("./train.py", r"--on-event \./train\.py is not an executable file; chmod \+x \./train\.py, and .*"),
         ("sh -c 'x", r"--on-event sh -c 'x is not a command \(no closing quotation\); close the quotes"),
     ],
 )
 def test_a_command_that_cannot_run_is_refused_before_the_job_starts(tmp_path: Path, hook: str, said: str) -> None:
     script(tmp_path, "print('started')")
-    (tmp_path / "notify.sh").write_text("#!/bin/sh\n")
-    (tmp_path / "notify.sh").chmod(0o755)
 
     job = finished(tmp_path, "--on-event", hook, *LIGHT, "train.py")
 

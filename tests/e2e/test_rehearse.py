@@ -133,7 +133,7 @@ def test_a_script_that_fails_alone_is_not_rehearsed(tmp_path: Path) -> None:
         (("--steps", "two", "train.py"), "--steps two"),
         (("--link", "absent", "train.py"), "--link absent is no file or folder"),
         (("--nnodes", "2", "train.py"), "on this node alone"),
-        (("--steps",), "--steps needs a value"),
+        (("--steps",), "'--steps' requires an argument"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(tmp_path: Path, words: tuple[str, ...], said: str) -> None:

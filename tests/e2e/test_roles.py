@@ -49,7 +49,7 @@ def test_one_node_has_several_roles_and_a_restart_keeps_them(tmp_path: Path) -> 
     script(tmp_path, PROGRAM)
     template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name}${local_rank}] "}
 
-    with Job(tmp_path, *LIGHT, "--roles", "ps=1,trainer=3", "train.py", env=template) as job:
+    with Job(tmp_path, *LIGHT, "--role", "ps=1,trainer=3", "train.py", env=template) as job:
         assert job.wait() == 0, job.output
 
     lines = re.findall(r"^\[(\w+)\] place (\{.*\})$", job.stdout, re.MULTILINE)

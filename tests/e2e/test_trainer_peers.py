@@ -55,22 +55,22 @@ def test_who_ends_right_after_the_last_word_ends_well(tmp_path: Path) -> None:
     assert ended.stdout.split() == ["0"] * 16, ended.stderr
 
 
-# The ranks meet over a channel, which uses what the agent gave them. Generation 0 fails then.
+# The ranks meet, which uses what the agent gave them. Generation 0 fails then.
 GIVEN = """
 import os, pathlib
 import torch.distributed as dist
-from elaunch.trainer.ranks.meeting import GroupMember
+from elaunch.trainer.ranks.peers import Peers
 
 generation, rank = os.environ["ELAUNCH_GENERATION"], os.environ["RANK"]
 dist.init_process_group("gloo")
-channel = GroupMember.of().channel("probe")
-assert channel.all_gather(rank.encode()) == [b"0", b"1"]
+peers = Peers()
+assert peers.from_all(rank) == ["0", "1"]
 with open("." + rank, "w") as file:
     file.write(os.environ["ELAUNCH_GENERATION_SECRET"])
 os.rename("." + rank, generation + rank)
 if generation == "0" and rank == "1":
     raise ValueError("again")
-while not channel.broadcast(b"end" if rank == "0" and pathlib.Path("end").exists() else b""):
+while not peers.from_rank_0(pathlib.Path("end").exists()):
     pass
 """
 

@@ -37,13 +37,13 @@ class Program:
         return (*self.options, str(EXAMPLES / self.name), *self.args)
 
 
-PS = ("--roles", "ps=1,trainer=2")
+PS = ("--role", "ps=1,trainer=2")
 PS_RANKS = {"ps": 0, "trainer": 2}
 SERVER = Program("parameter_server.py", PS, ("--steps", "150"), PS_RANKS)
 HYBRID = Program("hybrid.py", PS, ("--steps", "150"), PS_RANKS)
 AUTOGRAD = Program("distributed_autograd.py", ("--nproc-per-node", "2"), ("--steps", "150"), {"driver": 0, "other": 1})
 MODULES = Program("remote_module.py", ("--nproc-per-node", "3"), ("--steps", "150"), {"driver": 0, "other": 2})
-GAMES = Program("reinforce.py", ("--roles", "agent=1,observer=2"), ("--rounds", "40"), {"agent": 0, "observer": 2})
+GAMES = Program("reinforce.py", ("--role", "agent=1,observer=2"), ("--rounds", "40"), {"agent": 0, "observer": 2})
 ALL = (SERVER, HYBRID, AUTOGRAD, MODULES, GAMES)
 
 

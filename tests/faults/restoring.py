@@ -25,10 +25,10 @@ sent: Counter[int] = Counter()
 queue = Connections._queue
 
 
-def counted(self: Connections, target: Any, parts: Any) -> None:
+def counted(self: Connections, rank: int, parts: Any) -> None:
     parts = list(parts)
-    sent[target.rank] += sum(map(len, parts))
-    queue(self, target, parts)
+    sent[rank] += sum(map(len, parts))
+    queue(self, rank, parts)
 
 
 Connections._queue = counted  # type: ignore[method-assign]

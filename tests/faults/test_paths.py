@@ -144,7 +144,7 @@ def test_a_kill_inside_the_keepers_work_costs_no_step(
 
 @pytest.mark.parametrize(
     ("words", "moment", "rank"),
-    [(DDP, "hello", 0), (DDP, "reply", 1), (DDP, "inventory", 1), (FSDP2, "inventory", 1), (FSDP2, "part", 0)],
+    [(DDP, "response", 0), (DDP, "inventory", 1), (FSDP2, "inventory", 1), (FSDP2, "part", 0)],
 )
 def test_a_kill_while_the_ranks_meet_and_restore_costs_no_step(
     job: Callable[..., Job],

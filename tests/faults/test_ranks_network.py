@@ -15,9 +15,10 @@ pytestmark = needs_nodes
 # Two ranks, whose store is a folder.
 RANK = """
 import os, pathlib, sys, time
-from elaunch.trainer.ranks import connections
+import torch
+from elaunch.trainer.ranks.connections import Connections, PeerLost
 from elaunch.trainer.ranks.meeting import own_address
-from elaunch.trainer.ranks.channel import Channel
+from elaunch.trainer.ranks.peers import Peers
 
 class Folder:
     own_address = staticmethod(lambda: own_address(os.environ))
@@ -28,22 +29,22 @@ class Folder:
         path = pathlib.Path(f"contact-{rank}")
         return path.read_bytes() if path.exists() else None
 
-rank, region = int(sys.argv[1]), bytearray(int(sys.argv[2]))
-channel = Channel("test", rank, 2, Folder(), timeout_s=60)
-channel.largest([rank])
+rank, region = int(sys.argv[1]), torch.zeros(int(sys.argv[2]), dtype=torch.uint8)
+peers = Peers()
+peers.rank, peers.world_size = rank, 2
+peers._open = lambda: Connections("test", rank, 2, Folder(), timeout_s=60)
+peers.largest([rank])
 print("ready", flush=True)
 sys.stdin.readline()
 began_s = time.monotonic()
 try:
     if rank:
-        channel.receive_into(memoryview(region)[:channel.length_from(0)], 0)
+        peers.receive(region[:peers.length_from(0)], 0)
     else:
-        region[:] = b"x" * len(region)
-        channel.begin_send(1, memoryview(region))
-        channel.flush()
-    channel.largest([rank])
-    print("same" if region[-1:] == b"x" else "other")
-except connections.PeerLost as error:
+        peers.send(region.fill_(7), 1)
+    peers.largest([rank])
+    print("same" if region[-1:] == 7 else "other")
+except PeerLost as error:
     print(f"{time.monotonic() - began_s:.1f} s: {error}")
 """
 

@@ -96,18 +96,6 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Heade
         checksum=checksum(region[start : start + packed.data_length]),
     )
     put(region, PAGE, packed.skeleton)
-    _declare(region, header, piece)
-    return header
-
-
-def renew(region: Tensor, header: Header, piece: Piece) -> None:
-    """Declare the content that `header` describes to be that of `piece`."""
-    tear(region)
-    _declare(region, header, piece)
-
-
-def _declare(region: Tensor, header: Header, piece: Piece) -> None:
-    """Write the header, with `piece` in it, and at last the mark."""
     fields = _FIELDS.pack(
         header.layout,
         piece.version.generation,
@@ -122,6 +110,7 @@ def _declare(region: Tensor, header: Header, piece: Piece) -> None:
     )
     put(region, len(MARK), fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little"))
     mark(region)
+    return header
 
 
 def mark(region: Tensor) -> None:

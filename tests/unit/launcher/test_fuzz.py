@@ -13,14 +13,14 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import HelpRequested
-from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.files import read_small
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.job_file import parse as parse_file
 from elaunch.launcher.options.job_file import read as read_file
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS, understand
-from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.schedulers.defaults import concerning, settle
 from elaunch.launcher.schedulers.detect import SCHEDULERS, detect
 from elaunch.launcher.schedulers.facts import HOSTS_MAX, Cluster, expand, line
