@@ -198,15 +198,6 @@ def test_a_file_gets_every_byte_as_it_was_written(screen: Screen, tmp_path: Path
     assert path.read_bytes() == b"a\r\nb\xff\r10%\r"
 
 
-def test_the_end_of_a_stream_gives_out_its_last_partial_line(screen: Screen) -> None:
-    rank_0 = stream(screen.console, b"[0] ")
-    rank_0.feed(b"no newline", now_s=1.0)
-
-    rank_0.close()
-
-    assert screen.shown() == b"[0] no newline"
-
-
 def test_only_the_end_is_kept_and_it_has_a_bound() -> None:
     chatty = stream(None)
 
@@ -251,15 +242,3 @@ def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
 
         assert child.end() == 0
     assert bytes(got) == data
-
-
-def test_a_line_that_keeps_growing_is_not_held_back_for_ever(screen: Screen) -> None:
-    rank_0 = stream(screen.console, b"[0] ")
-    rank_0.feed(b".", 10.0)
-    due_s = rank_0.flush_at_s
-
-    rank_0.feed(b".", 10.09)
-
-    assert rank_0.flush_at_s == due_s
-    rank_0.flush(20.0)
-    assert screen.shown() == b"[0] .."

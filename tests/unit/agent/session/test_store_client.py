@@ -258,20 +258,6 @@ def test_what_a_watch_did_not_tell_is_found_by_reading_again() -> None:
     assert number(bench.snapshot) == 5, "and watched from there on"
 
 
-def test_a_look_at_everything_begins_with_what_is_there() -> None:
-    bench = Bench().begun()
-    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-    narrow = bench.snapshot
-
-    bench.client.widen()
-    wide = bench.snapshot
-    bench.write(Put(KEYS.done(0, NODE.node_id), ""))
-
-    assert (narrow.whole, narrow.members) == (False, {})
-    assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
-    assert bench.snapshot.done == {0: {NODE.node_id}}
-
-
 def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
     bench = Bench().begun()
     bench.write(Put(KEYS.generation, "garbage"))
@@ -402,18 +388,6 @@ def test_a_store_in_this_process_keeps_its_leases_by_itself() -> None:
     assert not bench.client.tick(bench.now_s + 1000, bench.requests)
 
 
-def test_another_lease_means_another_name_and_the_old_one_is_given_back() -> None:
-    bench = Bench().begun()
-
-    bench.client.new_lease()
-
-    first, second = bench.leased
-    assert first.lease != second.lease
-    assert first.node_id != second.node_id
-    assert bench.store.memory.keep_alive(first.lease) == 0
-    assert bench.client.due_s == bench.now_s + TIMES.keepalive_s
-
-
 def test_at_the_end_the_lease_is_given_back_and_the_keys_go_with_it() -> None:
     bench = Bench().begun()
     bench.client.commit(bench.put(KEYS.member("x")), None)
@@ -526,18 +500,6 @@ def test_the_leader_keeps_the_runs_keys_and_whoever_follows_does_not() -> None:
 
     assert {KEYS.spec, KEYS.generation, KEYS.leader} == kept
     assert set(bench.store.memory.read(KEYS.control).entries) == {KEYS.leader}
-
-
-def test_the_runs_lease_is_renewed_by_the_time_that_it_has_whatever_this_node_would_have_given_it() -> None:
-    bench, lease = started()
-    bench.store.memory.revoke(lease)
-    bench.store.memory.grant(lease, 20)
-    bench.write(Put(KEYS.spec, encode(Terms()), lease))
-    bench.client.widen()
-
-    live(bench, 60.0)
-
-    assert KEYS.spec in bench.store.memory.read(KEYS.control).entries
 
 
 @pytest.mark.parametrize(("renewed_s", "later_s"), [(0.0, 1.6), (0.8, 0.8)])
