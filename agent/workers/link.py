@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import socket
 import time
@@ -132,6 +133,11 @@ class Link:
         return self.reached_store is not None and not self.raised
 
     @property
+    def progressed(self) -> bool | None:
+        """Whether it has reported a step, or had made its process group; None while that is not known."""
+        return True if self.step >= 0 else self.reached_store
+
+    @property
     def lost_at_end(self) -> Raised | None:
         """The error by which the program, which has ended, has just lost a peer."""
         return self.lost if (self.ended_s or time.monotonic()) - self.lost_s <= _LOST_S else None
@@ -253,8 +259,7 @@ def line_of(message: Message) -> bytes:
 
 
 def _next_look_s() -> float:
-    # The module random takes a start some milliseconds.
-    return _LOOK_S * (0.75 + os.urandom(1)[0] / 510)
+    return _LOOK_S * random.uniform(0.75, 1.25)
 
 
 class Links:
