@@ -11,7 +11,6 @@ Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2, hsdp, 
     hold            from here on no checkpoint is written, and no snapshot sent, before FOLDER has a file `held`
     kill RANK       that rank kills itself
     garble RANK     change one bit in the next data that this rank receives from another rank
-    cut RANK        the connections break over which that rank tells others what it has written of a checkpoint
     die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of a later action
     touch NAME      rank 0 makes that file in FOLDER
     await NAME      wait until there is such a file in FOLDER
@@ -27,7 +26,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -204,13 +202,6 @@ def garble() -> None:
     Peers.receive = once  # type: ignore[method-assign]
 
 
-def cut(store: Checkpoints) -> None:
-    assert store._writers
-    assert store._writers._opened
-    for each in store._writers._opened._connections._connected.values():
-        each.socket.shutdown(socket.SHUT_RDWR)
-
-
 def hold() -> None:
     write, exchange = dcp._Summing.write, Mirror._exchange
 
@@ -278,9 +269,6 @@ def main() -> None:
             case "garble":
                 if int(next(actions)) == RANK:
                     garble()
-            case "cut":
-                if int(next(actions)) == RANK:
-                    cut(store)
             case "die":
                 at(next(actions), int(next(actions)))
             case "touch":

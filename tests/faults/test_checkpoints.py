@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -241,18 +240,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=RUN_LIMIT_S)
-
-
-@pytest.mark.parametrize("cut", ["0", slow("1")])
-def test_connections_that_break_between_two_checkpoints_cost_one_of_them(group: Group, cut: str) -> None:
-    again = ("train", "1", "save")
-
-    said = group.run(2, "zero", *again, "cut", cut, *again, *again, *again)[0]["said"]
-
-    assert len(said) == 2, said
-    assert re.match("the checkpoint of step 2 could not be written: rank [01].*closed by peer", said[0]), said
-    assert said[1] == "the checkpoint of step 3 is written"
-    assert group.marks == [Mark(0, 3), Mark(0, 4)]
 
 
 def fill(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.checkpoint.storage import found
+from elaunch.trainer.checkpoint.storage import storage_at
 from tests.faults.trainings import GENTLE, STEPS, CalmTrainings, OneNode
 from tests.harness import RUN_LIMIT_S, wait_for
 
@@ -81,7 +81,7 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
         run.job.output,
     )
     assert re.search(r"metrics\.jsonl misses steps from \d+ on: No space left on device", run.job.output)
-    assert [mark.step for mark, _ in found(run.out / "checkpoints")] == [10, STEPS]
+    assert [mark.step for mark, _ in storage_at(run.out / "checkpoints").found()] == [10, STEPS]
     assert run.result["steps_lost"] == 0
     assert run.result["samples_seen"] == calm.result["samples_seen"]
     assert run.result["params_sha256"] == calm.result["params_sha256"]
@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_at_the_end_is_waited_for(full_twice: OneNode) -> No
 
     assert f"the checkpoint of step {STEPS} could not be written: No space left on device" in run.job.output
     assert f"the checkpoint of step {STEPS} is written" in run.job.output
-    assert found(run.out / "checkpoints")[-1][0].step == STEPS
+    assert storage_at(run.out / "checkpoints").found()[-1][0].step == STEPS
     assert run.result["steps_lost"] == 0
 
 
@@ -134,7 +134,7 @@ def test_a_corrupt_newest_checkpoint_costs_the_steps_since_the_one_before_and_th
         run.job.assert_nothing_is_left()
         run.assert_no_memory_is_left()
         run.release("forward-0-33-0")
-        newest = run.out / "checkpoints" / found(run.out / "checkpoints")[-1][1].name
+        newest = run.out / "checkpoints" / storage_at(run.out / "checkpoints").found()[-1][1].name
         with next(newest.glob("*.distcp")).open("r+b") as file:
             file.seek(500)
             file.write(b"corrupt")

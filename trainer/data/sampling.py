@@ -96,23 +96,9 @@ def accumulate(
             "FSDP needs all of them; give Order even=True"
         )
     for micro in order.parts(step, rank, world_size):
-        seed_torch(micro.key)
+        torch.manual_seed(micro.key)
         with contextlib.nullcontext() if micro.is_last else _without_sync(model):
             yield micro
-
-
-def seed_torch(key: int) -> None:
-    """Seed torch's generators, as `torch.manual_seed` does.
-
-    That one takes a stack for each kind of device that is not there, which is most of its time.
-    """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.default_generator.manual_seed(key)
-        torch.cuda.manual_seed_all(key)
-    elif torch.accelerator.current_accelerator() is None:
-        torch.default_generator.manual_seed(key)
-    else:
-        torch.manual_seed(key)
 
 
 @contextlib.contextmanager
