@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from elaunch.trainer.data.order import Micro, Order, Samples
+from elaunch.trainer.data.order_states import global_states, set_global_states
 
 
 class Sized(Protocol):
@@ -61,16 +62,12 @@ def seed(key: int) -> None:
 
 @contextlib.contextmanager
 def _seeded(key: int) -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
+    before = global_states()
     seed(key)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        torch.default_generator.set_state(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])
+        set_global_states(before)
 
 
 def accumulate(
