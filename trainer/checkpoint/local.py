@@ -21,9 +21,6 @@ from elaunch.trainer.files import open_regular, read_regular, sync_directory, wr
 
 CORRUPT_SUFFIX = ".corrupt"
 _HIDDEN = re.compile(r"\.generation-(\d+)-step-\d+\.")
-_OLD = ".old"
-# After the rename a rank can add only the one file that it is just opening: it no longer finds the folder.
-_TRIES_MAX = 5
 
 
 @dataclass(frozen=True)
@@ -114,15 +111,8 @@ class LocalStorage:
 
     def abandon(self, folder: Folder) -> None:
         """Delete what `begin` began; nothing is raised."""
-        # First another name: other ranks may still write, and what they add to a folder keeps it from being deleted.
-        with contextlib.suppress(OSError):
-            path = _path(folder)
-            old = path.rename(path.with_suffix(_OLD))
-            # A file that another rank was about to make when the name changed may come while its folder is emptied.
-            for _ in range(_TRIES_MAX):
-                shutil.rmtree(old, ignore_errors=True)
-                if not old.exists():
-                    return
+        # Other ranks may still write: what they add is swept by the next start.
+        shutil.rmtree(_path(folder), ignore_errors=True)
 
     def set_aside(self, folder: Folder) -> None:
         """Keep what is torn or corrupt for people, but count it no more; nothing is raised."""
