@@ -29,7 +29,7 @@ Word = TypeVar("Word")
 Answered = TypeVar("Answered")
 
 # The agent reads once a second, so a line for each of a thousand steps would only fill the socket.
-_PAUSE_S = 0.05
+_PAUSE_S = 0.25
 # A message that must arrive waits this long for an agent that does not read.
 _SURELY_S = 1.0
 _PHASE_CHARS_MAX = 100

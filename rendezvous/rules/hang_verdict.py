@@ -1,4 +1,4 @@
-"""When a whole job hangs, and which rank to name: the leader's rule, and its transactions.
+"""When a whole job hangs, and which rank to name: the records of the nodes, the leader's rule, and its transactions.
 
 Each node writes a record while all of its ranks stand still. One node's records prove nothing: a rank of another node
 may work, and the others wait for it. So the job hangs when every seated node has a record that is ready.
@@ -8,14 +8,104 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
 
-from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, StillNode
-from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.transactions import leader_guards
+from elaunch.rendezvous.codec import Between, Bounded, encode, keep_line
 from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Present, Txn
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Node, RankTable, Seat
+from elaunch.rendezvous.types import GENERATION_MAX, Node, RankTable, Seat
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.rules.snapshot import Snapshot
+
+# A node's ranks stand at a few places. More groups than this are not worth a larger record.
+GROUPS_MAX = 8
+_RANK_MAX = (1 << 31) - 1
+
+_Words = Annotated[str, keep_line(400)]
+_Id = Annotated[str, keep_line(300)]
+# -1 for none.
+_Rank = Annotated[int, Between(-1, _RANK_MAX)]
+
+
+class StillKind(Enum):
+    """Why a rank stands still, as far as its node can tell."""
+
+    WAITS = "waits"  # In a call that only other ranks can end.
+    STOPPED = "stopped"  # By a signal.
+    RUNS = "runs"  # In a loop, or a C function, that does nothing else and lets no other thread run.
+    STUCK = "stuck"  # It waits for a lock or for a data loader, and no thread or child of it does anything.
+    ELSEWHERE = "elsewhere"  # It may go on by itself: a file, the network, a sleep.
+    UNKNOWN = "unknown"  # It uses no CPU, and its stack cannot be read.
+
+
+@dataclass(frozen=True)
+class StillGroup(Bounded):
+    """Ranks of one node that stand still at the same place; `pid` is the process of `first_rank`.
+
+    `ranks` names them ("ranks 0, 2–3"), `count` is their number. `where` is the place, equal on all nodes for ranks at
+    the same place. `does` is what they do, as the middle of a sentence.
+    """
+
+    kind: StillKind
+    first_rank: Annotated[int, Between(0, _RANK_MAX)]
+    count: Annotated[int, Between(1, _RANK_MAX)]
+    ranks: _Words
+    where: _Words
+    does: _Words
+    pid: int = -1
+
+
+@dataclass(frozen=True)
+class StillNode(Bounded):
+    """A node says that all of its ranks stand still, for `still_s` when it wrote this.
+
+    `is_ready` says that this is long enough for what they do. `exited` names ranks of this node that have exited with 0
+    before; empty if there are none, and then `exited_rank` is -1. `is_lingering` says that the processes of some of
+    these are still there, after the end of their programs.
+    """
+
+    node_id: _Id
+    still_s: Annotated[float, Between(0, 1e9)]
+    is_ready: bool
+    groups: tuple[StillGroup, ...]
+    exited: _Words = ""
+    exited_rank: _Rank = -1
+    is_lingering: bool = False
+
+
+@dataclass(frozen=True)
+class Hang(Bounded):
+    """The leader's verdict: the job hangs in `generation`.
+
+    `rank` is the rank to name, -1 where none differs from the others; `node_id` is its node, else rank 0's. `message`
+    is the sentence about it, as in `Failure`. `is_blameless` as in `Failure`, too: a rank is named by order alone.
+    `is_unawaited` says that no rank waits for it, since all others have ended: that is no failure. `pid` is the named
+    rank's process, -1 if that is not known.
+    """
+
+    generation: Annotated[int, Between(0, GENERATION_MAX)]
+    node_id: _Id
+    rank: _Rank
+    message: Annotated[str, keep_line(2 << 10)]
+    is_blameless: bool = False
+    is_unawaited: bool = False
+    pid: int = -1
+
+    @property
+    def said(self) -> str:
+        """The message without the words that join it to a failure's sentence."""
+        return self.message.removeprefix("hung: ").rstrip(",")
+
+
+def hang_words(hang: Hang, host: str) -> str:
+    """The verdict as a sentence that begins with the rank it names, on `host`."""
+    if hang.rank < 0:
+        return hang.said
+    where = f"(pid {hang.pid} on {host})" if hang.pid > 0 else f"on {host}"
+    return f"rank {hang.rank} {where} {hang.said.removeprefix('it ')}"
+
 
 # Who waits for a lock may wait for another rank, so those are named late; last those that could not be looked into.
 _SUSPECT = (StillKind.STOPPED, StillKind.RUNS, StillKind.ELSEWHERE, StillKind.STUCK, StillKind.UNKNOWN)
@@ -57,7 +147,7 @@ def end_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Txn 
     is_over = any(seat.node_id not in records and seat.node_id not in done for seat in table.seats)
     if hang is None or hang.generation != table.generation or not is_over:
         return None
-    return Txn(leader_guards(snapshot), (Delete(snapshot.keys.hang),))
+    return Txn(snapshot.leader_guards, (Delete(snapshot.keys.hang),))
 
 
 def new_hang(
@@ -73,7 +163,7 @@ def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:
     """Write the verdict. It fails if a node has changed what it says, or if the named one goes on."""
     keys = snapshot.keys
     guards = (
-        *leader_guards(snapshot),
+        *snapshot.leader_guards,
         Absent(keys.hang),
         Present(keys.table(table.generation)),
         NoneNewer(keys.still(table.generation), snapshot.revision),
