@@ -7,7 +7,7 @@ variables and a job file. What is wrong is one sentence. Pure.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
@@ -195,7 +195,7 @@ class Command(click.Command):
             help=about,
             epilog=ending,
             add_help_option=False,
-            context_settings={"token_normalize_func": _dashed, "allow_extra_args": True, **settings},
+            context_settings={"token_normalize_func": _dashed, **settings},
         )
         self._work, self._usage, self.is_elsewhere = work, usage, is_elsewhere
         self.options = [param for param in params if isinstance(param, Option)]
@@ -213,7 +213,7 @@ class Command(click.Command):
         of_job = () if self.is_elsewhere else valued
         ctx.default_map = {option.name: given for option in of_job if (given := _variable(option, ctx.obj.environ))}
         try:
-            rest = super().parse_args(ctx, args)
+            return super().parse_args(ctx, args)
         except click.UsageError as error:
             if getattr(error, "option_name", "") == _SECRET:
                 raise UsageError(
@@ -221,12 +221,6 @@ class Command(click.Command):
                 ) from None
             command = ctx.command_path.removesuffix(" run")
             raise UsageError(f"{error.format_message().rstrip('.')}; see {command} --help") from None
-        if rest and not ctx.resilient_parsing:
-            raise UsageError(
-                f"{self.name} takes no program, and {rest[0]} looks like one; start a script called {self.name} with"
-                f" elaunch ./{self.name}"
-            )
-        return rest
 
     def make_parser(self, ctx: click.Context) -> Any:
         """click's parser, which also knows the abbreviations that were typed."""
@@ -273,15 +267,3 @@ def _variable(option: Option, environ: Mapping[str, str]) -> Given | None:
     """The option's value from the first of its variables that is set and not empty."""
     name = next((name for name in option.variables if environ.get(name)), None)
     return Given(environ[name], Source.ENVIRONMENT, f"{name}={environ[name]}") if name else None
-
-
-def typed_words(options: Mapping[str, Option], typed: Iterable[tuple[str, str]]) -> list[str]:
-    """The words of a command line that give these options these values."""
-    words: list[str] = []
-    for name, value in typed:
-        option = options[name]
-        if option.is_flag:
-            words.append(f"--{option.long}")
-        else:
-            words += [f"--{option.long}={value}"] if value.startswith("-") else [f"--{option.long}", value]
-    return words

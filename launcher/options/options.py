@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice
 from elaunch.launcher.errors import UsageError as UsageError
 from elaunch.launcher.options import job_file
-from elaunch.launcher.options.command_line import Command, Given, Option, Reading, typed_words
+from elaunch.launcher.options.command_line import Command, Given, Option, Reading
 from elaunch.launcher.options.command_line import Source as Source
 from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.job_file import JobFile
@@ -165,17 +165,20 @@ def typed_job(ctx: click.Context) -> tuple[dict[str, str], tuple[str, ...]]:
     if not ctx.params["program"]:
         raise UsageError("no program to run; add train.py and its arguments at the end")
     given = {name: each for name, each in ctx.obj.given.items() if name in _OPTIONS}
-    return (
-        {name: each.raw for name, each in given.items() if each.source is Source.COMMAND_LINE},
-        ctx.params["program"],
-    )
+    typed = {name: each.raw for name, each in given.items() if each.source is Source.COMMAND_LINE}
+    return typed, ctx.params["program"]
 
 
 def words_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
     """The command line of a job that has these options and this program."""
+    words: list[str] = []
+    for name, value in typed.items():
+        option = _OPTIONS[name]
+        joined = f"--{option.long}" if option.is_flag else f"--{option.long}={value}"
+        words += [joined] if option.is_flag or value.startswith("-") else [f"--{option.long}", value]
     # A program whose name begins with a dash must come after `--`.
     end = ["--"] if program and program[0].startswith("-") and program[0] != "-" else []
-    return [*typed_words(_OPTIONS, typed.items()), *end, *program]
+    return [*words, *end, *program]
 
 
 # Pairs of which only one can be meant.

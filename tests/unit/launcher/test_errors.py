@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 
 from elaunch.launcher.errors import UsageError, tidy
@@ -25,7 +26,10 @@ def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
 
 def told(*words: str) -> str:
     """The sentence by which a command line is refused."""
-    with pytest.raises(UsageError) as refused, ELAUNCH.make_context("elaunch", [*words], obj=Reading()) as ctx:
+    with (
+        pytest.raises((UsageError, click.UsageError)) as refused,
+        ELAUNCH.make_context("elaunch", [*words], obj=Reading()) as ctx,
+    ):
         ELAUNCH.invoke(ctx)
     return str(refused.value)
 
@@ -36,7 +40,8 @@ def told(*words: str) -> str:
         ("", "no program to run; "),
         ("run", "no program to run; "),
         ("rehearse", "no program to run; "),
-        ("submit", "submit needs the name of a scheduler; use elaunch submit slurm or elaunch submit k8s"),
+        ("submit", "Missing command"),
+        ("submit pbs", "No such command"),
         ("submit slurm", "no program to run; "),
         ("submit k8s", "--image is missing: "),
         ("submit k8s --image i", "no program to run; "),

@@ -102,7 +102,7 @@ def test_a_script_that_is_not_there_is_not_submitted(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
-    with pytest.raises(UsageError, match=r"trian.py does not exist in .*; did you mean train.py\?; if only the nodes"):
+    with pytest.raises(UsageError, match=r"trian.py does not exist in .*; if only the nodes"):
         call(COMMAND, "trian.py")
     assert call(COMMAND, "train.py") == 0
     assert call(COMMAND, "--sbatch=--chdir=/elsewhere", "trian.py") == 0
