@@ -60,18 +60,8 @@ def decide(
     return judge(terms, failures, max(failures), spent, barren, progressed)
 
 
-def test_the_first_failure_is_the_verdict() -> None:
-    assert decisive_failure([RAISED, KILLED]) is RAISED
-
-
 def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
     assert decisive_failure([PEER, KILLED, RAISED]) is KILLED
-
-
-def test_where_all_only_lost_peers_the_first_says_so() -> None:
-    later = replace(PEER, rank=4)
-
-    assert decisive_failure([PEER, later]) is PEER
 
 
 def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:
@@ -99,15 +89,6 @@ def test_the_window_of_the_budget_is_named() -> None:
 
     assert isinstance(decision, GiveUp)
     assert "within 60 s" in decision.reason
-
-
-def test_a_plain_launch_gives_up_at_the_first_failure() -> None:
-    terms = replace(TERMS, max_restarts=0)
-
-    decision = decide({0: [KILLED]}, terms=terms)
-
-    assert isinstance(decision, GiveUp)
-    assert "max_restarts is 0" in decision.reason
 
 
 def test_a_start_up_failure_is_not_tried_again_unless_the_job_ever_got_further() -> None:
@@ -341,12 +322,6 @@ def test_an_exit_code_whose_last_line_has_another_number_is_tried_again() -> Non
     assert isinstance(decide({1: [shards[0]], 2: [later]}), GiveUp)
 
 
-def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:
-    printed = replace(RAISED, code=-9, message="printed ValueError: bad batch 17 just before it was killed by SIGKILL")
-
-    assert isinstance(decide({1: [printed], 2: [printed]}), GiveUp)
-
-
 def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was() -> None:
     left = replace(RAISED, kind=FailureKind.DEBUGGER, progressed=True)
 
@@ -383,10 +358,6 @@ def test_the_gpus_memory_may_run_out_in_the_same_way_but_the_kernels_kill_never_
 
     assert identical(raised, raised)
     assert not identical(killed, killed)
-
-
-def test_only_the_generation_before_is_compared() -> None:
-    assert isinstance(decide({0: [RAISED], 1: [KILLED], 2: [RAISED]}), Restart)
 
 
 def test_verdicts_are_compared_not_the_lost_peers_that_were_recorded_first() -> None:
