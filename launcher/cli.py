@@ -172,7 +172,7 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     if logs and not logs.is_dir():
         agent.warn(f"the workers' output was in {logs}, and that folder was removed")
         logs = None
-    text = report(agent.without_shown(outcome), config.spec, logs, agent.is_log_incomplete)
+    text = report(outcome, config.spec, logs, agent.is_log_incomplete)
     agent.write_report(text, record(outcome, logs))
 
 

@@ -82,26 +82,6 @@ def test_without_a_grace_a_child_is_named_and_ended_at_once(tmp_path: Path) -> N
     assert re.search(named, job.stderr), job.stderr
 
 
-def test_helpers_of_python_that_have_lost_their_worker_are_ended_at_once(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        """
-import multiprocessing, os, time
-
-if __name__ == "__main__":
-    helper = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-    helper.start()
-    # Without the exit functions of Python, which wait for it.
-    os._exit(0)
-""",
-    )
-
-    job = finished(tmp_path, *LIGHT, "--children-grace", "600", "train.py")
-
-    assert job.process.returncode == 0, job.stderr
-    assert "still running" not in job.stderr
-
-
 def test_a_failed_job_waits_for_no_child(tmp_path: Path) -> None:
     script(tmp_path, SLEEPS)
 

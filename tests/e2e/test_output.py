@@ -838,22 +838,3 @@ def _tree(folder: Path) -> dict[str, str]:
     """All files of the workers below a run's `folder`, by their path in it."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "timeline.jsonl")
     return {str(path.relative_to(folder)): path.read_text() for path in files}
-
-
-def test_an_unfinished_line_is_shown_before_what_its_worker_writes_to_the_other_stream(tmp_path: Path) -> None:
-    script(tmp_path, "import sys\nprint('loading', end='', flush=True)\nprint('trouble', file=sys.stderr, flush=True)")
-    words = [*COMMAND, "--nproc-per-node", "2", "train.py"]
-
-    ended = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        check=True,
-    )
-
-    for rank in range(2):
-        assert ended.stdout.index(f"[{rank}] loading") < ended.stdout.index(f"[{rank}] trouble")

@@ -79,11 +79,6 @@ class Place:
         kept = [name for name in found if not any(fnmatch(name, pattern) for pattern in left_on_purpose)]
         return sorted([*kept, *(f"/dev/shm/{path.name}" for path in self.memory.iterdir())])
 
-    def abandoned(self) -> list[str]:
-        """The temporary folders of data loaders in which nobody has a socket any more."""
-        bound = Path("/proc/net/unix").read_text()
-        return [path.name for path in self.temporary.glob("pymp-*") if f"{path}/" not in bound]
-
     def remove(self) -> None:
         """Remove the temporary folder. The rest is the test's own."""
         shutil.rmtree(self.temporary, ignore_errors=True)

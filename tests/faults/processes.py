@@ -69,7 +69,7 @@ class Watched(Job):
         self.processes()
         self.process.kill()
         self.process.wait(DEADLINE_S)
-        # The guardians must remove the job's cgroup first. The test itself ends what they should have ended.
+        # The test itself ends what the guardians should have ended.
         with suppress(AssertionError):
             wait_for(lambda: not any(is_alive(guardian) for guardian in self._guardians), "the guardians' end")
         for path in self.memory_dirs():

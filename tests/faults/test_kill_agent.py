@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.guardian.guardian import kill_cgroup
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Light, Watched, described, halting_server, is_alive, library
 from tests.harness import DEADLINE_S, REPOSITORY, script, slow, wait_for
 from tests.standin import WITHOUT_TORCH
@@ -213,7 +212,6 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
             said_pids(killed, "worker", each=1)
             left = [path for path in (*killed.run_dirs(), *killed.memory_dirs()) if path not in kept]
             guardian = killed.guardian()
-            cgroups = [word for word in guardian.cmdline() if word.startswith("/sys/fs/cgroup/")]
             # Stop the agent first: it would start another guardian.
             killed.signal(signal.SIGSTOP)
             guardian.kill()
@@ -227,6 +225,3 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
                 wait_for(lambda: not any(path.exists() for path in left), "the removal")
 
         assert all(path.exists() for path in kept), "its agent lives"
-    # No agent removes this empty cgroup any more.
-    for cgroup in cgroups:
-        kill_cgroup(cgroup)
