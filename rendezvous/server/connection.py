@@ -12,8 +12,8 @@ from elaunch.rendezvous.server.watchers import Watcher
 
 _READ_BYTES = 64 << 10
 # To read more from one connection at a time would starve the others. Without authentication, one TLS record is read.
-READ_BYTES_MAX = 8 * _READ_BYTES
-UNAUTHENTICATED_READ_BYTES_MAX = 16 << 10
+_READ_BYTES_MAX = 8 * _READ_BYTES
+_UNAUTHENTICATED_READ_BYTES_MAX = 16 << 10
 # While this much data waits to be sent on a connection, its watch gets no further changes.
 OUTGOING_BYTES_MAX = 1 << 20
 # The connection to a host that disappeared is closed after about this long, also while nothing is sent.
@@ -25,106 +25,24 @@ class Closed(Exception):
 
 
 class Connection:
-    """An accepted socket. If nothing can be read or written at once, `events` says what to wait for.
+    """One client. Its requests are answered in order; a watch is the last one.
 
     Call `begin` before the first `read`: it gives the connection its TLS, which a connection that is never read is not
-    worth.
+    worth. `dirty` holds all clients of the server for which data waits to be sent. This one adds itself.
     """
 
-    def __init__(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        accepted: socket.socket,
+        tls: ssl.SSLContext | None,
+        reader: RequestReader,
+        dirty: dict[Connection, None],
+    ) -> None:
         accepted.setblocking(False)
         if accepted.family != socket.AF_UNIX:
             _tune(accepted)
-        self.outgoing = bytearray()
         self.socket = accepted
-        self._tls = tls
-        self._shaken_hands = tls is None
-        self._wants = selectors.EVENT_READ
-
-    def begin(self) -> None:
-        """Make ready to read, with a new `socket` for the same descriptor. Raises Closed."""
-        if self._tls:
-            try:
-                self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-            except (OSError, ValueError) as error:
-                raise Closed from error
-
-    @property
-    def events(self) -> int:
-        """The events to wait for, as the module `selectors` names them."""
-        return self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
-
-    def read(self, bytes_max: int = READ_BYTES_MAX) -> bytes:
-        """The data that has arrived, about `bytes_max` at most; b"" if there is none yet.
-
-        Raises Closed at the end of the stream.
-        """
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            if not self._shaken_hands:
-                self._shake_hands()
-            # No selector sees the data that TLS holds decrypted, so all of it is read here.
-            while size < bytes_max or self._is_pending():
-                piece = self.socket.recv(min(_READ_BYTES, bytes_max))
-                if not piece:
-                    raise Closed
-                pieces.append(piece)
-                size += len(piece)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            self._wants = selectors.EVENT_READ
-        except ssl.SSLWantWriteError:
-            self._wants = selectors.EVENT_READ | selectors.EVENT_WRITE
-        except OSError as error:
-            raise Closed from error
-        except Closed:
-            if not pieces:
-                raise
-        return b"".join(pieces)
-
-    def write(self) -> int:
-        """Send as much of `outgoing` as the connection takes. Returns the number of bytes. Raises Closed."""
-        before = len(self.outgoing)
-        try:
-            while self.outgoing:
-                with memoryview(self.outgoing) as view:
-                    sent = self.socket.send(view[:_READ_BYTES])
-                del self.outgoing[:sent]
-        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            pass
-        except OSError as error:
-            raise Closed from error
-        return before - len(self.outgoing)
-
-    def close(self) -> None:
-        self.socket.close()
-
-    def _shake_hands(self) -> None:
-        assert isinstance(self.socket, ssl.SSLSocket)
-        self.socket.do_handshake()
-        self._shaken_hands = True
-
-    def _is_pending(self) -> bool:
-        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
-
-
-def _tune(accepted: socket.socket) -> None:
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S // 2)
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_S // 4)
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER_S * 1000)
-
-
-class ConnectedClient:
-    """One client. Its requests are answered in order; a watch is the last one.
-
-    `dirty` holds all clients of the server for which data waits to be sent. This client adds itself.
-    """
-
-    def __init__(self, connection: Connection, reader: RequestReader, dirty: dict[ConnectedClient, None]) -> None:
-        self.connection = connection
+        self.outgoing = bytearray()
         self.reader = reader
         # This client has sent a complete request with the secret.
         self.is_known = False
@@ -140,13 +58,24 @@ class ConnectedClient:
         self.lingers = False
         # Requests that have arrived may still be unanswered.
         self.has_more = False
-        self.registered = self.events
+        self._tls = tls
+        self._shaken_hands = tls is None
+        self._wants = selectors.EVENT_READ
         self._dirty = dirty
+        self.registered = self.events
+
+    def begin(self) -> None:
+        """Make ready to read, with a new `socket` for the same descriptor. Raises Closed."""
+        if self._tls:
+            try:
+                self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+            except (OSError, ValueError) as error:
+                raise Closed from error
 
     @property
     def events(self) -> int:
-        """The events to wait for. Nothing is read from a client that does not read its answers."""
-        events = self.connection.events
+        """The events to wait for, of `selectors`. Nothing is read from a client that does not read its answers."""
+        events = self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
         return events if self.is_asked() else events & ~selectors.EVENT_READ
 
     @property
@@ -159,29 +88,73 @@ class ConnectedClient:
         return self.has_room() and not self.has_more
 
     def has_room(self) -> bool:
-        return len(self.connection.outgoing) < OUTGOING_BYTES_MAX
+        return len(self.outgoing) < OUTGOING_BYTES_MAX
 
     def read(self) -> None:
-        """Read the data that has arrived, and drop it if no request is expected. Raises Closed."""
-        data = self.connection.read(READ_BYTES_MAX if self.is_known else UNAUTHENTICATED_READ_BYTES_MAX)
+        """Read the data that has arrived, and drop it if no request is expected. Raises Closed at the end."""
+        bytes_max = _READ_BYTES_MAX if self.is_known else _UNAUTHENTICATED_READ_BYTES_MAX
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            if isinstance(self.socket, ssl.SSLSocket) and not self._shaken_hands:
+                self.socket.do_handshake()
+                self._shaken_hands = True
+            # No selector sees the data that TLS holds decrypted, so all of it is read here.
+            while size < bytes_max or (isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0):
+                piece = self.socket.recv(min(_READ_BYTES, bytes_max))
+                if not piece:
+                    raise Closed
+                pieces.append(piece)
+                size += len(piece)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self._wants = selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            self._wants = selectors.EVENT_READ | selectors.EVENT_WRITE
+        except OSError as error:
+            raise Closed from error
+        except Closed:
+            if not pieces:
+                raise
         if self.is_answered:
-            self.reader.feed(data)
+            self.reader.feed(b"".join(pieces))
 
     def write(self, now_s: float) -> None:
         """Send as much of the waiting data as the connection takes. Raises Closed."""
-        if self.connection.write() or self.moved_s > now_s:
+        before = len(self.outgoing)
+        try:
+            while self.outgoing:
+                with memoryview(self.outgoing) as view:
+                    sent = self.socket.send(view[:_READ_BYTES])
+                del self.outgoing[:sent]
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            pass
+        except OSError as error:
+            raise Closed from error
+        if len(self.outgoing) < before or self.moved_s > now_s:
             self.moved_s = now_s
-        if not self.connection.outgoing:
+        if not self.outgoing:
             self.moved_s = math.inf
 
     def is_stalled(self, since_s: float) -> bool:
         """Whether data waits for the client, and none of it was sent after `since_s`."""
-        return bool(self.connection.outgoing) and self.moved_s < since_s
+        return bool(self.outgoing) and self.moved_s < since_s
 
     def send(self, line: bytes) -> None:
         """Send a line of the watch."""
         self.put(chunk(line))
 
     def put(self, data: bytes) -> None:
-        self.connection.outgoing += data
+        self.outgoing += data
         self._dirty[self] = None
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _tune(accepted: socket.socket) -> None:
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_AFTER_S // 2)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_S // 4)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER_S * 1000)

@@ -92,11 +92,6 @@ class TestServedStore(StoreContract):
         return served.engine.compact
 
 
-def test_the_served_store_passes_for_an_etcd_that_is_new_enough(served: Served) -> None:
-    with closing(client_of(served)) as store:
-        assert store.check() >= "3.4"
-
-
 def test_another_token_is_denied_with_the_way_out(served: Served) -> None:
     store = client_of(served, "quite another token")
 

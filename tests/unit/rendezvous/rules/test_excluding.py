@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.excluding import STREAK_AGE_MAX_S, is_excluded
+from elaunch.rendezvous.rules.excluding import STREAK_AGE_MAX_S, is_excluded, stand
+from elaunch.rendezvous.rules.reports import job_report
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, Node, Streak, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, node, running
 
@@ -272,3 +273,23 @@ def test_a_failure_before_the_start_ends_the_job_unless_the_node_is_excluded_for
         crash(world, C, exception="ModuleNotFoundError", kind=FailureKind.STARTUP)
 
     assert world.ended.startswith("it never got past its start")
+
+
+def test_an_excluded_node_that_runs_for_want_of_another_is_not_acquitted_by_its_own_failure() -> None:
+    own, other = Exclusion("host-b", "signal", ""), Exclusion("host-c", "signal", "")
+    before = replace(three().table, excluded=(own, other))
+    failed = Failure(FailureKind.SIGNAL, before.generation, B.node_id, B.host, 1, 0, 1, 1, "was killed by SIGKILL")
+
+    found = stand(TWO, before, [failed], {B.node_id, C.node_id}, 1.0)
+
+    assert found.excluded == (own,)
+
+
+def test_the_failure_that_is_shown_is_of_the_newest_generation_that_failed() -> None:
+    world = failing(three(), B)
+    world.fail(FailureKind.EXCEPTION, nodes=(A,))
+
+    assert sorted(world.snapshot.failures) == [0, 1]
+    found = job_report(world.snapshot).failure
+    assert found
+    assert (found.generation, found.kind) == (1, FailureKind.EXCEPTION)

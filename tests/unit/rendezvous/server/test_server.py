@@ -268,7 +268,7 @@ def test_who_reads_slowly_delays_nobody_is_told_all_in_the_end_and_little_waits_
         revision = put(gateway, b"key", b"x" * size)
         # The quick one has it at once, though the slow one has taken nothing.
         assert quick.events_until(revision)[-1]["kv"]["mod_revision"] == str(revision)
-    waiting = max(len(other.connection.outgoing) for other in server._clients)
+    waiting = max(len(other.outgoing) for other in server._clients)
 
     told = [int(event["kv"]["mod_revision"]) for event in slow.events_until(revision)]
     assert told == list(range(first, revision + 1))
@@ -304,7 +304,7 @@ def test_who_does_not_read_answers_is_not_asked_for_more(patient: None, served: 
         rude.sendall(request * 200)
         assert rude.recv(1) == b"H"
         assert keys(gateway) == 1
-        waiting = max(len(other.connection.outgoing) for other in server._clients)
+        waiting = max(len(other.outgoing) for other in server._clients)
 
     assert waiting < OUTGOING_BYTES_MAX + 800_000
 
