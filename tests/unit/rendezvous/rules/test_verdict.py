@@ -16,7 +16,6 @@ from elaunch.rendezvous.rules.verdict import (
     first_failure,
     identical,
     judge,
-    killed_together,
 )
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
@@ -391,16 +390,6 @@ def test_the_jobs_first_failure_is_no_lost_peer_if_anything_else_failed() -> Non
     assert first_failure({1: [PEER], 2: [PEER, first], 3: [KILLED]}) == first
     assert first_failure({1: [PEER], 2: [PEER]}) is PEER
     assert first_failure({}) is None
-
-
-def test_ranks_that_were_killed_at_once_are_all_named() -> None:
-    here = killed_together(KILLED, [KILLED, PEER, replace(KILLED, rank=2), replace(KILLED, rank=5, code=-11)])
-
-    both = killed_together(here, [here, replace(KILLED, rank=4)])
-
-    assert here.message == "was killed by SIGKILL, and so was rank 2,"
-    assert both.message == "was killed by SIGKILL, and so were ranks 2 and 4,"
-    assert alike(KILLED, both), "which of them are recorded is chance"
 
 
 LEFT = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
