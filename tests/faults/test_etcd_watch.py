@@ -309,8 +309,8 @@ def test_a_watch_whose_first_read_is_never_answered_says_so_though_its_stream_is
     etcd: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Slow(EtcdStore):
-        def read(self, *prefixes: str) -> View:
-            raise Unavailable(f"no answer about {prefixes}")
+        def read(self, prefix: str) -> View:
+            raise Unavailable(f"no answer about {prefix}")
 
     monkeypatch.setattr(watching_module, "_SETTLED_S", 0.0)
     with closing(Slow(etcd.addresses, deadline_s=DEADLINE_S)) as store:
@@ -322,7 +322,7 @@ def test_a_watch_whose_first_read_is_never_answered_says_so_though_its_stream_is
 @pytest.mark.usefixtures("patient")
 def test_a_fault_of_the_client_ends_a_watch_and_leaves_nobody_waiting(etcd: Etcd) -> None:
     class Faulty(EtcdStore):
-        def read(self, *prefixes: str) -> View:
+        def read(self, prefix: str) -> View:
             raise ZeroDivisionError("of ours")
 
     told: list[Update] = []

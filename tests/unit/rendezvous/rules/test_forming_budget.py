@@ -9,7 +9,7 @@ import pytest
 from elaunch.rendezvous.rules.forming import counted_restarts
 from elaunch.rendezvous.rules.verdict import BARREN_MAX
 from elaunch.rendezvous.types import FailureKind, Node, OutcomeKind, RankTable, Terms
-from tests.unit.agent.job_world import TERMS, A, B, C, forming, running
+from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, forming, running
 
 SIGNAL = FailureKind.SIGNAL
 
@@ -57,6 +57,19 @@ def test_a_loss_is_not_charged() -> None:
 
     assert (world.table.generation, world.table.restarts) == (1, 0)
     assert world.table.reason == "host-b was lost: no sign of life from the elaunch that ran there"
+
+
+def test_who_joins_is_not_charged() -> None:
+    world = running(A)
+    world.join(B)
+    world.look()
+    world.now_s += TIMES.join_gather_s
+    world.lead()
+    world.join(A, B)
+
+    world.seal()
+
+    assert (world.seated, world.table.restarts, world.table.reason) == ("ab", 0, "host-b joins")
 
 
 def test_a_budget_that_is_spent_does_not_end_a_job_that_loses_a_node() -> None:
