@@ -316,7 +316,7 @@ def test_a_watch_whose_first_read_is_never_answered_says_so_though_its_stream_is
     with closing(Slow(etcd.addresses, deadline_s=DEADLINE_S)) as store:
         begun = in_thread(store.watch(PREFIX, None, Told()).begun)
 
-        assert str(begun.exception(DEADLINE_S)) == f"no answer about {(PREFIX,)}"
+        assert str(begun.exception(DEADLINE_S)) == f"no answer about {PREFIX}"
 
 
 @pytest.mark.usefixtures("patient")
