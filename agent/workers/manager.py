@@ -20,7 +20,6 @@ from elaunch.agent.core.actions import (
 )
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
 from elaunch.agent.core.timeline import WorkersSeen, of_seats
-from elaunch.agent.diagnosis.causes.cause import Facts
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.agent.diagnosis.investigate import Investigator
 from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_files
@@ -35,7 +34,7 @@ from elaunch.agent.workers.orphans import Leftovers, named
 from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
 from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.texts import node_host
-from elaunch.rendezvous.types import Failure, RankTable
+from elaunch.rendezvous.types import RankTable
 
 
 class Workers:
@@ -111,7 +110,7 @@ class Workers:
 
     def word_of_kernel(self, pid: int) -> str:
         """What the kernel says about the SIGKILL of another process of this job. Empty if it says nothing."""
-        return self._exits.word_of_kernel(pid, self._current.latest)
+        return self._exits.word_of_kernel(pid)
 
     def reserve_port(self) -> int:
         """The port of the next generation's worker store, if that is this node's. Raises NoPort."""
@@ -242,8 +241,8 @@ class Workers:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
                 # Those that lost a peer are explained only if there is no other.
                 causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
-                self._look_into(
-                    causes,
+                Investigator(self._log, self._kill_counters).look_into(
+                    causes.values(),
                     lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
                 )
             except Exception:
@@ -290,12 +289,6 @@ class Workers:
                 self._reporter.say(hidden)
 
         self._pump.drain(group.generation, drained)
-
-    def _look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
-        if not failures:
-            found({})
-            return
-        Investigator(self._log, self._kill_counters).look_into(failures, found)
 
 
 def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:

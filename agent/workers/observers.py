@@ -13,8 +13,7 @@ from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import hang, stacks
-from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, evidence, slow_rank, slow_text
-from elaunch.agent.diagnosis.flight_recorder import all_entries
+from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
 from elaunch.agent.diagnosis.proc_stats import Vitals
 from elaunch.agent.diagnosis.stack_groups import Stack, full_text, group_words, grouped
@@ -29,8 +28,6 @@ _FIRST_LOOK_S = 1.0
 _COUNT_EVERY_S = 0.7
 # The longest look is a part of the time after which idle ranks hang.
 _LOOKS_PER_LIMIT = 6
-# Workers that seem to hang may be asked for many entries: it takes a worker 30 µs for each.
-_ENTRIES_MAX = 50_000
 STACKS_FILE = "stacks.txt"
 _STOPPED_ADVICE = (
     "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
@@ -146,12 +143,11 @@ class Observers:
         group = self._current.group
         if not self._vitals.is_due(now_s):
             return
-        disturbed = frozenset(rank for rank, recorder in group.recorders.items() if recorder.take_disturbed())
-        windows = self._vitals.look(group.pids, now_s, disturbed)
+        windows = self._vitals.look(group.pids, now_s)
         for rank, recorder in group.recorders.items():
-            answers, is_outstanding = recorder.take_asked(), recorder.is_stalled(now_s)
+            is_outstanding = recorder.is_stalled(now_s)
             if window := windows.get(rank):
-                windows[rank] = replace(window, answers=answers, is_outstanding=is_outstanding)
+                windows[rank] = replace(window, is_outstanding=is_outstanding)
         if windows:
             self._samples.append(Sampled(group.generation, windows))
 
@@ -206,7 +202,8 @@ class Observers:
             found: tuple[Stack, ...] = ()
             try:
                 found = stacks.take(pids)
-                entered = evidence(all_entries(recorders, _ENTRIES_MAX)) if recorders else {}
+                now_s = time.monotonic()
+                entered = {rank: last_entered(recorder.fresh_counts(now_s)) for rank, recorder in recorders.items()}
                 found = tuple(
                     replace(each, entered=said.words, waits=said.waits, has_begun=said.has_begun)
                     if (said := entered.get(each.rank))

@@ -29,7 +29,7 @@ from pathlib import Path
 from elaunch.agent.linux import die_with_parent
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of
-from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.store.locate import RendezvousPlan, Serving
 from elaunch.launcher.store.token import KeptToken
 from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from elaunch.agent.guardian.guardian import boot_id
 from elaunch.launcher.errors import SiteError
-from elaunch.launcher.options.secret_file import FOLDER, TOKEN_LINE, private_folder, read_own
+from elaunch.launcher.options.files import FOLDER, TOKEN_LINE, private_folder, read_own
 from elaunch.launcher.options.values import PORT_MAX
 from elaunch.rendezvous.endpoint import Endpoint, is_meant_locally
 from elaunch.rendezvous.etcd.discovery import speaks_http

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +16,7 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server import admission
 from elaunch.rendezvous.server import server as server_module
 from elaunch.rendezvous.server.admission import PER_ADDRESS, slots_for
-from tests.harness import joined, wait_for
+from tests.harness import wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
 OPEN_FILES = 60
@@ -95,19 +93,6 @@ def test_connections_of_one_byte_each_do_not_shut_an_agent_out_and_a_line_names_
     assert f"(127.0.0.1 has {UNAUTHENTICATED})" in lines[0]
 
 
-def test_a_slow_agent_of_another_address_is_not_pushed_out_by_a_crowd(secret: Secret) -> None:
-    with (
-        ServerProcess(open_files=OPEN_FILES) as process,
-        connected(process.port, "127.0.0.2") as slow,
-        crowd(process.port, 3 * UNAUTHENTICATED),
-    ):
-        gets_in(process.port, secret)
-
-        with secret.client_context().wrap_socket(slow) as agent:
-            agent.sendall(health(secret))
-            assert agent.recv(12) == b"HTTP/1.1 200"
-
-
 def test_authenticated_agents_are_not_closed_for_unauthenticated_connections(secret: Secret) -> None:
     with ServerProcess(open_files=OPEN_FILES) as process:
         agents = [Gateway("127.0.0.1", process.port, secret) for _ in range(3 * UNAUTHENTICATED)]
@@ -167,17 +152,6 @@ def silence(client: socket.socket) -> None:
     pass
 
 
-@pytest.mark.parametrize("does", [drip, silence])
-@pytest.mark.parametrize("with_tls", [False, True], ids=["before TLS", "after TLS"])
-def test_no_byte_buys_an_unauthenticated_connection_time(
-    secret: Secret, monkeypatch: pytest.MonkeyPatch, does: Callable[[socket.socket], None], with_tls: bool
-) -> None:
-    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 1.0)
-    with thread_serving(secret if with_tls else None) as (_, port), connected(port) as plain:
-        client: socket.socket = secret.client_context().wrap_socket(plain) if with_tls else plain
-        assert until_closed(client, does, 60) < 50
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("does", [drip, silence])
 @pytest.mark.parametrize("begins", ["in the handshake", "in the headers", "in an authorised body"])
@@ -215,75 +189,6 @@ def until_closed(client: socket.socket, does: Callable[[socket.socket], None], d
         except OSError:
             break
     return time.monotonic() - began_s
-
-
-def test_three_clients_without_the_token_that_pipeline_get_an_answer_each_connection_and_delay_nobody(
-    secret: Secret,
-) -> None:
-    over = threading.Event()
-    answers: list[bytes] = []
-    requests = b"GET /health HTTP/1.1\r\n\r\n" * 1000
-    context = secret.client_context()
-
-    def pipeline(port: int) -> None:
-        while not over.is_set():
-            with suppress(OSError), context.wrap_socket(connected(port)) as client:
-                # The client does not read while it writes. It does not send what does not fit.
-                client.settimeout(1)
-                with suppress(OSError):
-                    client.sendall(requests)
-                answers.append(read_all(client))
-
-    with ServerProcess() as process:
-        threads = [threading.Thread(target=pipeline, args=(process.port,)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: len(answers) >= 6, "the answers")
-        took_s = [gets_in(process.port, secret) for _ in range(10)]
-        over.set()
-        joined(*threads)
-
-    assert max(answer.count(b"HTTP/1.1 ") for answer in answers) == 1
-    assert any(answer.startswith(b"HTTP/1.1 401 ") for answer in answers)
-    assert max(took_s) < 15
-
-
-def read_all(connection: socket.socket) -> bytes:
-    pieces = []
-    with suppress(OSError):
-        while piece := connection.recv(1 << 16):
-            pieces.append(piece)
-    return b"".join(pieces)
-
-
-def test_an_agent_that_sends_many_requests_together_does_not_delay_the_others(secret: Secret) -> None:
-    body = b'{"success":[{"request_put":{"key":"YQ=="}}]}'
-    head = f"POST /v3/kv/txn HTTP/1.1\r\nAuthorization: Bearer {secret.bearer}\r\nContent-Length: {len(body)}\r\n\r\n"
-    count = 300
-    with ServerProcess() as process, secret.client_context().wrap_socket(connected(process.port)) as eager:
-        other = Gateway("127.0.0.1", process.port, secret)
-        assert other.call("/health", "", "GET")[0] == 200
-        eager.sendall(head.encode() + body)
-        assert eager.recv(12) == b"HTTP/1.1 200"
-
-        # The server is stopped until both clients have sent, so that it finds both requests at once.
-        process.process.send_signal(signal.SIGSTOP)
-        eager.sendall((head.encode() + body) * count)
-        answered: list[int] = []
-
-        def put() -> None:
-            status, answer = other.put(b"b")
-            assert status == 200
-            answered.append(int(answer["header"]["revision"]))
-
-        asking = threading.Thread(target=put)
-        asking.start()
-        wait_for(lambda: unread(process.port) >= 2, "both have sent")
-        process.process.send_signal(signal.SIGCONT)
-        joined(asking)
-
-    # The answer came after a few of the eager client's requests, not after all.
-    assert answered[0] < count // 2
 
 
 def unread(port: int) -> int:

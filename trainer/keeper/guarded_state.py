@@ -205,7 +205,7 @@ class GuardedState:
 
     def put_down(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
-        self._training.settings.stepped()
+        self._training.settings.stepped(is_checked=self.is_checked)
         # The backward pass has stored this already, unless random numbers were drawn since.
         if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True
@@ -223,8 +223,6 @@ class GuardedState:
             if is_whole:
                 if self.is_checked:
                     self._require_kept(f"step {self.next_version.step} is not committed")
-                else:
-                    self._copies.require_plain_values()
                 if self._rehearsal is not None:
                     self._rehearsal.committing()
                 is_first = not self.version.step and self._copies.lacks_base
@@ -265,9 +263,8 @@ class GuardedState:
         self.is_checked = True
 
     def require_checked(self) -> None:
-        """Check the state that is to be copied, if the last commit has not. Raises TypeError."""
-        if not self.is_checked:
-            self._require_kept(f"step {self.version.step} is not copied")
+        """Check the state that is to be copied: it may have changed since its commit. Raises TypeError."""
+        self._require_kept(f"step {self.version.step} is not copied")
 
     def snapshot(self) -> None:
         """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""

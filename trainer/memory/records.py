@@ -16,7 +16,7 @@ from torch import Tensor
 from elaunch.trainer.memory.recovery_plan import Record
 from elaunch.trainer.memory.slots import Slot, Slots
 from elaunch.trainer.state.packing import pack
-from elaunch.trainer.state.region import Header, Packed, get, put
+from elaunch.trainer.state.region import Header, get, put
 from elaunch.trainer.state.version import Piece, Version
 
 _DONE = struct.Struct("<qq")
@@ -42,17 +42,10 @@ class Records:
         self._done = Slot(folder / f"{name}.done-{rank}", layout)
         # What is mapped of it once this process has written it.
         self._done_region = torch.empty(0, dtype=torch.uint8)
-        self._state: object = None
-        self._packed: Packed | None = None
 
     def stage(self, version: Version, state: object) -> None:
-        """Store the own state that belongs to `version` once its step completes. The two before stay.
-
-        If the same object comes again nothing in it has changed since.
-        """
-        if self._packed is None or state is not self._state:
-            self._state, self._packed = state, pack(state)
-        self._staged.slots[version.step % 3].write_again(self._piece(version), self._packed)
+        """Store the own state that belongs to `version` once its step completes. The two before stay."""
+        self._staged.slots[version.step % 3].write(self._piece(version), pack(state))
 
     def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
         """Store the own state of a snapshot or a copy; the newest ones and those in `spare` stay. Returns its region.

@@ -1,4 +1,4 @@
-"""rendezvous.limits, and the records that keep them: whatever a program says, a record has a longest form."""
+"""The limits of rendezvous.codec, and the records that keep them: whatever a program says, a record has a longest form."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import pytest
 
 from elaunch.agent.core.actions import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.core.events import (
+    WorkerEnded,
     WorkerListens,
-    WorkerRaised,
     WorkerSaved,
     WorkerSaving,
     WorkerStopped,
@@ -100,7 +100,7 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
         WorkerStopped(4, 0, 7),
         WorkerSaving(4, 0, 8),
         WorkerSaved(4, 0, 8),
-        WorkerRaised(4, 0, 2.5),
+        WorkerEnded(4, 0, 2.5, raised=True),
     ]
     assert link.take_news() == []
     assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)

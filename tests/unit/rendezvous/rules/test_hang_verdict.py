@@ -1,4 +1,4 @@
-"""rendezvous.rules.hanging: when a whole job hangs, and which rank is named."""
+"""rendezvous.rules.hang_verdict: when a whole job hangs, and which rank is named."""
 
 from __future__ import annotations
 
