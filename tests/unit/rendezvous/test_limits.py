@@ -1,4 +1,4 @@
-"""The limits of rendezvous.codec, and the records that keep them: whatever a program says, a record has a longest form."""
+"""rendezvous.codec: whatever a program says, a record has a longest form."""
 
 from __future__ import annotations
 
