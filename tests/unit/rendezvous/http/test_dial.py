@@ -6,6 +6,7 @@ import errno
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ class Listener:
     def asking(self) -> int:
         """How many ask for a connection and are not answered."""
         return len(self._rows(2, SYN_SENT))
+
+    def wake(self) -> None:
+        """Take those who wait, so that the next is answered."""
+        for _ in self._waiting:
+            self.socket.accept()[0].close()
 
     def close(self) -> None:
         for each in (self.socket, *self._waiting):
@@ -93,6 +99,19 @@ def test_a_silent_one_does_not_keep_from_the_next(listeners: list[Listener]) -> 
         assert connected.getpeername() == other.address[1]
 
     assert not opened() - before
+
+
+def test_who_is_silent_for_a_moment_is_asked_again(listeners: list[Listener]) -> None:
+    silent = listeners[0]
+    silent.fall_silent()
+    with ThreadPoolExecutor() as pool:
+        dialled = pool.submit(dial, [silent.address], Deadline(DEADLINE_S).left)
+        wait_for(lambda: silent.asking() == 1, "it is asked")
+
+        silent.wake()
+
+        with dialled.result(DEADLINE_S) as connected:
+            assert connected.getpeername() == silent.address[1]
 
 
 def test_nobody_is_waited_for_longer_than_there_is_time(listeners: list[Listener]) -> None:
