@@ -56,7 +56,7 @@ class Connection:
         # server closed at once, the kernel would reset the connection, and the client might never read the answer.
         self.closes = False
         self.lingers = False
-        # Requests that have arrived may still be unanswered.
+        # Requests that have arrived are unanswered for want of room.
         self.has_more = False
         self._tls = tls
         self._shaken_hands = tls is None
@@ -76,16 +76,12 @@ class Connection:
     def events(self) -> int:
         """The events to wait for, of `selectors`. Nothing is read from a client that does not read its answers."""
         events = self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
-        return events if self.is_asked() else events & ~selectors.EVENT_READ
+        return events if self.has_room() else events & ~selectors.EVENT_READ
 
     @property
     def is_answered(self) -> bool:
         """Whether further requests are answered: not after a watch, and not while the connection is being closed."""
         return not (self.watcher or self.closes or self.lingers)
-
-    def is_asked(self) -> bool:
-        """Whether further requests are read now."""
-        return self.has_room() and not self.has_more
 
     def has_room(self) -> bool:
         return len(self.outgoing) < OUTGOING_BYTES_MAX

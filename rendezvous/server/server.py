@@ -57,10 +57,9 @@ STALL_S = 1.5
 # Between two lines about the same thing.
 QUIET_S = 60.0
 _TICK_S = 1.0
-# Limits of one turn of the loop: neither many clients nor one client with many requests may delay the others. More are
-# accepted than shake hands: they must not wait in the kernel's queue, where one address can be before all others.
+# Limits of one turn of the loop: many clients may not delay the others. More are accepted than shake hands: they must
+# not wait in the kernel's queue, where one address can be before all others.
 _ACCEPTED_AT_ONCE = 256
-_ANSWERED_AT_ONCE = 16
 _HANDSHAKES_S = 0.02
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -93,7 +92,6 @@ class Server:
         # The selector does not know those whose first data waits to be read.
         self._unauthenticated: Unauthenticated[Connection] = Unauthenticated()
         self._dirty: dict[Connection, None] = {}
-        self._unfinished: dict[Connection, None] = {}
         self._quiet_until_s: dict[str, float] = {}
         self._now_s = time.monotonic()
         self._waker, self._woken = socket.socketpair()
@@ -136,14 +134,11 @@ class Server:
         running_s = 0.0
         while not self._stopping:
             timeout_s = max(min(_TICK_S, self.engine.idle_until_s - running_s), 0.0)
-            ready = self._selector.select(0.0 if self._unfinished or self._unauthenticated.has_arrivals else timeout_s)
+            ready = self._selector.select(0.0 if self._unauthenticated.has_arrivals else timeout_s)
             now_s = self._now_s = time.monotonic()
             running_s += min(now_s - last_s, STALL_S)
             last_s = now_s
             self.engine.tell_time(running_s)
-            unfinished, self._unfinished = self._unfinished, {}
-            for client in unfinished:
-                self._serve(client)
             for key, _ in ready:
                 key.data()
             self._welcome()
@@ -239,33 +234,33 @@ class Server:
                 break
 
     def _serve(self, client: Connection) -> None:
-        """Read, answer and write. Called if data has arrived, data can be sent, or requests are still unanswered."""
+        """Read, answer and write. Called if data has arrived, or can be sent."""
         if client not in self._clients:
             return
         try:
-            if client.is_asked():
+            if client.has_room():
                 client.read()
             self._answer(client)
             self._write(client)
+            while client.has_more and client.has_room():
+                self._answer(client)
+                self._write(client)
         except Closed:
             self._close(client)
 
     def _answer(self, client: Connection) -> None:
-        """Answer requests, up to the limit of one turn."""
+        """Answer the requests that have arrived, as long as there is room for answers."""
         client.has_more = False
         try:
-            for _ in range(_ANSWERED_AT_ONCE):
-                if not (client.is_answered and client.has_room()):
-                    break
-                request = client.reader.next()
-                if request is None:
-                    return
+            while client.is_answered and (request := client.reader.next()):
                 self._do(client, request)
+                if not client.has_room():
+                    client.has_more = True
+                    return
         except BadRequest as bad:
             client.lingers = True
             client.deadline_s = self._now_s + LINGER_S
             client.put(http_response(bad.status, bad.body, closes=True))
-        client.has_more = client.is_answered
 
     def _do(self, client: Connection, request: HttpRequest) -> None:
         """Run one request. Its client is authenticated: else `_admit` would have refused the request."""
@@ -321,8 +316,6 @@ class Server:
             client.write(self._now_s)
         if client.closes and not client.outgoing:
             raise Closed
-        if client.has_more and client.has_room():
-            self._unfinished[client] = None
         if client.events != client.registered:
             client.registered = client.events
             self._selector.modify(client.socket, client.events, partial(self._serve, client))
@@ -351,7 +344,6 @@ class Server:
             del self._clients[client]
             self._unauthenticated.discard(client)
             self._dirty.pop(client, None)
-            self._unfinished.pop(client, None)
             if client.watcher:
                 self._watchers.remove(client.watcher)
             if client.registered:
