@@ -347,7 +347,10 @@ def _decoded(parts: list[str], text: str) -> Any:
         case ["ctl", "table", generation]:
             return _of_generation(int(generation), decode_table(text))
         case ["ctl", "spec"]:
-            return _terms(decode(Terms, text))
+            terms = decode(Terms, text)
+            if terms.nodes_max < terms.nodes_min:
+                raise ValueError(f"not a Terms: {shown_text(text)!r} (nodes_max is below nodes_min)")
+            return terms
         case ["ctl", "generation"]:
             return decode(Generation, text)
         case ["ctl", "ended"]:
@@ -361,12 +364,6 @@ def _decoded(parts: list[str], text: str) -> Any:
         case ["ctl", "hang"]:
             return decode(Hang, text)
     return text
-
-
-def _terms(terms: Terms) -> Terms:
-    if terms.nodes_max < terms.nodes_min:
-        raise ValueError(f"not a Terms: nodes_max {terms.nodes_max} is out of range")
-    return terms
 
 
 def _node_id(text: str) -> str:

@@ -134,6 +134,7 @@ RUNS = encode(Generation(3, OpenKind.FAIL, "rank 0 failed"))
     [
         (KEYS.table(3), "{}", "not a rank table"),
         (KEYS.spec, "null", "not a Terms"),
+        (KEYS.spec, encode(Terms(4, 2)), "not a Terms"),
         (KEYS.generation, "7", "not a Generation"),
         (KEYS.ended, "yes", "not a Outcome"),
     ],
