@@ -168,7 +168,7 @@ def test_a_run_is_begun_once_the_lease_of_the_agents_last_life_is_ended() -> Non
 
     bench.client.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.RUN)
 
-    assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.read("").revision)
+    assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
     assert bench.snapshot.leader == ""
 
@@ -183,7 +183,7 @@ def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_a
 
     assert isinstance(refused, Committed)
     assert (refused.held, leader) == (False, "")
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read("").revision)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
 
 
@@ -197,7 +197,7 @@ def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> 
     bench.client.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
 
     assert [bench.store.memory.keep_alive(lease) for lease in (5, 6, 7)] == [3, 3, 3]
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read("").revision)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
 
 
 @pytest.mark.parametrize("breaks_at", ["commit", "read", "revoke"])
@@ -211,7 +211,7 @@ def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
     for _ in range(2):
         bench.client.commit(entry, Tag.JOIN)
 
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read("").revision)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
 
 
@@ -347,7 +347,7 @@ def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
     bench.client.commit(Txn((Absent(KEYS.starter),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
 
     assert seen == ["x"]
-    assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.read("").revision)
+    assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.engine.revision)
 
 
 @pytest.mark.parametrize("tag", [None, Tag.JOIN])
@@ -416,7 +416,7 @@ def started(*, remote: bool = True) -> tuple[Bench, int]:
 def test_who_starts_a_run_begins_the_lease_on_which_its_keys_stand(remote: bool) -> None:
     bench, lease = started(remote=remote)
 
-    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.read("").revision) in bench.events
+    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.engine.revision) in bench.events
     assert bench.store.memory.keep_alive(lease) == TIMES.keys_ttl_s
     assert bench.snapshot.lease == lease
     assert lease not in [leased.lease for leased in bench.leased]
