@@ -153,7 +153,7 @@ def test_no_client_of_an_etcd_sends_a_password_that_it_was_not_told_to_send_plai
     access = Access(login=Login("me", PASSWORD))
     by: RpcTransport | None = GrpcTransport(access) if transport == "grpc" else None
     with closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, DEADLINE_S, by)) as store:
-        for call in (store.check, store.read, lambda: store.grant(1, 5)):
+        for call in (store.check, lambda: store.read("/"), lambda: store.grant(1, 5)):
             with pytest.raises(Denied, match="the password of etcd's user me is not sent; type https://"):
                 call()
 
