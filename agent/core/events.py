@@ -122,13 +122,6 @@ class StoreLost:
 
 
 @dataclass(frozen=True)
-class OwnStoreLost:
-    """The process by which this agent served the job's store has ended. `why` as in `StoreAway`."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class WorkerExited:
     """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`.
 
@@ -294,4 +287,4 @@ LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerSto
 WorkerEvent = (
     LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkerAsked | ServiceLost | Cleared
 )
-Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | RestartOrdered | Tick
+Event = StoreEvent | WorkerEvent | Signalled | RestartOrdered | Tick

@@ -176,14 +176,13 @@ def service_lost(agent: Agent, running: Running, event: ServiceLost, now_s: floa
 
 def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) -> Step:
     """Tell the other nodes, pass the signal on to the workers, and exit after the stop."""
-    agent, unheard = take_signal(agent, event)
+    agent = take_signal(agent, event)
     outcome = interrupted(agent, event)
     agent, farewell = say_goodbye(agent, outcome)
     # Whoever closes a pipe (`| head`) expects no more words.
     said = () if event.signum == SIGPIPE else (Say(_farewell_text(agent, event, len(running.live))),)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
-    agent, actions = _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
-    return agent, (*actions, *unheard)
+    return _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
 
 
 def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:

@@ -414,10 +414,9 @@ class Agent:
     last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At `lead_at_s` it
     looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived here.
     `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `called` is what a user of this host types
-    for the job. `store_gone` says how the store that this host served has ended, for good. By `last_failure` this
-    node's last failed generation is judged; it has all of its output. `logs` is the run's folder in the user's log
-    folder, if there is one. `mismatch` is the last table's, which the log has. `only_here` is as in `AgentConfig`.
-    All times are of this host's monotonic clock.
+    for the job. By `last_failure` this node's last failed generation is judged; it has all of its output. `logs` is the
+    run's folder in the user's log folder, if there is one. `mismatch` is the last table's, which the log has.
+    `only_here` is as in `AgentConfig`. All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -437,7 +436,6 @@ class Agent:
     is_interrupted: bool = False
     restarts_hung: bool = True
     called: str = ""
-    store_gone: str = ""
     last_failure: Failure | None = None
     logs: str = ""
     mismatch: str = ""

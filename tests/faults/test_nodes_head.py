@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from tests.faults.cluster import LightCluster
 from tests.faults.processes import Watched, is_alive
-from tests.harness import COMMAND, DEADLINE_S, slow
+from tests.harness import COMMAND, DEADLINE_S
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -124,7 +123,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         head, other = cluster.agents[0], cluster.agents[1]
 
         kill_store(head)
-        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on, but none can be")
+        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on")
         other.wait_for_output(r"the store is away: .*; trying again; the workers go on")
         cluster.goes_on(meeting)
         (tmp_path / "end").touch()
@@ -133,30 +132,10 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         took_s = time.monotonic() - since_s
 
         assert codes == [3, 3], cluster.story()
-        assert "all exited with 0, and this node cannot know how the other node is doing; exit code 3" in head.stderr
-        assert "this node's workers had all exited with 0" in other.stderr
+        for node in (head, other):
+            assert "this node's workers had all exited with 0" in node.stderr
         # The other node's store_timeout began at the kill. Its default of a minute would take longer than this.
         assert took_s < 50
-
-
-@pytest.mark.parametrize(("how", "code"), [slow("end", 0), ("fail", 1)])
-def test_a_node_alone_ends_as_its_workers_do_when_its_store_was_killed(tmp_path: Path, how: str, code: int) -> None:
-    with LightCluster(tmp_path, 1, head=True) as cluster:
-        cluster.start(0, nnodes="1:2", options=("--rdzv-conf", "last_call_timeout=0"), env=TOKEN)
-        meeting = cluster.meeting(1)
-        head = cluster.agents[0]
-
-        kill_store(head)
-        head.wait_for_output("was killed by SIGKILL")
-        if how == "end":
-            (tmp_path / "end").touch()
-        else:
-            os.kill(meeting.pid(0), signal.SIGKILL)
-
-        assert head.wait() == code, head.output
-        if code:
-            assert re.search(r"Why it stopped: the job's store, .* so nothing can be restarted; 0 of 3", head.stderr)
-        cluster.assert_nothing_is_left(cluster.nodes[0])
 
 
 def test_a_head_that_is_started_again_has_no_history_and_the_others_end(tmp_path: Path) -> None:
