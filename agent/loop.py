@@ -27,7 +27,6 @@ from elaunch.agent.core.actions import (
     Say,
     SignalWorkers,
     Spawn,
-    TakeStacks,
     TellWorkers,
     Widen,
 )
@@ -283,8 +282,6 @@ class Loop:
                 self._workers.signal(action, is_ending=self._is_ending)
             case TellWorkers():
                 self._workers.tell(action)
-            case TakeStacks():
-                self._workers.take_stacks(action)
             case LookAtStacks():
                 self._workers.look_at_stacks(action)
             case KeepStacks():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason, TakeStacks
+from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason
 from elaunch.agent.core.events import (
     SIGABRT,
     SIGHUP,
@@ -17,7 +17,6 @@ from elaunch.agent.core.events import (
     SIGUSR1,
     SIGUSR2,
     Looked,
-    Reported,
     ServiceLost,
     Signalled,
     StoreLost,
@@ -141,18 +140,6 @@ def worker_stopped(agent: Agent, running: Running, event: WorkerStopped, _now_s:
     """Note that it has come to the step boundary: its agent may hear later why all ranks stop there."""
     words = replace(running.words, stopped=running.words.stopped | {event.local_rank})
     return replace(agent, phase=replace(running, words=words)), ()
-
-
-def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> Step:
-    """Take the workers' stacks if none of them has reported anything for the hang timeout."""
-    quiet = running.quiet.after(event.reports, now_s)
-    limit_s = agent.times.hang_timeout_s
-    awaited = running.live & event.reporting and not (running.held or running.leaving)
-    if quiet.is_over or not limit_s or quiet.quiet_s < limit_s or not awaited:
-        return replace(agent, phase=replace(running, quiet=quiet)), ()
-    agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True)))
-    hearing = running.live & running.words.hearing
-    return agent, (TakeStacks(running.table.generation, running.live, hearing, quiet.quiet_s),)
 
 
 def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:

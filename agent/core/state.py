@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from elaunch.agent.core.actions import Action, Exit
 from elaunch.agent.core.events import Tag
-from elaunch.agent.diagnosis.hang import Quiet, Standstill
+from elaunch.agent.diagnosis.hang import Quiet, Standing, Standstill
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -111,8 +112,9 @@ class Running:
     """This node's workers run.
 
     Those of `live` do; `held` is the end of one that waits to be understood. `is_first` says that this agent ran no
-    generation before. `quiet` is how long nothing was reported, `standstill` how the workers look from outside. `ends`
-    are the records of workers that exited with 0, in order.
+    generation before. `quiet` is how long nothing was reported, and `silent` what those reported last whose stacks are
+    being taken for that; `standstill` is how the workers look from outside. `ends` are the records of workers that
+    exited with 0, in order.
     """
 
     table: RankTable
@@ -121,6 +123,7 @@ class Running:
     is_first: bool = True
     words: LinkWords = SILENT
     quiet: Quiet = NOT_QUIET
+    silent: Mapping[int, Standing] = field(default_factory=dict)
     standstill: Standstill = NOT_STILL
     ends: tuple[Failure, ...] = ()
 

@@ -109,7 +109,7 @@ ROWS: tuple[Row[Any], ...] = (
     Row(WorkerSaving, NO_WORKERS, running.worker_saving, stopping.worker_saving, NONE_LEFT, ALL_DONE),
     Row(WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
     Row(WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
-    Row(Reported, NO_WORKERS, running.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(Reported, NO_WORKERS, hangs.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(Sampled, NO_WORKERS, hangs.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(StacksTaken, NO_WORKERS, hangs.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),

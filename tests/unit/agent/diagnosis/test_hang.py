@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import PeerFailed, SignalWorkers, TakeStacks, TellWorkers
-from elaunch.agent.core.events import Reported, Signalled, WorkerListens, WorkersHung
+from elaunch.agent.core.actions import (
+    Blame,
+    KeepStacks,
+    LookAtStacks,
+    PeerFailed,
+    ShowStacks,
+    SignalWorkers,
+    TellWorkers,
+)
+from elaunch.agent.core.events import Reported, Signalled, StacksTaken, WorkerListens, WorkersHung
 from elaunch.agent.diagnosis.hang import _REPORT_LOOK_S_MAX, Quiet, Standing, who_hangs
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack
 from elaunch.rendezvous.types import FailureKind
@@ -26,7 +34,7 @@ def looks(driver: Driver, reports: list[int], *, every_s: float = 1.0, reporting
     done: list[object] = []
     for number in reports:
         driver.now_s += every_s
-        done += driver.happen(Reported(0, number, reporting))
+        done += driver.happen(Reported(0, number, dict.fromkeys(reporting, Standing(7))))
     return done
 
 
@@ -41,9 +49,16 @@ def test_workers_that_report_nothing_for_the_timeout_are_looked_into_once() -> N
     struck = looks(driver, [5])
     later = looks(driver, [5] * 60)
 
+    named = driver.happen(StacksTaken(0, (WAITS, BUSY)))
+
     assert early == []
-    assert struck == [TakeStacks(0, ALL, frozenset({1, 2}), 30.0)]
+    assert struck == [LookAtStacks(0, ALL), TellWorkers(0, frozenset({1, 2}), ShowStacks())]
     assert later == []
+    kept, blamed = named
+    assert isinstance(kept, KeepStacks)
+    message = "hung: it reported nothing for 90 s since step 7; it runs in spin (train.py:12),"
+    assert blamed == Blame(0, 1, message)
+    assert "rank 1: spin (train.py:12)" in driver.said
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 1000.0])
