@@ -64,18 +64,18 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
         # Only output is left, and its reader does not read it.
         return exit_with(agent, clearing.then) if clearing.then else (agent, ())
     agent = take_signal(agent, event)
-    actions: tuple[Action, ...] = ()
+    newest, actions = agent.snapshot.generation, tuple[Action, ...]()
     match clearing:
-        case Clearing(then=None, ended=WorkersStopped()):
-            outcome = interrupted(agent, event)
-            agent, actions = say_goodbye(agent, outcome)
-            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + LAST_WORDS_S))
-        case Clearing(then=None):
+        case Clearing(then=None, ended=WorkersDone()) if newest and newest.number == clearing.table.generation:
             agent, actions = _go_on(agent, clearing)
             # The job of a single node has ended well then.
             if agent.spec.nodes_max > 1:
                 agent, left = leave(agent, event)
                 actions = (*actions, *left)
+        case Clearing(then=None):
+            outcome = interrupted(agent, event)
+            agent, actions = say_goodbye(agent, outcome)
+            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + LAST_WORDS_S))
         case Clearing(then=Outcome() as then) if event.signum == SIGINT:
             agent, actions = end_of_own_run(agent, clearing.table.generation, interrupted(agent, event))
             agent, more = exit_with(agent, then)
