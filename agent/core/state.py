@@ -75,10 +75,6 @@ class LinkWords:
         return [end.local_rank for end in sorted(self.ended, key=lambda end: end.over_s)]
 
     @property
-    def raised(self) -> frozenset[int]:
-        return frozenset(end.local_rank for end in self.ended if end.raised)
-
-    @property
     def returned(self) -> frozenset[int]:
         return frozenset(end.local_rank for end in self.ended if not end.raised)
 
