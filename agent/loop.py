@@ -147,7 +147,7 @@ class Loop:
             outcome = self._live()
             self._take_leave(outcome)
             self._await_leftovers(outcome)
-            if line := self._fork_server.stay(self._guardian.cgroup.release):
+            if line := self._fork_server.stay():
                 self._pump.say(line)
         finally:
             listening.close()

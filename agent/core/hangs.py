@@ -10,8 +10,7 @@ from elaunch.agent.core.state import Agent, Running, Step
 from elaunch.agent.diagnosis import hang
 from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped
-from elaunch.rendezvous.rules.hang_records import Hang, StillNode, hang_words
-from elaunch.rendezvous.rules.hanging import confirm_s, tell_still
+from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode, confirm_s, hang_words, tell_still
 from elaunch.rendezvous.types import host_of
 
 # Groups of equal stacks that the console shows; the others are in the file.

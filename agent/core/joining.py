@@ -10,10 +10,9 @@ from elaunch.agent.core.membership import belongs_to_run, lease_lost, leased, lo
 from elaunch.agent.core.state import Agent, Joining, Running, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
 from elaunch.rendezvous.rules.excluding import exclusion_of
 from elaunch.rendezvous.rules.forming import CAUSE
-from elaunch.rendezvous.rules.roles import role_sizes
-from elaunch.rendezvous.rules.seating import newcomers_of
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 

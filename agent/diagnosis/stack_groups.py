@@ -20,7 +20,7 @@ _LIBRARY = re.compile(
     r".*[/\\](?:(?:(?:site|dist)-packages|lib[/\\]python3\.\d+)[/\\]|(?=elaunch[/\\]trainer[/\\]ranks[/\\]))"
 )
 # The functions in which ranks wait for each other.
-_COLLECTIVES = ("torch/distributed/", "elaunch/trainer/ranks/channel.py")
+_COLLECTIVES = ("torch/distributed/", "elaunch/trainer/ranks/peers.py")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import time
@@ -12,7 +11,6 @@ import pytest
 
 from tests.faults.cluster import LightCluster
 from tests.faults.processes import Watched, is_alive
-from tests.harness import COMMAND, DEADLINE_S
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -75,6 +73,7 @@ def asleep(folder: Path) -> Path:
     return program
 
 
+@pytest.mark.slow
 def test_a_program_that_notices_nothing_ends_when_the_heads_host_has_lost_its_power(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2, head=True) as cluster:
         # With an address there is nothing to look up, and the kernel's error changes: no answer, no route to the host.
@@ -92,23 +91,6 @@ def test_a_program_that_notices_nothing_ends_when_the_heads_host_has_lost_its_po
         assert len(lines) == 1, other.stderr
         assert "the workers go on, and are stopped in" in lines[0]
         assert "type its command on all nodes; if the host that served the store stays away" in other.stderr
-
-
-@pytest.mark.slow
-def test_workers_go_on_when_the_host_of_elaunch_store_which_has_no_ranks_loses_its_power(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3, head=True) as cluster:
-        env = {**os.environ, **TOKEN}
-        store = cluster.nodes[0].popen(*COMMAND, "store", "--listen", ":2379", env=env)
-        cluster.start(1, 2, nnodes="2", options=SHORT, env=TOKEN)
-        meeting = cluster.meeting(2)
-
-        cluster.nodes[0].power_off()
-        store.wait(DEADLINE_S)
-        cluster.agents[1].wait_for_output("the store is away: .*; trying again; the workers go on")
-
-        cluster.trains_for(meeting, 15)
-        (tmp_path / "end").touch()
-        assert [cluster.agents[i].wait() for i in (1, 2)] == [3, 3], cluster.story()
 
 
 def kill_store(head: Watched) -> None:

@@ -13,7 +13,7 @@ from elaunch.agent.core.events import Reported, Sampled, Signalled, StacksTaken,
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standing, Standstill, Window, after_windows, may_stand_still
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
-from elaunch.rendezvous.rules.hang_records import StillKind
+from elaunch.rendezvous.rules.hang_verdict import StillKind
 from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
 from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, settle, started
 

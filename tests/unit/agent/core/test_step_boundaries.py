@@ -15,7 +15,7 @@ from elaunch.agent.diagnosis.hang import HangLimit, Standing, Standstill, wants_
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, place_words
 from elaunch.agent.diagnosis.waits import Doing, doing
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.hang_records import Hang
+from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.core.test_hangs import IDLE, SPINS, WAITING, busy, said, samples, watching

@@ -7,7 +7,7 @@ from dataclasses import replace
 from elaunch.agent.core.events import Signalled, StoreAway, StoreBack, Tick
 from elaunch.agent.core.timeline import Entry
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.hang_records import Hang
+from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import FailureKind
 from tests.event_schema import check_event
