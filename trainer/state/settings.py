@@ -116,7 +116,8 @@ class Settings:
         """
         self.values.begin()
         if self._noted is None:
-            self.values.look(only_often=True)
+            if self._of_commit is not None:
+                self.values.look()
             self._noted = self._now() if is_whole else self._cut_off()
             self._compare(self._noted)
 
@@ -141,7 +142,7 @@ class Settings:
         """
         self._modes = [*map(_TRAINING, self._modules)]
         if is_checked:
-            self.values.look(only_often=True)
+            self.values.look()
             self._of_commit = [*map(_REQUIRES_GRAD, self._parameters)], self.values.now()
 
     def options(self) -> list[list[State]]:
@@ -162,7 +163,7 @@ class Settings:
         return {
             "frozen": [name for name, is_on in zip(self._names, now.requires_grad, strict=True) if not is_on],
             "evaluating": [name for name, is_on in training.items() if not is_on],
-            "values": {**self.values.now(only_seldom=True), **now.values},
+            "values": {**self.values.now(), **now.values},
             "groups": [None if _ids([a]) == _ids([b]) else self._named(number, b) for number, (a, b) in groups],
         }
 
