@@ -278,7 +278,8 @@ class LookAround:
         # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
         self._checkpointed = copies.disk.found
         multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
-        self._looks = Looks(None if boundary.has_peers else 1, state.version.step, multiples)
+        self._has_peers = boundary.has_peers
+        self._looks = Looks(None if self._has_peers else 1, state.version.step, multiples)
 
     def begin(self, total: int) -> None:
         """A loop up to step `total` begins: what came between it and the loop before is not the time of a step."""
@@ -296,7 +297,7 @@ class LookAround:
         A process that is alone looks after each step, and mostly makes no copy.
         """
         step = self._state.next_version.step
-        return 0 < self._total <= step or (self._boundary.has_peers and step >= self._looks.next)
+        return 0 < self._total <= step or (self._has_peers and step >= self._looks.next)
 
     def look(self) -> Wish:
         """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""

@@ -244,17 +244,17 @@ class Keeper:
         if not _is_count(total, 0):
             raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
         with self.loop(total) as has_steps:
-            while has_steps and self.step < total:
+            settings = self._training.settings
+            while has_steps and (step := self.step + 1) <= total:
                 if self._training.random.is_aside:
                     self.redraw()
                 else:
                     self.keep_draws()
-                self._training.settings.begin()
+                settings.begin()
                 self._total = total
                 self.step_begin()
-                step = self.step + 1
                 yield step
-                self._training.settings.note()
+                settings.note()
                 if self.step != step:
                     raise RuntimeError(
                         f"step {step} ended without keeper.commit(); wrap optimizer.step() in it, and where a step is "
@@ -307,20 +307,21 @@ class Keeper:
         All ranks call it between two commits, as `steps` does; further calls before the next commit do nothing. The
         first call after a restore also calls `restore_random`, unless that was called before. Raises Stopped.
         """
-        if self.step == self._restored_step:
+        step = self.step
+        if step == self._restored_step:
             self.restore_random()
-        if self.step == self._begun_step:
+        if step == self._begun_step:
             return
-        self._begun_step = self.step
+        self._begun_step = step
         if self._total is None:
             self._training.settings.note()
-        self._training.require_no_join(EVEN)
-        self._door.step_begins(self.step)
+        self._door.step_begins(step)
         if self._is_open:
             self._signals.install()
-        is_over = self._rehearsal is not None and self._rehearsal.begin(self.step + 1)
+        is_over = self._rehearsal is not None and self._rehearsal.begin(step + 1)
         if is_over or self._around.is_now():
-            self._door.look(self.step)
+            self._training.require_no_join(EVEN)
+            self._door.look(step)
             try:
                 if is_over:
                     self._end_rehearsal()
@@ -382,20 +383,12 @@ class Keeper:
         if self._total is not None and not self._training.random.is_aside and is_alone():
             self._training.random.step_aside(self._copies.random_of(version), version.step)
 
-    @contextlib.contextmanager
-    def commit(self) -> Iterator[None]:
+    def commit(self) -> Commit:
         """Everything that changes the state at the end of a step goes into this block, but no collective of yours.
 
         On a GPU it first waits until the gradients are complete.
         """
-        self.commit_begin()
-        try:
-            yield
-        except BaseException:
-            self._state.end(is_whole=False)
-            raise
-        self._state.end()
-        self._committed()
+        return Commit(self._state, self._committed)
 
     @property
     def is_committing(self) -> bool:
@@ -435,7 +428,8 @@ class Keeper:
             self._state.backward_begins(model)
             version = self._state.next_version
             self._copies.put_down(version, unless_same=True, is_begun=True)
-            self._door.drawn(version.step, partial(self._copies.own_of, version))
+            if self._door.expects(version.step):
+                self._door.drawn(self._copies.own_of(version))
             self._step_aside(version)
 
     def _sums_end(self) -> None:
@@ -501,6 +495,23 @@ class Keeper:
             again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
+
+
+class Commit:
+    """The block of `Keeper.commit`; `committed` is called at its end, if nothing was raised in it."""
+
+    def __init__(self, state: GuardedState, committed: Callable[[], object]) -> None:
+        self._state, self._committed = state, committed
+
+    def __enter__(self) -> None:
+        self._state.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._state.end(is_whole=kind is None)
+        if kind is None:
+            self._committed()
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -47,6 +47,7 @@ class OutsideChanges:
         self._sampled: list[tuple[Tensor, int, int]] = []
         self._samples: list[bytes | Tensor] = []
         self._exchanged = ""
+        self._few: list[Tensor] = []
         self._few_versions: list[int] = []
 
     def note(self, *, is_brief: bool = False) -> None:
@@ -55,7 +56,8 @@ class OutsideChanges:
         If `is_brief` only changes of weights and `extra` show, and other memory by its values alone.
         """
         self._is_brief, seen = is_brief, self._live.seen(optimizers=not is_brief)
-        self._noted, self._states, self._versions = seen, self._live.states(), list(map(_VERSION, seen))
+        self._noted, self._versions = seen, list(map(_VERSION, seen))
+        self._states = [] if is_brief else self._live.states()
         self._note_few()
         self._sentence = self._exchanged = ""
         if is_brief:
@@ -76,10 +78,11 @@ class OutsideChanges:
             weights = [getattr(each, "_local_tensor", each) for each in weights[:: max(1, len(weights) // _SAMPLED)]]
             counts = [min(_SAMPLE, each.numel()) for each in weights]
             self._sampled = [(w, (w.numel() - count) // 2, count) for w, count in zip(weights, counts, strict=True)]
+            self._few = weights
             self._note_few()
 
     def _note_few(self) -> None:
-        self._few_versions = [each._version for each, _, _ in self._sampled]
+        self._few_versions = list(map(_VERSION, self._few))
         self._samples = list(map(_sample, self._sampled))
 
     def note_buffers(self) -> None:
@@ -115,7 +118,7 @@ class OutsideChanges:
 
     def has_stirred(self) -> bool:
         """Whether a few of the weights have changed since the commit: quicker than `found`, for each step."""
-        return self._noted is not None and self._few_versions != [each._version for each, _, _ in self._sampled]
+        return self._noted is not None and self._few_versions != list(map(_VERSION, self._few))
 
     def forget(self) -> None:
         """A commit begins. Tensors that it replaces must not be kept alive."""
@@ -151,7 +154,7 @@ class OutsideChanges:
 
     def _is_same(self, before: list[Tensor], now: list[Tensor]) -> bool:
         return (
-            self._states == self._live.states()
+            (self._is_brief or self._states == self._live.states())
             and len(before) == len(now)
             and all(map(is_, before, now))
             and self._versions == list(map(_VERSION, now))

@@ -90,6 +90,8 @@ class ModuleValues:
 
     def now(self) -> State:
         """The present values of those that have changed, by path."""
+        if not self._changed:
+            return {}
         values = [(path, vars(module).get(name)) for path, (module, name) in [*self._changed.items()]]
         return {path: value for path, value in values if _is_plain(value)}
 

@@ -482,7 +482,7 @@ def test_a_step_that_draws_other_numbers_than_before_the_failure_is_named() -> N
         door = door_of()
         door._say, door._peers = said.append, SimpleNamespace(rank=0, world_size=1, leads=True)  # type: ignore[assignment]
         door.enter(5, (6, {"random": {"torch": torch.tensor([2])}}))
-        door.drawn(6, lambda again=again: {"random": {"torch": torch.tensor([again])}})  # type: ignore[misc]
+        door.drawn({"random": {"torch": torch.tensor([again])}})
         door.committed(6, is_checked=True)
         assert (said != []) == (again == 3)
 
