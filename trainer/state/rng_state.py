@@ -185,10 +185,5 @@ def _words(content: bytes) -> tuple[int, ...]:
     return tuple(array("I", content))
 
 
-@functools.lru_cache(maxsize=4)
-def _crc(content: bytes | torch.Tensor) -> int:
-    return crc32(content if isinstance(content, bytes) else _bytes(content))
-
-
 def _seed(content: bytes | torch.Tensor, step: int) -> int:
-    return crc32(step.to_bytes(8, "little"), _crc(content))
+    return crc32(content if isinstance(content, bytes) else _bytes(content), step)
